@@ -108,7 +108,7 @@ def exact_runs(shape: str, record: Record, count: int = 48, length: int = 600) -
         for block, data in blocks.items():
             runner.write_block(block, data)
         found["restored"] = run(runner, 4096, reset=False)
-        found["chunks of 100"] = run(runner, 100)
+        found["chunks of 300"] = run(runner, 300)
         found["alone"] = run(runner, 2048, concurrency=1)
         differing = {name: sum(a != b for a, b in zip(cold, other, strict=True)) for name, other in found.items()}
         record(check="bits of a run in bfloat16", model=shape, exact=exact, requests=count, differ_from_cold=differing)

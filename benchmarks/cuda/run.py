@@ -1,8 +1,8 @@
 """Everything that only a GPU can show, in one call: `python benchmarks/cuda/run.py OUT.json [PART ...]`.
 
-Parts: bits, syncs, exact, tokens (or tokens:SHAPE), append, prefill, 7b, 0.6b, tune. Without parts: all. About six
-minutes on an H100. Floors are measured in the same call. Each result is a line on stdout and an entry of the JSON file, which is written
-after each part, so that a run that is cut short leaves what it has.
+Parts: bits, syncs, exact, tokens (or tokens:SHAPE), append, prefill, 7b, 0.6b, tune. Without parts: all, in about six
+minutes on an H100. Floors are measured in the same call. Each result is a line on stdout and an entry of the JSON file,
+which is written after each part, so that a run that is cut short leaves what it has.
 """
 
 import gc
@@ -125,7 +125,7 @@ def _keys(kinds: tuple[str, ...], sizes: tuple[int, ...]) -> list[GraphKey]:
 
 
 def tune(log: Log, runner: CudaRunner, shape: str) -> None:
-    """Time the products of one row in each tiling, one after the other as in a step; take the best of each shape."""
+    """Time the products of one row in each tiling, one after the other as in a step."""
     layers = runner.decoder.decoder.layers[:16]
     for name, linears in (
         ("qkv", [layer.qkv for layer in layers]),
@@ -148,7 +148,6 @@ def tune(log: Log, runner: CudaRunner, shape: str) -> None:
             ]
             seconds[tiles] = graph_seconds(calls) / len(calls)
         best = min(seconds, key=lambda tiles: seconds[tiles])
-        runner.decoder.row_tiles[count, width] = best
         rate = weights[0].nbytes / seconds[best] / 1e12
         shown = {str(tiles): round(value * 1e6, 2) for tiles, value in seconds.items()}
         log.record(model=shape, tiles=name, size=[count, width], best=best, tb_s=rate, us=shown)

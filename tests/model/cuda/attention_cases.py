@@ -110,10 +110,11 @@ def run_case(
     kv = (case.kv[:, 0], case.kv[:, 1])
     common = (queries, kv, out, parts, meta, meta[layout.positions :], meta[layout.singles :], case.scoring)
     last = layout.merges_by_last
-    attend(*common, Shape(single_rows, tile_keys), single=True, programs=programs, last=last)
+    wide = planner.split if exact else 0
+    attend(*common, Shape(single_rows, tile_keys), single=True, programs=programs, last=last, split=wide)
     if not last:
         shape = Shape(tile_rows, tile_keys, max(1, tile_rows // 16))
-        attend(*common, shape, single=False, programs=2, split=planner.split if exact else 0)
+        attend(*common, shape, single=False, programs=2, split=wide)
         if layout.merged:
             merge(parts, out, meta[layout.merged_tokens :][: layout.merged], meta[layout.firsts :], case.scoring.sinks)
     assert not parts.arrived.any()

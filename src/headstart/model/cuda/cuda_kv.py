@@ -33,7 +33,6 @@ class CudaKV:
         on_gpu = device.type == "cuda"
         self._side = torch.cuda.Stream(device) if on_gpu else None
         self._read_here = torch.empty(self._canonical, dtype=dtype, device=device)
-        self._read_there = torch.empty(self._canonical, dtype=dtype, pin_memory=on_gpu)
         self._ring: list[tuple[Tensor, torch.cuda.Event | None]] = [
             (torch.empty(self._canonical, dtype=dtype, pin_memory=on_gpu), torch.cuda.Event() if on_gpu else None)
             for _ in range(RING)
@@ -43,12 +42,14 @@ class CudaKV:
     def read_block(self, block_id: int) -> Data:
         """Copy one block in canonical form. Safe from any thread, also while a step runs that does not write it."""
         with self.lock, torch.inference_mode():
+            # Pinned memory from torch's cache, which takes it back when the caller drops the data: no copy, no faults.
+            data = torch.empty(self._canonical, dtype=self.dtype, pin_memory=self._side is not None)
             with nullcontext() if self._side is None else torch.cuda.stream(self._side):
                 self._read_here.copy_(self.pool[block_id].transpose(2, 3))
-                self._read_there.copy_(self._read_here, non_blocking=True)
+                data.copy_(self._read_here, non_blocking=True)
             if self._side is not None:
                 self._side.synchronize()
-            return self._read_there.view(-1).view(torch.uint8).numpy().tobytes()
+            return memoryview(data.view(-1).view(torch.uint8).numpy())
 
     def write_block(self, block_id: int, data: Data) -> None:
         """Store a block given in canonical form, before the next step. Raises ValueError for a wrong length."""

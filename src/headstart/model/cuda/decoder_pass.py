@@ -23,7 +23,9 @@ from headstart.model.layers.rotary import inverse_frequencies
 
 PARTS_BYTES = 1 << 28  # of partial results of attention
 DECODES, GROUPS, MIXED = "decodes", "groups", "mixed"  # kinds of pass: what it launches for attention
-TILES = (4, 2048, 4)  # of products of one row, if none were measured for their shape
+TILES = (4, 2048, 4)  # of products of one row: outputs and inputs at once, warps; measured on an H100
+LARGE_TILES = (2, 2048, 8)  # the same where there are as many outputs as LARGE
+LARGE = 12_288
 
 
 class PassResult(NamedTuple):
@@ -58,13 +60,10 @@ class DecoderPass:
         self._norms = [_head_norms(layer) for layer in decoder.layers]
         self._scorings = [Scoring(config.head_dim**-0.5, layer.window) for layer in decoder.layers]
         wide = kv.dtype == torch.float32
-        self.single = Shape(64 if exact else 16, 32 if wide else 64, 4, 1 if wide else 2)
-        self.tiles = {  # by the rows of a tile
-            64: Shape(64, 32 if wide else 64, 4, 1 if wide else 2),
-            128: Shape(64 if exact else 128, 32 if wide else 64, 4 if exact else 8, 1 if wide else 2),
-        }
-        self.row_tiles: dict[tuple[int, ...], tuple[int, int, int]] = {}  # of products of one row, by shape
-        self.append_tokens = 1  # of a program that appends KV
+        # Measured on an H100. In exact mode all kinds have one form, so that a row has one order of sums.
+        small = Shape(64, 32, 4, 1) if wide else Shape(64, 64, 4, 2)
+        self.single = small if exact else small._replace(tile_rows=16)
+        self.tiles = {64: small, 128: small if exact else Shape(128, small.tile_keys, 4, 1 if wide else 3)}
 
     def run(self, meta: Tensor, sampled: Tensor, layout: Layout, kind: str) -> PassResult:
         """Launch the step in `meta`; `sampled` are the tokens of the step before, for tokens not known yet.
@@ -108,8 +107,7 @@ class DecoderPass:
             qkv = self._product(rows, layer.qkv)
             kv = self.kv.layers[index]
             rotate_and_append(
-                qkv, queries, positions, slots, self.angles, self._norms[index], kv, eps,
-                tokens=self.append_tokens if kind == MIXED else 1, pdl=pdl,
+                qkv, queries, positions, slots, self.angles, self._norms[index], kv, eps, pdl=pdl
             )  # fmt: skip
             self.attend(queries, kv, out, meta, layout, kind, self._scorings[index])
             delta = self._product(out.view(count, -1), layer.out)
@@ -132,7 +130,7 @@ class DecoderPass:
             norm = None if linear.norm is None else (linear.norm.weight, eps)
             return triton_layers.vector_product(
                 row, weight, linear.bias, norm=norm, onto=onto, gated=linear.gated,
-                tiles=self.row_tiles.get(tuple(weight.shape), TILES), pdl=pdl,
+                tiles=LARGE_TILES if min(weight.shape) > 2048 and len(weight) >= LARGE else TILES, pdl=pdl,
             )  # fmt: skip
 
         for index, layer in enumerate(self.decoder.layers):

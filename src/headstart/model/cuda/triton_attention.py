@@ -18,7 +18,7 @@ from headstart.model.cuda.triton_rotary import launch_options, rotated
 
 KV = tuple[Tensor, Tensor]  # keys and values of one layer, [blocks, Hkv, page, D] each, of any block stride
 LOG2_E = tl.constexpr(1.4426950408889634)
-_PARTS_AT_ONCE = 8  # partial results of a row that are merged together
+_PARTS_AT_ONCE = 4  # partial results of a row that are read together
 
 
 class Scoring(NamedTuple):
@@ -40,12 +40,11 @@ class Shape(NamedTuple):
 
 
 @triton.jit
-def _fold(
-    query, top, total, sums, start, end, position, table, keys, values, head_at, block_stride, scale, softcap, window,
+def _load_keys(
+    start, end, table, keys, values, head_at, block_stride,
     DIM: tl.constexpr, POWER: tl.constexpr, PAGE: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys [start, start + TILE_N) to a running softmax; with MASKED those before `end` that a row sees."""
+    """Return the keys and values [start, start + TILE_N), [N, D]; with MASKED zeros from `end` on."""
     n = start + tl.arange(0, TILE_N)
     d = tl.arange(0, POWER)
     inside = n < end
@@ -53,22 +52,32 @@ def _fold(
         page = tl.load(table + n // PAGE, mask=inside, other=0).to(tl.int64)
     else:
         page = tl.load(table + n // PAGE).to(tl.int64)
-    cell = page * block_stride + head_at + (n % PAGE) * DIM
+    at = (page * block_stride + head_at + (n % PAGE) * DIM)[:, None] + d[None, :]
     if MASKED or POWER != DIM:
         there = (d < DIM)[None, :] & (n >= 0)[:, None]
         if MASKED:
             there = there & inside[:, None]
-        key = tl.load(keys + cell[:, None] + d[None, :], mask=there, other=0.0)
-        value = tl.load(values + cell[:, None] + d[None, :], mask=there, other=0.0)
+        key = tl.load(keys + at, mask=there, other=0.0)
+        value = tl.load(values + at, mask=there, other=0.0)
     else:
-        key = tl.load(keys + cell[:, None] + d[None, :])
-        value = tl.load(values + cell[:, None] + d[None, :])
+        key = tl.load(keys + at)
+        value = tl.load(values + at)
+    return key, value
+
+
+@triton.jit
+def _fold(
+    query, key, value, top, total, sums, start, end, position, scale, softcap, window,
+    TILE_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Add keys from `start` on to a running softmax; with MASKED those before `end` that a row sees."""
     score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     if SOFTCAP:  # c * tanh(score / c)
         score = softcap - 2 * softcap / (tl.exp2(score * (2 * LOG2_E / softcap)) + 1)
     score = score * LOG2_E
     if MASKED:
-        seen = inside[None, :] & (n[None, :] <= position[:, None])
+        n = start + tl.arange(0, TILE_N)
+        seen = (n < end)[None, :] & (n[None, :] <= position[:, None])
         if WINDOW:
             seen = seen & (n[None, :] > position[:, None] - window)
         score = tl.where(seen, score, float("-inf"))
@@ -83,30 +92,33 @@ def _fold(
 
 @triton.jit
 def _walk(
-    query, begin, end, lowest, position, table, keys, values, head_at, block_stride, scale, softcap, window,
-    TILE_M: tl.constexpr, DIM: tl.constexpr, POWER: tl.constexpr, PAGE: tl.constexpr, TILE_N: tl.constexpr,
+    query, top, total, sums, begin, end, lowest, position, table, keys, values, head_at, block_stride, scale, softcap,
+    window, DIM: tl.constexpr, POWER: tl.constexpr, PAGE: tl.constexpr, TILE_N: tl.constexpr, EXACT: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Return (result [M, D], log-sum-exp [M]) over the keys [begin, end); `lowest` is the first position of the rows.
+    """Return (result [M, D], log-sum-exp [M]) of a running softmax and the keys [begin, end).
 
-    Keys that all rows see need no mask: only the last tiles of a causal range have one.
+    `lowest` is the first position of the rows. Keys that all rows see need no mask: only the last tiles of a causal
+    range have one. EXACT: all have, since without it a compiler may join operations that it does not join with it.
     """
-    top = tl.full([TILE_M], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_M], tl.float32)
-    sums = tl.zeros([TILE_M, POWER], tl.float32)
     whole = tl.maximum(begin, tl.minimum(end, lowest + 1) // TILE_N * TILE_N)
     if WINDOW:
         begin = tl.maximum(begin, (lowest - window + 1) // TILE_N * TILE_N)
+    if WINDOW or EXACT:
         whole = begin
     for start in range(begin, whole, TILE_N):
+        key, value = _load_keys(
+            start, end, table, keys, values, head_at, block_stride, DIM, POWER, PAGE, TILE_N, False
+        )  # fmt: skip
         top, total, sums = _fold(
-            query, top, total, sums, start, end, position, table, keys, values, head_at, block_stride, scale, softcap,
-            window, DIM, POWER, PAGE, TILE_N, False, WINDOW, SOFTCAP,
+            query, key, value, top, total, sums, start, end, position, scale, softcap, window,
+            TILE_N, False, WINDOW, SOFTCAP,
         )  # fmt: skip
     for start in range(whole, end, TILE_N):
+        key, value = _load_keys(start, end, table, keys, values, head_at, block_stride, DIM, POWER, PAGE, TILE_N, True)
         top, total, sums = _fold(
-            query, top, total, sums, start, end, position, table, keys, values, head_at, block_stride, scale, softcap,
-            window, DIM, POWER, PAGE, TILE_N, True, WINDOW, SOFTCAP,
+            query, key, value, top, total, sums, start, end, position, scale, softcap, window,
+            TILE_N, True, WINDOW, SOFTCAP,
         )  # fmt: skip
     some = total > 0
     result = sums / tl.where(some, total, 1.0)[:, None]
@@ -115,58 +127,67 @@ def _walk(
 
 @triton.jit
 def _join(top, total, sums, lse, result):
-    """Add one partial result of each row to a running sum of them, as in `_merged_row`."""
+    """Add one partial result to a running sum, element by element, so that its bits are those of any other layout."""
     highest = tl.maximum(top, lse)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     weight, fade = tl.exp2(lse - base), tl.exp2(top - base)
-    return highest, total * fade + weight, sums * fade[:, None] + result * weight[:, None]
+    return highest, tl.fma(total, fade, weight), tl.fma(sums, fade, result * weight)
 
 
 @triton.jit
-def _merged_row(
+def _merged(
     part_out, part_lse, sinks, first, end, head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, POWER: tl.constexpr, AT_ONCE: tl.constexpr, SINKS: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, POWER: tl.constexpr, SINKS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Return the result [D] of one row and head from its parts [first, end)."""
-    d = tl.arange(0, POWER)
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    sums = tl.zeros([POWER], tl.float32)
+    """Return the results [GROUP * POWER] of GROUP heads of one row from its parts [first, end), in their order."""
+    column = tl.arange(0, GROUP * POWER)
+    own, d = head + column // POWER, column % POWER
+    inside = (d < DIM) & (own < HEADS)
+    top = tl.full([GROUP * POWER], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP * POWER], tl.float32)
+    sums = tl.zeros([GROUP * POWER], tl.float32)
     for start in range(first, end, AT_ONCE):
-        part = start + tl.arange(0, AT_ONCE)
-        there = part < end
-        at = part.to(tl.int64) * HEADS + head
-        lse = tl.load(part_lse + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        mask = there[:, None] & (d < DIM)[None, :]
-        found = tl.load(part_out + at[:, None] * DIM + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-        highest = tl.maximum(top, tl.max(lse, 0))
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        weight = tl.exp2(lse - base)
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(weight, 0)
-        sums = sums * fade + tl.sum(found * weight[:, None], 0)
-        top = highest
+        for index in tl.static_range(AT_ONCE):  # their loads are on their way together
+            part = start + index + column * 0
+            mask = inside & (part < end)
+            at = part.to(tl.int64) * HEADS + own
+            lse = tl.load(part_lse + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+            result = tl.load(part_out + at * DIM + d, mask=mask, other=0.0, cache_modifier=".cg")
+            top, total, sums = _join(top, total, sums, lse, result)
     if SINKS:
-        total += tl.exp2(tl.load(sinks + head) * LOG2_E - top)
+        total += tl.exp2(tl.load(sinks + own, mask=inside, other=0.0) * LOG2_E - top)
     return sums / total
 
 
 @triton.jit
+def _store_merged(
+    part_out, part_lse, sinks, out, token, first, end, head, GROUP: tl.constexpr, POWER_OF_GROUP: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, POWER: tl.constexpr, SINKS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Merge GROUP heads of one row from `head` on."""
+    result = _merged(
+        part_out, part_lse, sinks, first, end, head, POWER_OF_GROUP, HEADS, DIM, POWER, SINKS, AT_ONCE
+    )  # fmt: skip
+    column = tl.arange(0, POWER_OF_GROUP * POWER)
+    own, d = column // POWER, column % POWER
+    at = (token.to(tl.int64) * HEADS + head + own) * DIM + d
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=(own < GROUP) & (d < DIM))
+
+
+@triton.jit
 def _merge_last(
-    arrived, part_out, part_lse, sinks, out, token, first, count, unit, head, GROUP: tl.constexpr, HEADS: tl.constexpr,
-    DIM: tl.constexpr, POWER: tl.constexpr, AT_ONCE: tl.constexpr, SINKS: tl.constexpr,
+    arrived, part_out, part_lse, sinks, out, token, first, count, unit, head, GROUP: tl.constexpr,
+    POWER_OF_GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, POWER: tl.constexpr, SINKS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Count a finished part of (row, kv head) `unit`; the last one merges the row's heads, and resets the count."""
     tl.debug_barrier()  # all threads have stored their part
     if tl.atomic_add(arrived + unit, 1, sem="acq_rel") == count - 1:
-        d = tl.arange(0, POWER)
-        for index in range(GROUP):
-            query_head = head * GROUP + index
-            result = _merged_row(
-                part_out, part_lse, sinks, first, first + count, query_head, HEADS, DIM, POWER, AT_ONCE, SINKS
-            )
-            at = out + (token.to(tl.int64) * HEADS + query_head) * DIM + d
-            tl.store(at, result.to(out.dtype.element_ty), mask=d < DIM)
+        _store_merged(
+            part_out, part_lse, sinks, out, token, first, first + count, head * GROUP,
+            GROUP, POWER_OF_GROUP, HEADS, DIM, POWER, SINKS, AT_ONCE,
+        )  # fmt: skip
         tl.store(arrived + unit, 0)
 
 
@@ -176,18 +197,18 @@ def _attend(
     q_stride, block_stride, KVS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, POWER: tl.constexpr,
     PAGE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, SINGLE: tl.constexpr, LAST: tl.constexpr,
     SPLIT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FIELDS: tl.constexpr,
-    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    POWER_OF_GROUP: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute work items; each program takes every n-th pair of an item and a kv head.
 
     A single is one token, whose result is part `part`. A tile has entries (token, part); a part below 0 means that the
-    result is whole, and goes to `out`. LAST: the last part of a single merges its row. SPLIT: whole results are sums of
-    partial ones of SPLIT keys, as a decode of the same row would be.
+    result is whole, and goes to `out`. LAST: the last part of a single merges its row. SPLIT: exact; whole results are
+    sums of partial ones of SPLIT keys, as a decode of the same row would be.
     """
     HEADS: tl.constexpr = KVS * GROUP
+    EXACT: tl.constexpr = SPLIT > 0
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     units = tl.load(meta + (0 if SINGLE else 1)) * KVS
     if SINGLE:
         items = singles
@@ -216,28 +237,32 @@ def _attend(
             position = tl.load(positions + token, mask=real, other=2147483647)
             lowest = tl.min(position, 0)
             position = tl.where(real, position, end)
+        if PDL:
+            gdc_wait()  # the step's array is older than the kernel before this one
         query_head = head * GROUP + m % GROUP
         q_at = token.to(tl.int64)[:, None] * q_stride + query_head[:, None] * DIM + d[None, :]
         query = tl.load(queries + q_at, mask=real[:, None] & (d < DIM)[None, :], other=0.0)
         head_at = head * (PAGE * DIM)
+        no_top = tl.full([TILE_M], float("-inf"), tl.float32)
+        no_total = tl.zeros([TILE_M], tl.float32)
+        no_sums = tl.zeros([TILE_M, POWER], tl.float32)
         if SPLIT == 0 or SINGLE:
             result, lse = _walk(
-                query, begin, end, lowest, position, table, keys, values, head_at, block_stride, scale, softcap, window,
-                TILE_M, DIM, POWER, PAGE, TILE_N, WINDOW, SOFTCAP,
+                query, no_top, no_total, no_sums, begin, end, lowest, position, table, keys, values, head_at,
+                block_stride, scale, softcap, window, DIM, POWER, PAGE, TILE_N, EXACT, WINDOW, SOFTCAP,
             )  # fmt: skip
         else:
-            lse = tl.full([TILE_M], float("-inf"), tl.float32)
-            total = tl.zeros([TILE_M], tl.float32)
-            result = tl.zeros([TILE_M, POWER], tl.float32)
+            top = no_top[:, None] + no_sums
+            total, sums = no_sums, no_sums
             for split in range(begin, end, SPLIT):
                 one, one_lse = _walk(
-                    query, split, tl.minimum(split + SPLIT, end), lowest, position, table, keys, values, head_at,
-                    block_stride, scale, softcap, window, TILE_M, DIM, POWER, PAGE, TILE_N, WINDOW, SOFTCAP,
+                    query, no_top, no_total, no_sums, split, tl.minimum(split + SPLIT, end), lowest, position, table,
+                    keys, values, head_at, block_stride, scale, softcap, window, DIM, POWER, PAGE, TILE_N, EXACT,
+                    WINDOW, SOFTCAP,
                 )  # fmt: skip
-                lse, total, result = _join(lse, total, result, one_lse, one)
-            some = total > 0
-            result = result / tl.where(some, total, 1.0)[:, None]
-            lse = tl.where(some, lse + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+                top, total, sums = _join(top, total, sums, one_lse[:, None] + no_sums, one)
+            result = sums / tl.where(total > 0, total, 1.0)
+            lse = tl.max(tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf")), 1)
         row = part.to(tl.int64) * HEADS + query_head
         is_part = real & (part >= 0)
         inside = (d < DIM)[None, :]
@@ -254,7 +279,7 @@ def _attend(
             first, count = tl.load(item + 5), tl.load(item + 6)
             _merge_last(
                 arrived, part_out, part_lse, sinks, out, own, first, count, own * KVS + head, head,
-                GROUP, HEADS, DIM, POWER, AT_ONCE, SINKS,
+                GROUP, POWER_OF_GROUP, HEADS, DIM, POWER, SINKS, AT_ONCE,
             )  # fmt: skip
 
 
@@ -263,16 +288,17 @@ def _attend_one(
     qkv, keys, values, out, part_out, part_lse, arrived, meta, positions, slots, singles, cosines, sines, norms, eps,
     scale, window, block_stride, KVS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     POWER: tl.constexpr, ROTATED: tl.constexpr, PAGE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    NORM: tl.constexpr, WINDOW: tl.constexpr, FIELDS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, WINDOW: tl.constexpr, FIELDS: tl.constexpr, POWER_OF_GROUP: tl.constexpr,
+    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Do for a step of one token what `rotate_and_append`, `_attend` and merging do: one launch instead of three.
 
     Each program rotates the queries of its kv head; that of the row's last part stores the new key and value first.
+    The step's array and the older keys are on their way before the kernel before this one has ended.
     """
     HEADS: tl.constexpr = KVS * GROUP
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     units = tl.load(meta) * KVS
     position, slot = tl.load(positions), tl.load(slots).to(tl.int64)
     m = tl.arange(0, TILE_M)
@@ -286,7 +312,16 @@ def _attend_one(
         begin, end = tl.load(item + 3), tl.load(item + 4)
         first, count = tl.load(item + 5), tl.load(item + 6)
         head_at = head * (PAGE * DIM)
-        if (part == first + count - 1) & (slot >= 0):
+        begin_at = begin
+        if WINDOW:
+            begin_at = tl.maximum(begin, (position - window + 1) // TILE_N * TILE_N)
+        old_key, old_value = _load_keys(
+            begin_at, end, table, keys, values, head_at, block_stride, DIM, POWER, PAGE, TILE_N, True
+        )  # fmt: skip
+        if PDL:
+            gdc_wait()
+        is_last = part == first + count - 1
+        if is_last & (slot >= 0):
             one = tl.arange(0, 1)
             key = rotated(
                 qkv + (HEADS + head + one)[:, None] * DIM, position + one[:, None], cosines, sines, norms + DIM, eps,
@@ -296,22 +331,32 @@ def _attend_one(
             cell = (slot // PAGE) * block_stride + head_at + (slot % PAGE) * DIM + d[None, :]
             tl.store(keys + cell, key, mask=inside)
             tl.store(values + cell, value, mask=inside)
-            tl.debug_barrier()  # this program reads them again below
+            tl.debug_barrier()  # this program reads them again
+            old_key, old_value = _load_keys(
+                begin_at, end, table, keys, values, head_at, block_stride, DIM, POWER, PAGE, TILE_N, True
+            )  # fmt: skip
         query_head = head * GROUP + m
         query = rotated(
             qkv + query_head[:, None] * DIM, position + m[:, None] * 0, cosines, sines, norms, eps,
             real[:, None], DIM, POWER, ROTATED, NORM,
         )  # fmt: skip
+        top = tl.full([TILE_M], float("-inf"), tl.float32)
+        total = tl.zeros([TILE_M], tl.float32)
+        sums = tl.zeros([TILE_M, POWER], tl.float32)
+        top, total, sums = _fold(
+            query, old_key, old_value, top, total, sums, begin_at, end, position + m * 0, scale, 1.0, window,
+            TILE_N, True, WINDOW, False,
+        )  # fmt: skip
         result, lse = _walk(
-            query, begin, end, position, position + m * 0, table, keys, values, head_at, block_stride, scale, 1.0,
-            window, TILE_M, DIM, POWER, PAGE, TILE_N, WINDOW, False,
+            query, top, total, sums, begin_at + TILE_N, end, position, position + m * 0, table, keys, values, head_at,
+            block_stride, scale, 1.0, window, DIM, POWER, PAGE, TILE_N, False, WINDOW, False,
         )  # fmt: skip
         row = part.to(tl.int64) * HEADS + query_head
         tl.store(part_out + row[:, None] * DIM + d[None, :], result, mask=real[:, None] & inside)
         tl.store(part_lse + row, lse, mask=real)
         _merge_last(
             arrived, part_out, part_lse, part_lse, out, tl.load(item), first, count, head, head,
-            GROUP, HEADS, DIM, POWER, AT_ONCE, False,
+            GROUP, POWER_OF_GROUP, HEADS, DIM, POWER, False, AT_ONCE,
         )  # fmt: skip
 
 
@@ -328,9 +373,9 @@ def _merge(
     token = tl.load(tokens + row).to(tl.int64)
     first, end = tl.load(firsts + row), tl.load(firsts + row + 1)
     if end > first:
-        d = tl.arange(0, POWER)
-        result = _merged_row(part_out, part_lse, sinks, first, end, head, HEADS, DIM, POWER, AT_ONCE, SINKS)
-        tl.store(out + (token * HEADS + head) * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
+        _store_merged(
+            part_out, part_lse, sinks, out, token, first, end, head, 1, 1, HEADS, DIM, POWER, SINKS, AT_ONCE
+        )  # fmt: skip
 
 
 class Parts(NamedTuple):
@@ -370,7 +415,7 @@ def attend(
         scoring.softcap or 1.0, scoring.window or 0, queries.stride(0), kv[0].stride(0), kvs, group, dim,
         max(16, triton.next_power_of_2(dim)), page, max(shape.tile_rows, triton.next_power_of_2(group)),
         shape.tile_keys, single, last, split, scoring.window is not None, scoring.softcap is not None,
-        scoring.sinks is not None, ITEM, _PARTS_AT_ONCE, pdl,
+        scoring.sinks is not None, ITEM, triton.next_power_of_2(group), _PARTS_AT_ONCE, pdl,
         num_warps=shape.warps, num_stages=shape.stages, **launch_options(pdl=pdl),
     )  # fmt: skip
 
@@ -401,7 +446,7 @@ def attend_one(
         qkv, *kv, out, *parts, meta, *step, *angles, qkv if norms is None else norms, eps, scoring.scale,
         scoring.window or 0, kv[0].stride(0), kvs, group, dim, max(16, triton.next_power_of_2(dim)),
         2 * angles[0].shape[1], page, max(shape.tile_rows, triton.next_power_of_2(group)), shape.tile_keys,
-        norms is not None, scoring.window is not None, ITEM, _PARTS_AT_ONCE, pdl,
+        norms is not None, scoring.window is not None, ITEM, triton.next_power_of_2(group), _PARTS_AT_ONCE, pdl,
         num_warps=shape.warps, num_stages=shape.stages, **launch_options(pdl=pdl),
     )  # fmt: skip
 
