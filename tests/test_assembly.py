@@ -195,7 +195,7 @@ def test_pool_of_a_gpu_is_its_share_less_weights_and_profile(tiny: Path) -> None
 def test_a_gpu_that_others_use_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100 * MIB, 1024 * MIB))
     monkeypatch.setattr(assembly, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
-    with pytest.raises(ConfigError, match=r"others hold 412\.0 MiB and 100\.0 MiB is free: end other processes"):
+    with pytest.raises(ConfigError, match=r"412\.0 MiB is in use already and 100\.0 MiB is free: end other processes"):
         build_engine(EngineOptions(model=str(tiny)))
     with pytest.raises(
         ConfigError, match=r"the weights take .* only 100 B of memory .* raise --gpu-memory-utilization"

@@ -122,7 +122,7 @@ def test_budget_counts_the_own_context_and_takes_a_limit() -> None:
 
 
 def test_memory_that_other_processes_hold_is_refused_with_the_share_that_is_left() -> None:
-    with pytest.raises(ConfigError, match=r"0\.9 is 72\.0 GiB .* 80\.0 GiB, .* others hold 29\.5 GiB") as caught:
+    with pytest.raises(ConfigError, match=r"0\.9 is 72\.0 GiB .* 80\.0 GiB, .* 29\.5 GiB is in use") as caught:
         gpu_budget(gpu(80, 50))
     assert "nvidia-smi" in str(caught.value) and "\n" not in str(caught.value)
     share = float(str(caught.value).split("--gpu-memory-utilization to ")[1].split()[0])

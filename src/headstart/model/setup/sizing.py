@@ -17,12 +17,11 @@ import torch
 
 from headstart.core.errors import ConfigError
 from headstart.model.setup.cgroup import SYSTEM
-from headstart.model.setup.sizes import Memory, cpu_memory, format_bytes, parse_bytes
+from headstart.model.setup.sizes import GPU_UTILIZATION, Memory, cpu_memory, format_bytes, parse_bytes
 from headstart.model.weights.checkpoint import Checkpoint
 from headstart.model.weights.gguf.block_formats import FORMATS
 
 KV_SHARE = 0.4  # of the memory left after the weights
-GPU_UTILIZATION = 0.9  # of a GPU's memory, for this process
 GPU_CONTEXT_BYTES = 2**29  # the most that CUDA's context of a process takes; it is there before anything is loaded
 _MIN_FULL_SEQUENCES = 16  # so that the limit for tiny models leaves space for cached prefixes if max_num_seqs is small
 _ELEMENT_BYTES = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # others: 1
@@ -45,6 +44,7 @@ class KVPlan(NamedTuple):
 def memory(device: str = "cpu", root: Path = SYSTEM) -> Memory:
     """Return the memory of `device`: a GPU's own, or for the CPU the lowest of all cgroup limits and the machine's."""
     if device.startswith("cuda"):
+        torch.cuda.empty_cache()  # what an earlier engine of this process has left
         free, total = torch.cuda.mem_get_info(torch.device(device))
         return Memory(total, free, "GPU")
     return cpu_memory(root)
@@ -61,9 +61,9 @@ def gpu_budget(
 ) -> int:
     """Return the bytes for weights, buffers and KV pool on a GPU: its share of the total, less the process's context.
 
-    `found` is the memory before anything is loaded; what is held then beyond a context belongs to other processes.
-    Raises ConfigError if they leave less than the share, unless `utilization` is None (GPU_UTILIZATION) and a `limit`
-    or the size of the pool (`is_sized`) is given: then what is free counts.
+    `found` is the memory before anything is loaded; what is held then beyond a context belongs to other processes, or
+    to other engines of this one. Raises ConfigError if they leave less than the share, unless `utilization` is None
+    (GPU_UTILIZATION) and a `limit` or the size of the pool (`is_sized`) is given: then what is free counts.
     """
     share = GPU_UTILIZATION if utilization is None else utilization
     own = min(found.limit - found.available, GPU_CONTEXT_BYTES)
@@ -78,7 +78,7 @@ def gpu_budget(
     lower = f", or set --gpu-memory-utilization to {fits:g} or less" if fits > 0 else ""
     raise ConfigError(
         f"--gpu-memory-utilization {share:g} is {format_bytes(found.limit * share)} of the GPU's "
-        f"{format_bytes(found.limit)}, but others hold {format_bytes(found.limit - found.available - own)} and "
+        f"{format_bytes(found.limit)}, but {format_bytes(found.limit - found.available - own)} is in use already and "
         f"{format_bytes(found.available)} is free: end other processes (nvidia-smi lists them){lower}"
     )
 
