@@ -2,6 +2,7 @@
 
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from headstart import assembly
 from headstart.assembly import build_engine, check_options, model_folder
 from headstart.bench.experiments.engine.rotations import CacheUnawareScheduler
 from headstart.config.options import EngineOptions
+from headstart.core import warm_up
+from headstart.core.batch import Batch, StepResult
 from headstart.core.errors import ConfigError
 from headstart.core.request import Request, SamplingParams
 from headstart.model.weights.init_model import init_model
@@ -224,3 +227,33 @@ def test_a_gpu_out_of_memory_at_the_start_is_one_line(
     with pytest.raises(ConfigError, match="^out of GPU memory while " + words) as caught:
         build_engine(EngineOptions(model=str(tiny)), profile=fail if stage == "profile" else lambda *_: 0)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("small_gpu")
+@pytest.mark.parametrize("max_num_seqs", [1, 64, 300])
+def test_without_a_profile_steps_of_the_token_budget_are_run(
+    max_num_seqs: int, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps are real ones of the runner; what they take is a number here, since this GPU is one in numbers only."""
+    ran: list[tuple[int, int]] = []
+
+    def peak(run: Callable[[], list[StepResult]], device: str) -> int:
+        for batch, result in zip(batches, run(), strict=True):
+            assert not any(row.error for row in result.rows)
+            assert all(len(row.token_ids) == 1 for row in result.rows)
+            ran.append((len(batch.chunks), sum(len(chunk.token_ids) for chunk in batch.chunks)))
+        return 32 * MIB
+
+    def profile_batches(*sizes: int) -> tuple[list[Batch], int]:
+        found, num_blocks = warm_up.profile_batches(*sizes)
+        batches.extend(found)
+        return found, num_blocks
+
+    batches: list[Batch] = []
+    monkeypatch.setattr(assembly, "gpu_peak", peak)
+    monkeypatch.setattr(assembly, "profile_batches", profile_batches)
+    options = EngineOptions(model=str(tiny), dtype="float32", max_num_seqs=max_num_seqs, max_num_batched_tokens=300)
+    full = build_engine(replace(options, num_gpu_blocks_override=64), profile=lambda *_: 0)[1]
+    built = build_engine(replace(options, memory_limit="128MiB"))[1]
+    assert ran[0][1] == 300 and ran[1][0] == max_num_seqs and full.max_model_len >= 300
+    assert built.kv_bytes <= 96 * MIB

@@ -4,6 +4,7 @@ Imports torch: call `prepare_threads` before importing this module.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from headstart.allocator import trim
@@ -14,7 +15,7 @@ from headstart.core.errors import ConfigError
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.speculation.speculation_config import parse_speculative_config
-from headstart.core.warm_up import measure_drafts, measure_steps
+from headstart.core.warm_up import measure_drafts, measure_steps, profile_batches
 from headstart.engine_checks import check_options, limits_of, model_folder, store_bytes
 from headstart.gguf.gguf_reader import is_gguf
 from headstart.model.grammar.grammar_compiler import CompiledGrammars
@@ -27,6 +28,7 @@ from headstart.model.setup.sizing import (
     check_weights_fit,
     checkpoint_bytes,
     gpu_budget,
+    gpu_peak,
     held_on_gpu,
     memory,
     out_of_memory_refused,
@@ -43,11 +45,7 @@ from headstart.store.format import Shape
 
 Profile = Callable[[LoadedModel, int], int]
 """Returns the bytes on a GPU that a step of so many tokens needs beside weights and pool."""
-
-
-def _no_profile(loaded: LoadedModel, max_batched_tokens: int) -> int:
-    """Return 0: activations of a step through plain torch take what the default utilization leaves of the GPU."""
-    return 0
+PROFILE_BLOCK_SIZE = 16
 
 
 def build_engine(
@@ -55,12 +53,13 @@ def build_engine(
     folder: Path | None = None,
     *,
     scheduler_class: type[Scheduler] = Scheduler,
-    profile: Profile = _no_profile,
+    profile: Profile | None = None,
 ) -> tuple[Engine, EngineInfo]:
     """Load the model (progress on stderr), size the KV pool, and build the scheduler and the runner.
 
-    `folder` is the result of `model_folder(options)` if the caller has it already. `profile` is called on a GPU only.
-    Raises ConfigError with a one-line message for options that cannot work, and for a GPU without enough memory.
+    `folder` is the result of `model_folder(options)` if the caller has it already. `profile` is called on a GPU only;
+    None: steps of a ModelRunner are run. Raises ConfigError with a one-line message for options that cannot work, and
+    for a GPU without enough memory.
     """
     check_options(options)
     threads = prepare_threads(options.threads)
@@ -122,7 +121,7 @@ def build_engine(
 
 
 def _load(
-    options: EngineOptions, folder: Path, device: str, found: Memory, profile: Profile
+    options: EngineOptions, folder: Path, device: str, found: Memory, profile: Profile | None
 ) -> tuple[LoadedModel, KVPlan, int]:
     """Return the model, the KV pool plan and max_model_len. Raises ConfigError before loading what cannot fit."""
     on_gpu = device.startswith("cuda")
@@ -145,6 +144,7 @@ def _load(
             activation_bits=int(options.activation_bits),
         )
         weight_bytes = max(loaded.weight_bytes, held_on_gpu(device) - held if on_gpu else 0)
+        profile = profile or partial(_run_profile, max_seqs=options.max_num_seqs)
         profile_bytes = profile(loaded, options.max_num_batched_tokens) if on_gpu else None
     max_model_len = loaded.max_model_len if options.max_model_len is None else options.max_model_len
     if max_model_len > loaded.max_model_len:
@@ -161,6 +161,13 @@ def _load(
         gpu_profile_bytes=profile_bytes,
     )
     return loaded, plan, max_model_len
+
+
+def _run_profile(loaded: LoadedModel, max_batched_tokens: int, *, max_seqs: int) -> int:
+    """Return the bytes that steps of a ModelRunner take beside weights and pool: run before there is a pool."""
+    batches, num_blocks = profile_batches(max_batched_tokens, max_seqs, loaded.max_model_len, PROFILE_BLOCK_SIZE)
+    runner = ModelRunner(loaded, num_blocks=num_blocks, block_size=PROFILE_BLOCK_SIZE)
+    return gpu_peak(lambda: [runner.execute(batch) for batch in batches], str(loaded.device))
 
 
 def _available(options: EngineOptions, found: Memory, *, on_gpu: bool) -> int:

@@ -8,7 +8,7 @@ before any allocation, with the numbers and the remedy.
 
 import math
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -54,6 +54,14 @@ def held_on_gpu(device: str) -> int:
     """Return the bytes of a GPU that torch holds in this process, after what it keeps unused is given back."""
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(torch.device(device))
+
+
+def gpu_peak(run: Callable[[], object], device: str) -> int:
+    """Run something and return the most bytes of a GPU that torch held meanwhile, beyond those held before."""
+    before, gpu = held_on_gpu(device), torch.device(device)
+    torch.cuda.reset_peak_memory_stats(gpu)
+    run()
+    return torch.cuda.max_memory_reserved(gpu) - before
 
 
 def gpu_budget(
