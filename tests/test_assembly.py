@@ -256,4 +256,5 @@ def test_without_a_profile_steps_of_the_token_budget_are_run(
     full = build_engine(replace(options, num_gpu_blocks_override=64), profile=lambda *_: 0)[1]
     built = build_engine(replace(options, memory_limit="128MiB"))[1]
     assert ran[0][1] == 300 and ran[1][0] == max_num_seqs and full.max_model_len >= 300
-    assert built.kv_bytes <= 96 * MIB
+    assert built.kv_bytes * 3 / 2 <= 96 * MIB  # of two layers one is gathered
+    assert max_num_seqs == 1 or built.kv_bytes > 60 * MIB

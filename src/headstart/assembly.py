@@ -144,7 +144,8 @@ def _load(
             activation_bits=int(options.activation_bits),
         )
         weight_bytes = max(loaded.weight_bytes, held_on_gpu(device) - held if on_gpu else 0)
-        profile = profile or partial(_run_profile, max_seqs=options.max_num_seqs)
+        left = available - weight_bytes
+        profile = profile or partial(_run_profile, max_seqs=options.max_num_seqs, left=left)
         profile_bytes = profile(loaded, options.max_num_batched_tokens) if on_gpu else None
     max_model_len = loaded.max_model_len if options.max_model_len is None else options.max_model_len
     if max_model_len > loaded.max_model_len:
@@ -163,11 +164,15 @@ def _load(
     return loaded, plan, max_model_len
 
 
-def _run_profile(loaded: LoadedModel, max_batched_tokens: int, *, max_seqs: int) -> int:
-    """Return the bytes that steps of a ModelRunner take beside weights and pool: run before there is a pool."""
+def _run_profile(loaded: LoadedModel, max_batched_tokens: int, *, max_seqs: int, left: int) -> int:
+    """Return the bytes that steps of a ModelRunner take of those `left` by the weights. Runs two, without the pool.
+
+    Included is a copy of one layer of the pool, since decodes of the reference attention gather their keys and values.
+    """
     batches, num_blocks = profile_batches(max_batched_tokens, max_seqs, loaded.max_model_len, PROFILE_BLOCK_SIZE)
     runner = ModelRunner(loaded, num_blocks=num_blocks, block_size=PROFILE_BLOCK_SIZE)
-    return gpu_peak(lambda: [runner.execute(batch) for batch in batches], str(loaded.device))
+    peak = gpu_peak(lambda: [runner.execute(batch) for batch in batches], str(loaded.device))
+    return peak + max(left - peak, 0) // (loaded.kv_shape.num_layers + 1)
 
 
 def _available(options: EngineOptions, found: Memory, *, on_gpu: bool) -> int:

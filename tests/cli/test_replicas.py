@@ -63,7 +63,7 @@ def test_every_replica_has_a_gpu_and_no_part_of_the_machines_memory() -> None:
 
 
 def test_a_replica_on_a_gpu_takes_no_share_of_the_hosts_memory() -> None:
-    for device, gpus, limit in (("auto", 1, None), ("cuda", 1, None), ("auto", 0, "50"), ("cpu", 1, "50")):
+    for device, gpus, limit in (("auto", 1, None), ("cuda", 1, None), ("auto", 0, "50"), ("cpu", 0, "50")):
         got = with_memory_share(EngineOptions(device=device), 0.5, available=100, num_gpus=gpus)
         assert got.memory_limit == limit, device
 

@@ -52,7 +52,7 @@ def main() -> int:
     num_shares = options.num_replicas + 1  # the router holds requests, too
     engine = options.engine
     if options.memory_share < 1:
-        engine = with_memory_share(engine, options.memory_share, num_gpus=count_gpus())
+        engine = with_memory_share(engine, options.memory_share, num_gpus=count_gpus(engine.device))
     return serve(build_engine, engine, options.server, log, num_shares=num_shares)
 
 
@@ -64,7 +64,7 @@ def with_memory_share(
     The limit is that of the memory of the CPU: on a GPU there is none.
     """
     is_set = engine.memory_limit or engine.kv_cache_memory or engine.num_gpu_blocks_override
-    if is_set or engine.device.startswith("cuda") or (engine.device == "auto" and num_gpus):
+    if is_set or num_gpus or engine.device.startswith("cuda"):
         return engine
     limit = cpu_memory().available if available is None else available
     return replace(engine, memory_limit=str(max(int(limit * share), 1)))

@@ -30,7 +30,7 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
 
     The router stops first, so that no admitted request is lost; then all replica processes are stopped.
     """
-    gpus = gpu_names(engine.device, count_gpus(), os.environ.get(VISIBLE_GPUS))
+    gpus = gpu_names(engine.device, count_gpus(engine.device), os.environ.get(VISIBLE_GPUS))
     cores = prepare_threads(engine.threads, environ={**os.environ})
     share = divided(engine, router.replicas, cores=cores, gpus=gpus)
     command, variables = replica_command(), environment(share.threads)

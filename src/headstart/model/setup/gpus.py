@@ -13,8 +13,13 @@ VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 _COUNT = "import torch; print(torch.cuda.device_count())"
 
 
-def count_gpus(driver: str = "libcuda.so.1") -> int:
-    """Return the number of GPUs that torch finds, asked in a process of its own; 0 without NVIDIA's driver."""
+def count_gpus(device: str = "auto", driver: str = "libcuda.so.1") -> int:
+    """Return the number of GPUs for processes with `device`, those that torch finds in a process of its own.
+
+    0 on a CPU, and without NVIDIA's driver.
+    """
+    if device.startswith("cpu"):
+        return 0
     try:
         ctypes.CDLL(driver)
     except OSError:
@@ -26,10 +31,10 @@ def count_gpus(driver: str = "libcuda.so.1") -> int:
 def gpu_names(device: str, count: int, visible: str | None) -> tuple[str, ...]:
     """Return the names of the GPUs for processes with `device`: those of `visible` (the variable), or their numbers.
 
-    () if the processes use none, or if there is no such GPU. `count`: as `count_gpus`.
+    () if the processes use none, or if there is no such GPU. `count`: of `count_gpus`.
     """
-    kind, _, index = device.partition(":")
-    if kind == "cpu" or not count:
+    index = device.partition(":")[2]
+    if not count:
         return ()
     names = tuple(map(str, range(count))) if visible is None else tuple(map(str.strip, visible.split(",")))
     if not names[0].startswith("MIG-"):  # of parts of a GPU a process sees only one
