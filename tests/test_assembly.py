@@ -17,6 +17,7 @@ from headstart.core import warm_up
 from headstart.core.batch import Batch, StepResult
 from headstart.core.errors import ConfigError
 from headstart.core.request import Request, SamplingParams
+from headstart.model.setup.sizing import memory
 from headstart.model.weights.init_model import init_model
 
 MIB = 2**20
@@ -258,3 +259,15 @@ def test_without_a_profile_steps_of_the_token_budget_are_run(
     assert ran[0][1] == 300 and ran[1][0] == max_num_seqs and full.max_model_len >= 300
     assert built.kv_bytes * 3 / 2 <= 96 * MIB  # of two layers one is gathered
     assert max_num_seqs == 1 or built.kv_bytes > 60 * MIB
+
+
+@pytest.mark.gpu
+def test_an_engine_on_a_real_gpu_keeps_to_its_share(tiny: Path) -> None:
+    before = memory("cuda")
+    options = EngineOptions(model=str(tiny), device="cuda", gpu_memory_utilization=0.2, max_num_seqs=2**16)
+    engine, info = build_engine(replace(options, max_num_batched_tokens=2**16))
+    engine.add_request(Request("a", array("i", range(20)), SamplingParams(temperature=0.0, max_tokens=3)))
+    while engine.has_work:
+        engine.step(time.monotonic())
+    after = memory("cuda")
+    assert info.kv_bytes <= before.available - after.available + 2**21 <= 0.2 * before.limit + 2**29

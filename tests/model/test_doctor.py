@@ -137,3 +137,8 @@ def test_a_gpu_that_cuda_cannot_use_is_no_end_of_the_report(monkeypatch: pytest.
     assert any("GPU 0: its memory cannot be read" in warning for warning in report().warnings)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (79 * GIB, 80 * GIB))
     assert value("GPU memory") == "80.0 GiB, of which 79.0 GiB is free"
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_is_shown() -> None:
+    assert value("device") == "cuda" and rows(report(), "GPU 0")["GPU memory"].endswith("is free")

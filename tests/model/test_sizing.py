@@ -17,6 +17,8 @@ from headstart.model.setup.sizing import (
     check_weights_fit,
     checkpoint_bytes,
     gpu_budget,
+    gpu_peak,
+    held_on_gpu,
     memory,
     out_of_memory_refused,
     plan_kv_pool,
@@ -276,3 +278,17 @@ def test_threads_are_applied() -> None:
         assert torch.get_num_threads() == before + 1
     finally:
         apply_threads(before)
+
+
+@pytest.mark.gpu
+def test_numbers_of_a_real_gpu_are_those_that_sizing_expects() -> None:
+    found = memory("cuda")
+    assert 0 < found.available <= found.limit and gpu_budget(found, 0.01, is_sized=True) <= found.available
+    held = held_on_gpu("cuda")
+    assert gpu_peak(lambda: torch.empty(2**28, dtype=torch.uint8, device="cuda"), "cuda") >= 2**28
+    assert held_on_gpu("cuda") == held
+    with (
+        pytest.raises(ConfigError, match=r"GPU memory while trying: .* was free at the start and .* more was needed"),
+        out_of_memory_refused("trying", "pray", found),
+    ):
+        torch.empty(found.limit + 2**30, dtype=torch.uint8, device="cuda")
