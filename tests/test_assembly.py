@@ -2,17 +2,25 @@
 
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from headstart import assembly
 from headstart.assembly import build_engine, check_options, model_folder
 from headstart.bench.experiments.engine.rotations import CacheUnawareScheduler
 from headstart.config.options import EngineOptions
+from headstart.core import warm_up
+from headstart.core.batch import Batch, StepResult
 from headstart.core.errors import ConfigError
 from headstart.core.request import Request, SamplingParams
+from headstart.model.setup.sizing import memory
 from headstart.model.weights.init_model import init_model
+
+MIB = 2**20
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +137,10 @@ def test_the_home_folder_may_be_written_as_a_tilde(tiny: Path, tmp_path: Path, m
         ({"kv_store_size": "much"}, "kv_store_size: 'much' is not a size; write a number and a unit"),
         ({"kv_store_size": "1MiB"}, "kv_store_size is 1.0 MiB; it must be at least 64.0 MiB"),
         ({"page_aligned_scheduling": True, "long_prefill_token_threshold": 15}, "raise it to 16 or set it to 0"),
+        ({"gpu_memory_utilization": 0.9, "device": "cpu"}, "--gpu-memory-utilization is for GPUs.*use --memory-limit"),
+        ({"gpu_memory_utilization": 0.0}, "must be at least 0.01"),
+        ({"gpu_memory_utilization": 1.1}, "must be at most 1"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2: a model is not split over GPUs; use --replicas 2"),
     ],
 )
 def test_values_that_cannot_work_are_refused_before_loading(change: dict[str, object], message: str) -> None:
@@ -154,3 +166,108 @@ def test_a_limit_on_memory_is_all_there_is_to_count_on(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="100 B of memory is available"):
         kv_bytes("100")
     assert kv_bytes("4000GiB") == kv_bytes(None)  # what is not there cannot be counted on
+
+
+@pytest.fixture
+def small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of a GPU, with all else on the CPU: 256 MiB, of which CUDA's context holds 16 MiB."""
+    load = assembly.load_model
+    monkeypatch.setattr(assembly, "resolve_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(assembly, "load_model", lambda folder, **options: load(folder, **{**options, "device": "cpu"}))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (240 * MIB, 256 * MIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+
+
+@pytest.mark.usefixtures("small_gpu")
+def test_pool_of_a_gpu_is_its_share_less_weights_and_profile(tiny: Path) -> None:
+    options = EngineOptions(model=str(tiny), dtype="float32", max_num_seqs=2**20, max_num_batched_tokens=2**20)
+
+    def kv_bytes(profile_bytes: int = 0, **changes: object) -> int:
+        given = replace(options, **changes)  # type: ignore[arg-type]
+        return build_engine(given, profile=lambda loaded, tokens: profile_bytes + tokens - 2**20)[1].kv_bytes
+
+    full = kv_bytes()
+    assert 200 * MIB < full < 0.9 * 256 * MIB - 16 * MIB
+    assert kv_bytes(64 * MIB) == pytest.approx(full - 64 * MIB, abs=MIB)
+    assert kv_bytes(gpu_memory_utilization=0.4) == pytest.approx(full - 128 * MIB, abs=MIB)
+    assert kv_bytes(kv_cache_memory="32MiB") == pytest.approx(32 * MIB, abs=MIB)
+    with pytest.raises(ConfigError, match=r"300\.0 MiB of buffers.*raise --gpu-memory-utilization"):
+        kv_bytes(300 * MIB)
+
+
+@pytest.mark.usefixtures("small_gpu")
+def test_a_gpu_that_others_use_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100 * MIB, 1024 * MIB))
+    monkeypatch.setattr(assembly, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(ConfigError, match=r"412\.0 MiB is in use already and 100\.0 MiB is free: end other processes"):
+        build_engine(EngineOptions(model=str(tiny)))
+    with pytest.raises(
+        ConfigError, match=r"the weights take .* only 100 B of memory .* raise --gpu-memory-utilization"
+    ):
+        build_engine(EngineOptions(model=str(tiny), memory_limit="100"))
+
+
+@pytest.mark.usefixtures("small_gpu")
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        ("mem_get_info", "starting on cuda: 2.00 GiB more was needed; end other"),
+        ("load_model", "loading .* of weights: 240.0 MiB of 256.0 MiB was free.*2.00 GiB more.*smaller model"),
+        ("profile", "loading .* of weights: "),
+        ("ModelRunner", "allocating the KV pool of .*: .*lower --gpu-memory-utilization"),
+    ],
+)
+def test_a_gpu_out_of_memory_at_the_start_is_one_line(
+    stage: str, words: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...\n")
+
+    if stage != "profile":
+        monkeypatch.setattr(torch.cuda if stage == "mem_get_info" else assembly, stage, fail)
+    with pytest.raises(ConfigError, match="^out of GPU memory while " + words) as caught:
+        build_engine(EngineOptions(model=str(tiny)), profile=fail if stage == "profile" else lambda *_: 0)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("small_gpu")
+@pytest.mark.parametrize("max_num_seqs", [1, 64, 300])
+def test_without_a_profile_steps_of_the_token_budget_are_run(
+    max_num_seqs: int, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps are real ones of the runner; what they take is a number here, since this GPU is one in numbers only."""
+    ran: list[tuple[int, int]] = []
+
+    def peak(run: Callable[[], list[StepResult]], device: str) -> int:
+        for batch, result in zip(batches, run(), strict=True):
+            assert not any(row.error for row in result.rows)
+            assert all(len(row.token_ids) == 1 for row in result.rows)
+            ran.append((len(batch.chunks), sum(len(chunk.token_ids) for chunk in batch.chunks)))
+        return 32 * MIB
+
+    def profile_batches(*sizes: int) -> tuple[list[Batch], int]:
+        found, num_blocks = warm_up.profile_batches(*sizes)
+        batches.extend(found)
+        return found, num_blocks
+
+    batches: list[Batch] = []
+    monkeypatch.setattr(assembly, "gpu_peak", peak)
+    monkeypatch.setattr(assembly, "profile_batches", profile_batches)
+    options = EngineOptions(model=str(tiny), dtype="float32", max_num_seqs=max_num_seqs, max_num_batched_tokens=300)
+    full = build_engine(replace(options, num_gpu_blocks_override=64), profile=lambda *_: 0)[1]
+    built = build_engine(replace(options, memory_limit="128MiB"))[1]
+    assert ran[0][1] == 300 and ran[1][0] == max_num_seqs and full.max_model_len >= 300
+    assert built.kv_bytes * 3 / 2 <= 96 * MIB  # of two layers one is gathered
+    assert max_num_seqs == 1 or built.kv_bytes > 60 * MIB
+
+
+@pytest.mark.gpu
+def test_an_engine_on_a_real_gpu_keeps_to_its_share(tiny: Path) -> None:
+    before = memory("cuda")
+    options = EngineOptions(model=str(tiny), device="cuda", gpu_memory_utilization=0.05, max_num_seqs=4096)
+    engine, info = build_engine(replace(options, max_num_batched_tokens=4096))
+    engine.add_request(Request("a", array("i", range(20)), SamplingParams(temperature=0.0, max_tokens=3)))
+    while engine.has_work:
+        engine.step(time.monotonic())
+    after = memory("cuda")
+    assert info.kv_bytes <= before.available - after.available + 2**21 <= 0.05 * before.limit + 2**29

@@ -3,6 +3,8 @@
 Imports torch: call `prepare_threads` before importing this module.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from headstart.allocator import trim
@@ -13,19 +15,23 @@ from headstart.core.errors import ConfigError
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.speculation.speculation_config import parse_speculative_config
-from headstart.core.warm_up import measure_drafts, measure_steps
+from headstart.core.warm_up import measure_drafts, measure_steps, profile_batches
 from headstart.engine_checks import check_options, limits_of, model_folder, store_bytes
 from headstart.gguf.gguf_reader import is_gguf
 from headstart.model.grammar.grammar_compiler import CompiledGrammars
 from headstart.model.kernels.library import kernels
 from headstart.model.model_runner import ModelRunner
-from headstart.model.setup.sizes import parse_bytes
+from headstart.model.setup.sizes import Memory, format_bytes, parse_bytes
 from headstart.model.setup.sizing import (
     KVPlan,
     apply_threads,
     check_weights_fit,
     checkpoint_bytes,
+    gpu_budget,
+    gpu_peak,
+    held_on_gpu,
     memory,
+    out_of_memory_refused,
     plan_kv_pool,
 )
 from headstart.model.setup.threads import prepare_threads
@@ -37,14 +43,23 @@ from headstart.store.disk import DiskStore
 from headstart.store.files import prepare_folder
 from headstart.store.format import Shape
 
+Profile = Callable[[LoadedModel, int], int]
+"""Returns the bytes on a GPU that a step of so many tokens needs beside weights and pool."""
+PROFILE_BLOCK_SIZE = 16
+
 
 def build_engine(
-    options: EngineOptions, folder: Path | None = None, *, scheduler_class: type[Scheduler] = Scheduler
+    options: EngineOptions,
+    folder: Path | None = None,
+    *,
+    scheduler_class: type[Scheduler] = Scheduler,
+    profile: Profile | None = None,
 ) -> tuple[Engine, EngineInfo]:
     """Load the model (progress on stderr), size the KV pool, and build the scheduler and the runner.
 
-    `folder` is the result of `model_folder(options)` if the caller has it already. Raises ConfigError with a one-line
-    message for options that cannot work.
+    `folder` is the result of `model_folder(options)` if the caller has it already. `profile` is called on a GPU only;
+    None: steps of a ModelRunner are run. Raises ConfigError with a one-line message for options that cannot work, and
+    for a GPU without enough memory.
     """
     check_options(options)
     threads = prepare_threads(options.threads)
@@ -53,11 +68,16 @@ def build_engine(
     publisher = _event_publisher(options)
     folder = folder or model_folder(options)
     defaults = read_sampling_defaults(folder, options.generation_config)
-    loaded, plan, max_model_len = _load(options, folder)
+    device = str(resolve_device(options.device))
+    with out_of_memory_refused(f"starting on {device}", "end other processes (nvidia-smi lists them)"):
+        found = memory(device)
+    loaded, plan, max_model_len = _load(options, folder, device, found, profile)
     grammars = CompiledGrammars(folder, loaded.vocab_size, loaded.eos_token_ids, parser_limits())
-    runner = ModelRunner(
-        loaded, num_blocks=plan.num_blocks, block_size=options.block_size, seed=options.seed, grammars=grammars
-    )
+    pool = f"allocating the KV pool of {format_bytes(plan.kv_bytes)}"
+    with out_of_memory_refused(pool, "end other processes, or lower --gpu-memory-utilization", found):
+        runner = ModelRunner(
+            loaded, num_blocks=plan.num_blocks, block_size=options.block_size, seed=options.seed, grammars=grammars
+        )
     on_cpu = loaded.device.type == "cpu"
     store = _open_store(options, store_folder, Shape(loaded.fingerprint, options.block_size, runner.block_bytes))
     config = SchedulerConfig(
@@ -100,40 +120,68 @@ def build_engine(
     return Engine(scheduler, runner, event_sink=event_sink, store=store, grammars=grammars), info
 
 
-def _load(options: EngineOptions, folder: Path) -> tuple[LoadedModel, KVPlan, int]:
+def _load(
+    options: EngineOptions, folder: Path, device: str, found: Memory, profile: Profile | None
+) -> tuple[LoadedModel, KVPlan, int]:
     """Return the model, the KV pool plan and max_model_len. Raises ConfigError before loading what cannot fit."""
-    device = str(resolve_device(options.device))
-    available = memory(device).available
-    if options.memory_limit is not None:
-        available = min(available, parse_bytes(options.memory_limit))
+    on_gpu = device.startswith("cuda")
+    available = _available(options, found, on_gpu=on_gpu)
     packs = options.dtype != "float32" and device == "cpu" and kernels() is not None  # weights of less than 8 bits
     quantization = options.quantization if packs or options.quantization != "int4" else "none"
     blocks = packs and quantization == "none"
     expected = checkpoint_bytes(folder, dtype=options.dtype, quantization=quantization, blocks=blocks)
-    check_weights_fit(expected, available)
-    loaded = load_model(
-        folder,
-        dtype=options.dtype,
-        device=device,
-        attention_backend=options.attention_backend,
-        quantization=options.quantization,
-        linear_dispatch=options.linear_dispatch,
-        activation_bits=int(options.activation_bits),
-    )
+    check_weights_fit(expected, available, on_gpu=on_gpu)
+    held = held_on_gpu(device) if on_gpu else 0
+    smaller = "end other processes, or use a smaller model or a lower --max-num-batched-tokens"
+    with out_of_memory_refused(f"loading {format_bytes(expected)} of weights", smaller, found):
+        loaded = load_model(
+            folder,
+            dtype=options.dtype,
+            device=device,
+            attention_backend=options.attention_backend,
+            quantization=options.quantization,
+            linear_dispatch=options.linear_dispatch,
+            activation_bits=int(options.activation_bits),
+        )
+        weight_bytes = max(loaded.weight_bytes, held_on_gpu(device) - held if on_gpu else 0)
+        left = available - weight_bytes
+        profile = profile or partial(_run_profile, max_seqs=options.max_num_seqs, left=left)
+        profile_bytes = profile(loaded, options.max_num_batched_tokens) if on_gpu else None
     max_model_len = loaded.max_model_len if options.max_model_len is None else options.max_model_len
     if max_model_len > loaded.max_model_len:
         raise ConfigError(f"max_model_len is {max_model_len}, but the model supports {loaded.max_model_len} positions")
     plan = plan_kv_pool(
         kv_bytes_per_token=loaded.kv_bytes_per_token,
         block_size=options.block_size,
-        weight_bytes=loaded.weight_bytes,
+        weight_bytes=weight_bytes,
         max_model_len=max_model_len,
         available_bytes=available,
         kv_cache_memory=options.kv_cache_memory,
         num_blocks_override=options.num_gpu_blocks_override,
         max_num_seqs=options.max_num_seqs,
+        gpu_profile_bytes=profile_bytes,
     )
     return loaded, plan, max_model_len
+
+
+def _run_profile(loaded: LoadedModel, max_batched_tokens: int, *, max_seqs: int, left: int) -> int:
+    """Return the bytes that steps of a ModelRunner take of those `left` by the weights. Runs two, without the pool.
+
+    Included is a copy of one layer of the pool, since decodes of the reference attention gather their keys and values.
+    """
+    batches, num_blocks = profile_batches(max_batched_tokens, max_seqs, loaded.max_model_len, PROFILE_BLOCK_SIZE)
+    runner = ModelRunner(loaded, num_blocks=num_blocks, block_size=PROFILE_BLOCK_SIZE)
+    peak = gpu_peak(lambda: [runner.execute(batch) for batch in batches], str(loaded.device))
+    return peak + max(left - peak, 0) // (loaded.kv_shape.num_layers + 1)
+
+
+def _available(options: EngineOptions, found: Memory, *, on_gpu: bool) -> int:
+    """Return the bytes for the weights and all that is beside them. Raises ConfigError for a GPU that others use."""
+    limit = None if options.memory_limit is None else parse_bytes(options.memory_limit)
+    if not on_gpu:
+        return found.available if limit is None else min(found.available, limit)
+    is_sized = options.kv_cache_memory is not None or options.num_gpu_blocks_override is not None
+    return gpu_budget(found, options.gpu_memory_utilization, limit=limit, is_sized=is_sized)
 
 
 def _store_folder(options: EngineOptions) -> Path | None:

@@ -71,6 +71,15 @@ def check_options(options: EngineOptions) -> None:
     check_values(options)
     if not _DEVICE.fullmatch(options.device):
         raise ConfigError(f"device {options.device!r} is not supported; choose auto, cpu or cuda[:N]")
+    if options.gpu_memory_utilization is not None and options.device.startswith("cpu"):
+        raise ConfigError(
+            f"--gpu-memory-utilization is for GPUs, and --device is {options.device}: use --memory-limit 8GiB"
+        )
+    if (devices := options.tensor_parallel_size) > 1:
+        raise ConfigError(
+            f"--tensor-parallel-size {devices}: a model is not split over GPUs; use --replicas {devices}, which serves "
+            "it on one GPU each behind one router, or 1"
+        )
     for name in ("kv_cache_memory", "memory_limit"):
         if (text := getattr(options, name)) is not None:
             _parse_option_bytes(name, text)

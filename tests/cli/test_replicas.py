@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server.harness import spawn, wait_for
 
+from headstart.cli.replica_process import with_memory_share
 from headstart.cli.replicas import (
     behind_router,
     divided,
+    gpu_environment,
     publishing,
     resources_text,
     uses_kv_events,
@@ -44,6 +46,26 @@ def test_memory_is_divided_and_an_explicit_limit_is_that_of_all() -> None:
     assert share(3, 8, memory_limit="6GiB").memory_limit == str(2 * GIB)
     assert share(3, 8, device="cuda:0").memory_limit is None  # that is another memory
     assert share(3, 8, device="cuda:0", memory_limit="6GiB").memory_limit == str(2 * GIB)
+
+
+def test_every_replica_has_a_gpu_and_no_part_of_the_machines_memory() -> None:
+    for device in ("auto", "cuda", "cuda:1"):
+        got = divided(EngineOptions(device=device), 2, cores=8, available=12 * GIB, gpus=("3", "GPU-x"))
+        assert (got.device, got.memory_limit, got.threads) == ("cuda", None, 4)  # it sees one GPU, the first
+    assert [gpu_environment(("3", "GPU-x"), slot) for slot in range(3)] == [
+        {"CUDA_VISIBLE_DEVICES": name} for name in ("3", "GPU-x", "3")
+    ]
+    assert gpu_environment((), 1) == {}
+    with pytest.raises(ConfigError, match="--replicas 3: "):
+        divided(EngineOptions(), 3, cores=8, gpus=("0", "1"))
+    got = divided(EngineOptions(gpu_memory_utilization=0.3), 3, cores=8, gpus=("0",))
+    assert got.gpu_memory_utilization == 0.3  # each one's, as in vLLM
+
+
+def test_a_replica_on_a_gpu_takes_no_share_of_the_hosts_memory() -> None:
+    for device, gpus, limit in (("auto", 1, None), ("cuda", 1, None), ("auto", 0, "50"), ("cpu", 0, "50")):
+        got = with_memory_share(EngineOptions(device=device), 0.5, available=100, num_gpus=gpus)
+        assert got.memory_limit == limit, device
 
 
 def test_an_explicit_pool_is_that_of_all_and_blocks_are_each_ones() -> None:
@@ -95,6 +117,7 @@ def test_the_banner_says_what_each_got() -> None:
         resources_text(share(2, 8, kv_cache_memory="2GiB"))
         == "each with 4 threads, up to 6.0 GiB of memory, 1.0 GiB of KV"
     )
+    assert resources_text(share(2, 8), ("0", "1")).startswith("each with 4 threads, one of 2 GPUs, ")
     assert resources_text(share(2, 8, num_gpu_blocks_override=9, device="cuda")) == "each with 4 threads, 9 KV blocks"
 
 

@@ -27,7 +27,7 @@ def test_every_option_can_stand_in_the_file(tmp_path: Path) -> None:
         if text is None and default is not None:
             text = str(default)
         if text is None:
-            text = '"x"' if "str" in str(field.type) else "64"
+            text = '"x"' if "str" in str(field.type) else str(field.metadata.get("maximum", 64))
         lines.append(f"{field.name} = {text}")
     values = read_file(write(tmp_path, "\n".join(lines)), tmp_path)
     assert set(values) == {field.name for field in all_fields()}

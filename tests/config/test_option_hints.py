@@ -48,16 +48,17 @@ def test_no_hint_is_for_an_option_that_exists() -> None:
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        ("serve m --gpu-memory-utilization 0.9", "--gpu-memory-utilization; use --memory-limit 8GiB"),
-        ("serve m --gpu-memory-utilization=0.9", "--gpu-memory-utilization; use --memory-limit 8GiB"),
-        ("serve m --tensor-parallel-size 2", "--tensor-parallel-size; a model is not split over devices; --replicas N"),
+        ("serve m --mem-fraction-static 0.9", "--mem-fraction-static; use --gpu-memory-utilization, or on a CPU"),
+        ("serve m --mem-fraction-static=0.9", "--mem-fraction-static; use --gpu-memory-utilization, or on a CPU"),
+        ("serve m --kv-cache-memory-bytes 9", "--kv-cache-memory-bytes; use --kv-cache-memory 6GiB"),
+        ("serve m --pipeline-parallel-size 2", "a model is not split over devices; --replicas N"),
         ("serve m -tp 2", "-tp; a model is not split over devices"),
         ("serve --model m", "--model; the model is named without a flag: headstart serve MODEL"),
         ("serve --model-path m", "--model-path; the model is named without a flag: headstart serve MODEL"),
         ("serve m --trust-remote-code", "--trust-remote-code; code from a checkpoint is never run"),
         ("serve m --enable-chunked-prefill", "prompts are always computed in chunks"),
         ("serve m --context-length 4096", "--context-length; use --max-model-len"),
-        ("serve m --mem-fraction-static 0.8", "use --memory-limit 8GiB"),
+        ("serve m --mem_fraction_static 0.8", "--memory-limit 8GiB"),
         ("serve m -c 4096", "-c; use --max-model-len"),
         ("serve m -ngl 99", "-ngl; layers are not split over CPU and GPU; use --device"),
         ("serve m -np 4", "-np; use --max-num-seqs"),
@@ -87,6 +88,8 @@ def test_an_option_of_another_engine_gets_a_hint(argv: str, complaint: str, caps
         "--api-key k",
         "--no-enable-prefix-caching",
         "--host h",
+        "--gpu-memory-utilization 0.8",
+        "--tensor-parallel-size 1",
     ],
 )
 def test_options_with_the_names_of_vllm_are_taken(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,12 +98,12 @@ def test_options_with_the_names_of_vllm_are_taken(argv: str, capsys: pytest.Capt
 
 
 def test_file_and_environment_give_the_same_hints(tmp_path: Path) -> None:
-    (tmp_path / "headstart.toml").write_text("gpu_memory_utilization = 0.9")
-    with pytest.raises(ConfigError, match="unknown option 'gpu_memory_utilization'; use --memory-limit"):
+    (tmp_path / "headstart.toml").write_text("mem_fraction_static = 0.9")
+    with pytest.raises(ConfigError, match="unknown option 'mem_fraction_static'; use --gpu-memory-utilization"):
         read_file(None, tmp_path)
-    _, warnings = read_environment({"HEADSTART_TENSOR_PARALLEL_SIZE": "2"})
+    _, warnings = read_environment({"HEADSTART_PIPELINE_PARALLEL_SIZE": "2"})
     assert warnings == [
-        "HEADSTART_TENSOR_PARALLEL_SIZE is not an option and has no effect; a model is not split over devices; "
+        "HEADSTART_PIPELINE_PARALLEL_SIZE is not an option and has no effect; a model is not split over devices; "
         "--replicas N serves it N times behind one router"
     ]
-    assert hint_of("--gpu_memory_utilization") == HINTS["--gpu-memory-utilization"] and hint_of("--port") is None
+    assert hint_of("--mem_fraction_static") == HINTS["--mem-fraction-static"] and hint_of("--port") is None

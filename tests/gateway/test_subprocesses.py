@@ -46,7 +46,7 @@ def launch(model: str, **options: Any) -> Launch:
 
 def fleet_of(model: str, replicas: int, told: StringIO, **options: Any) -> LocalReplicas:
     one = launch(model, **options)
-    return LocalReplicas(lambda _: one, replicas, drain_seconds=PATIENCE, log=Log(told), backoff=0.01)
+    return LocalReplicas(lambda *_: one, replicas, drain_seconds=PATIENCE, log=Log(told), backoff=0.01)
 
 
 class Watched:
@@ -193,6 +193,51 @@ def test_on_sighup_every_replica_is_replaced_and_requests_always_find_one(folder
     assert "starting it again in" not in told.getvalue()  # nobody was missed
 
 
+def test_where_two_do_not_fit_the_old_replica_ends_before_the_new_one_starts(folder: str, told: StringIO) -> None:
+    started: list[tuple[int, list[str]]] = []
+
+    def make_launch(name: str, slot: int) -> Launch:
+        started.append((slot, list(fleet.pids)))
+        return launch(folder)
+
+    async def run() -> None:
+        async with watching(fleet) as watched:
+            (first,) = watched.lists
+            os.kill(os.getpid(), signal.SIGHUP)
+            await until(lambda: "all replicas were started again" in told.getvalue())
+            assert [len(urls) for urls in watched.lists] == [2, 1, 2, 1, 2]
+            assert not set(watched.lists[-1]) & set(first)
+            assert [slot for slot, _ in started] == [0, 1, 0, 1]
+            assert [len(running) for _, running in started[2:]] == [1, 1]
+
+    fleet = LocalReplicas(make_launch, 2, drain_seconds=PATIENCE, log=Log(told), overlaps=False)
+    with fleet:
+        asyncio.run(run())
+    assert "starting it again in" not in told.getvalue()
+
+
+def test_a_replacement_that_fails_after_the_old_one_has_ended_is_tried_again(folder: str, told: StringIO) -> None:
+    launches = [launch(folder), launch(f"{folder}?config=1"), launch(folder)]
+
+    async def run() -> None:
+        async with watching(fleet) as watched:
+            os.kill(os.getpid(), signal.SIGHUP)
+            await until(lambda: len(watched.lists) == 3)
+            assert [len(urls) for urls in watched.lists] == [1, 0, 1]
+
+    fleet = LocalReplicas(
+        lambda name, _: launches[int(name[-1]) - 1],
+        1,
+        drain_seconds=PATIENCE,
+        log=Log(told),
+        backoff=0.01,
+        overlaps=False,
+    )
+    with fleet:
+        asyncio.run(run())
+    assert "a new r0 ended with code 2" in told.getvalue() and "replica r0 ended with code 2" in told.getvalue()
+
+
 def test_a_replacement_that_fails_leaves_the_replicas_there_are(folder: str, told: StringIO) -> None:
     launches = [launch(folder), launch(folder), launch(f"{folder}?config=1")]
 
@@ -204,7 +249,7 @@ def test_a_replacement_that_fails_leaves_the_replicas_there_are(folder: str, tol
             for url in watched.lists[0]:
                 assert (await asyncio.to_thread(complete, url)).status_code == 200
 
-    fleet = LocalReplicas(lambda name: launches[int(name[-1]) - 1], 2, drain_seconds=PATIENCE, log=Log(told))
+    fleet = LocalReplicas(lambda name, _: launches[int(name[-1]) - 1], 2, drain_seconds=PATIENCE, log=Log(told))
     with fleet:
         asyncio.run(run())
     assert "a new r0 ended with code 2 (there is no such model; name another)" in told.getvalue()
@@ -221,7 +266,7 @@ def test_the_address_says_where_events_come_from(folder: str, told: StringIO) ->
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    with LocalReplicas(lambda _: with_events, 1, drain_seconds=PATIENCE, log=Log(told)) as fleet:
+    with LocalReplicas(lambda *_: with_events, 1, drain_seconds=PATIENCE, log=Log(told)) as fleet:
         asyncio.run(run())
     assert (found[0].events, found[0].replay) == ("ipc:///tmp/e", "ipc:///tmp/r")
 
@@ -285,7 +330,7 @@ def test_the_backoff_doubles_up_to_a_bound_and_begins_anew_for_the_steady() -> N
         def __init__(self, seconds: float) -> None:
             self.seconds = seconds
 
-    slot = _Slot("r0", 1.0)
+    slot = _Slot(0, 1.0)
     delays = [slot.next_delay(Lived(0.0)) for _ in range(7)]  # type: ignore[arg-type]
     assert delays == [1, 2, 4, 8, 16, MAX_BACKOFF, MAX_BACKOFF]
     assert slot.next_delay(Lived(STEADY_SECONDS)) == 1  # type: ignore[arg-type]

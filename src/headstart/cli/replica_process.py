@@ -17,6 +17,7 @@ from headstart.cli.build_engine import build_engine
 from headstart.config.options import EngineOptions
 from headstart.gateway.replicas.replica_options import ReplicaOptions
 from headstart.http.logs import Log
+from headstart.model.setup.gpus import count_gpus
 from headstart.model.setup.sizes import cpu_memory
 from headstart.server.run_server import serve
 
@@ -49,14 +50,21 @@ def main() -> int:
     options = read_options()
     log = Log(is_terminal=options.on_terminal)
     num_shares = options.num_replicas + 1  # the router holds requests, too
-    engine = with_memory_share(options.engine, options.memory_share)
+    engine = options.engine
+    if options.memory_share < 1:
+        engine = with_memory_share(engine, options.memory_share, num_gpus=count_gpus(engine.device))
     return serve(build_engine, engine, options.server, log, num_shares=num_shares)
 
 
-def with_memory_share(engine: EngineOptions, share: float, available: int | None = None) -> EngineOptions:
-    """Return the options with a limit of `share` of the available bytes (None: those of now), where none is set."""
+def with_memory_share(
+    engine: EngineOptions, share: float, available: int | None = None, *, num_gpus: int
+) -> EngineOptions:
+    """Return the options with a limit of `share` of the available bytes (None: those of now), where none is set.
+
+    The limit is that of the memory of the CPU: on a GPU there is none.
+    """
     is_set = engine.memory_limit or engine.kv_cache_memory or engine.num_gpu_blocks_override
-    if share >= 1 or is_set or engine.device.startswith("cuda"):
+    if is_set or num_gpus or engine.device.startswith("cuda"):
         return engine
     limit = cpu_memory().available if available is None else available
     return replace(engine, memory_limit=str(max(int(limit * share), 1)))

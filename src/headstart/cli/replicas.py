@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from headstart.gguf.gguf_reader import is_gguf
 from headstart.gguf.tokenizer_json import FILE_NAME
 from headstart.http.lifecycle import EXIT_INTERRUPTED
 from headstart.http.logs import Log
+from headstart.model.setup.gpus import VISIBLE_GPUS, check_gpus, count_gpus, gpu_names
 from headstart.model.setup.sizes import cpu_memory, format_bytes, parse_bytes
 from headstart.model.setup.threads import prepare_threads
 
@@ -28,21 +30,27 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
 
     The router stops first, so that no admitted request is lost; then all replica processes are stopped.
     """
-    share = divided(engine, router.replicas, cores=prepare_threads(engine.threads, environ={**os.environ}))
+    gpus = gpu_names(engine.device, count_gpus(engine.device), os.environ.get(VISIBLE_GPUS))
+    cores = prepare_threads(engine.threads, environ={**os.environ})
+    share = divided(engine, router.replicas, cores=cores, gpus=gpus)
     command, variables = replica_command(), environment(share.threads)
     with tempfile.TemporaryDirectory(prefix="headstart-") as folder:  # private: events contain prompts
 
-        def make_launch(name: str) -> Launch:
+        def make_launch(name: str, slot: int) -> Launch:
             events, replay = (
                 (f"ipc://{folder}/{name}", f"ipc://{folder}/{name}-replay") if uses_kv_events(server) else (None, None)
             )
             options = ReplicaOptions(
                 publishing(share, events, replay), behind_router(server), Log().is_terminal, router.replicas
             )
-            return Launch(command, encode_options(options), variables, events, replay)
+            return Launch(command, encode_options(options), variables | gpu_environment(gpus, slot), events, replay)
 
         fleet = LocalReplicas(
-            make_launch, router.replicas, about=resources_text(share), drain_seconds=server.drain_timeout
+            make_launch,
+            router.replicas,
+            about=resources_text(share, gpus),
+            drain_seconds=server.drain_timeout,
+            overlaps=not gpus,  # a GPU has no memory for the old replica and the new one
         )
         return _routed(fleet, with_tokenizer(router, engine), server)
 
@@ -80,20 +88,25 @@ def behind_router(server: ServerOptions) -> ServerOptions:
     return replace(server, host=REPLICA_HOST, port=0, access_log="none")
 
 
-def divided(engine: EngineOptions, replicas: int, *, cores: int, available: int | None = None) -> EngineOptions:
-    """Return the options of one of several replicas, with its share of the cores and of the memory.
+def divided(
+    engine: EngineOptions, replicas: int, *, cores: int, available: int | None = None, gpus: Sequence[str] = ()
+) -> EngineOptions:
+    """Return the options of one of several replicas, with its share of the cores and of the memory, or one of the GPUs.
 
     An explicit size of the KV pool is divided among the replicas; else each has its share of `available` bytes (None:
-    the memory available now) or of --memory-limit. --num-blocks applies to each replica. Raises ConfigError.
+    the memory available now) or of --memory-limit. --num-blocks and --gpu-memory-utilization apply to each replica.
+    Raises ConfigError, also for fewer GPUs than replicas.
     """
     if engine.kv_events_config is not None:
         raise ConfigError(
             "kv_events_config names one endpoint, and --replicas starts several; the router subscribes to all anyway"
         )
-    share = replace(engine, threads=max(cores // replicas, 1))
+    check_gpus(replicas, gpus, engine.gpu_memory_utilization)
+    device = "cuda" if gpus else engine.device
+    share = replace(engine, threads=max(cores // replicas, 1), device=device)
     if engine.memory_limit is not None:
         limit = parse_bytes(engine.memory_limit)
-    elif engine.device.startswith("cuda"):  # the memory of the GPU is not known here
+    elif device.startswith("cuda"):  # the memory of the GPU is not known here
         return _with_pool(share, replicas)
     else:
         limit = cpu_memory().available if available is None else available
@@ -106,10 +119,16 @@ def _with_pool(engine: EngineOptions, replicas: int) -> EngineOptions:
     return replace(engine, kv_cache_memory=str(max(parse_bytes(engine.kv_cache_memory) // replicas, 1)))
 
 
-def resources_text(share: EngineOptions) -> str:
+def gpu_environment(gpus: Sequence[str], slot: int) -> dict[str, str]:
+    """Return the variable that lets replica number `slot` see only its GPU; {} without GPUs."""
+    return {VISIBLE_GPUS: gpus[slot % len(gpus)]} if gpus else {}
+
+
+def resources_text(share: EngineOptions, gpus: Sequence[str] = ()) -> str:
     """Return the resources of each replica as text for the banner."""
-    threads = f"each with {share.threads} thread{'' if share.threads == 1 else 's'}"
-    parts = [threads]
+    parts = [f"each with {share.threads} thread{'' if share.threads == 1 else 's'}"]
+    if gpus:
+        parts.append(f"one of {len(gpus)} GPU{'' if len(gpus) == 1 else 's'}")
     if share.memory_limit is not None:
         parts.append(f"up to {format_bytes(parse_bytes(share.memory_limit))} of memory")
     if share.num_gpu_blocks_override is not None:

@@ -5,7 +5,6 @@ that every flag named in a hint exists, and that no hint is for an existing opti
 """
 
 _MODEL = "the model is named without a flag: headstart serve MODEL"
-_MEMORY = "use --memory-limit 8GiB for weights and KV together, or --kv-cache-memory 6GiB for the KV cache alone"
 _DEVICES = "a model is not split over devices; --replicas N serves it N times behind one router"
 _COPIES = "use --replicas N: N servers behind one router that knows their prefix caches"
 _LENGTH = "use --max-model-len"
@@ -40,8 +39,9 @@ _REPLICAS = "use --replica URL, once for each server"
 _TABLE: dict[tuple[str, ...], str] = {
     ("--model", "--model-path", "--model-id", "--hf-repo", "--model-url", "-m", "-hfr"): _MODEL,
     # vLLM, and the equivalents of SGLang and llama.cpp
-    ("--gpu-memory-utilization", "--mem-fraction-static", "--kv-cache-memory-bytes"): _MEMORY,
-    ("--tensor-parallel-size", "--pipeline-parallel-size", "--decode-context-parallel-size", "-tp", "-pp"): _DEVICES,
+    ("--mem-fraction-static",): "use --gpu-memory-utilization, or on a CPU --memory-limit 8GiB",
+    ("--kv-cache-memory-bytes",): "use --kv-cache-memory 6GiB",
+    ("--pipeline-parallel-size", "--decode-context-parallel-size", "-tp", "-pp"): _DEVICES,
     ("--tp-size", "--tp", "--pp-size", "--pp", "--ep-size", "--enable-expert-parallel", "--split-mode"): _DEVICES,
     ("-sm", "--tensor-split", "-ts", "--main-gpu", "-mg", "--nnodes", "--node-rank", "--dist-init-addr"): _DEVICES,
     ("--distributed-executor-backend", "--base-gpu-id", "--enable-dp-attention"): _DEVICES,

@@ -122,10 +122,22 @@ class EngineOptions:
         None, "Number of KV blocks (CPU or GPU); overrides the memory.", COMPUTE, alias="num-blocks", minimum=1
     )
     kv_cache_memory: str | None = _option(
-        None, "KV pool size such as 6GiB (default: 40 % of what the weights leave).", COMPUTE
+        None,
+        "KV pool size such as 6GiB (default: on a CPU 40 % of what the weights leave, on a GPU all of its share).",
+        COMPUTE,
     )
     memory_limit: str | None = _option(
         None, "Memory to use, weights included, such as 8GiB (default: all that is free).", COMPUTE
+    )
+    gpu_memory_utilization: float | None = _option(
+        None,
+        "Share of a GPU's memory that this process may use, weights included (default: 0.9).",
+        COMPUTE,
+        minimum=0.01,
+        maximum=1.0,
+    )
+    tensor_parallel_size: int = _option(
+        1, "GPUs that a model is split over: 1. For several GPUs: --replicas.", COMPUTE, minimum=1
     )
     max_model_len: int | None = _option(
         None, "Prompt + output tokens of a request (default: the model's).", SCHEDULING, minimum=2

@@ -1,4 +1,4 @@
-"""Warm-up: steps of a dummy request, run before the first real one to measure step durations."""
+"""Warm-up: steps of dummy requests, run before the first real one to measure step durations or the memory of a step."""
 
 from array import array
 
@@ -72,6 +72,32 @@ def measure_drafts(executor: Executor, cost: DecodeCost, *, max_tokens: int) -> 
     cost.calibrate(least)
     executor.execute(Batch((), (_NAME,)))
     executor.zero_blocks(list(blocks))
+
+
+def profile_batches(
+    max_batched_tokens: int, max_seqs: int, max_tokens: int, block_size: int
+) -> tuple[list[Batch], int]:
+    """Return two steps that need the most memory beside KV, and the number of blocks in a pool for them.
+
+    One has prompts as long as possible, `max_tokens` at most, the other as many sequences as possible; every chunk is
+    sampled, with sorted logits.
+    """
+    fit = min(max_batched_tokens, max_tokens)
+    long = [min(fit, max_batched_tokens - start) for start in range(0, max_batched_tokens, fit)][:max_seqs]
+    rows = min(max_batched_tokens, max_seqs)
+    batches: list[Batch] = []
+    num_blocks = 1
+    for lengths in (long, [min(max_batched_tokens // rows, max_tokens)] * rows):
+        chunks: list[Chunk] = []
+        block = 1
+        for number, length in enumerate(lengths):
+            blocks = tuple(range(block, block + -(-length // block_size)))
+            block += len(blocks)
+            chunk = _chunk(array("i", bytes(4 * length)), 0, length, blocks, SamplingParams(top_p=0.9, seed=0))
+            chunks.append(chunk._replace(request_id=f"{_NAME}-{number}"))
+        batches.append(Batch(tuple(chunks)))
+        num_blocks = max(num_blocks, block)
+    return batches, num_blocks
 
 
 def _chunk(

@@ -1,8 +1,9 @@
 """LocalReplicas: replicas on this machine as child processes: started, watched, restarted and ended.
 
 A replica that ends is restarted after a delay, on another port. SIGHUP restarts all of them one by one, each new one
-ready before the old one is asked to drain. A child's stdin is a pipe that carries its options and then stays open as
-long as this process lives: so children detect its end, whatever the cause.
+ready before the old one is asked to drain, or started after the old one has ended where a device has no room for both.
+A child's stdin is a pipe that carries its options and then stays open as long as this process lives: so children detect
+its end, whatever the cause.
 """
 
 import asyncio
@@ -27,15 +28,17 @@ GRACE_SECONDS = 20.0  # beyond the drain: for cut connections and pending store 
 REAP_SECONDS = 5.0  # until a killed process has ended
 
 
-MakeLaunch = Callable[[str], Launch]
-"""Makes the launch of a process; the argument names it uniquely among all that the fleet ever starts, as in "r0-3"."""
+MakeLaunch = Callable[[str, int], Launch]
+"""Makes the launch of a process from its name, unique among all that the fleet ever starts, and the number of its
+replica: "r0-3", 0."""
 
 
 class LocalReplicas:
     """A Discovery whose replicas run from `watch` to `close`. For use in a `with` statement.
 
-    `about` is the banner's description of each. Nothing is started before `watch`. All methods except `close` belong to
-    the event loop of `watch`, which must run in the main thread to receive SIGHUP.
+    `about` is the banner's description of each. With `overlaps` a replica and its replacement may run at once. Nothing
+    is started before `watch`. All methods except `close` belong to the event loop of `watch`, which must run in the
+    main thread to receive SIGHUP.
     """
 
     def __init__(
@@ -47,9 +50,11 @@ class LocalReplicas:
         drain_seconds: float,
         log: Log | None = None,
         backoff: float = FIRST_BACKOFF,
+        overlaps: bool = True,
     ) -> None:
         self._make_launch = make_launch
-        self._slots = [_Slot(f"r{number}", backoff) for number in range(replicas)]
+        self._overlaps = overlaps
+        self._slots = [_Slot(number, backoff) for number in range(replicas)]
         self._about = about
         self._end_seconds = drain_seconds + GRACE_SECONDS
         self._log = log or Log()
@@ -113,7 +118,7 @@ class LocalReplicas:
 
     def _start(self, slot: "_Slot") -> ReplicaChild:
         self._num_started += 1
-        launch = self._make_launch(f"{slot.name}-{self._num_started}")
+        launch = self._make_launch(f"{slot.name}-{self._num_started}", slot.number)
         self._children = [child for child in self._children if not child.over.is_set()]
         child = ReplicaChild(slot.name, launch, asyncio.get_running_loop(), self._log)
         self._children.append(child)
@@ -171,21 +176,31 @@ class LocalReplicas:
 
     async def _replace(self, slot: "_Slot", changed: Changed) -> bool:
         async with slot.lock:
-            old, child = slot.child, self._start(slot)
+            old = slot.child
+            if not self._overlaps:
+                await self._retire(old, changed)
+            child = self._start(slot)
             await child.settled.wait()
             if child.address is None:
                 self._log.line(f"headstart: a new {slot.name} {child.ending}; the running replicas continue")
+                if not self._overlaps:
+                    slot.child = child  # which is restarted, as any that has ended
                 return False
             slot.child = child
             self._report(changed)
-            await asyncio.sleep(OVERLAP_SECONDS)
-            old.is_leaving = True
-            self._report(changed)
-            old.terminate()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(old.over.wait(), self._end_seconds)
-            old.kill()
+            if self._overlaps:
+                await asyncio.sleep(OVERLAP_SECONDS)
+                await self._retire(old, changed)
             return True
+
+    async def _retire(self, child: ReplicaChild, changed: Changed) -> None:
+        """Send no more requests to a replica, and wait until it has drained and ended."""
+        child.is_leaving = True
+        self._report(changed)
+        child.terminate()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(child.over.wait(), self._end_seconds)
+        child.kill()
 
 
 class _Slot:
@@ -193,8 +208,9 @@ class _Slot:
 
     child: ReplicaChild
 
-    def __init__(self, name: str, backoff: float) -> None:
-        self.name = name
+    def __init__(self, number: int, backoff: float) -> None:
+        self.number = number
+        self.name = f"r{number}"
         self.lock = asyncio.Lock()
         self._first_backoff = self._backoff = backoff
 

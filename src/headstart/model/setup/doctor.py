@@ -6,6 +6,8 @@ Measures nothing and changes nothing. Imports torch; to report the thread settin
 
 import os
 import platform
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,19 +16,24 @@ from typing import Any
 import torch
 
 from headstart import __version__
+from headstart.core.errors import ConfigError
 from headstart.model.attention.base import resolve_backend
 from headstart.model.kernels.build import cache_folder
 from headstart.model.kernels.library import cpu_model, find
 from headstart.model.layers.dispatch import all_measured
 from headstart.model.layers.linear import can_pack
 from headstart.model.setup.cgroup import SYSTEM, cpu_quota
-from headstart.model.setup.sizes import format_bytes
-from headstart.model.setup.sizing import KV_SHARE, memory
+from headstart.model.setup.sizes import GPU_UTILIZATION, Memory, format_bytes
+from headstart.model.setup.sizing import GPU_CONTEXT_BYTES, KV_SHARE, gpu_budget, memory
 from headstart.model.setup.threads import SPIN_COUNT, available_cores
 
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
-_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "fastapi", "uvicorn")
+_PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "fastapi", "uvicorn")
 _SMALL_MEMORY = 2 * 2**30
+_NOT_INSTALLED = "not installed"
+_LEAST_CAPABILITY = (8, 0)  # has bfloat16
+_DISPLAY, _NVIDIA = "0x03", "0x10de"  # class and vendor on the PCI bus
+_DRIVER = Path("proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +65,23 @@ class Report:
         return "\n".join(lines)
 
 
-def report(threads: int = 0, *, root: Path = SYSTEM) -> Report:
-    """Return the report for a start with `threads` compute threads (0: every core granted)."""
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """A GPU that torch sees; memory in bytes, `free` is None if it cannot be read."""
+
+    name: str
+    capability: tuple[int, int]
+    total: int
+    free: int | None
+
+    @property
+    def memory(self) -> Memory:
+        return Memory(self.total, self.free or 0, "GPU")
+
+
+def report(threads: int = 0, *, root: Path = SYSTEM, gpus: Sequence[GPU] | None = None) -> Report:
+    """Return the report for a start with `threads` compute threads (0: every core granted). `gpus`: None: as found."""
+    gpus = _gpus() if gpus is None else gpus
     flags = _cpu_flags(root)
     packs = can_pack(torch.empty(1, 1, dtype=torch.bfloat16))
     return Report(
@@ -67,11 +89,35 @@ def report(threads: int = 0, *, root: Path = SYSTEM) -> Report:
             Section("processor", _processor(flags, root)),
             Section("threads", _threads(threads, root)),
             Section("memory", _memory(root)),
-            Section("compute", _compute(packs=packs)),
-            Section("versions", _versions()),
+            Section("compute", _compute(len(gpus), packs=packs)),
+            *(Section(f"GPU {index}", _gpu(gpu)) for index, gpu in enumerate(gpus)),
+            Section("versions", _versions(root)),
         ),
-        tuple(_warnings(flags, threads, packs=packs, root=root)),
+        (
+            *_warnings(flags, threads, packs=packs, root=root),
+            *gpu_warnings(gpus, triton=_version("triton"), cuda=torch.version.cuda, has_nvidia=_has_nvidia(root)),
+        ),
     )
+
+
+def gpu_warnings(gpus: Sequence[GPU], *, triton: str, cuda: str | None, has_nvidia: bool) -> list[str]:
+    """Return the problems of GPUs, with remedies. `triton` and `cuda` are versions, `cuda` that torch is built for."""
+    found = [warning for index, gpu in enumerate(gpus) if (warning := _memory_warning(gpu, f"GPU {index}: "))]
+    for index, gpu in enumerate(gpus):
+        if gpu.capability < _LEAST_CAPABILITY:
+            found.append(
+                f"GPU {index} has compute capability {_dotted(gpu.capability)}, and bfloat16 needs "
+                f"{_dotted(_LEAST_CAPABILITY)}: use --dtype float32, or a newer GPU"
+            )
+    if gpus and triton == _NOT_INSTALLED:
+        found.append("no Triton, so models run on the GPU through plain torch, which is slower: pip install triton")
+    if cuda is None and has_nvidia:
+        found.append(
+            "torch is built without CUDA, and an NVIDIA GPU is there: pip install torch without the index of CPU builds"
+        )
+    if cuda is not None and not gpus:
+        found.append("torch is built for CUDA but sees no GPU: check the driver (nvidia-smi) or the container's --gpus")
+    return found
 
 
 def _processor(flags: set[str], root: Path) -> tuple[tuple[str, str], ...]:
@@ -104,16 +150,77 @@ def _memory(root: Path) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _compute(*, packs: bool) -> tuple[tuple[str, str], ...]:
-    if torch.cuda.is_available():
-        gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        gpu = "; ".join(f"{p.name}, {format_bytes(p.total_memory)}" for p in gpus)
-    else:
-        gpu = "none" if torch.version.cuda is None else "none visible"
+def _gpus() -> list[GPU]:
+    try:
+        return [_read_gpu(index) for index in range(torch.cuda.device_count())]
+    except RuntimeError:  # CUDA does not start
+        return []
+
+
+def _read_gpu(index: int) -> GPU:
+    properties = torch.cuda.get_device_properties(index)
+    try:
+        free = memory(f"cuda:{index}").available
+    except RuntimeError:  # no memory is left for a context, or another process has the GPU to itself
+        free = None
+    return GPU(properties.name, (properties.major, properties.minor), properties.total_memory, free)
+
+
+def _gpu(gpu: GPU) -> tuple[tuple[str, str], ...]:
+    free = "an unknown part" if gpu.free is None else format_bytes(gpu.free)
+    try:
+        room = format_bytes(gpu_budget(gpu.memory))
+        pool = f"at most {room} less weights and buffers (--gpu-memory-utilization {GPU_UTILIZATION})"
+    except ConfigError:
+        pool = "none: see the warning"
     return (
-        ("device", "cuda" if torch.cuda.is_available() else "cpu"),
-        ("GPU", gpu),
-        ("attention backend", resolve_backend("auto", "cuda" if torch.cuda.is_available() else "cpu")),
+        ("name", gpu.name),
+        ("compute capability", _dotted(gpu.capability)),
+        ("GPU memory", f"{format_bytes(gpu.total)}, of which {free} is free"),
+        ("KV pool on this GPU", pool),
+    )
+
+
+def _memory_warning(gpu: GPU, where: str) -> str | None:
+    """Return the warning of memory that other processes hold, None if there is nothing to warn of."""
+    if gpu.free is None:
+        return f"{where}its memory cannot be read: end other processes (nvidia-smi lists them)"
+    try:
+        gpu_budget(gpu.memory)
+    except ConfigError as error:
+        return f"{where}{error}"
+    others = gpu.total - gpu.free - GPU_CONTEXT_BYTES
+    if others <= 0:
+        return None
+    return f"{where}others hold {format_bytes(others)}: end them, or give each a part with --gpu-memory-utilization"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def _has_nvidia(root: Path) -> bool:
+    """Return whether an NVIDIA GPU is there: its driver is loaded, or it is on the PCI bus."""
+    if (root / _DRIVER).exists():
+        return True
+    devices = (root / "sys/bus/pci/devices").glob("*")
+    return any(_text(one / "vendor") == _NVIDIA and _text(one / "class").startswith(_DISPLAY) for one in devices)
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file without spaces around it; "" if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _compute(num_gpus: int, *, packs: bool) -> tuple[tuple[str, str], ...]:
+    device = "cuda" if num_gpus else "cpu"
+    return (
+        ("device", device),
+        ("GPU", str(num_gpus) if num_gpus else "none" if torch.version.cuda is None else "none visible"),
+        ("attention backend", resolve_backend("auto", device)),
         ("CPU kernels", ": ".join(filter(None, (find().note, find().origin)))),
         ("bfloat16 linears", _linears(packs=packs)),
     )
@@ -133,16 +240,18 @@ def _linears(*, packs: bool) -> str:
     return "; ".join(["our kernels, packed", *shown])
 
 
-def _versions() -> tuple[tuple[str, str], ...]:
+def _versions(root: Path) -> tuple[tuple[str, str], ...]:
     own = (("headstart", __version__), ("python", platform.python_version()))
-    return (*own, *((name, _version(name)) for name in _PACKAGES))
+    driver = re.search(r"\d{3,}\.\d[\d.]*", _text(root / _DRIVER))
+    cuda = (("CUDA of torch", torch.version.cuda or "none"), ("NVIDIA driver", driver[0] if driver else "none"))
+    return (*own, *((name, _version(name)) for name in _PACKAGES), *cuda)
 
 
 def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed"
+        return _NOT_INSTALLED
 
 
 def _warnings(flags: set[str], threads: int, *, packs: bool, root: Path) -> list[str]:
@@ -166,8 +275,6 @@ def _warnings(flags: set[str], threads: int, *, packs: bool, root: Path) -> list
     free = memory("cpu", root).available
     if free < _SMALL_MEMORY:
         found.append(f"only {format_bytes(free)} of memory is free: raise the container's limit, or serve small models")
-    if torch.version.cuda is not None and not torch.cuda.is_available():
-        found.append("torch is built for CUDA but sees no GPU: check the driver (nvidia-smi) or the container's --gpus")
     return found
 
 
@@ -182,11 +289,7 @@ def _cpu_model(root: Path) -> str:
 
 def _cpuinfo(root: Path, *names: str) -> str:
     """Return the first value with a name in `names`; "" if there is none."""
-    try:
-        lines = (root / "proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    for line in lines:
+    for line in _text(root / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip() in names:
             return value.strip()

@@ -9,6 +9,7 @@ import psutil
 from headstart.core.errors import ConfigError
 from headstart.model.setup.cgroup import SYSTEM, memory_grants
 
+GPU_UTILIZATION = 0.9  # of a GPU's memory, for one process
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
