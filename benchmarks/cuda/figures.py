@@ -106,6 +106,7 @@ class Figures:
         self.note(
             f"twins {streams} x ({shared} + {own}): prefill", prefills[1:], self.floor.compute(shared + streams * own),
             computed=run.computed_tokens, due=shared + streams * (own + steps),
+            steps=[(s.computed_tokens, round(s.seconds * 1e3, 2)) for s in run.steps[:4]],
         )  # fmt: skip
         self.note("twins: a decode step", decodes, self.floor.read(shared + streams * (own + steps / 2)))
 
@@ -113,20 +114,21 @@ class Figures:
         runs = [self.run([self.tokens(length)], 1) for _ in range(repeats + 1)]
         self.note(f"prompt of {length}", [r.seconds for r in runs[1:]], self.floor.compute(length))
 
-    def beside_prompt(self, streams: int = 16, length: int = 4000) -> None:
-        """Time between tokens of decodes with and without a long prompt arriving."""
+    def beside_prompts(self, streams: int = 16, length: int = 4000, late: int = 4) -> None:
+        """Time between tokens of decodes, alone and with long prompts arriving one after the other."""
         prompts = [self.tokens(64) for _ in range(streams)]
-        alone, beside = [], []
-        for gaps, late in ((alone, []), (beside, [self.tokens(length)])):
+        gaps: list[list[float]] = []
+        for count in (0, late):
             self.number += 1
-            requests = make_requests(prompts, _greedy(48), f"b{self.number}")
-            for index, tokens in enumerate(late):
-                requests.append(Request(f"late{self.number}-{index}", tokens, _greedy(1)))
-            result = drive(self.engine, requests, due=[0.0] * streams + [0.05] * len(late))
-            gaps += [step.seconds for step in result.steps[2:]]
+            requests = make_requests(prompts, _greedy(160), f"b{self.number}")
+            requests += make_requests([self.tokens(length) for _ in range(count)], _greedy(1), f"late{self.number}")
+            due = [0.0] * streams + [0.1 + 0.2 * index for index in range(count)]
+            result = drive(self.engine, requests, due=due)
+            assert not result.errors, result.errors[:1]
+            gaps.append([step.seconds for step in result.steps[2:]])
         self.note(
-            f"decode {streams}, p99 beside a prompt of {length}", [_p99(beside)], self.floor.read(64 * streams),
-            alone_p99_ms=_p99(alone) * 1e3,
+            f"decode {streams} beside prompts of {length}: p99", [_p99(gaps[1])], self.floor.read(64 * streams),
+            alone_p99_ms=_p99(gaps[0]) * 1e3, steps=len(gaps[1]),
         )  # fmt: skip
 
 

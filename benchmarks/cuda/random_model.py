@@ -74,8 +74,10 @@ def random_model(
     )
 
 
-def make_engine(executor: Executor, *, budget: int, max_len: int = 4096, caching: bool = True) -> Engine:
-    limits = Limits(max_batched_tokens=budget, max_seqs=256, max_model_len=max_len)
+def make_engine(
+    executor: Executor, *, budget: int, max_len: int = 4096, max_seqs: int = 256, caching: bool = True
+) -> Engine:
+    limits = Limits(max_batched_tokens=budget, max_seqs=max_seqs, max_model_len=max_len)
     config = SchedulerConfig(
         num_blocks=executor.num_blocks,
         block_size=executor.block_size,

@@ -110,14 +110,32 @@ def model(log: Log, shape: str, measured: tuple[float, float], *, parts: set[str
         log.attempt(figures.twins)
         log.attempt(figures.rotations)
         if not exact:
-            log.attempt(figures.beside_prompt)
+            for budget in (4096, 192):
+                engine = make_engine(runner, budget=budget, max_len=16_384, max_seqs=64)
+                beside = Figures(engine, loaded.vocab_size, floor, f"{shape}, {budget} tokens a step", log.record)
+                log.attempt(beside.beside_prompts)
             log.attempt(figures.prompt, 4000)
             log.attempt(figures.decode, 32, 8192, 16)
             log.attempt(store_speed, runner, log.record)
             log.attempt(kernels, log, runner, figures)
+            log.attempt(start, log, runner, shape)
         del figures, runner
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def start(log: Log, runner: CudaRunner, shape: str) -> None:
+    """Record the time and the memory of capturing all graphs; kernels are compiled, as at a second start."""
+    runner.graphs.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, began = torch.cuda.mem_get_info()[0], time.perf_counter()
+    runner.warm_up()
+    torch.cuda.synchronize()
+    log.record(
+        model=shape, figure="start: all graphs", graphs=len(runner.graphs.keys()), seconds=time.perf_counter() - began,
+        mb=(free - torch.cuda.mem_get_info()[0]) / 1e6,
+    )  # fmt: skip
 
 
 def _keys(kinds: tuple[str, ...], sizes: tuple[int, ...]) -> list[GraphKey]:
