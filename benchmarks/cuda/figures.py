@@ -11,7 +11,7 @@ import torch
 
 from headstart.bench.runners.inprocess import Run, drive, make_requests
 from headstart.core.engine import Engine
-from headstart.core.request import Request, SamplingParams
+from headstart.core.request import SamplingParams
 from headstart.workload.synthetic import random_tokens, rotations
 
 
