@@ -110,10 +110,11 @@ def model(log: Log, shape: str, measured: tuple[float, float], *, parts: set[str
         log.attempt(figures.twins)
         log.attempt(figures.rotations)
         if not exact:
-            for budget in (4096, 192):
+            for budget in (4096, 144):
                 engine = make_engine(runner, budget=budget, max_len=16_384, max_seqs=64)
                 beside = Figures(engine, loaded.vocab_size, floor, f"{shape}, {budget} tokens a step", log.record)
                 log.attempt(beside.beside_prompts)
+                del engine, beside
             log.attempt(figures.prompt, 4000)
             log.attempt(figures.decode, 32, 8192, 16)
             log.attempt(store_speed, runner, log.record)

@@ -26,6 +26,7 @@ DECODES, GROUPS, MIXED = "decodes", "groups", "mixed"  # kinds of pass: what it 
 TILES = (4, 2048, 4)  # of products of one row: outputs and inputs at once, warps; measured on an H100
 LARGE_TILES = (2, 2048, 8)  # the same where there are as many outputs as LARGE
 LARGE = 12_288
+MANY = 8  # programs of a processor from which on tiles of prompts have fewer warps
 
 
 class PassResult(NamedTuple):
@@ -63,7 +64,10 @@ class DecoderPass:
         # Measured on an H100. In exact mode all kinds have one form, so that a row has one order of sums.
         small = Shape(64, 32, 4, 1) if wide else Shape(64, 64, 4, 2)
         self.single = small if exact else small._replace(tile_rows=16)
-        self.tiles = {64: small, 128: small if exact else Shape(128, small.tile_keys, 4, 1 if wide else 3)}
+        # Of prompts: more warps where there are few tiles, fewer where there are many.
+        self.tile = small if exact else Shape(128, small.tile_keys, 8, small.stages)
+        self.tile_of_many = small if exact else Shape(128, small.tile_keys, 4, 1 if wide else 3)
+        self.group_tile = small
 
     def run(self, meta: Tensor, sampled: Tensor, layout: Layout, kind: str) -> PassResult:
         """Launch the step in `meta`; `sampled` are the tokens of the step before, for tokens not known yet.
@@ -152,11 +156,12 @@ class DecoderPass:
         pdl = self.pdl and not fork  # programmatic launches do not cross streams
         main = torch.cuda.current_stream(self.device) if fork else None
         if kind != DECODES:
-            shape = self.tiles[64 if kind == GROUPS else 128]
+            shape = self.group_tile if kind == GROUPS else self.tile
             # A graph's launch may find more items than programs: each takes several.
             programs = (2 if kind == MIXED else 1) * self.processors
             if layout.total:
                 programs = max(1, layout.num_tiles * kv[0].shape[1])
+                shape = self.tile_of_many if kind == MIXED and programs > MANY * self.processors else shape
             if fork and self._side is not None:
                 self._side.wait_stream(main)
             with torch.cuda.stream(self._side) if fork else nullcontext():

@@ -18,7 +18,7 @@ from headstart.model.cuda.triton_rotary import launch_options, rotated
 
 KV = tuple[Tensor, Tensor]  # keys and values of one layer, [blocks, Hkv, page, D] each, of any block stride
 LOG2_E = tl.constexpr(1.4426950408889634)
-_PARTS_AT_ONCE = 4  # partial results of a row that are read together
+_MERGE_LOADS = 4096  # elements of partial results that are read together when they are merged
 
 
 class Scoring(NamedTuple):
@@ -156,7 +156,8 @@ def _merged(
             result = tl.load(part_out + at * DIM + d, mask=mask, other=0.0, cache_modifier=".cg")
             top, total, sums = _join(top, total, sums, lse, result)
     if SINKS:
-        total += tl.exp2(tl.load(sinks + own, mask=inside, other=0.0) * LOG2_E - top)
+        sink = tl.load(sinks + own, mask=inside, other=0.0)
+        total += tl.exp2(tl.fma(sink, tl.full([GROUP * POWER], LOG2_E, tl.float32), -top))
     return sums / total
 
 
@@ -415,7 +416,7 @@ def attend(
         scoring.softcap or 1.0, scoring.window or 0, queries.stride(0), kv[0].stride(0), kvs, group, dim,
         max(16, triton.next_power_of_2(dim)), page, max(shape.tile_rows, triton.next_power_of_2(group)),
         shape.tile_keys, single, last, split, scoring.window is not None, scoring.softcap is not None,
-        scoring.sinks is not None, ITEM, triton.next_power_of_2(group), _PARTS_AT_ONCE, pdl,
+        scoring.sinks is not None, ITEM, *_merging(group, dim), pdl,
         num_warps=shape.warps, num_stages=shape.stages, **launch_options(pdl=pdl),
     )  # fmt: skip
 
@@ -446,7 +447,7 @@ def attend_one(
         qkv, *kv, out, *parts, meta, *step, *angles, qkv if norms is None else norms, eps, scoring.scale,
         scoring.window or 0, kv[0].stride(0), kvs, group, dim, max(16, triton.next_power_of_2(dim)),
         2 * angles[0].shape[1], page, max(shape.tile_rows, triton.next_power_of_2(group)), shape.tile_keys,
-        norms is not None, scoring.window is not None, ITEM, triton.next_power_of_2(group), _PARTS_AT_ONCE, pdl,
+        norms is not None, scoring.window is not None, ITEM, *_merging(group, dim), pdl,
         num_warps=shape.warps, num_stages=shape.stages, **launch_options(pdl=pdl),
     )  # fmt: skip
 
@@ -458,9 +459,15 @@ def merge(
     _, heads, dim = out.shape
     _merge[(len(tokens), heads)](
         parts.out, parts.lse, parts.lse if sinks is None else sinks, out, tokens, firsts, heads, dim,
-        max(16, triton.next_power_of_2(dim)), _PARTS_AT_ONCE, sinks is not None, pdl,
+        max(16, triton.next_power_of_2(dim)), _merging(1, dim)[1], sinks is not None, pdl,
         num_warps=2, **launch_options(pdl=pdl),
     )  # fmt: skip
+
+
+def _merging(group: int, dim: int) -> tuple[int, int]:
+    """Return the columns of merged heads, as a power of two, and how many parts are read together."""
+    columns = triton.next_power_of_2(group)
+    return columns, max(2, min(16, _MERGE_LOADS // (columns * triton.next_power_of_2(dim))))
 
 
 def make_parts(count: int, rows: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> Parts:
