@@ -19,6 +19,7 @@ from headstart.core.warm_up import measure_drafts, measure_steps, profile_batche
 from headstart.engine_checks import check_options, limits_of, model_folder, store_bytes
 from headstart.gguf.gguf_reader import is_gguf
 from headstart.model.grammar.grammar_compiler import CompiledGrammars
+from headstart.model.kernels.block_hashes import compiled_chain
 from headstart.model.kernels.library import kernels
 from headstart.model.model_runner import ModelRunner
 from headstart.model.setup.sizes import Memory, format_bytes, parse_bytes
@@ -93,7 +94,7 @@ def build_engine(
         max_pinned_share=options.max_pinned_share,
         speculation=parse_speculative_config(options.speculative_config),
     )
-    scheduler = scheduler_class(config, store=store)
+    scheduler = scheduler_class(config, store=store, chain=compiled_chain())
     if on_cpu:
         measure_steps(runner, scheduler.step_times, max_tokens=max_model_len)
         if scheduler.speculation is not None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Protocol
 
-from headstart.core.cache.eviction import HOT, SEEN
+from headstart.core.cache.eviction import HOT, SEEN, picker
 from headstart.core.cache.free_blocks import FreeBlocks
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.cache.history import Evicted, EvictionHistory
@@ -186,10 +186,10 @@ class BlockPool:
 
     def acquire(self, block_ids: Sequence[int]) -> None:
         """Add one reference to each of these published blocks."""
-        refs = self._refs
-        assert all(map(self._block_hashes.__getitem__, block_ids)), "a block is not published and cannot be shared"
+        refs, pick = self._refs, picker(block_ids)
+        assert all(pick(self._block_hashes)), "a block is not published and cannot be shared"
         unused = block_ids  # a hit on idle blocks only is the common case; setting a count is cheaper than adding
-        if any(map(refs.__getitem__, block_ids)):
+        if any(pick(refs)):
             unused = [block for block in block_ids if not refs[block]]
             for block in block_ids:
                 refs[block] += 1
@@ -238,7 +238,12 @@ class BlockPool:
         refs, block_hashes, scratch = self._refs, self._block_hashes, self._scratch
         idle: list[int] = []
         held: list[int] = []
-        for block in reversed(block_ids):
+        rest = block_ids[::-1]
+        head = rest[1:]  # all but the last block, which is often the only one without a hash
+        pick = picker(head)
+        if pick(refs).count(1) < len(head) or not all(pick(block_hashes)):
+            head = ()
+        for block in rest[:1] if head else rest:
             count = refs[block] - 1
             assert count >= 0, f"block {block} is released twice"
             refs[block] = count
@@ -246,6 +251,9 @@ class BlockPool:
                 (held if count else idle).append(block)
             elif not count:
                 scratch.append(block)
+        for block in head:  # the common case: published, and nobody else's
+            refs[block] = 0
+        idle += head
         if idle and self._pins:
             pinned = [block for block in idle if block_hashes[block] in self._pins]
             self._idle_pinned.update(pinned)

@@ -10,14 +10,33 @@ Blocks are added tails first, so a chain loses its tail before its head.
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from operator import itemgetter
+from typing import Protocol, TypeVar
 
+T = TypeVar("T")
 HOT = 1  # used again after it had been idle or evicted: not used only once
 SEEN = 2  # released by a request without retention hints: hints of others cannot lower its priority
 
 _REVIVED = HOT | SEEN
 
 PROTECTED_SHARE = 0.5  # of the pool; decided in benchmarks/eviction
+
+
+class Picker(Protocol):
+    """A function from a table to its entries for some blocks."""
+
+    def __call__(self, table: Sequence[T], /) -> tuple[T, ...]: ...
+
+
+def picker(blocks: Sequence[int]) -> Picker:
+    """Return the picker of these blocks, which is several times as fast as a loop."""
+    if len(blocks) > 1:
+        return itemgetter(*blocks)
+
+    def pick(table: Sequence[T], /) -> tuple[T, ...]:
+        return tuple([table[block] for block in blocks])
+
+    return pick
 
 
 class EvictionOrder(Protocol):
@@ -112,6 +131,11 @@ class TwoQueue:
 
     def add(self, blocks: Sequence[int], hot: int = 0) -> int:
         marks, probation, protected = self._marks, self._probation, self._protected
+        if blocks and picker(blocks)(marks).count(_REVIVED) == len(blocks):  # a chain that is used again and again
+            hot = HOT
+            for block in blocks:
+                protected[block] = None
+            blocks = ()
         for block in blocks:
             if hot or marks[block] & HOT:
                 hot = HOT
@@ -130,6 +154,10 @@ class TwoQueue:
 
     def revive(self, blocks: Sequence[int]) -> None:
         marks, probation, protected = self._marks, self._probation, self._protected
+        if picker(blocks)(marks).count(_REVIVED) == len(blocks):
+            for block in blocks:
+                del protected[block]
+            return
         for block in blocks:
             if marks[block] & HOT:
                 del protected[block]

@@ -2,17 +2,19 @@
 
 A block's hash depends on all tokens before it, so equal hashes mean equal prefixes. Invariants: Python's `hash()` is
 never used (predictable: CVE-2025-25183); every field of the root is length-prefixed, so ("m", "xs") and ("mx", "s")
-differ; each block is hashed once (vLLM #3402: the naive form is O(L^2)).
+differ; each block is hashed once (vLLM #3402: the naive form is O(L^2)). The chain itself is an argument, `HashChain`:
+`hash_chain` here, or compiled code that gives the same (model/kernels/block_hashes.py).
 """
 
 import hashlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import NewType, cast
 
 BlockHash = NewType("BlockHash", bytes)
 FORMAT_VERSION = b"headstart-block-1"
+HashChain = Callable[[bytes, bytes, int], list[bytes]]
 
 
 def pack(token_ids: Iterable[int]) -> "array[int]":
@@ -52,19 +54,26 @@ def extend_hashes(
     *,
     until: int | None = None,
     parent: BlockHash | None = None,
+    chain: HashChain | None = None,
 ) -> None:
     """Append to `hashes` the hashes of the full blocks of `token_ids[:until]` that it does not hold yet.
 
-    The parent of the first of them is `parent` if given, else the last element of `hashes`, else `root`.
+    The parent of the first of them is `parent` if given, else the last element of `hashes`, else `root`. `chain`
+    computes them; None: `hash_chain`.
     """
     end = len(token_ids) if until is None else until
-    last: bytes = parent or (hashes[-1] if hashes else root)
-    new, stride = hashlib.sha256().copy, token_ids.itemsize * block_size
     raw = token_ids[len(hashes) * block_size : end].tobytes()
-    new_hashes: list[bytes] = []
+    last = parent or (hashes[-1] if hashes else root)
+    new_hashes = (chain or hash_chain)(last, raw, token_ids.itemsize * block_size)
+    hashes += cast("list[BlockHash]", new_hashes)  # one cast: calling BlockHash for each costs a tenth of the hashing
+
+
+def hash_chain(parent: bytes, raw: bytes, stride: int) -> list[bytes]:
+    """Return the hashes of the whole blocks of `stride` bytes in `raw`: each of the hash before it and its bytes."""
+    new, hashes = hashlib.sha256().copy, list[bytes]()
     for start in range(0, len(raw) - stride + 1, stride):
         digest = new()  # copying an empty digest is cheaper than making one
-        digest.update(last + raw[start : start + stride])
-        last = digest.digest()
-        new_hashes.append(last)
-    hashes += cast("list[BlockHash]", new_hashes)  # one cast: calling BlockHash for each costs a tenth of the hashing
+        digest.update(parent + raw[start : start + stride])
+        parent = digest.digest()
+        hashes.append(parent)
+    return hashes

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.block_store import BlockKey
 from headstart.core.cache.events import EventLog
-from headstart.core.cache.hashing import BlockHash, extend_hashes, region_hash, root_hash
+from headstart.core.cache.hashing import BlockHash, HashChain, extend_hashes, region_hash, root_hash
 from headstart.core.request import CacheMode, Request, Sequence, empty_table
 
 
@@ -33,13 +33,22 @@ NO_HIT = Hit()
 class KVCache:
     """The block tables over one pool. `enabled` False: nothing is hashed, found or published."""
 
-    def __init__(self, pool: BlockPool, block_size: int, *, model: bytes = b"", enabled: bool = True) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        *,
+        model: bytes = b"",
+        enabled: bool = True,
+        chain: HashChain | None = None,
+    ) -> None:
         self.pool = pool
         self.block_size = block_size
         self.enabled = enabled
         self.public_hashes: Container[BlockHash] = frozenset()  # block hashes of public pinned prefixes
         self.event_log: EventLog | None = None
         self._model = model
+        self._chain = chain
 
     def new_sequence(self, request: Request, order: int) -> Sequence:
         """Create a sequence with its blocks hashed: on arrival, outside the step."""
@@ -56,7 +65,7 @@ class KVCache:
         hashes = seq.block_hashes
         at_border = len(hashes) == seq.num_public_blocks
         parent = seq.region if at_border else None
-        extend_hashes(hashes, seq.token_ids, self.block_size, seq.root, until=until, parent=parent)
+        extend_hashes(hashes, seq.token_ids, self.block_size, seq.root, until=until, parent=parent, chain=self._chain)
 
     def match(self, seq: Sequence) -> Hit:
         """Return the longest run of published blocks from the first still needed on. Changes nothing.

@@ -22,6 +22,7 @@ from headstart.core.batch import (
 )
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.block_store import BlockStore
+from headstart.core.cache.hashing import HashChain
 from headstart.core.cache.kv_cache import NO_HIT, Hit, KVCache
 from headstart.core.cache.pinned_prefixes import Demand, PinnedPrefixes
 from headstart.core.cache.transfers import Transfers
@@ -41,13 +42,18 @@ from headstart.core.speculation.speculation import Speculation
 class Scheduler:
     """The scheduler of one pool of KV blocks."""
 
-    def __init__(self, config: SchedulerConfig, *, store: BlockStore | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, *, store: BlockStore | None = None, chain: HashChain | None = None
+    ) -> None:
+        """Build a scheduler. `chain` computes block hashes (core/cache/hashing.py); None: in Python."""
         self.limits = limits = config.limits
         self.block_size = config.block_size
         self.pool = BlockPool(
             config.num_blocks, eviction_policy=config.eviction_policy, tenant_floor=config.tenant_floor
         )
-        self.cache = KVCache(self.pool, config.block_size, model=config.model, enabled=config.enable_prefix_caching)
+        self.cache = KVCache(
+            self.pool, config.block_size, model=config.model, enabled=config.enable_prefix_caching, chain=chain
+        )
         self.waiting = WaitingQueue(self.pool, config.policy, config.lpm_k, self.cache.reads)
         order = POLICIES[config.policy]
         self.running = OrderedSequences(lambda seq: (not non_preemptible(seq), *order(seq)))

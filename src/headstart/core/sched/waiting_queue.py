@@ -61,7 +61,8 @@ class OrderedSequences:
 
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence; asserts that it is here."""
-        index = bisect_left(self._items, self._key(seq), key=self._key)
+        items = self._items
+        index = 0 if items and items[0] is seq else bisect_left(items, self._key(seq), key=self._key)
         assert index < len(self._items) and self._items[index] is seq, f"{seq.request_id} is not in this queue"
         del self._items[index]
 
@@ -215,11 +216,11 @@ class WaitingQueue:
         """
         if not self._reads(seq):
             return 0
-        block_hashes, contains = seq.block_hashes, self._pool.contains
+        block_hashes, published = seq.block_hashes, self._pool.published
         low, high = start, len(block_hashes)
         while low < high:
             middle = (low + high) // 2
-            if contains(block_hashes[middle]):
+            if block_hashes[middle] in published:
                 low = middle + 1
             else:
                 high = middle

@@ -1,7 +1,8 @@
 """Compilation of the C++ sources in this folder: one shared object per variant, in a wheel or in a local cache.
 
 A variant is an instruction set. The whole object is compiled for it, so the sources test the compiler's macros
-(`__AVX512BF16__`, ...) and every variant exports the same names. The choice of the variant is in library.py.
+(`__AVX512BF16__`, ...) and every variant exports the same names. The choice of the variant is in library.py. One more
+object, HASHES, is made of the sources in hashes/ for any processor (block_hashes.py).
 Uses only the standard library and no other module of this package: setup.py runs this file before installation.
 """
 
@@ -22,6 +23,7 @@ VARIANT_FLAGS: dict[str, tuple[str, ...]] = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
 }
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fvisibility=hidden")
+HASHES, HASH_FLAGS = "hashes", ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")
 SOURCES = Path(__file__).parent
 PACKAGED = SOURCES / "compiled"  # exists in a wheel built with a compiler; never in a checkout
 COMPILERS = ("g++", "c++", "clang++")
@@ -39,14 +41,14 @@ def build(variant: str, cache: Path, *, extra_flags: tuple[str, ...] = (), envir
     its own folder, and renames the complete file into place.
     """
     compiler = find_compiler(environ)
-    flags = (*FLAGS, *VARIANT_FLAGS[variant], *extra_flags)
-    target = cache / f"{variant}-{_digest(_run([compiler, '--version']), *flags)}.so"
-    return target if target.exists() else _build_as(target, compiler, flags)
+    flags = (*_flags(variant), *extra_flags)
+    target = cache / f"{variant}-{_digest(_folder(variant), _run([compiler, '--version']), *flags)}.so"
+    return target if target.exists() else _build_as(target, compiler, flags, _folder(variant))
 
 
 def build_packaged(variant: str, folder: Path, *, environ: Mapping[str, str]) -> Path:
     """Compile `variant` for a wheel, into `folder`, under the name that `packaged` looks for. Raises BuildError."""
-    return _build_as(folder / _packaged_name(variant), find_compiler(environ), (*FLAGS, *VARIANT_FLAGS[variant]))
+    return _build_as(folder / _packaged_name(variant), find_compiler(environ), _flags(variant), _folder(variant))
 
 
 def packaged(variant: str) -> Path | None:
@@ -70,22 +72,26 @@ def find_compiler(environ: Mapping[str, str]) -> str:
     raise BuildError(f"no C++ compiler ({', '.join(names)}) on the path: install g++ for faster kernels")
 
 
-def sources() -> list[Path]:
-    """Return the source files, which are compiled separately; headers (*.h) are only part of the digest."""
-    return sorted(SOURCES.glob("*.cpp"))
+def _flags(variant: str) -> tuple[str, ...]:
+    return HASH_FLAGS if variant == HASHES else (*FLAGS, *VARIANT_FLAGS[variant])
+
+
+def _folder(variant: str) -> Path:
+    """Return the folder of its sources, which are compiled separately; headers (*.h) are only part of the digest."""
+    return SOURCES / HASHES if variant == HASHES else SOURCES
 
 
 def _packaged_name(variant: str) -> str:
     """Return a name from sources and flags only: the installing machine may have another compiler, or none."""
-    return f"{variant}-{_digest(*FLAGS, *VARIANT_FLAGS[variant])}.so"
+    return f"{variant}-{_digest(_folder(variant), *_flags(variant))}.so"
 
 
-def _digest(*settings: str) -> str:
-    """Return a digest of `settings` and of the content of all sources."""
+def _digest(folder: Path, *settings: str) -> str:
+    """Return a digest of `settings` and of the content of all sources in `folder`."""
     digest = hashlib.sha256()
     for part in settings:
         digest.update(part.encode() + b"\0")
-    for file in sorted([*sources(), *SOURCES.glob("*.h")]):
+    for file in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:24]
 
@@ -102,21 +108,22 @@ def _alone(folder: Path) -> Generator[None]:
         os.close(fd)
 
 
-def _build_as(target: Path, compiler: str, flags: tuple[str, ...]) -> Path:
+def _build_as(target: Path, compiler: str, flags: tuple[str, ...], folder: Path) -> Path:
     """Compile to `target`, unless another process does; the file appears complete or not at all."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _alone(target.parent), tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
             if not target.exists():
-                os.replace(_compile(compiler, flags, Path(scratch)), target)
+                os.replace(_compile(compiler, flags, folder, Path(scratch)), target)
     except OSError as error:
         raise BuildError(f"cannot build in {target.parent}: {error.strerror or error}") from None
     return target
 
 
-def _compile(compiler: str, flags: tuple[str, ...], scratch: Path) -> Path:
+def _compile(compiler: str, flags: tuple[str, ...], folder: Path, scratch: Path) -> Path:
     """Compile all sources in parallel, then link them; return the shared object in `scratch`."""
-    objects = [scratch / f"{source.stem}.o" for source in sources()]
+    sources = sorted(folder.glob("*.cpp"))
+    objects = [scratch / f"{source.stem}.o" for source in sources]
     running = [
         subprocess.Popen(
             [compiler, *flags, "-c", str(source), "-o", str(made)],
@@ -125,7 +132,7 @@ def _compile(compiler: str, flags: tuple[str, ...], scratch: Path) -> Path:
             stderr=subprocess.PIPE,
             text=True,
         )
-        for source, made in zip(sources(), objects, strict=True)
+        for source, made in zip(sources, objects, strict=True)
     ]
     try:
         for process in running:

@@ -4,7 +4,8 @@ Figures are CPU time of the one thread: on an idle machine that equals wall time
 processes, which are longer than a step, do not count. They are medians over many steps, per run; the report gives the
 median run. Sampling in the null executor is excluded from every figure. vLLM's own scheduler, run in turn with ours, is
 measured by a script with the same steps in its own environment (benchmarks/scheduler/), so that its packages and ours
-are never in one process.
+are never in one process. Without a counterpart: a warm pass of 48 rotated prompts of 1,025 tokens (vLLM #3402), which
+are cached but for one token each, so that a GPU computes them in about ten milliseconds, and hashing in Python.
 """
 
 import gc
@@ -22,15 +23,16 @@ from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.report import Report, Sheet, spread
 from headstart.bench.runners.null_executor import NullExecutor
 from headstart.core.batch import Batch, StepResult
-from headstart.core.cache.hashing import BlockHash, extend_hashes, root_hash
+from headstart.core.cache.hashing import BlockHash, HashChain, extend_hashes, root_hash
 from headstart.core.engine import Engine
 from headstart.core.errors import ConfigError
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
+from headstart.model.kernels.block_hashes import compiled_chain
 from headstart.workload.request_record import median
-from headstart.workload.synthetic import random_tokens
+from headstart.workload.synthetic import random_tokens, rotations
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000
@@ -38,6 +40,8 @@ DECODES = 256
 PROMPT = 4096
 CACHED = PROMPT - BLOCK_SIZE
 FIGURES = ("step_256_decodes", "admit_4096_cached", "finish_4096_cached", "hash_1k_tokens")
+OWN_FIGURES = ("hash_1k_tokens_in_python", "warm_48_add", "warm_48_schedule", "warm_48_update", "warm_48_in_all")
+WARM_PROMPTS, WARM_TOKENS = 48, 1025
 COLUMNS = ("figure", "median", "min", "max", "vLLM", "min", "max", "vLLM / ours")
 PEER_SCRIPT = Path(headstart.__file__).parents[2] / "benchmarks" / "scheduler" / "vllm_scheduler.py"
 PEER_TIMEOUT = 600.0
@@ -58,7 +62,7 @@ def run_beside_peer(seed: int, runs: int, peer_python: Path | None = None, bar: 
 
 
 def run_scheduler(seed: int, runs: int, bar: Bar = QUIET, *, peer: Sequence[str] = ()) -> Report:
-    """Measure a step of 256 decodes, one request of 4,096 tokens with 4,080 cached, and hashing 1,024 tokens.
+    """Measure a step of 256 decodes, one request of 4,096 tokens with 4,080 cached, hashing, and a warm pass.
 
     `peer` is a command that measures another scheduler in the same way, given the seed: it runs in turn with ours.
     """
@@ -77,11 +81,11 @@ def _report(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], seed: int,
     values: dict[str, float | None] = {}
     ranges: dict[str, list[float]] = {}
     rows: list[tuple[Any, ...]] = []
-    for figure in FIGURES:
+    for figure in (*FIGURES, *OWN_FIGURES):
         key = f"{figure}_us"
         row: list[Any] = [figure]
         for name, runs in ((key, ours), (f"vllm_{key}", theirs)):
-            times = [run[key] for run in runs]
+            times = [run[key] for run in runs if key in run]
             values[name] = median(times) if times else None
             if times:
                 ranges[name] = spread(times)
@@ -101,6 +105,9 @@ def _report(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], seed: int,
             "decodes": DECODES,
             "prompt_tokens": PROMPT,
             "cached_tokens": CACHED,
+            "warm_prompts": WARM_PROMPTS,
+            "warm_tokens": WARM_TOKENS,
+            "compiled_hashes": compiled_chain() is not None,
             "peer_versions": theirs[0].get("versions") if theirs else None,
         },
         contention=log.as_dict(),
@@ -131,10 +138,11 @@ def _costs(rng: Random) -> dict[str, float]:
     gc.freeze()  # as the engine process does after startup
     try:
         admit, finish = _admit_cached(rng)
-        seconds = (_step_of_decodes(rng), admit, finish, _hash_1k(rng))
+        seconds = [_step_of_decodes(rng), admit, finish, _hash_1k(rng, compiled_chain()), _hash_1k(rng, None)]
+        seconds += _warm_pass(rng)
     finally:
         gc.unfreeze()
-    return {f"{figure}_us": 1e6 * value for figure, value in zip(FIGURES, seconds, strict=True)}
+    return {f"{figure}_us": 1e6 * value for figure, value in zip((*FIGURES, *OWN_FIGURES), seconds, strict=True)}
 
 
 class _Stopwatch(NullExecutor):
@@ -152,7 +160,7 @@ class _Stopwatch(NullExecutor):
 
 def _engine(num_blocks: int) -> tuple[Engine, _Stopwatch]:
     limits = Limits(max_batched_tokens=8192, max_seqs=DECODES, max_model_len=2 * PROMPT)
-    scheduler = Scheduler(SchedulerConfig(num_blocks, BLOCK_SIZE, limits))
+    scheduler = Scheduler(SchedulerConfig(num_blocks, BLOCK_SIZE, limits), chain=compiled_chain())
     watch = _Stopwatch(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
     return Engine(scheduler, watch), watch
 
@@ -195,14 +203,37 @@ def _admit_cached(rng: Random, requests: int = 32) -> tuple[float, float]:
     return median(admitted[1:]), median(finished[1:])
 
 
-def _hash_1k(rng: Random, rounds: int = 200) -> float:
+def _warm_pass(rng: Random, passes: int = 32) -> tuple[float, float, float, float]:
+    """Return the seconds to add, schedule and update rotated prompts that are cached but for one token, and in all."""
+    limits = Limits(max_batched_tokens=WARM_PROMPTS * WARM_TOKENS, max_seqs=DECODES, max_model_len=2 * WARM_TOKENS)
+    num_blocks = 2 * WARM_PROMPTS * (WARM_TOKENS // BLOCK_SIZE + 1)
+    config = SchedulerConfig(num_blocks, BLOCK_SIZE, limits, policy="lpm", eviction_policy="2q")  # as `serve` has them
+    watch = _Stopwatch(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
+    engine = Engine(Scheduler(config, chain=compiled_chain()), watch)
+    prompts = rotations(random_tokens(WARM_TOKENS, VOCAB_SIZE, rng), WARM_PROMPTS)
+    times: list[tuple[float, float, float, float]] = []
+    for number in range(passes + 2):  # the first two compute the prompts, and make their blocks protected ones
+        start = thread_time()
+        for index, prompt in enumerate(prompts):
+            engine.add_request(Request(f"{number}-{index}", prompt, _greedy(1)))
+        added = thread_time()
+        engine.step()
+        end = thread_time()
+        planned = watch.handed + watch.kept
+        times.append((added - start, watch.handed - added, end - planned, end - start - watch.kept))
+        assert not engine.has_work, "a pass took more than one step"
+    add, schedule, update, whole = (median(column) for column in zip(*times[2:], strict=True))
+    return add, schedule, update, whole
+
+
+def _hash_1k(rng: Random, chain: HashChain | None, rounds: int = 200) -> float:
     """Return the seconds to compute the block hashes of 1,024 tokens (64 blocks)."""
     tokens, root = random_tokens(1024, VOCAB_SIZE, rng), root_hash(b"lab")
 
     def once() -> float:
         hashes: list[BlockHash] = []
         start = thread_time()
-        extend_hashes(hashes, tokens, BLOCK_SIZE, root)
+        extend_hashes(hashes, tokens, BLOCK_SIZE, root, chain=chain)
         return thread_time() - start
 
     return median(once() for _ in range(rounds))
