@@ -43,14 +43,14 @@ class SteadyRunner(ModelRunner):
         return super().execute(batch)._replace(elapsed=0.001)
 
 
-def load_form(form: str, folder: Path, **overrides: object) -> LoadedModel:
+def load_form(form: str, folder: Path, family: str = "llama", **overrides: object) -> LoadedModel:
     """A model of llama-3m's shape, changed by `overrides`, with random weights in one of FORMS."""
     sizes = LLAMA_3M | overrides
     if form == "gguf":
         path = folder / "model.gguf"
         write_gguf(path, kind="Q4_1", std=STD, mixed={"attn_v": "Q6_K", "ffn_down": "Q5_K"}, **sizes)
         return load_model(path, device="cpu", dtype="bfloat16")
-    make_checkpoint("llama", folder, std=STD, **sizes)
+    make_checkpoint(family, folder, std=STD, **sizes)
     dtype = "float32" if form == "float32" else "bfloat16"
     return load_model(folder, device="cpu", dtype=dtype, quantization=form if form.startswith("int") else "none")
 
