@@ -116,6 +116,7 @@ def build_engine(
         eos_token_ids=loaded.eos_token_ids,
         scheduling_policy=options.scheduling_policy,
         sampling_defaults=defaults,
+        exceptions=loaded.exceptions,
     )
     event_sink = None if publisher is None else publisher.publish
     return Engine(scheduler, runner, event_sink=event_sink, store=store, grammars=grammars), info
@@ -128,7 +129,10 @@ def _load(
     on_gpu = device.startswith("cuda")
     available = _available(options, found, on_gpu=on_gpu)
     packs = options.dtype != "float32" and device == "cpu" and kernels() is not None  # weights of less than 8 bits
-    quantization = options.quantization if packs or options.quantization != "int4" else "none"
+    unpacks = options.quantization == "int4" or (
+        options.dtype == "float32" and device == "cpu" and kernels() is not None
+    )
+    quantization = "none" if unpacks and not packs else options.quantization
     blocks = packs and quantization == "none"
     expected = checkpoint_bytes(folder, dtype=options.dtype, quantization=quantization, blocks=blocks)
     check_weights_fit(expected, available, on_gpu=on_gpu)

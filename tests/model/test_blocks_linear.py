@@ -178,7 +178,7 @@ def test_in_fp32_and_without_kernels_the_unpacked_weights_are_used(kernels: Kern
     exact = F.linear(x, unpack(weight).double())
     for form in (Form(kernels, dtype=torch.float32), Form(None, dtype=torch.float32)):
         layer = Linear(weight, form=form)
-        assert not layer.packed
+        assert all(part.dtype == torch.float32 for part in layer.packed) and bool(layer.packed) == bool(form.kernels)
         assert (layer(x.float()).double() - exact).abs().max() < 1e-6 * exact.abs().max()
     rounded = F.linear(x.bfloat16().float(), unpack(weight, torch.bfloat16).float())
     assert_near(Linear(weight)(x.bfloat16()), rounded, float(rounded.std()))

@@ -71,18 +71,21 @@ def test_a_head_stored_beside_tied_embeddings_is_kept_if_it_differs(family: str,
     save_file(tensors, file, metadata={"format": "pt"})
     model = load(folder)
     assert isinstance(model, Decoder)
-    assert (model.head.weight is model.embedding) == (not trained)
+    assert any(held is model.embedding for held in (model.head.weight, *model.head.packed)) == (not trained)
     assert differences(folder) == []
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_a_tied_embedding_is_kept_once_where_the_head_holds_its_rows(quantization: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_tied_embedding_is_kept_once_where_the_head_holds_its_rows(
+    dtype: str, quantization: str, tmp_path: Path
+) -> None:
     if find().kernels is None:
         pytest.skip(find().note)
     folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=True)
-    model = load_model(folder, dtype="bfloat16", device="cpu", quantization=quantization).model
+    model = load_model(folder, dtype=dtype, device="cpu", quantization=quantization).model
     assert isinstance(model, Decoder)
-    weight = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].bfloat16()
+    weight = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].to(getattr(torch, dtype))
     assert torch.equal(look_up(model.embedding, torch.arange(len(weight))), weight)
     assert (model.embedding is model.head.packed[0]) == (quantization == "none")
 

@@ -76,8 +76,46 @@ def test_only_bfloat16_on_a_cpu_is_packed_and_its_bytes_count_once() -> None:
     assert layer.weight_bytes == 4 * 8 * 2 + 4 * 2
 
 
-def test_fp32_weights_stay_with_torch_where_there_are_kernels(kernels: Kernels) -> None:
-    assert Linear(torch.randn(40, 24), form=Form(kernels)).packed == ()
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_fp32_kernels_equal_torch_and_rows_are_exact(
+    kernels: Kernels, outputs: int, inputs: int, quantization: str
+) -> None:
+    weight, bias, gain = (random(*shape).float() for shape in ((2 * outputs, inputs), (2 * outputs,), (inputs,)))
+    rounded, scale = dequantised(weight, quantization, None), inputs**0.5
+    form, norm = Form(kernels, quantization, torch.float32), RMSNorm(gain, 1e-5)
+    plain = Linear(weight[:outputs].clone(), bias[:outputs].clone(), form=form)
+    normed = Linear(weight[:outputs].clone(), norm=norm, form=form)
+    gated = Linear(weight.clone(), bias.clone(), gated=True, form=form)
+    x, residual = random(200, inputs).float() / scale, random(200, outputs).float()
+    exact, both = F.linear(x, rounded[:outputs], bias[:outputs]), F.linear(x, rounded, bias)
+    for found, due in (
+        (plain(x), exact),
+        (plain(x, residual), exact + residual),
+        (normed(x), F.linear(norm(x), rounded[:outputs])),
+        (gated(x), F.silu(both[:, :outputs]) * both[:, outputs:]),
+    ):
+        torch.testing.assert_close(found, due, rtol=1e-5, atol=1e-5 * scale)
+    for layer in (plain, normed, gated):
+        whole = layer(x)
+        for count in ROWS:
+            assert torch.equal(layer(x[7 : 7 + count]), whole[7 : 7 + count])
+
+
+def test_rows_of_a_packed_fp32_weight_are_looked_up(kernels: Kernels) -> None:
+    weight, ids = random(70, 33).float(), torch.tensor([0, 69, 32, 31, 0])
+    assert torch.equal(PackedLinear(kernels, weight).look_up(ids), weight[ids])
+
+
+def test_a_chain_has_rows_of_one_dtype(kernels: Kernels) -> None:
+    one, other = PackedLinear(kernels, random(8, 8).float()), PackedLinear(kernels, random(8, 8))
+    with pytest.raises(ValueError, match="rows of one dtype"):
+        Chain(kernels, [Link(one, 0, 1), Link(other, 1, 0)], (8, 8))
+    buffers = Buffers(1, (8, 8))
+    buffers.fill(0, 1)
+    alone = Chain(kernels, [Link(one, 0, 1)], (8, 8))
+    with pytest.raises(ValueError, match="this chain computes in"):
+        alone(buffers, alone.scratch(1))
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
@@ -103,7 +141,7 @@ def test_kernels_equal_torch_for_all_that_surrounds_a_product(
         assert_near(gated(small), F.silu(both[:, :outputs]) * both[:, outputs:], 8)
 
 
-def dequantised(weight: Tensor, quantization: str, kernels: Kernels) -> Tensor:
+def dequantised(weight: Tensor, quantization: str, kernels: Kernels | None) -> Tensor:
     """The weight in fp32 as a quantisation rounds it: int8 with one scale per output, int4 with one per 32 inputs."""
     if quantization == "none":
         return weight.float()

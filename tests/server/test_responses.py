@@ -133,10 +133,15 @@ def test_logprobs_of_the_prompt_are_told_by_token_id() -> None:
 
 
 def test_a_model_is_what_the_openai_package_expects() -> None:
-    models = protocol.model_list(
-        [protocol.model_object("tiny", 5, 64, block_size=16, num_blocks=7, defaults=SamplingDefaults(top_k=5))]
-    )
-    assert Model.model_validate(models["data"][0]).id == "tiny" and models["object"] == "list"
+    def listed(*exceptions: str) -> protocol.Json:
+        defaults = SamplingDefaults(top_k=5)
+        return protocol.model_list(
+            [protocol.model_object("m", 5, 64, block_size=16, num_blocks=7, defaults=defaults, exceptions=exceptions)]
+        )
+
+    assert Model.model_validate(listed()["data"][0]).id == "m" and listed()["object"] == "list"
+    assert listed()["data"][0]["exact_reuse"] == {"holds": True, "exceptions": []}
+    assert listed("cuda")["data"][0]["exact_reuse"] == {"holds": False, "exceptions": ["cuda"]}
 
 
 def test_token_lists_are_told_with_their_count() -> None:

@@ -98,7 +98,8 @@ class EngineOptions:
     )
     linear_dispatch: str = _option(
         "auto",
-        "What multiplies bfloat16 weights on a CPU: kernels, torch, or auto: the faster, measured at the first start.",
+        "What multiplies plain weights on a CPU: auto and kernels, our kernels where they exist; torch, which may be "
+        "faster with AMX, but then reuse may change tokens.",
         COMPUTE,
         choices=("auto", "kernels", "torch"),
     )

@@ -43,6 +43,7 @@ class EngineInfo:
     scheduling_policy: str = "lpm"  # decides whether a request may have a priority
     quantization: str = "none"
     sampling_defaults: SamplingDefaults = NO_DEFAULTS
+    exceptions: tuple[str, ...] = ()  # from exact reuse, by name; see invariant 15 in docs/invariants.md
 
 
 class PoolStats(NamedTuple):

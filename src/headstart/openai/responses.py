@@ -232,11 +232,19 @@ def whole(generation: Generation) -> Delta:
 
 
 def model_object(
-    name: str, created: int, max_model_len: int, *, block_size: int, num_blocks: int, defaults: SamplingDefaults
+    name: str,
+    created: int,
+    max_model_len: int,
+    *,
+    block_size: int,
+    num_blocks: int,
+    defaults: SamplingDefaults,
+    exceptions: Sequence[str],
 ) -> Json:
     """Return the object of one model; `max_model_len` in tokens, as in vLLM; of `defaults` those that the model sets.
 
-    The size of the KV pool is included for routers, which need it also where /metrics is for administrators only.
+    `exceptions` are those of the model from exact reuse. The size of the KV pool is included for routers, which need it
+    also where /metrics is for administrators only.
     """
     return {
         "id": name,
@@ -249,6 +257,7 @@ def model_object(
         "block_size": block_size,
         "num_gpu_blocks": num_blocks,
         "default_sampling_params": {name: value for name, value in asdict(defaults).items() if value is not None},
+        "exact_reuse": {"holds": not exceptions, "exceptions": list(exceptions)},
     }
 
 

@@ -267,6 +267,7 @@ class _Routes:
             block_size=info.block_size,
             num_blocks=info.num_blocks,
             defaults=model.bounds.defaults,
+            exceptions=info.exceptions,
         )
 
 

@@ -28,6 +28,11 @@ def banner(model: Model, options: ServerOptions, host: str, port: int, *, store:
         f"({info.max_model_len:,})",
         *([f"  default {', '.join(defaults)}: where a request does not say (--generation-config)"] if defaults else []),
         *([] if store is None else [f"  store   {store}"]),
+        *(
+            [f"  reuse   may change tokens: {', '.join(info.exceptions)} (docs/invariants.md, 15)"]
+            if info.exceptions
+            else []
+        ),
         f"  keys    {_keys(options, host)}",
         f"  try     curl http://{where}:{port}/v1/completions{key} -H 'Content-Type: application/json' \\",
         f"            -d '{body}'",

@@ -165,7 +165,7 @@ def test_memory_is_that_of_the_unpacked_weights(tmp_path: Path) -> None:
     sizes = [parameter.numel() for parameter in oracle.parameters()]
     assert checkpoint_bytes(path, dtype="float32") == 4 * sum(sizes)
     matrices = sum(parameter.numel() for parameter in oracle.parameters() if parameter.ndim == 2)
-    assert load_model(path, dtype="float32").weight_bytes == 4 * matrices
+    assert 0 <= load_model(path, dtype="float32").weight_bytes - 4 * matrices < 0.01 * 4 * matrices  # whole tiles
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -130,7 +130,7 @@ class CPUStep:
         call.queries, call.out, call.lse = queries.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()
         call.query_token, call.query_head = queries.stride(0), queries.stride(1)
         call.plan, call.tables = prepared.plan.data.ctypes.data, self._arrays[3].ctypes.data
-        call.parts, call.part_lse = prepared.parts.ctypes.data, prepared.part_lse.ctypes.data
+        call.parts, call.part_sums = prepared.parts.ctypes.data, prepared.part_sums.ctypes.data
         call.arrived = prepared.arrived.ctypes.data
         call.group, call.window = prepared.group, window or 0
         call.scale, call.softcap = scale, softcap or 0.0
@@ -168,7 +168,7 @@ class _Prepared:
         self.plan, self.group = plan, group
         num_heads, dims = group * shape.num_kv_heads, -(-shape.head_dim // 16) * 16
         self.parts = np.empty((plan.head.num_slots, num_heads, dims), np.float32)
-        self.part_lse = np.empty((plan.head.num_slots, num_heads), np.float32)
+        self.part_sums = np.empty((plan.head.num_slots, num_heads, 2), np.float32)
         self.arrived = np.zeros((plan.head.num_merges, shape.num_kv_heads), np.int32)
 
 

@@ -55,17 +55,23 @@ class Layer {
         int low = tile.low / call.block_size, high = ceil_div(tile.high, call.block_size);
         if (low < item.block_begin) low = item.block_begin;
         if (high > item.block_end) high = item.block_end;
-        int parts = ceil_div(tile.rows, MICRO_ROWS), pages = (high - low) * pages_per_block;
-        for (int begin = 0; begin < pages; begin += CHUNK_PAGES) {
+        int parts = ceil_div(tile.rows, MICRO_ROWS), last = item.block_end * pages_per_block, stored = 0;
+        bool is_part = entry_of(item, 0).slot >= 0, apart = is_part && item.block_begin > 0;
+        Reading reading = {head, &item, low * pages_per_block, high * pages_per_block};
+        for (int page = item.block_begin * pages_per_block, end; page < last; page = end) {
+            end = segment_end(page, pages_per_block);
             Piece piece;
-            open_piece(piece, head, item, low, begin, pages);
-            for (int part = 0; part < parts; part++) {
-                int first = part_of(tile.rows, part, parts);
-                attend_some_rows<Kind>(tile, first, part_of(tile.rows, part + 1, parts) - first, piece,
-                                       {call.scale, call.softcap});
+            if (open_piece(piece, reading, page, end < last ? end : last)) {
+                for (int part = 0; part < parts; part++) {
+                    int first = part_of(tile.rows, part, parts);
+                    attend_some_rows<Kind>(tile, first, part_of(tile.rows, part + 1, parts) - first, piece,
+                                           {call.scale, call.softcap});
+                }
             }
+            if (apart) store_tile(tile, head, item, stored++);
         }
-        close_tile(tile, head, item);
+        if (is_part && !apart) store_tile(tile, head, item, stored++);
+        close_tile(tile, head, item, stored);
     }
 
    private:
@@ -76,6 +82,13 @@ class Layer {
     const Merge *merges;
     pages::Pool<Kind::W> pool;
     int dims, num_heads, pages_per_block;
+
+    // The pages [low, high) of an item that its rows see.
+    struct Reading {
+        int head;
+        const Item *item;
+        int low, high;
+    };
 
     const element *key_row(int token, int head) const {
         return (const element *)call.keys + token * call.key_token + head * call.key_head;
@@ -114,99 +127,101 @@ class Layer {
                 tile.from[row] = call.window > 0 && entry.limit > call.window ? entry.limit - call.window : 0;
                 if (tile.from[row] < tile.low) tile.low = tile.from[row];
                 if (tile.upto[row] > tile.high) tile.high = tile.upto[row];
-                tile.greatest[row] = -INFINITY;
-                tile.total[row] = 0.0f;
             }
         }
+        clear_tile(tile);
+    }
+
+    // Sets the state of all rows to that before the first segment.
+    void clear_tile(Tile<Kind> &tile) const {
+        for (int row = 0; row < tile.rows; row++) tile.sums[row] = {-INFINITY, 0.0f};
         memset(tile.out, 0, sizeof(float) * tile.rows * dims);
     }
 
-    // Sets `piece` to the pages [begin, begin + CHUNK_PAGES) of an item, counted from block `low` on.
-    void open_piece(Piece &piece, int head, const Item &item, int low, int begin, int pages) const {
-        piece.count = pages - begin < CHUNK_PAGES ? pages - begin : CHUNK_PAGES;
+    // Sets `piece` to those of the pages [begin, end) of a segment that are read. Returns whether there are any.
+    bool open_piece(Piece &piece, const Reading &reading, int begin, int end) const {
+        bool first = begin <= reading.low;
+        if (begin < reading.low) begin = reading.low;
+        if (end > reading.high) end = reading.high;
+        if (begin >= end) return false;
+        piece.count = end - begin;
         piece.whole = true;
         for (int i = 0; i < piece.count + AHEAD; i++) {
-            int page = begin + i < pages ? begin + i : pages - 1;
-            int block = low + page / pages_per_block, sub = page % pages_per_block;
-            int64_t where = (int64_t)call.tables[item.table + block] * pages_per_block + sub;
-            piece.keys[i] = pool.keys(head, where);
-            piece.values[i] = pool.values(head, where);
+            int page = begin + i < reading.high ? begin + i : reading.high - 1;
+            int block = page / pages_per_block, sub = page % pages_per_block;
+            int64_t where = (int64_t)call.tables[reading.item->table + block] * pages_per_block + sub;
+            piece.keys[i] = pool.keys(reading.head, where);
+            piece.values[i] = pool.values(reading.head, where);
             if (i >= piece.count) continue;
             int filled = call.block_size - sub * PAGE;
             piece.position[i] = block * call.block_size + sub * PAGE;
             piece.filled[i] = filled < PAGE ? filled : PAGE;
             piece.whole = piece.whole && filled >= PAGE;
         }
-        if (begin > 0) return;
+        if (!first) return true;
         for (int i = 0; i < 2; i++)  // later ones are prefetched while these are summed
             for (int at = 0; at < pool.page_words; at += PAGE) _mm_prefetch((const char *)(piece.values[i] + at), _MM_HINT_T0);
+        return true;
     }
 
     // Returns the score of a head's sink in base 2; see AttentionCall.
     float sink_of(int query) const { return call.sinks == nullptr ? -INFINITY : call.sinks[query] * LOG2E; }
 
-    void close_tile(Tile<Kind> &tile, int head, const Item &item) const {
+    // Stores the state of all rows in slot `number` of their tokens, and clears it.
+    void store_tile(Tile<Kind> &tile, int head, const Item &item, int number) const {
         for (int row = 0; row < tile.rows; row++) {
-            const Entry &entry = entry_of(item, row);
-            int query = query_head(item, head, row);
-            float *out = tile.out + row * dims;
-            float total = tile.total[row], most = tile.greatest[row], share = 1.0f;
-            float sink = entry.slot < 0 ? sink_of(query) : -INFINITY;  // else merge_parts adds it
-            if (sink > most) {
-                share = most == -INFINITY ? 0.0f : exp2f(most - sink);
-                total = total * share + 1.0f;
-                most = sink;
-            } else if (sink != -INFINITY) {
-                total += exp2f(sink - most);
-            }
-            share = total == 0.0f ? 0.0f : share / total;
-            float lse = total == 0.0f ? -INFINITY : most + log2f(total);
-            for (int dim = 0; dim < dims; dim += LANES) store(out + dim, mul(load(out + dim), all(share)));
-            if (entry.slot < 0) {
-                put(entry.token, query, out, lse);
-            } else {
-                int64_t at = (int64_t)entry.slot * num_heads + query;
-                memcpy(call.parts + at * dims, out, sizeof(float) * dims);
-                call.part_lse[at] = lse;
-            }
+            int64_t at = (int64_t)(entry_of(item, row).slot + number) * num_heads + query_head(item, head, row);
+            memcpy(call.parts + at * dims, tile.out + row * dims, sizeof(float) * dims);
+            memcpy(call.part_sums + at * 2, &tile.sums[row], sizeof(Sums));
         }
+        clear_tile(tile);
+    }
+
+    // Completes the rows of an item; of rows with several parts, `stored` states are stored.
+    void close_tile(Tile<Kind> &tile, int head, const Item &item, int stored) const {
         for (int row = 0, next; row < tile.rows; row = next) {
             const Entry &entry = entry_of(item, row);
-            for (next = row + 1; next < tile.rows && &entry_of(item, next) == &entry; next++) {}
-            if (entry.slot >= 0) arrive(entry.merge, head, next - row);
+            for (next = row; next < tile.rows && &entry_of(item, next) == &entry; next++)
+                if (entry.slot < 0)
+                    finish(entry.token, query_head(item, head, next), tile.out + next * dims, tile.sums[next]);
+            if (entry.slot >= 0) arrive(entry.merge, head, (next - row) * stored);
         }
     }
 
-    // Counts the finished rows of one token's parts; the thread that finishes the last ones merges them.
-    void arrive(int index, int head, int rows) const {
+    // Counts the stored states of one token; the thread that stores the last ones merges them.
+    void arrive(int index, int head, int states) const {
         const Merge &merge = merges[index];
         int32_t *arrived = call.arrived + (int64_t)index * call.num_kv_heads + head;
-        if (__atomic_add_fetch(arrived, rows, __ATOMIC_ACQ_REL) < merge.count * call.group) return;
+        if (__atomic_add_fetch(arrived, states, __ATOMIC_ACQ_REL) < merge.count * call.group) return;
         *arrived = 0;
         for (int query = head * call.group; query < (head + 1) * call.group; query++) merge_parts(merge, query);
     }
 
-    // The mean of a head's parts, weighted by the sums of their exponentials.
     void merge_parts(const Merge &merge, int query) const {
         alignas(64) float out[MAX_DIMS];
-        float sink = sink_of(query), most = sink;
-        for (int part = 0; part < merge.count; part++) {
-            float lse = call.part_lse[(int64_t)(merge.slot + part) * num_heads + query];
-            if (lse > most) most = lse;
-        }
-        if (most == -INFINITY) most = 0.0f;
-        float total = exp2f(sink - most);
+        Sums sums = {-INFINITY, 0.0f};
         memset(out, 0, sizeof(float) * dims);
         for (int part = 0; part < merge.count; part++) {
             int64_t at = (int64_t)(merge.slot + part) * num_heads + query;
-            float weight = exp2f(call.part_lse[at] - most);
-            const float *from = call.parts + at * dims;
-            total += weight;
-            for (int dim = 0; dim < dims; dim += LANES)
-                store(out + dim, fma(all(weight), load(from + dim), load(out + dim)));
+            Sums next;
+            memcpy(&next, call.part_sums + at * 2, sizeof next);
+            join(out, sums, call.parts + at * dims, next, dims);
         }
-        for (int dim = 0; dim < dims; dim += LANES) store(out + dim, mul(load(out + dim), all(1.0f / total)));
-        put(merge.token, query, out, most + log2f(total));
+        finish(merge.token, query, out, sums);
+    }
+
+    // Adds the sink of a row, divides by the sum of the weights, and writes the row. Not inlined, as `join`.
+    SEPARATE void finish(int token, int query, float *out, Sums sums) const {
+        float sink = sink_of(query), share = 1.0f;
+        if (sink > sums.greatest) {
+            share = sums.greatest == -INFINITY ? 0.0f : exp2f(sums.greatest - sink);
+            sums = {sink, fmaf(sums.total, share, 1.0f)};
+        } else if (sink != -INFINITY) {
+            sums.total += exp2f(sink - sums.greatest);
+        }
+        share = sums.total == 0.0f ? 0.0f : share / sums.total;
+        for (int dim = 0; dim < dims; dim += LANES) store(out + dim, mul(load(out + dim), all(share)));
+        put(token, query, out, sums.total == 0.0f ? -INFINITY : sums.greatest + log2f(sums.total));
     }
 
     void put(int token, int query, const float *out, float lse) const {

@@ -12,6 +12,11 @@
 
 enum { PAGE = 16, MAX_DIMS = 512, TILE_ROWS = 48, MICRO_ROWS = 6 };
 
+// A row's softmax is computed in segments of pages, and joined from them in order. Segments depend on positions alone:
+// whatever reads a segment, for however many rows, adds the same numbers in the same order. So nodes and parts of a plan
+// begin and end where segments do.
+enum { MAX_SEGMENT = 16, MIN_SEGMENT = 4 };  // pages
+
 // Work of one kv head: rows [row_begin, row_end) of the tokens entries[entry], times the blocks
 // tables[table + block_begin .. table + block_end). A row is one query head of one token.
 struct Item {
@@ -19,13 +24,13 @@ struct Item {
     int32_t table, block_begin, block_end;
 };
 
-// One token in an item: it attends to positions below `limit`. Its result is final if `slot` is -1, else a part to be
-// merged.
+// One token in an item: it attends to positions below `limit`. Its result is final if `slot` is -1. Else the item's
+// state is stored there for a merge: one slot if it begins at block 0, or one per segment.
 struct Entry {
     int32_t token, limit, slot, merge;
 };
 
-// The parts of one token: slots [slot, slot + count).
+// The states of one token, in the order of positions: slots [slot, slot + count).
 struct Merge {
     int32_t token, slot, count;
 };
@@ -58,7 +63,7 @@ struct AttentionCall {
     const int32_t *plan;
     const int32_t *tables;
     float *parts;      // [slots, query heads, dims]
-    float *part_lse;   // [slots, query heads], base 2
+    float *part_sums;  // [slots, query heads, 2]: greatest score in base 2, sum of the weights relative to it
     int32_t *arrived;  // [merges, kv heads], zero between calls
     const int32_t *page_writes;   // [num_page_writes, 2]: first token, page
     const int32_t *token_writes;  // [num_token_writes, 2]: token, page * PAGE + offset in the page
@@ -74,3 +79,21 @@ struct AttentionCall {
 
 static inline int padded_dims(int head_dim) { return (head_dim + 15) / 16 * 16; }
 static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Returns the end of the segment of `page`, a page of a block table. Segments grow with the position: a shared prefix is
+// read once up to its last whole segment. A block whose pages do not divide a segment has segments of its own.
+static inline int segment_end(int page, int pages_per_block) {
+    int within = page % pages_per_block, rest = pages_per_block - within;
+    if (MIN_SEGMENT % pages_per_block != 0) {
+        int left = MAX_SEGMENT - within % MAX_SEGMENT;
+        return page + (left < rest ? left : rest);
+    }
+    int size = page < 8 * MIN_SEGMENT ? MIN_SEGMENT : page < 16 * MIN_SEGMENT ? 2 * MIN_SEGMENT : MAX_SEGMENT;
+    return (page / size + 1) * size;
+}
+
+// Returns the last block that begins a segment, `block` at most.
+static inline int segment_begin(int block, int pages_per_block) {
+    while (block > 0 && segment_end(block * pages_per_block - 1, pages_per_block) != block * pages_per_block) block--;
+    return block;
+}

@@ -26,7 +26,7 @@ class AttentionCall(ctypes.Structure):
 
     _fields_ = (
         *((name, _pointer) for name in ("queries", "keys", "values", "out", "lse", "key_pages", "value_pages")),
-        *((name, _pointer) for name in ("plan", "tables", "parts", "part_lse", "arrived")),
+        *((name, _pointer) for name in ("plan", "tables", "parts", "part_sums", "arrived")),
         *((name, _pointer) for name in ("page_writes", "token_writes")),
         *((name, _int64) for name in ("query_token", "query_head", "key_token", "key_head")),
         *((name, _int64) for name in ("value_token", "value_head", "head_words")),

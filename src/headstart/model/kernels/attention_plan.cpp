@@ -3,7 +3,8 @@
 // Sequences whose tables begin with the same blocks form a tree: a node is a run of blocks and the sequences that share
 // it, a leaf is the blocks that one sequence reads alone. A node is made if the tiles of rows it saves cost more than
 // merging one more part per row; otherwise its children read these blocks themselves. With a sliding window, a node has
-// only blocks that the first tokens of all its sequences see completely; a sequence reads earlier blocks alone.
+// only blocks that the first tokens of all its sequences see completely; a sequence reads earlier blocks alone. Nodes and
+// their parts begin and end where segments do, so a plan does not change the results.
 #include "attention.h"
 
 #include <stdlib.h>
@@ -65,7 +66,13 @@ void add_leaf(Planner &planner, int32_t row, int32_t end) {
     if (planner.begins[row] < end) planner.begins[row] = end;
 }
 
-// Returns the first block that no node reads yet and that the first tokens of all `members` see completely.
+// Returns the first block of a segment from `block` on.
+int32_t next_segment(const StepTables &step, int32_t block) {
+    int32_t pages = ceil_div(step.block_size, PAGE);
+    return segment_begin(block, pages) == block ? block : segment_end(block * pages, pages) / pages;
+}
+
+// Returns the first block of a segment that no node reads yet and that the first tokens of all `members` see completely.
 int32_t first_common(const Planner &planner, const int32_t *members, int32_t count) {
     int32_t begin = 0;
     for (int32_t i = 0; i < count; i++) {
@@ -73,7 +80,7 @@ int32_t first_common(const Planner &planner, const int32_t *members, int32_t cou
         if (begin < seen) begin = seen;
         if (begin < planner.begins[members[i]]) begin = planner.begins[members[i]];
     }
-    return begin;
+    return next_segment(*planner.step, begin);
 }
 
 // Returns whether reading `blocks` once for all `members` is cheaper than once per member.
@@ -107,14 +114,15 @@ void grow(Planner &planner, int32_t *members, int32_t count, int32_t depth) {
         common = same;
     }
     int32_t begin = first_common(planner, members, count);
-    if (common > begin && pays(planner, members, count, common - begin)) {
+    int32_t end = segment_begin(common, ceil_div(step.block_size, PAGE));
+    if (end > begin && pays(planner, members, count, end - begin)) {
         for (int32_t i = 0; i < count; i++) {
             add_leaf(planner, members[i], begin);
-            planner.begins[members[i]] = common;
+            planner.begins[members[i]] = end;
         }
-        add_node(planner, members, count, begin, common);
+        add_node(planner, members, count, begin, end);
         planner.num_groups++;
-        planner.grouped_blocks += common - begin;
+        planner.grouped_blocks += end - begin;
     }
     // Members without another complete block continue alone: key 0, since block 0 is in no table.
     for (int32_t i = 0; i < count; i++) {
@@ -197,23 +205,46 @@ struct Writer {
     bool dry;
 };
 
-void write_node(Writer &out, const StepTables &step, const Node &node, int32_t *part_of, int32_t part) {
-    int32_t blocks = node.block_end - node.block_begin;
-    int32_t begin = node.block_begin + (int32_t)((int64_t)blocks * part / node.parts);
-    int32_t end = node.block_begin + (int32_t)((int64_t)blocks * (part + 1) / node.parts);
+// Returns the first block of part `part` of a node, or its end for the number of parts. A part may be empty.
+int32_t part_begin(const StepTables &step, const Node &node, int32_t part) {
+    if (part == node.parts) return node.block_end;
+    int64_t blocks = node.block_end - node.block_begin;
+    int32_t begin = node.block_begin + (int32_t)(blocks * part / node.parts);
+    begin = segment_begin(begin, ceil_div(step.block_size, PAGE));
+    return begin > node.block_begin ? begin : node.block_begin;
+}
+
+// Returns the number of states that a part stores for each of its rows; see Entry.
+int32_t states_of(const StepTables &step, int32_t begin, int32_t end) {
+    if (begin == 0) return 1;
+    int32_t pages = ceil_div(step.block_size, PAGE), states = 0;
+    for (int32_t page = begin * pages; page < end * pages; page = segment_end(page, pages)) states++;
+    return states;
+}
+
+// The parts of one sequence: their number, the states they store for each of its tokens, and, if there are several
+// parts, the slot of the next state of its first token.
+struct Parts {
+    int32_t count, states, slot;
+};
+
+void write_node(Writer &out, const StepTables &step, const Node &node, Parts *parts, int32_t part) {
+    int32_t begin = part_begin(step, node, part), end = part_begin(step, node, part + 1);
+    if (begin == end) return;
     int32_t first_entry = out.head.num_entries, tokens = 0;
     for (int32_t i = 0; i < node.count; i++) {
         int32_t row = node.members[i];
+        Parts &own = parts[row];
         for (int32_t at = 0; at < tokens_of(step, row); at++, tokens++) {
             int32_t token = step.qo_indptr[row] + at;
-            int32_t slot = part_of[2 * row] < 0 ? -1 : part_of[2 * row] + at * part_of[2 * row + 1];
+            int32_t slot = own.count < 2 ? -1 : own.slot + at * own.states;
             if (!out.dry) {
                 Entry entry = {token, step.starts[row] + at + 1, slot, -1};
                 out.entries[out.head.num_entries] = entry;
             }
             out.head.num_entries++;
         }
-        if (part_of[2 * row] >= 0) part_of[2 * row]++;
+        own.slot += states_of(step, begin, end);
     }
     int32_t per_tile = tile_tokens(step.group);
     for (int32_t tile = 0; tile < tokens; tile += per_tile) {
@@ -228,28 +259,39 @@ void write_node(Writer &out, const StepTables &step, const Node &node, int32_t *
     }
 }
 
-// Writes, or counts, the whole plan. `part_of` [num_rows, 2] is scratch: next slot of a row's first token, its parts.
-void write_plan(Writer &out, const Planner &planner, int32_t *part_of, int32_t *merge_of) {
+void count_parts(const Planner &planner, Parts *parts) {
     const StepTables &step = *planner.step;
-    memset(part_of, 0, sizeof(int32_t) * 2 * step.num_rows);
-    for (int32_t i = 0; i < planner.num_nodes; i++)
-        for (int32_t m = 0; m < planner.nodes[i].count; m++)
-            part_of[2 * planner.nodes[i].members[m] + 1] += planner.nodes[i].parts;
+    memset(parts, 0, sizeof(Parts) * step.num_rows);
+    for (int32_t i = 0; i < planner.num_nodes; i++) {
+        const Node &node = planner.nodes[i];
+        for (int32_t part = 0; part < node.parts; part++) {
+            int32_t begin = part_begin(step, node, part), end = part_begin(step, node, part + 1);
+            for (int32_t m = 0; begin < end && m < node.count; m++) {
+                parts[node.members[m]].count++;
+                parts[node.members[m]].states += states_of(step, begin, end);
+            }
+        }
+    }
+}
+
+// Writes, or counts, the whole plan. `parts` [num_rows] and `merge_of` [tokens] are scratch.
+void write_plan(Writer &out, const Planner &planner, Parts *parts, int32_t *merge_of) {
+    const StepTables &step = *planner.step;
+    count_parts(planner, parts);
     for (int32_t row = 0; row < step.num_rows; row++) {
-        int32_t parts = part_of[2 * row + 1];
-        part_of[2 * row] = -1;
-        if (parts < 2) continue;
-        part_of[2 * row] = out.head.num_slots;
+        Parts &own = parts[row];
+        if (own.count < 2) continue;
+        own.slot = out.head.num_slots;
         for (int32_t token = step.qo_indptr[row]; token < step.qo_indptr[row + 1]; token++) {
             merge_of[token] = out.head.num_merges;
-            if (!out.dry) out.merges[out.head.num_merges] = Merge{token, out.head.num_slots, parts};
+            if (!out.dry) out.merges[out.head.num_merges] = Merge{token, out.head.num_slots, own.states};
             out.head.num_merges++;
-            out.head.num_slots += parts;
+            out.head.num_slots += own.states;
         }
     }
     for (int32_t i = 0; i < planner.num_nodes; i++)
         for (int32_t part = 0; part < planner.nodes[i].parts; part++)
-            write_node(out, step, planner.nodes[i], part_of, part);
+            write_node(out, step, planner.nodes[i], parts, part);
     for (int32_t i = 0; !out.dry && i < out.head.num_entries; i++)
         if (out.entries[i].slot >= 0) out.entries[i].merge = merge_of[out.entries[i].token];
 }
@@ -269,7 +311,7 @@ EXPORT int64_t headstart_attention_plan(const StepTables *step, void *out, int64
     Node *nodes = (Node *)malloc(sizeof(Node) * (3 * rows + 1));
     uint64_t *keys = (uint64_t *)malloc(sizeof(uint64_t) * (rows + 1));
     int32_t *members = (int32_t *)malloc(sizeof(int32_t) * 3 * (rows + 1));
-    int32_t *part_of = (int32_t *)malloc(sizeof(int32_t) * 2 * (rows + 1));
+    Parts *parts = (Parts *)malloc(sizeof(Parts) * (rows + 1));
     int32_t *merge_of = (int32_t *)malloc(sizeof(int32_t) * (tokens + 1));
     Planner planner = {step, nodes, 0, 0, 0, keys, members + rows, members + 2 * rows};
     for (int32_t row = 0; row < rows; row++) members[row] = planner.rows[row] = row;
@@ -278,7 +320,7 @@ EXPORT int64_t headstart_attention_plan(const StepTables *step, void *out, int64
 
     Writer counter = {};
     counter.dry = true;
-    write_plan(counter, planner, part_of, merge_of);
+    write_plan(counter, planner, parts, merge_of);
     Plan head = counter.head;
     head.num_groups = planner.num_groups;
     head.grouped_blocks = planner.grouped_blocks;
@@ -289,13 +331,13 @@ EXPORT int64_t headstart_attention_plan(const StepTables *step, void *out, int64
         writer.items = (Item *)((Plan *)out + 1);
         writer.entries = (Entry *)(writer.items + head.num_items);
         writer.merges = (Merge *)(writer.entries + head.num_entries);
-        write_plan(writer, planner, part_of, merge_of);
+        write_plan(writer, planner, parts, merge_of);
         memcpy(out, &head, sizeof head);
     }
     free(nodes);
     free(keys);
     free(members);
-    free(part_of);
+    free(parts);
     free(merge_of);
     return needed;
 }

@@ -1,17 +1,17 @@
 // Attention of rows of queries to pages of keys and values: scores, softmax, weighted sums, in tiles that fill the
 // registers.
 //
-// An item is computed in pieces of CHUNK_PAGES pages; for each piece all rows are computed, up to MICRO_ROWS at a time:
-// scores, weights 2^(score - greatest so far), weighted values. Masked slots do not affect the result: scores of slots
-// that a row does not see are replaced, and values of slots that no row of the item sees are zeroed in a copy. The
-// results of a row do not depend on the other rows of its tile.
+// An item is computed segment by segment; for each all rows are computed, up to MICRO_ROWS at a time: scores, weights
+// 2^(score - greatest of the segment), weighted values. Masked slots do not affect the result: scores of slots that a row
+// does not see are replaced, and values of slots that no row of the item sees are zeroed in a copy. A segment's results
+// for a row depend neither on other rows nor on other segments; `join` adds them to those of the segments before.
 #pragma once
 
 #include "attention_math.h"
 
 namespace {
 
-enum { CHUNK_PAGES = 32, CHUNK = CHUNK_PAGES * PAGE, AHEAD = 4 };
+enum { CHUNK = MAX_SEGMENT * PAGE, AHEAD = 4 };
 #if defined(__AVX512F__)
 enum { REGISTERS = 32 };
 #else
@@ -33,20 +33,25 @@ struct Scaling {
     float scale, softcap;
 };
 
-// The pages of a piece of an item, in order, and a few that follow (or the last one again) to be prefetched.
+// The pages of a segment that an item reads, in order, and a few that follow (or the last one again) to be prefetched.
 struct Piece {
-    const uint32_t *keys[CHUNK_PAGES + AHEAD], *values[CHUNK_PAGES + AHEAD];
-    int position[CHUNK_PAGES], filled[CHUNK_PAGES];  // position of slot 0; number of slots with tokens
+    const uint32_t *keys[MAX_SEGMENT + AHEAD], *values[MAX_SEGMENT + AHEAD];
+    int position[MAX_SEGMENT], filled[MAX_SEGMENT];  // position of slot 0; number of slots with tokens
     int count;
     bool whole;  // every slot has a token
+};
+
+// The greatest score in base 2 that a row has seen, and the sum of the weights relative to it.
+struct Sums {
+    float greatest, total;
 };
 
 // The state of a tile of rows.
 template <typename Kind>
 struct Tile {
     alignas(64) typename Kind::factor queries[TILE_ROWS * MAX_DIMS];
-    alignas(64) float out[TILE_ROWS * MAX_DIMS];  // [rows, dims], relative to `greatest`
-    float greatest[TILE_ROWS], total[TILE_ROWS];  // of scores in base 2
+    alignas(64) float out[TILE_ROWS * MAX_DIMS];  // [rows, dims], relative to `sums`
+    Sums sums[TILE_ROWS];
     int from[TILE_ROWS], upto[TILE_ROWS];         // positions that a row attends to
     int rows, dims, low, high;                    // positions that any row attends to
     alignas(64) uint32_t masked[PAGE * MAX_DIMS];
@@ -57,8 +62,20 @@ template <typename Kind>
 struct Scratch {
     alignas(64) float score[MICRO_ROWS * CHUNK];
     alignas(64) typename Kind::factor weight[MICRO_ROWS * CHUNK];
-    float shrink[MICRO_ROWS];  // factor for the results of earlier pieces
+    alignas(64) float out[MICRO_ROWS * MAX_DIMS];
+    Sums sums[MICRO_ROWS];
 };
+
+// Adds the results of a segment to those before it, `out` [dims] and `sums`. Not inlined: every caller rounds alike.
+static SEPARATE void join(float *out, Sums &sums, const float *segment, Sums next, int dims) {
+    if (next.greatest == -INFINITY) return;  // nothing seen
+    float most = sums.greatest > next.greatest || sums.greatest != sums.greatest ? sums.greatest : next.greatest;
+    float before = sums.greatest == -INFINITY ? 0.0f : power_of_two(sums.greatest - most);
+    float share = power_of_two(next.greatest - most);
+    sums = {most, fmaf(next.total, share, sums.total * before)};
+    for (int dim = 0; dim < dims; dim += LANES)
+        store(out + dim, fma(load(segment + dim), all(share), mul(load(out + dim), all(before))));
+}
 
 // Computes the scores of R rows and P pages: queries [words][R] words.
 template <typename Kind, int R, int P, bool FETCH>
@@ -103,16 +120,16 @@ static inline void score_piece(const typename Kind::factor *queries, int num_wor
     if constexpr (P > 1) score_piece<Kind, R, P - 1, FETCH>(queries, num_words, piece, page, scores);
 }
 
-// Multiplies out [R, dims] by `shrink` and adds the weighted values of `count` pages, for V vectors of columns.
+// Adds the weighted values of `count` pages to out [R, dims], for V vectors of columns.
 template <typename Kind, int R, int V, bool FETCH>
 static SEPARATE void weigh_pages(const typename Kind::factor *weights, const uint32_t *const *pages, int count, int dims,
-                               int column, const float *shrink, float *out) {
+                               int column, float *out) {
     enum { WORD = Kind::PARTS * Kind::FACTORS };
     vec acc[R][V];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) acc[r][v] = mul(load(out + r * dims + column + v * LANES), all(shrink[r]));
+        for (int v = 0; v < V; v++) acc[r][v] = load(out + r * dims + column + v * LANES);
     for (int p = 0; p < count; p++) {
         const uint32_t *values = pages[p] + column, *next = pages[p + 2] + column;
         const typename Kind::factor *row = weights + p * PAGE;
@@ -144,29 +161,29 @@ static SEPARATE void weigh_pages(const typename Kind::factor *weights, const uin
 // The same for `width` vectors of columns, at most V.
 template <typename Kind, int R, int V, bool FETCH>
 static inline void weigh_width(int width, const typename Kind::factor *weights, const uint32_t *const *pages, int count,
-                               int dims, int column, const float *shrink, float *out) {
-    if (width == V) return weigh_pages<Kind, R, V, FETCH>(weights, pages, count, dims, column, shrink, out);
-    if constexpr (V > 1) weigh_width<Kind, R, V - 1, FETCH>(width, weights, pages, count, dims, column, shrink, out);
+                               int dims, int column, float *out) {
+    if (width == V) return weigh_pages<Kind, R, V, FETCH>(weights, pages, count, dims, column, out);
+    if constexpr (V > 1) weigh_width<Kind, R, V - 1, FETCH>(width, weights, pages, count, dims, column, out);
 }
 
 template <typename Kind, int R, bool FETCH>
 static inline void weigh_columns(const typename Kind::factor *weights, const uint32_t *const *pages, int count,
-                                 int dims, const float *shrink, float *out) {
+                                 int dims, float *out) {
     enum { MOST = at_once(R, 1, 4) };
     int left = dims / LANES;
     for (int column = 0; left > 0;) {
         // As even as possible: five vectors are divided into three and two.
         int width = ceil_div(left, ceil_div(left, MOST));
-        weigh_width<Kind, R, MOST, FETCH>(width, weights, pages, count, dims, column, shrink, out);
+        weigh_width<Kind, R, MOST, FETCH>(width, weights, pages, count, dims, column, out);
         column += width * LANES;
         left -= width;
     }
 }
 
-// Converts one row's scores of a piece to weights. Returns their sum; updates the greatest score and sets `shrink`.
+// Converts one row's scores of a piece to weights. Returns the greatest score and the sum of the weights.
 template <typename Kind>
-static inline float soften(float *scores, const Piece &piece, int from, int upto, Scaling scaling,
-                           float *greatest_score, float *shrink, typename Kind::factor *weights) {
+static inline Sums soften(float *scores, const Piece &piece, int from, int upto, Scaling scaling,
+                          typename Kind::factor *weights) {
     float to_base2 = scaling.scale * LOG2E;
     int count = piece.count;
     if (scaling.softcap > 0.0f) {
@@ -189,21 +206,17 @@ static inline float soften(float *scores, const Piece &piece, int from, int upto
     };
     vec most = all(-INFINITY);
     each_seen([&](vec x) { return mul(x, all(to_base2)); }, all(-INFINITY), [&](int, vec x) { most = greater(most, x); });
-    float reached = greatest(most), before = *greatest_score;
-    if (!(reached > before) && reached == reached) reached = before;  // a NaN is propagated
-    *shrink = 1.0f;
-    if (reached == -INFINITY) {  // nothing seen yet
+    float reached = greatest(most);
+    if (reached == -INFINITY) {  // nothing seen
         for (int i = 0; i < count * PAGE; i += LANES) Kind::put(weights + i, zero());
-        return 0.0f;
+        return {-INFINITY, 0.0f};
     }
-    if (before != reached) *shrink = before == -INFINITY ? 0.0f : power_of_two(before - reached);
-    *greatest_score = reached;
     vec total = zero();
     each_seen([&](vec x) { return power_of_two(fma(x, all(to_base2), all(-reached))); }, zero(), [&](int slot, vec x) {
         total = add(total, x);
         Kind::put(weights + slot, x);
     });
-    return sum(total);
+    return {reached, sum(total)};
 }
 
 // Returns `copy`, filled with the values of a page with the slots outside [low, high) set to zero.
@@ -230,12 +243,11 @@ static inline void attend_rows(Tile<Kind> &tile, int first, const Piece &piece, 
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
         int row = first + r;
-        float total = soften<Kind>(scratch.score + r * CHUNK, piece, tile.from[row], tile.upto[row], scaling,
-                                   &tile.greatest[row], &scratch.shrink[r], scratch.weight + r * CHUNK);
-        tile.total[row] = tile.total[row] * scratch.shrink[r] + total;
+        scratch.sums[r] = soften<Kind>(scratch.score + r * CHUNK, piece, tile.from[row], tile.upto[row], scaling,
+                                       scratch.weight + r * CHUNK);
     }
+    memset(scratch.out, 0, sizeof(float) * R * dims);
     // Runs of pages of which every slot is seen are computed at once, other pages with a masked copy.
-    float *out = tile.out + first * dims;
     for (int begin = 0, end; begin < piece.count; begin = end) {
         int low = tile.low - piece.position[begin], high = tile.high - piece.position[begin];
         if (high > piece.filled[begin]) high = piece.filled[begin];
@@ -243,16 +255,16 @@ static inline void attend_rows(Tile<Kind> &tile, int first, const Piece &piece, 
         if (low <= 0 && high >= PAGE) {
             for (end = begin + 1; end < piece.count; end++)
                 if (tile.high < piece.position[end] + PAGE || piece.filled[end] < PAGE) break;
-            weigh_columns<Kind, R, FETCH>(weight, piece.values + begin, end - begin, dims, scratch.shrink, out);
+            weigh_columns<Kind, R, FETCH>(weight, piece.values + begin, end - begin, dims, scratch.out);
         } else {
             end = begin + 1;
             const uint32_t *copy = masked_values<Kind>(piece.values[begin], dims, low, high, tile.masked);
             const uint32_t *pages[3] = {copy, copy, copy};
-            weigh_columns<Kind, R, false>(weight, pages, 1, dims, scratch.shrink, out);
+            weigh_columns<Kind, R, false>(weight, pages, 1, dims, scratch.out);
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) scratch.shrink[r] = 1.0f;
     }
+    for (int r = 0; r < R; r++)
+        join(tile.out + (first + r) * dims, tile.sums[first + r], scratch.out + r * dims, scratch.sums[r], dims);
 }
 
 // Computes R rows, or fewer, of a tile for one piece; the first rows of the tile prefetch the next pages for all.

@@ -32,12 +32,12 @@ class Link(NamedTuple):
 
 
 class Buffers:
-    """Numbered bf16 buffers [T, widths[i]] that chains read and write. Keeps them alive, so addresses stay valid."""
+    """Numbered buffers [T, widths[i]] that chains read and write. Keeps them alive, so addresses stay valid."""
 
-    __slots__ = ("_tensors", "addresses", "count", "widths")
+    __slots__ = ("_tensors", "addresses", "count", "dtype", "widths")
 
-    def __init__(self, count: int, widths: tuple[int, ...]) -> None:
-        self.count, self.widths = count, widths
+    def __init__(self, count: int, widths: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> None:
+        self.count, self.widths, self.dtype = count, widths, dtype
         self._tensors: list[Tensor | None] = [None] * len(widths)
         self.addresses = (ctypes.c_void_p * len(widths))()
 
@@ -48,20 +48,20 @@ class Buffers:
 
     def __setitem__(self, index: int, tensor: Tensor) -> None:
         """Set a buffer. Raises ValueError for a tensor of another shape, dtype, layout or device."""
-        check(tensor, f"buffer {index}", (self.count, self.widths[index]), torch.bfloat16)
+        check(tensor, f"buffer {index}", (self.count, self.widths[index]), self.dtype)
         self._tensors[index] = tensor
         self.addresses[index] = tensor.data_ptr()
 
     def fill(self, *indices: int) -> None:
         """Allocate new memory for these buffers."""
         for index in indices:
-            self[index] = torch.empty((self.count, self.widths[index]), dtype=torch.bfloat16)
+            self[index] = torch.empty((self.count, self.widths[index]), dtype=self.dtype)
 
 
 class Chain:
-    """A sequence of links. Raises ValueError if there are too many or they do not fit the widths of the buffers."""
+    """A sequence of links. Raises ValueError if there are too many or they do not fit each other or the buffers."""
 
-    __slots__ = ("_functions", "_kept", "_links", "_rotary_dim", "_widest", "widths")
+    __slots__ = ("_functions", "_kept", "_links", "_rotary_dim", "_widest", "dtype", "widths")
 
     def __init__(self, kernels: Kernels, links: list[Link], widths: tuple[int, ...]) -> None:
         if len(links) > MAX_LINKS:
@@ -74,6 +74,10 @@ class Chain:
         if len(dims) > 1:
             raise ValueError(f"a chain has one table of angles, but its links rotate {sorted(dims)} dimensions")
         self._rotary_dim = dims.pop() if dims else None
+        dtypes = {link.linear.dtype for link in links}
+        if len(dtypes) > 1 or (self._rotary_dim is not None and torch.float32 in dtypes):
+            raise ValueError("links of a chain have rows of one dtype, and heads are rotated in bfloat16")
+        self.dtype = dtypes.pop()
         for link in links:
             _check_link(link, widths)
         _check_columns(links, widths)
@@ -137,6 +141,8 @@ class Chain:
         count = buffers.count
         if buffers.widths != self.widths or not all(buffers.addresses):
             raise ValueError(f"buffers are {buffers.widths} wide and all to be filled; this chain needs {self.widths}")
+        if buffers.dtype != self.dtype:
+            raise ValueError(f"buffers are {buffers.dtype}; this chain computes in {self.dtype}")
         if scratch.nbytes < self._functions.headstart_scratch(self._widest, count, threads()):
             raise ValueError(f"scratch has {scratch.nbytes} bytes, too few for {count} rows of {self._widest}")
 

@@ -22,6 +22,8 @@ static inline float to_float(bf16 value) {
     return result;
 }
 
+static inline float to_float(float value) { return value; }
+
 // Rounds to nearest, ties to even, as torch does; a NaN stays a NaN.
 static inline bf16 to_bf16(float value) {
     uint32_t bits;

@@ -1,6 +1,6 @@
-// Sums of 16 outputs over pairs of inputs, for each instruction set: bf16 weights, and int8 weights.
+// Sums of 16 outputs over pairs of inputs, for each instruction set: bf16, fp32 and int8 weights.
 //
-// A Unit is two inputs of one row. Up to ROWS rows at a time keep their sums in registers: for all 32 outputs of a tile
+// A Unit is two inputs of one row; of fp32 it is one. Up to ROWS rows at a time keep their sums in registers: for all 32 outputs of a tile
 // or, where columns(rows) is 1, for half of them. int8 weights are multiplied by rows of int16, and the products are
 // summed in int32, which is exact for INT_PIECE pairs.
 //
@@ -55,6 +55,7 @@ inline void Floats::add_scaled(Ints whole, Floats scale, float row_scale) {
 // One step of a pass over 32 outputs, two registers wide.
 template <class Op>
 struct Wide {
+    typedef bf16 Element;
     static constexpr bool SECTIONS = false;
     static constexpr int ROWS = 12;
     static constexpr int columns(int) { return 2; }
@@ -107,6 +108,18 @@ struct Bf16 : Wide<Bf16> {  // widened: a bf16 is the upper half of a float
     }
 };
 #endif
+
+struct Fp32 : Wide<Fp32> {
+    template <int>
+    using Sum = Floats;
+    typedef float Unit, Element;
+    typedef __m512 Weights;
+    static constexpr int BYTES = 2, INPUTS = 1, WEIGHT_BYTES = TILE * 4, PIECE = FLOAT_PIECE;  // BYTES: half of a unit
+    static Weights load(const char *at) { return _mm512_loadu_ps(at); }
+    static void add(Floats &sum, Weights weights, const Unit *x) {
+        sum.value = _mm512_fmadd_ps(weights, _mm512_set1_ps(*x), sum.value);
+    }
+};
 
 struct Int8 : Wide<Int8> {
     template <int>
@@ -178,6 +191,7 @@ struct FloatPair {
 };
 
 struct Bf16 {  // widened; the even inputs first, so that the sums of six rows and the operands fit sixteen registers
+    typedef bf16 Element;
     template <int>
     using Sum = Floats;
     typedef FloatPair Unit;
@@ -214,7 +228,28 @@ struct Bf16 {  // widened; the even inputs first, so that the sums of six rows a
     }
 };
 
+struct Fp32 {
+    template <int>
+    using Sum = Floats;
+    typedef float Unit, Element;
+    static constexpr bool SECTIONS = true;
+    static constexpr int ROWS = 6, BYTES = 2, INPUTS = 1, WEIGHT_BYTES = TILE * 4, PIECE = FLOAT_PIECE;
+    static constexpr int columns(int rows) { return rows > 3 ? 1 : 2; }
+    template <int R, int C>
+    static void step(Sum<R> (&sums)[R][C], const char *at, int half, const Unit *x, long stride, const char *next,
+                     long fetch) {
+        prefetch(next, fetch);
+        for (int c = 0; c < C; c++) {
+            const float *weights = (const float *)at + (half + c) * HALF;
+            __m256 low = _mm256_loadu_ps(weights), high = _mm256_loadu_ps(weights + 8);
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++) Bf16::multiply(sums[r][c], low, high, x + r * stride);
+        }
+    }
+};
+
 struct Int8 {
+    typedef bf16 Element;
     template <int>
     using Sum = Ints;
     typedef uint32_t Unit;

@@ -6,7 +6,8 @@
 namespace {
 
 // Returns the factor of a row's normalisation, or 1.
-inline float row_factor(const Linear &linear, const bf16 *x) {
+template <class Element>
+inline float row_factor(const Linear &linear, const Element *x) {
     return linear.norm ? inverse_rms(x, linear.in_features, linear.eps) : 1.0f;
 }
 

@@ -25,7 +25,7 @@ struct GroupOfBytes {
 
 // Returns the next number of a row, or 0 beyond its end.
 inline float element_or_zero(const Linear &linear, const bf16 *x, float factor, long i) {
-    return i < linear.in_features ? element(x, linear.norm, factor, i) : 0.0f;
+    return i < linear.in_features ? element(x, (const bf16 *)linear.norm, factor, i) : 0.0f;
 }
 
 // Returns the float with this biased exponent, 1 to 254.
@@ -70,7 +70,7 @@ inline void store_group(const int16_t *whole, GroupOfBytes &to) {
 template <class Group>
 void prepare_groups(const Linear &linear, const bf16 *x, Group *to, long groups) {
     float factor = row_factor(linear, x), values[GROUP_INPUTS];
-    const bf16 *norm = linear.norm;
+    const bf16 *norm = (const bf16 *)linear.norm;
     for (long g = 0; g < groups; g++) {
         long at = g * GROUP_INPUTS, left = linear.in_features - at;
         if (left < GROUP_INPUTS) {

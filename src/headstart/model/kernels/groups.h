@@ -85,6 +85,7 @@ struct Stored {
 
 template <int BITS, class Scales, int OFFSET, template <int, int, int> class RowsOf>
 struct Grouped {
+    typedef bf16 Element;
     typedef RowsOf<BITS, Scales::SUMS, OFFSET> Rows;
     typedef typename Rows::Group Group;
     template <int R>
@@ -134,9 +135,9 @@ struct Grouped {
 };
 
 template <class Op>
-void prepare_grouped(const Linear &linear, const bf16 *x, char *to, float *) {
+void prepare_grouped(const Linear &linear, const void *x, char *to, float *) {
     long groups = (linear.in_features + Op::INPUTS - 1) / Op::INPUTS * (Op::INPUTS / GROUP_INPUTS);
-    prepare_groups(linear, x, (typename Op::Group *)to, groups);
+    prepare_groups(linear, (const bf16 *)x, (typename Op::Group *)to, groups);
 }
 
 template <class Op>

@@ -127,11 +127,25 @@ inline vec exponential(vec x) {
     return scaled_by_power(fma(power, rest, all(1.0f)), whole);
 }
 
-// silu(gate) * up; gate, up and silu are rounded to bf16, as in torch's operators.
+// The numbers of a row as they are stored.
+template <class Element>
+struct As;
+template <>
+struct As<bf16> {
+    static halves stored(vec x) { return rounded(x); }
+};
+template <>
+struct As<float> {
+    static vec stored(vec x) { return x; }
+};
+inline vec widened(vec x) { return x; }
+
+// silu(gate) * up; gate, up and silu are rounded to Element, as in torch's operators.
+template <class Element>
 inline vec silu_times(vec gate, vec up) {
-    gate = widened(rounded(gate));
+    gate = widened(As<Element>::stored(gate));
     vec silu = quotient(gate, add(all(1.0f), exponential(sub(all(0.0f), gate))));
-    return mul(widened(rounded(silu)), widened(rounded(up)));
+    return mul(widened(As<Element>::stored(silu)), widened(As<Element>::stored(up)));
 }
 
 }  // namespace

@@ -42,6 +42,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "headstart_sample_scratch": (_long, (_long,)),
     "headstart_sample": (None, (_pointer, _int, _long, _long, _pointer, _pointer, _int)),
     "headstart_pack_bf16": (None, (_pointer, _pointer, _long, _long, _long, _int, _int)),
+    "headstart_pack_fp32": (None, (_pointer, _pointer, _long, _long, _long, _int, _int)),
     "headstart_pack_int8": (None, (_pointer, _pointer, _pointer, _long, _long, _long, _int, _int)),
     "headstart_quantise_q4_1": (None, (_pointer, _pointer, _long, _long, _int)),
     "headstart_tile_bytes": (_long, (_int, _long)),

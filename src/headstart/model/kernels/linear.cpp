@@ -64,15 +64,16 @@ struct Scratch {
 struct Call {
     const Link *links;
     int num_links;
-    bf16 *const *buffers;
+    void *const *buffers;
     const bf16 *cosine, *sine;
     long count;
     Scratch scratch;
 
     Step step(int link) const {
         const Link &at = links[link];
-        const bf16 *residual = at.residual < 0 ? nullptr : buffers[at.residual] + at.offset;
-        return {at.linear, buffers[at.x], residual, buffers[at.y] + at.offset, at.stride};
+        long offset = at.offset * operations_of(*at.linear).element_bytes;
+        const char *residual = at.residual < 0 ? nullptr : (const char *)buffers[at.residual] + offset;
+        return {at.linear, buffers[at.x], residual, (char *)buffers[at.y] + offset, at.stride};
     }
     // Returns the first tile of share `index` of a product; for index == shares, the number of tiles.
     static long first(const Linear &linear, int index, int shares) { return linear.tiles() * index / shares; }
@@ -94,18 +95,20 @@ void by_tiles(const Call &call, int link) {
     const Operations &op = operations_of(linear);
     int me = omp_get_thread_num();
     long count = call.count, size = linear.in_features, row_bytes = op.units(linear) * op.row_bytes;
+    long from_bytes = size * op.element_bytes;
+    const char *from = (const char *)step.x;
     bool few = count < MANY_ROWS, as_is = op.as_is(linear);
     char *prepared = call.scratch.prepared() + (few ? me * prepared_bytes(size, count) : 0);
     float *scales = (float *)(prepared + count * row_bytes);
     if (!as_is && few) {
         for (long row = 0; row < count; row++)
-            op.prepare(linear, step.x + row * size, prepared + row * row_bytes, scales + row);
+            op.prepare(linear, from + row * from_bytes, prepared + row * row_bytes, scales + row);
     } else if (!as_is) {
 #pragma omp for
         for (long row = 0; row < count; row++)
-            op.prepare(linear, step.x + row * size, prepared + row * row_bytes, scales + row);
+            op.prepare(linear, from + row * from_bytes, prepared + row * row_bytes, scales + row);
     }
-    const char *x = as_is ? (const char *)step.x : prepared;
+    const char *x = as_is ? from : prepared;
     long group = tiles_together(count, row_bytes), blocks = (count + BLOCK - 1) / BLOCK;
     Taken taken;
     for (int turn = 0; turn < call.scratch.shares(); turn++) {
@@ -130,7 +133,7 @@ void all_by_tiles(const Call &call) {
         if (!link.heads) continue;
 #pragma omp for
         for (long row = 0; row < call.count; row++)
-            turn_heads(*link.heads, call.buffers[link.y], call.cosine, call.sine, row);
+            turn_heads(*link.heads, (bf16 *)call.buffers[link.y], call.cosine, call.sine, row);
     }
 }
 
@@ -140,12 +143,13 @@ void block_through(const Call &call, int link, long first, long past, char *prep
     const Step step = call.step(link);
     const Linear &linear = *step.linear;
     const Operations &op = operations_of(linear);
-    long size = linear.in_features, row_bytes = op.units(linear) * op.row_bytes;
+    long from_bytes = linear.in_features * op.element_bytes, row_bytes = op.units(linear) * op.row_bytes;
+    const char *from = (const char *)step.x;
     float *scales = (float *)(prepared + BLOCK * row_bytes);
     bool as_is = op.as_is(linear);
     for (long row = first; !as_is && row < past; row++)
-        op.prepare(linear, step.x + row * size, prepared + (row - first) * row_bytes, scales + row - first);
-    PreparedRows rows{as_is ? (const char *)(step.x + first * size) : prepared, scales, first, past - first};
+        op.prepare(linear, from + row * from_bytes, prepared + (row - first) * row_bytes, scales + row - first);
+    PreparedRows rows{as_is ? from + first * from_bytes : prepared, scales, first, past - first};
     op.multiply(step, rows, 0, linear.tiles(), call.after(link, 0), call.scratch.sums(omp_get_thread_num()));
 }
 
@@ -162,7 +166,7 @@ void all_by_blocks(const Call &call) {
             const Link &link = call.links[l];
             block_through(call, l, first, past, prepared);
             for (long row = first; link.heads && row < past; row++)
-                turn_heads(*link.heads, call.buffers[link.y], call.cosine, call.sine, row);
+                turn_heads(*link.heads, (bf16 *)call.buffers[link.y], call.cosine, call.sine, row);
         }
     }
 }
@@ -180,8 +184,8 @@ EXPORT long headstart_scratch(long in_features, long count, int threads) {
 
 // Runs `num_links` products, at most MAX_LINKS, one after the other in one parallel region; each may read the results
 // of those before it. cosine and sine [count, 2, rotary_dim / 2] are the angles of heads (see rows.h), null if no link
-// has heads. scratch: headstart_scratch bytes for the largest K, 64-byte aligned.
-EXPORT void headstart_chain(const Link *links, int num_links, bf16 *const *buffers, const bf16 *cosine,
+// has heads, which only rows in bf16 have. scratch: headstart_scratch bytes for the largest K, 64-byte aligned.
+EXPORT void headstart_chain(const Link *links, int num_links, void *const *buffers, const bf16 *cosine,
                             const bf16 *sine, char *scratch, long count, int threads) {
     Call call{links, num_links, buffers, cosine, sine, count, {scratch, threads}};
     bool many = is_many(count, threads);

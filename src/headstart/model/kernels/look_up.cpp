@@ -100,7 +100,15 @@ void look_up_row(const Linear &linear, long row, bf16 *to) {
 
 // ---- exported ---------------------------------------------------------------------------------------------------------
 
-// Writes rows `ids` of the weight to `out` [count, K]; see look_up_row.
-EXPORT void headstart_look_up(const Linear *linear, const int64_t *ids, long count, bf16 *out) {
-    for (long i = 0; i < count; i++) look_up_row(*linear, ids[i], out + i * linear->in_features);
+// Writes rows `ids` of the weight to `out` [count, K] in fp32 or bf16, as the rows of its product; see look_up_row.
+EXPORT void headstart_look_up(const Linear *linear, const int64_t *ids, long count, void *out) {
+    long size = linear->in_features;
+    if (linear->format != FP32) {
+        for (long i = 0; i < count; i++) look_up_row(*linear, ids[i], (bf16 *)out + i * size);
+        return;
+    }
+    for (long i = 0; i < count; i++) {
+        const float *from = (const float *)linear->weight + ids[i] / TILE * size * TILE + ids[i] % TILE;
+        for (long k = 0; k < size; k++) ((float *)out)[i * size + k] = from[k * TILE];
+    }
 }

@@ -8,8 +8,8 @@
 
 struct Step {  // a Link with addresses
     const Linear *linear;
-    const bf16 *x, *residual;
-    bf16 *y;
+    const void *x, *residual;
+    void *y;
     long stride;  // of rows of y and residual
 };
 
@@ -25,9 +25,10 @@ struct Operations {
     long row_bytes;     // of a unit of a row
     bool copies;        // whether rows without a norm, of whole units, are used directly from their buffer
     // Writes one row of x in the format that the weights need; `scale` only for INT8.
-    void (*prepare)(const Linear &linear, const bf16 *x, char *to, float *scale);
+    void (*prepare)(const Linear &linear, const void *x, char *to, float *scale);
     // Multiplies at most BLOCK rows by tiles [begin, end). `after` are the weights that this thread probably needs next.
     void (*multiply)(const Step &step, const PreparedRows &rows, long begin, long end, const char *after, float *sums);
+    long element_bytes = sizeof(bf16);  // of x, y and residual
 
     long units(const Linear &linear) const { return (linear.in_features + inputs - 1) / inputs; }
     const char *tile(const Linear &linear, long index) const {
@@ -40,15 +41,15 @@ struct Operations {
 extern const Operations BF16_OPERATIONS, INT8_OPERATIONS, Q4_0_OPERATIONS, Q4_1_OPERATIONS, Q5_0_OPERATIONS,
     Q5_1_OPERATIONS, Q8_0_OPERATIONS, Q4_K_OPERATIONS, Q5_K_OPERATIONS, Q6_K_OPERATIONS, Q4_0_BYTES_OPERATIONS,
     Q4_1_BYTES_OPERATIONS, Q5_0_BYTES_OPERATIONS, Q5_1_BYTES_OPERATIONS, Q4_K_BYTES_OPERATIONS, Q5_K_BYTES_OPERATIONS,
-    Q6_K_BYTES_OPERATIONS;
+    Q6_K_BYTES_OPERATIONS, FP32_OPERATIONS;
 
 static inline const Operations &operations_of(long format, long row_bits = 16) {
     static const Operations *const words[NUM_FORMATS] = {
         &BF16_OPERATIONS, &INT8_OPERATIONS, &Q4_0_OPERATIONS, &Q4_1_OPERATIONS, &Q5_0_OPERATIONS,
-        &Q5_1_OPERATIONS, &Q8_0_OPERATIONS, &Q4_K_OPERATIONS, &Q5_K_OPERATIONS, &Q6_K_OPERATIONS};
+        &Q5_1_OPERATIONS, &Q8_0_OPERATIONS, &Q4_K_OPERATIONS, &Q5_K_OPERATIONS, &Q6_K_OPERATIONS, &FP32_OPERATIONS};
     static const Operations *const bytes[NUM_FORMATS] = {
         &BF16_OPERATIONS, &INT8_OPERATIONS, &Q4_0_BYTES_OPERATIONS, &Q4_1_BYTES_OPERATIONS, &Q5_0_BYTES_OPERATIONS,
-        &Q5_1_BYTES_OPERATIONS, &Q8_0_OPERATIONS, &Q4_K_BYTES_OPERATIONS, &Q5_K_BYTES_OPERATIONS, &Q6_K_BYTES_OPERATIONS};
+        &Q5_1_BYTES_OPERATIONS, &Q8_0_OPERATIONS, &Q4_K_BYTES_OPERATIONS, &Q5_K_BYTES_OPERATIONS, &Q6_K_BYTES_OPERATIONS, &FP32_OPERATIONS};
     return *(row_bits == 8 ? bytes : words)[format];
 }
 

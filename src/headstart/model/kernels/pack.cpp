@@ -1,4 +1,4 @@
-// Packing of weights [N, K] of bf16 into tiles, once at load; linear.h describes the tiles.
+// Packing of weights [N, K] of bf16 or fp32 into tiles, once at load; linear.h describes the tiles.
 #include "tile_rows.h"
 
 // Packs weight [rows, K] into `out` [tiles, pairs, 32, 2] of bf16.
@@ -13,6 +13,19 @@ EXPORT void headstart_pack_bf16(const bf16 *weight, bf16 *out, long tiles, long 
                 bf16 value = row < 0 || i >= in_features ? 0 : weight[row * in_features + i];
                 out[((tile * pairs + i / 2) * TILE + c) * 2 + i % 2] = value;
             }
+        }
+    }
+}
+
+// Packs weight [rows, K] into `out` [tiles, K, 32] of fp32.
+EXPORT void headstart_pack_fp32(const float *weight, float *out, long tiles, long out_features, long in_features,
+                                int gated, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (long tile = 0; tile < tiles; tile++) {
+        for (int c = 0; c < TILE; c++) {
+            long row = source_row(tile, c, out_features, gated);
+            for (long i = 0; i < in_features; i++)
+                out[(tile * in_features + i) * TILE + c] = row < 0 ? 0.0f : weight[row * in_features + i];
         }
     }
 }

@@ -1,4 +1,4 @@
-"""The parts of a chain: packed weights in bf16, int8 or blocks, and heads with a rotary embedding; see chain.py."""
+"""The parts of a chain: packed weights, in any of their formats, and heads with a rotary embedding; see chain.py."""
 
 import ctypes
 from dataclasses import dataclass
@@ -14,26 +14,28 @@ TILE = 32  # outputs side by side in the packed form; see linear.h
 # The numbers of `Format` in linear.h. Names of blocks are those of GGUF.
 BF16, INT8 = 0, 1
 BLOCKS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 4, "Q5_1": 5, "Q8_0": 6, "Q4_K": 7, "Q5_K": 8, "Q6_K": 9}
+FP32 = 10
 ACTIVATION_BITS = (8, 16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """RMS normalisation of the input rows: weight [K] in bf16."""
+    """RMS normalisation of the input rows: weight [K] in their dtype."""
 
     weight: Tensor
     eps: float
 
 
 class PackedLinear:
-    """The product x @ W^T + b on rows [T, K] of bf16, with an optional norm before and gate after; run by chain.py.
+    """The product x @ W^T + b on rows [T, K], with an optional norm before and gate after; run by chain.py.
 
-    The weight is bf16 or one of BLOCKS, which keep their bits. `gated`: W [2 * out, K] holds the gate rows, then the up
-    rows, and y is silu(gate) * up. int8: a bf16 weight is rounded, with a scale per W row. `activation_bits` 8: x is
-    rounded for blocks of at most 6 bits, with a scale per 32 inputs; 16: it keeps about the bits of bf16.
+    The weight is bf16, or one of BLOCKS, which keep their bits; rows are bf16 then. Or weight and rows are fp32.
+    `gated`: W [2 * out, K] holds the gate rows, then the up rows, and y is silu(gate) * up. int8: a bf16 weight is
+    rounded, with a scale per W row. `activation_bits` 8: x is rounded for blocks of at most 6 bits, with a scale per 32
+    inputs; 16: it keeps about the bits of bf16.
     """
 
-    __slots__ = ("_kept", "_library", "descriptor", "has_rows", "in_features", "nbytes", "out_features")
+    __slots__ = ("_kept", "_library", "descriptor", "dtype", "has_rows", "in_features", "nbytes", "out_features")
 
     def __init__(
         self,
@@ -56,13 +58,13 @@ class PackedLinear:
         if isinstance(weight, PackedTensor):
             scales, (packed, form) = None, _pack_blocks(kernels, weight, tiles, gated=gated)
         else:
-            packed, scales = _pack(kernels, weight, tiles, gated=gated, int8=int8)
-            form = INT8 if int8 else BF16
+            packed, scales, form = _pack(kernels, weight, tiles, gated=gated, int8=int8)
+        self.dtype = torch.float32 if form == FP32 else torch.bfloat16  # of rows, bias and norm
         if bias is not None:
-            check(bias, "bias", (num_rows,), torch.bfloat16)
+            check(bias, "bias", (num_rows,), self.dtype)
         biases = None if bias is None else _in_tiles(bias, tiles, gated=gated)
         if norm is not None:
-            check(norm.weight, "norm", (self.in_features,), torch.bfloat16)
+            check(norm.weight, "norm", (self.in_features,), self.dtype)
         self._kept = (packed, scales, biases, norm)  # the descriptor holds only their addresses
         self._library = kernels.library
         self.has_rows = form != INT8 and not gated  # whether `look_up` gives back the rows of the weight
@@ -81,7 +83,7 @@ class PackedLinear:
         self.nbytes = packed.nbytes + sum(tensor.nbytes for tensor in (scales, biases) if tensor is not None)
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """Return rows `ids` [T] int64 of the weight in bf16 [T, in_features]; those in blocks as `unpack` does.
+        """Return rows `ids` [T] int64 of the weight [T, in_features] in `dtype`; those in blocks as `unpack` does.
 
         Raises ValueError for a weight without `has_rows`, and for a row that does not exist.
         """
@@ -90,7 +92,7 @@ class PackedLinear:
             raise ValueError("an int8 or gated weight does not hold the rows that it was made of")
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
             raise ValueError(f"a row outside [0, {self.out_features})")
-        out = torch.empty(len(ids), self.in_features, dtype=torch.bfloat16)
+        out = torch.empty(len(ids), self.in_features, dtype=self.dtype)
         self._library.headstart_look_up(ctypes.byref(self.descriptor), ids.data_ptr(), len(ids), out.data_ptr())
         return out
 
@@ -135,18 +137,25 @@ class RotaryHeads:
         )
 
 
-def _pack(kernels: Kernels, weight: Tensor, tiles: int, *, gated: bool, int8: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the tiles of a bf16 weight [N, K] and, if they are int8, the scales of their outputs."""
-    check(weight, "weight", weight.shape, torch.bfloat16)
+def _pack(
+    kernels: Kernels, weight: Tensor, tiles: int, *, gated: bool, int8: bool
+) -> tuple[Tensor, Tensor | None, int]:
+    """Return the tiles of a weight [N, K], the scales of their outputs if they are int8, and their format."""
+    plain = not int8 and weight.dtype == torch.float32
+    check(weight, "weight", weight.shape, torch.float32 if plain else torch.bfloat16)
     num_rows, in_features = weight.shape
-    packed = kernels.arena.take((tiles, -(-in_features // 2), TILE, 2), torch.int8 if int8 else torch.bfloat16)
-    scales = torch.empty(tiles, TILE) if int8 else None
     sizes = (tiles, num_rows // 2 if gated else num_rows, in_features, int(gated), threads())
-    if scales is not None:
-        kernels.library.headstart_pack_int8(weight.data_ptr(), packed.data_ptr(), scales.data_ptr(), *sizes)
-    else:
+    if plain:
+        packed = kernels.arena.take((tiles, in_features, TILE), torch.float32)
+        kernels.library.headstart_pack_fp32(weight.data_ptr(), packed.data_ptr(), *sizes)
+        return packed, None, FP32
+    packed = kernels.arena.take((tiles, -(-in_features // 2), TILE, 2), torch.int8 if int8 else torch.bfloat16)
+    if not int8:
         kernels.library.headstart_pack_bf16(weight.data_ptr(), packed.data_ptr(), *sizes)
-    return packed, scales
+        return packed, None, BF16
+    scales = torch.empty(tiles, TILE)
+    kernels.library.headstart_pack_int8(weight.data_ptr(), packed.data_ptr(), scales.data_ptr(), *sizes)
+    return packed, scales, INT8
 
 
 def _pack_blocks(kernels: Kernels, weight: PackedTensor, tiles: int, *, gated: bool) -> tuple[Tensor, int]:

@@ -1,4 +1,4 @@
-// Products with weights in bf16, and in int8 with a scale per output: the rows they need, and their loops.
+// Products with weights in bf16 and fp32, and in int8 with a scale per output: the rows they need, and their loops.
 #include "elements.h"
 #include "tiles.h"
 
@@ -6,24 +6,25 @@ namespace {
 
 #if defined(__AVX512BF16__)
 constexpr bool COPIES = true;
-void prepare_bf16(const Linear &linear, const bf16 *x, char *out, float *) {
+void prepare_bf16(const Linear &linear, const void *row, char *out, float *) {
+    const bf16 *x = (const bf16 *)row, *norm = (const bf16 *)linear.norm;
     long size = linear.in_features;
     bf16 *to = (bf16 *)out;
     if (size % 2) to[size] = 0;
-    if (linear.norm) {
+    if (norm) {
         float factor = row_factor(linear, x);
 #pragma omp simd
-        for (long i = 0; i < size; i++) to[i] = to_bf16(to_float(x[i]) * factor * to_float(linear.norm[i]));
+        for (long i = 0; i < size; i++) to[i] = to_bf16(to_float(x[i]) * factor * to_float(norm[i]));
     } else {
         memcpy(to, x, size * sizeof(bf16));
     }
 }
 #else
 constexpr bool COPIES = false;
-void prepare_bf16(const Linear &linear, const bf16 *x, char *out, float *) {
+void prepare_bf16(const Linear &linear, const void *row, char *out, float *) {
+    const bf16 *x = (const bf16 *)row, *norm = (const bf16 *)linear.norm;
     long size = linear.in_features;
     float *to = (float *)out, factor = row_factor(linear, x);
-    const bf16 *norm = linear.norm;
 #pragma omp simd
     for (long i = 0; i < size; i++) to[i] = element(x, norm, factor, i);
     if (size % 2) to[size] = 0;
@@ -32,11 +33,11 @@ void prepare_bf16(const Linear &linear, const bf16 *x, char *out, float *) {
 
 // Rows for int8 weights become int16 with one scale per row: steps of 2^-15 of the row's largest number, finer than
 // bf16 at that number. A row with a number that is not finite gives NaN in all its outputs.
-void prepare_int8(const Linear &linear, const bf16 *x, char *out, float *scale) {
+void prepare_int8(const Linear &linear, const void *row, char *out, float *scale) {
+    const bf16 *x = (const bf16 *)row, *norm = (const bf16 *)linear.norm;
     int16_t *to = (int16_t *)out;
     long size = linear.in_features;
     float factor = row_factor(linear, x), largest = 0, poison = 0;
-    const bf16 *norm = linear.norm;
 #pragma omp simd reduction(max : largest) reduction(+ : poison)
     for (long i = 0; i < size; i++) {
         float value = element(x, norm, factor, i);
@@ -54,7 +55,16 @@ void prepare_int8(const Linear &linear, const bf16 *x, char *out, float *scale) 
     if (size % 2) to[size] = 0;
 }
 
+void prepare_fp32(const Linear &linear, const void *row, char *out, float *) {
+    const float *x = (const float *)row, *norm = (const float *)linear.norm;
+    float *to = (float *)out, factor = row_factor(linear, x);
+    if (!norm) return (void)memcpy(to, x, linear.in_features * sizeof(float));
+#pragma omp simd
+    for (long i = 0; i < linear.in_features; i++) to[i] = x[i] * factor * norm[i];
+}
+
 }  // namespace
 
 const Operations BF16_OPERATIONS{2, Bf16::WEIGHT_BYTES, sizeof(Bf16::Unit), COPIES, prepare_bf16, multiply<Bf16>};
 const Operations INT8_OPERATIONS{2, Int8::WEIGHT_BYTES, sizeof(Int8::Unit), false, prepare_int8, multiply<Int8>};
+const Operations FP32_OPERATIONS{1, Fp32::WEIGHT_BYTES, sizeof(Fp32::Unit), true, prepare_fp32, multiply<Fp32>, sizeof(float)};

@@ -4,7 +4,8 @@
 #include "common.h"
 
 // 1 / sqrt(mean(x^2) + eps) of x [size].
-static inline float inverse_rms(const bf16 *x, long size, float eps) {
+template <class Element>
+static inline float inverse_rms(const Element *x, long size, float eps) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (long i = 0; i < size; i++) sum += to_float(x[i]) * to_float(x[i]);

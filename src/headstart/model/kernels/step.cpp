@@ -7,7 +7,7 @@
 #include "look_up.h"
 
 // of linear.cpp and attention.cpp
-EXPORT void headstart_chain(const void *links, int num_links, bf16 *const *buffers, const bf16 *cosine,
+EXPORT void headstart_chain(const void *links, int num_links, void *const *buffers, const bf16 *cosine,
                             const bf16 *sine, char *scratch, long count, int threads);
 EXPORT void headstart_attention(const AttentionCall *call);
 
@@ -23,7 +23,7 @@ struct Part {  // mirrored by stack.py: the chain between two attentions
 struct Stack {  // mirrored by stack.py
     const Part *parts;                       // [num_layers + 1]
     const AttentionCall *const *attentions;  // [num_layers], with the pages of layer 0
-    bf16 *const *buffers;
+    void *const *buffers;
     bf16 *stream;                    // [count, hidden]: one of the buffers
     const bf16 *embedding;           // [vocab, hidden], or null
     const Linear *packed;            // the same as a packed weight, or null

@@ -91,16 +91,17 @@ void pass_of(long rows, const typename Op::Unit *x, long stride, const char *wei
 }
 
 // Stores one row's sums of a tile: scaled, biased, gated, added to the residual, rounded where torch rounds.
+template <class Element>
 void finish(const Step &step, const float *sums, float row_scale, long tile, long row) {
     constexpr int VECS = TILE / LANES;
     const Linear &linear = *step.linear;
     int width = linear.width();
     long at = row * step.stride + tile * width, left = linear.out_features - tile * width;
-    bf16 cut[2][TILE] = {{0}};  // residual and outputs of a tile that is not full
-    const bf16 *residual = step.residual ? step.residual + at : nullptr;
-    bf16 *y = step.y + at;
+    Element cut[2][TILE] = {{0}};  // residual and outputs of a tile that is not full
+    const Element *residual = step.residual ? (const Element *)step.residual + at : nullptr;
+    Element *to = (Element *)step.y + at, *y = to;
     if (left < width) {
-        if (residual) residual = (const bf16 *)memcpy(cut[0], residual, left * sizeof(bf16));
+        if (residual) residual = (const Element *)memcpy(cut[0], residual, left * sizeof(Element));
         y = cut[1];
     }
     vec value[VECS];
@@ -110,13 +111,13 @@ void finish(const Step &step, const float *sums, float row_scale, long tile, lon
         if (linear.bias) value[v] = add(value[v], load(linear.bias + tile * TILE + v * LANES));
     }
     if (linear.gated)
-        for (int v = 0; v < VECS / 2; v++) value[v] = silu_times(value[v], value[v + VECS / 2]);
+        for (int v = 0; v < VECS / 2; v++) value[v] = silu_times<Element>(value[v], value[v + VECS / 2]);
     for (int v = 0; v < width / LANES; v++) {
-        halves out = rounded(value[v]);
-        if (residual) out = rounded(add(widened(out), widened(load(residual + v * LANES))));
+        auto out = As<Element>::stored(value[v]);
+        if (residual) out = As<Element>::stored(add(widened(out), widened(load(residual + v * LANES))));
         store(y + v * LANES, out);
     }
-    if (left < width) memcpy(step.y + at, y, left * sizeof(bf16));
+    if (left < width) memcpy(to, y, left * sizeof(Element));
 }
 
 // The passes of a number of rows, divided as evenly as possible.
@@ -173,7 +174,7 @@ void by_sections(const Step &step, const Rows<Op> &rows, long reads, long tile, 
         }
     }
     for (long row = 0; row < rows.count; row++)
-        finish(step, sums + row * TILE, linear.scales ? rows.scales[row] : 1.0f, tile, rows.first + row);
+        finish<typename Op::Element>(step, sums + row * TILE, linear.scales ? rows.scales[row] : 1.0f, tile, rows.first + row);
 }
 
 // Multiplies all rows by tiles [begin, end), at most GROUP: each piece of the rows by all tiles before the next piece.
@@ -206,7 +207,7 @@ void by_pieces(const Step &step, const Rows<Op> &rows, long reads, long begin, l
     }
     for (long row = 0; row < rows.count; row++)
         for (long tile = begin; tile < end; tile++)
-            finish(step, sums + ((tile - begin) * BLOCK + row) * TILE, linear.scales ? rows.scales[row] : 1.0f, tile,
+            finish<typename Op::Element>(step, sums + ((tile - begin) * BLOCK + row) * TILE, linear.scales ? rows.scales[row] : 1.0f, tile,
                    rows.first + row);
 }
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from headstart.allocator import trim
 from headstart.model.attention.base import Attend
 from headstart.model.kernels.packed import PackedLinear
+from headstart.model.layers.dispatch import are_rows_exact
 from headstart.model.layers.fused import FusedLayers
 from headstart.model.layers.layer_ops import RMSNorm, join
 from headstart.model.layers.linear import PLAIN, Embedding, Form, Linear, Weight, look_up
@@ -72,7 +73,8 @@ class Decoder:
         packed = isinstance(embedding, PackedLinear)
         dtype, device = (form.dtype, form.device) if packed else (embedding.dtype, embedding.device)
         self.rotary = Rotary(config.rope, dtype, device)
-        kernels = form.kernels if head.packed else None  # either all weights are packed for kernels, or none
+        # Either all weights are packed for kernels, or none. In fp32 each product is a call.
+        kernels = form.kernels if head.packed and form.dtype == torch.bfloat16 else None
         self.fused = None if kernels is None else FusedLayers(kernels, config, embedding, layers, self.rotary)
 
     def forward(self, step: StepInputs, attend: Attend) -> Tensor:
@@ -90,6 +92,12 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """See LanguageModel."""
         return self.head(hidden)
+
+    def are_rows_exact(self) -> bool:
+        """Return whether a row's outputs do not depend on the number of rows, by a test of each product of a layer."""
+        layer = self.layers[0]
+        linears = (layer.qkv, layer.out, layer.gate_up, layer.down, self.head)
+        return self.head.packed != () and are_rows_exact(linears)
 
     def _linears(self) -> list[Linear]:
         """Return every weight matrix that has its own memory."""
@@ -143,8 +151,8 @@ def load_decoder(
 
 def _embedding(table: Weight, head: Linear | None, form: Form) -> Embedding:
     """Return the embedding in the least memory; `head` is the output head if it has the same weight."""
-    if head is not None and head.packed and head.packed[0].has_rows:
-        return head.packed[0]
+    if head is not None and head.packed and head.packed[0].has_rows and form.quantization == "none":
+        return head.packed[0]  # in fp32 a quantised head has rows too, but rounded ones
     if isinstance(table, Tensor):
         return table
     assert form.kernels is not None, "without kernels weights are not kept in blocks"

@@ -1,10 +1,10 @@
 """Linear: a matrix product with its norm, gate and residual. The weight is kept only in the fastest form available.
 
-On a CPU, weights of bfloat16 models go to our kernels (kernels/chain.py), which do all of it in one call. Without the
-kernels, torch's operators run one after the other, with the weight prepacked for oneDNN (`torch.ops.mkldnn`, a private
-API and therefore guarded) where that exists; weights in blocks, as in GGUF files, are unpacked at load. The torch path
-is slower, serves as the reference, and rounds to bfloat16 at the same places. The plain weight is dropped, so memory
-does not double; only a tied embedding keeps its plain copy, for the lookup, if the packed form does not give its rows.
+On a CPU, weights go to our kernels (kernels/chain.py), which do all of it in one call; in fp32 those that are quantised
+or in blocks are unpacked before. Without the kernels, torch's operators run one after the other, with a bfloat16 weight
+prepacked for oneDNN (`torch.ops.mkldnn`, a private API and therefore guarded) where that exists. The torch path is
+slower, serves as the reference, and rounds to bfloat16 at the same places. The plain weight is dropped, so memory does
+not double; only a tied embedding keeps its plain copy, for the lookup, if the packed form does not give its rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,6 +77,8 @@ class Linear:
         form: Form = PLAIN,
     ) -> None:
         parts = _parts([weight] if isinstance(weight, Tensor | PackedTensor) else weight, form, gated=gated)
+        if form.kernels is not None and form.dtype == torch.float32:
+            parts = [_unpacked(parts, form)]
         num_rows = sum(part.shape[0] for part in parts)
         self.out_features = num_rows // 2 if gated else num_rows
         self.norm, self.gated, self.bias = norm, gated, bias
@@ -114,7 +116,7 @@ class Linear:
         """Return the outputs [T, out_features] of rows [T, in_features]; `residual` has the shape of the outputs."""
         if self.packed:
             chain = self._alone if residual is None else self._onto
-            buffers = Buffers(len(rows), chain.widths)
+            buffers = Buffers(len(rows), chain.widths, chain.dtype)
             buffers[0] = rows
             buffers.fill(1)
             if residual is not None:
@@ -173,15 +175,25 @@ def _joined(weights: list[Weight]) -> Weight:
 def _has_kernel(weight: Weight, form: Form) -> bool:
     if isinstance(weight, PackedTensor):
         return form.dtype == torch.bfloat16
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return weight.device.type == "cpu" and weight.dtype == form.dtype
+
+
+def _unpacked(parts: Sequence[Weight], form: Form) -> Tensor:
+    """Return weights in fp32 as their quantisation rounds them: products in fp32 take no other form."""
+    whole = join([_plain(part, form) for part in parts])
+    if form.quantization == "none" or any(isinstance(part, PackedTensor) for part in parts):
+        return whole
+    rounded, scales = _rounded(whole)
+    return rounded * scales[:, None]
 
 
 def _packed(
-    form: Form, parts: list[Weight], bias: Tensor | None, norm: RMSNorm | None, *, gated: bool
+    form: Form, parts: Sequence[Weight], bias: Tensor | None, norm: RMSNorm | None, *, gated: bool
 ) -> tuple[PackedLinear, ...]:
     assert form.kernels is not None
     biases = [None] * len(parts) if bias is None else list(bias.split([part.shape[0] for part in parts]))
-    inner, int8 = None if norm is None else norm.packed, form.quantization != "none"
+    inner = None if norm is None else norm.packed
+    int8 = form.quantization != "none" and form.dtype == torch.bfloat16
     return tuple(
         PackedLinear(
             form.kernels,
@@ -218,13 +230,19 @@ def _product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 def _int8_product(weight: Tensor, bias: Tensor | None) -> tuple[Callable[[Tensor], Tensor], int]:
     """Return the same with W rounded to int8 times a scale per output, and its bytes. Slow: each call widens W."""
-    largest = weight.float().abs().amax(1)
-    # One division, as in the kernel: `127 / largest` would be a reciprocal and a product.
-    scales, inverse = largest / 127, torch.where(largest > 0, torch.tensor(127.0).to(largest) / largest, 0)
-    rounded = (weight.float() * inverse[:, None]).round_().to(torch.int8)
+    wide, scales = _rounded(weight)
+    rounded = wide.to(torch.int8)
     offset = 0 if bias is None else bias.float()
 
     def product(rows: Tensor) -> Tensor:
         return (F.linear(rows.float(), rounded.float()) * scales + offset).to(rows.dtype)
 
     return product, rounded.nbytes + scales.nbytes + (0 if bias is None else bias.nbytes)
+
+
+def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight [N, K] as whole numbers up to 127, in fp32, and the scale of each output."""
+    largest = weight.float().abs().amax(1)
+    # One division, as in the kernel: `127 / largest` would be a reciprocal and a product.
+    inverse = torch.where(largest > 0, torch.tensor(127.0).to(largest) / largest, 0)
+    return (weight.float() * inverse[:, None]).round_(), largest / 127

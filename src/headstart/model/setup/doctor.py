@@ -18,9 +18,7 @@ import torch
 from headstart import __version__
 from headstart.core.errors import ConfigError
 from headstart.model.attention.base import resolve_backend
-from headstart.model.kernels.build import cache_folder
-from headstart.model.kernels.library import cpu_model, find
-from headstart.model.layers.dispatch import all_measured
+from headstart.model.kernels.library import find
 from headstart.model.layers.linear import can_pack
 from headstart.model.setup.cgroup import SYSTEM, cpu_quota
 from headstart.model.setup.sizes import GPU_UTILIZATION, Memory, format_bytes
@@ -90,6 +88,7 @@ def report(threads: int = 0, *, root: Path = SYSTEM, gpus: Sequence[GPU] | None 
             Section("threads", _threads(threads, root)),
             Section("memory", _memory(root)),
             Section("compute", _compute(len(gpus), packs=packs)),
+            Section("exact reuse", _exact_reuse()),
             *(Section(f"GPU {index}", _gpu(gpu)) for index, gpu in enumerate(gpus)),
             Section("versions", _versions(root)),
         ),
@@ -227,17 +226,21 @@ def _compute(num_gpus: int, *, packs: bool) -> tuple[tuple[str, str], ...]:
 
 
 def _linears(*, packs: bool) -> str:
-    torchs = "oneDNN, prepacked" if packs else "plain torch"
     if find().kernels is None:
-        return torchs
-    shown = [
-        f"{torchs if not found.prefers_kernels else 'our kernels'} for inputs of "
-        f"{', '.join(str(inputs) for inputs in sorted({timing.inputs for timing in found.timings}))} "
-        f"(torch takes {found.ratio:.2f} x the time, {found.threads} threads)"
-        for found in all_measured(cache_folder(os.environ))
-        if found.cpu == cpu_model() and found.variant == find().note
-    ]
-    return "; ".join(["our kernels, packed", *shown])
+        return "oneDNN, prepacked" if packs else "plain torch"
+    return "our kernels, packed"
+
+
+def _exact_reuse() -> tuple[tuple[str, str], ...]:
+    """Return where reuse changes no bit, and the exceptions, by the names of `/v1/models` (docs/invariants.md, 15)."""
+    ours = find().kernels is not None
+    return (
+        ("models of Headstart's decoder", "exact" if ours else "not exact: torch-products, torch-attention"),
+        ("models of Transformers", "not exact: transformers" + ("" if ours else ", torch-attention")),
+        ("--linear-dispatch torch", "not exact: torch-products"),
+        ("--attention-backend reference", "not exact: torch-attention"),
+        ("--device cuda", "not exact: cuda, torch-products, torch-attention"),
+    )
 
 
 def _versions(root: Path) -> tuple[tuple[str, str], ...]:

@@ -40,13 +40,6 @@ class ModelConfig:
     qk_norm: bool
     fused_weights: bool  # the checkpoint holds qkv_proj and gate_up_proj
 
-    @property
-    def linear_sizes(self) -> list[tuple[int, int]]:
-        """The outputs and inputs of the four products of a layer."""
-        queries, heads = self.num_heads * self.head_dim, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        hidden, wide = self.hidden_size, self.intermediate_size
-        return [(heads, hidden), (hidden, queries), (2 * wide, hidden), (hidden, wide)]
-
 
 def eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """Return the end-of-sequence ids of config.json and generation_config.json, in that order, without repeats."""

@@ -5,7 +5,7 @@ refused with a ConfigError that names the reason.
 """
 
 import json
-import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,9 @@ from headstart import __version__
 from headstart.core.errors import ConfigError
 from headstart.gguf.gguf_reader import is_gguf
 from headstart.model.attention.base import resolve_backend
-from headstart.model.kernels.build import cache_folder
-from headstart.model.kernels.library import kernels
+from headstart.model.kernels.library import find, kernels
 from headstart.model.kernels.packed import ACTIVATION_BITS
-from headstart.model.layers.decoder import LanguageModel, load_decoder
+from headstart.model.layers.decoder import Decoder, LanguageModel, load_decoder
 from headstart.model.layers.dispatch import CHOICES, chosen_kernels
 from headstart.model.layers.linear import Form
 from headstart.model.paged_kv import KVShape
@@ -54,6 +53,7 @@ class LoadedModel:
     weight_bytes: int
     fingerprint: bytes  # of the weights and all else that determines KV: equal exactly if KV may be shared
     attention_backend: str
+    exceptions: tuple[str, ...] = ()  # from invariant 15 (docs/invariants.md), by name; empty: reuse is exact
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -68,14 +68,15 @@ def load_model(
     device: str = "auto",
     attention_backend: str = "auto",
     quantization: str = "none",
-    linear_dispatch: str = "kernels",
+    linear_dispatch: str = "auto",
     activation_bits: int = 16,
 ) -> LoadedModel:
     """Load the model of a folder or GGUF file, with progress on stderr. Raises ConfigError if it cannot be served.
 
     `quantization` int8 keeps every matrix but the embedding as int8 with one scale per output; int4 those of the layers
     in blocks of Q4_1, with a scale and a minimum per 32 inputs of an output, and the output head as int8.
-    `linear_dispatch` says what multiplies weights of bfloat16 on a CPU: our kernels, torch, or the faster one (auto).
+    `linear_dispatch` says what multiplies weights on a CPU: our kernels where they exist (auto, kernels), or torch, for
+    weights that are neither quantised nor in blocks.
     `activation_bits` are those of the rows that weights in blocks are multiplied by, 16 or 8.
     """
     raw = read_config(folder)
@@ -98,7 +99,7 @@ def load_model(
         )
     if native is None and is_gguf(folder):
         raise ConfigError(f"{folder.name} is not supported in GGUF{why}; the model's folder of safetensors may be")
-    checkpoint, bits = Checkpoint(folder), 16
+    checkpoint, bits, compiled = Checkpoint(folder), 16, None
     if native is None:
         try:
             model = breadth = load_transformers(folder, raw, chosen_dtype, chosen_device, checkpoint)
@@ -108,20 +109,25 @@ def load_model(
     else:
         with LoadingBar(checkpoint.num_bytes, f"Loading {folder.name}") as bar, checkpoint.reading(bar.advance):
             compiled = kernels() if chosen_device.type == "cpu" else None
-            if compiled is not None and chosen_dtype == torch.bfloat16:
-                kinds = {entry.dtype for entry in checkpoint.entries.values()} & FORMATS.keys()
-                blocks = any(FORMATS[kind].block_size > 1 for kind in kinds)  # then only our kernels multiply
-                if quantization == "int4" or (quantization == "none" and blocks):
-                    bits = activation_bits
-                elif quantization == "none":
-                    cache = cache_folder(os.environ)
-                    compiled = chosen_kernels(compiled, linear_dispatch, native.linear_sizes, cache)
+            kinds = {entry.dtype for entry in checkpoint.entries.values()} & FORMATS.keys()
+            blocks = any(FORMATS[kind].block_size > 1 for kind in kinds)  # in bfloat16 only our kernels multiply them
+            if quantization == "none" and (chosen_dtype == torch.float32 or not blocks):
+                compiled = chosen_kernels(compiled, linear_dispatch)
+            if (
+                chosen_dtype == torch.bfloat16
+                and compiled
+                and (quantization == "int4" or (quantization == "none" and blocks))
+            ):
+                bits = activation_bits
             form = Form(compiled, quantization, chosen_dtype, chosen_device, bits)
             model = load_decoder(native, checkpoint, chosen_dtype, chosen_device, form)
         shape = KVShape(native.num_layers, native.num_kv_heads, native.head_dim)
         vocab_size, max_model_len = native.vocab_size, native.max_model_len
     resolved = resolve_backend(attention_backend, chosen_device, shape.head_dim)
-    computed_by = _computed_by(chosen_dtype, chosen_device, resolved, f"{quantization}-{bits}", native is None)
+    products = "torch" if compiled is None else compiled.variant
+    computed_by = _computed_by(
+        chosen_dtype, chosen_device, resolved, f"{quantization}-{bits}-{products}", native is None
+    )
     return LoadedModel(
         folder=folder,
         architecture=architecture,
@@ -135,7 +141,22 @@ def load_model(
         weight_bytes=model.weight_bytes,
         fingerprint=checkpoint.fingerprint(json.dumps(raw, sort_keys=True).encode(), computed_by),
         attention_backend=resolved,
+        exceptions=tuple(_exceptions(model, chosen_device, products, resolved)),
     )
+
+
+def _exceptions(model: LanguageModel, device: torch.device, products: str, backend: str) -> Iterator[str]:
+    """Yield what keeps this model from invariant 15; docs/invariants.md explains the names."""
+    if device.type != "cpu":
+        yield device.type
+    if not isinstance(model, Decoder):
+        yield "transformers"
+    elif products == "torch":
+        yield "torch-products"
+    elif not model.are_rows_exact():
+        yield "row-test"
+    if backend != "cpu":
+        yield "torch-attention"
 
 
 def _native_config(raw: dict[str, Any], architecture: str) -> tuple[ModelConfig | None, str]:
@@ -153,16 +174,17 @@ def _computed_by(
 ) -> bytes:
     """Return all inputs besides weights and config that affect the KV in a block, as part of the fingerprint.
 
-    These are the dtype, the quantisation of weights and activations, the kind of device, the attention backend, the
-    releases of Headstart, torch and (if it runs the model) Transformers, and the digest of the code of models and
-    kernels, which may change between two releases: stored KV outlives the process, and another build must not load KV
-    that it would compute differently.
-    Threads and instruction sets are not included: they only reorder sums, as other requests in the batch do too.
+    These are the dtype, the quantisation of weights and activations with what multiplies them, the kind of device, the
+    attention backend, the instruction set of the kernels, the releases of Headstart, torch and (if it runs the model)
+    Transformers, and the digest of the code of models and kernels, which may change between two releases: stored KV
+    outlives the process, and another build must not load KV that it would compute differently. The number of threads is
+    not included: it changes no bit of our kernels' results.
     """
     releases = {"headstart": __version__, "torch": str(torch.__version__), "code": source_digest().hex()}
     if by_transformers:
         releases["transformers"] = transformers.__version__
-    return json.dumps([str(dtype), quantization, device.type, backend, releases], sort_keys=True).encode()
+    variant = find().note if backend == "cpu" else ""
+    return json.dumps([str(dtype), quantization, device.type, backend, variant, releases], sort_keys=True).encode()
 
 
 def resolve_dtype(dtype: str, config: dict[str, Any]) -> torch.dtype:

@@ -5,6 +5,13 @@ from typing import Any, Literal
 from headstart.openai.api_schema.api_object import ApiObject
 
 
+class ExactReuse(ApiObject):
+    """Whether logits are a function of the prefix alone, bit for bit (docs/invariants.md, 15), and what prevents it."""
+
+    holds: bool
+    exceptions: list[str]
+
+
 class Model(ApiObject):
     """The served model. `max_model_len` in tokens; the size of the KV cache is `num_gpu_blocks` x `block_size`."""
 
@@ -18,6 +25,7 @@ class Model(ApiObject):
     block_size: int
     num_gpu_blocks: int
     default_sampling_params: dict[str, Any]
+    exact_reuse: ExactReuse
 
 
 class ModelList(ApiObject):
