@@ -168,13 +168,13 @@ def _refuse_infinite(rope: RopeConfig) -> None:
 
 
 def _max_positions(kind: str, parameters: dict[str, Any], positions: int) -> int:
-    original, factor = int(parameters["original_max_position_embeddings"]), parameters.get("factor")
+    original, factor = parameters["original_max_position_embeddings"], parameters.get("factor")
     if kind == "linear" and factor is not None:
         positions = int(positions * factor)
     elif kind == "yarn" and factor is not None:
-        positions = max(positions, int(original * factor))
+        positions = max(positions, int(int(original) * factor))
     elif kind == "longrope":
-        positions = min(positions, original)
+        positions = min(positions, int(original))
     if not 0 < positions <= MAX_POSITIONS:
         raise ConfigError(f"config.json: the rotary settings allow {positions} positions; at most {MAX_POSITIONS} are")
     return positions
