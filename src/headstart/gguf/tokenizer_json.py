@@ -20,6 +20,7 @@ FILE_NAME = "tokenizer.json"
 _UNKNOWN, _USER_DEFINED, _UNUSED = 2, 4, 5  # types of tokens, besides CONTROL
 _FILLER = re.compile(r"\[PAD-?\d+\]")  # rows of the embedding without a token, as converters name them
 _NEVER_STRIPPING = {"<unk>", "<s>", "<|endoftext|>"}
+_KINDS = ("gpt2", "llama")
 _HANDLED = {
     "model", "pre", "tokens", "token_type", "scores", "merges", "bos_token_id", "eos_token_id", "eot_token_id",
     "eom_token_id", "unknown_token_id", "padding_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id",
@@ -47,16 +48,14 @@ def tokenizer_json(model: Path) -> str | None:
 def gguf_tokenizer(file: GGUFFile) -> dict[str, Any]:
     """Return the content of a `tokenizer.json` for a GGUF file. Raises ConfigError, with names, for unknown kinds."""
     kind = text_of(file, "tokenizer.ggml.model")
+    if kind not in _KINDS:
+        raise ConfigError(f"{file.path}: the tokenizer {kind!r:.80} is not supported; gpt2 (BPE) and llama (SPM) are")
     _refuse_unknown(file, kind)
     tokens: list[str] = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens_of(file))]
     types: list[int] = list_of(file, "tokenizer.ggml.token_type", int, []) or [1] * len(tokens)
     if len(types) != len(tokens):
         raise ConfigError(f"{file.path}: {len(types)} types of tokens, but {len(tokens)} tokens")
-    if kind == "gpt2":
-        return _byte_level(file, tokens, types)
-    if kind == "llama":
-        return _sentencepiece(file, tokens, types)
-    raise ConfigError(f"{file.path}: the tokenizer {kind!r:.80} is not supported; gpt2 (BPE) and llama (SPM) are")
+    return _byte_level(file, tokens, types) if kind == "gpt2" else _sentencepiece(file, tokens, types)
 
 
 def named_tokens(file: GGUFFile) -> dict[str, str]:
