@@ -42,7 +42,7 @@ from headstart.openai.engine_requests import (
     with_chat_output,
 )
 from headstart.openai.generation_params import GenerationParams, Kind, parse_params
-from headstart.openai.request_bodies import ChatBody, CompletionBody, parse_messages, parse_prompts
+from headstart.openai.request_bodies import ChatBody, CompletionBody, as_rendered, parse_messages, parse_prompts
 from headstart.openai.request_json import check_depth
 from headstart.openai.text.generation import Generation
 from headstart.openai.text.logprob_table import TokenEntry
@@ -116,6 +116,7 @@ class LLM:
             max_prompts=sys.maxsize,
             scheduling_policy=info.scheduling_policy,
             defaults=info.sampling_defaults,
+            content_forms=tokenizer.content_forms,
         )
         self._ids = (f"llm-{number}" for number in itertools.count())
         self._closing = weakref.finalize(self, engine.close)
@@ -177,7 +178,7 @@ class LLM:
         prompts: list[array[int]] = []
         for conversation in messages if several else [messages]:
             check_depth(conversation)
-            body = ChatBody(None, parse_messages(conversation, self._bounds), params)
+            body = ChatBody(None, as_rendered(parse_messages(conversation, self._bounds), self._bounds), params)
             prompts.append(encode_chat(body, self.tokenizer, self._bounds))
         outputs = [with_chat_output(params, prompt, self.tokenizer, self._bounds) for prompt in prompts]
         return self._run(prompts, outputs, progress)

@@ -107,7 +107,8 @@ TEXTS = b"texts\x09\0\0\0\x08\0\0\0"
 PLACE = b"a\x02\0\0\0\x20"
 HUGE = struct.pack("<Q", 1 << 62)
 DAMAGES: list[tuple[str, Callable[[bytes], bytes]]] = [
-    (r"is not a GGUF file: it begins with b'vers'", lambda good: b"version https://git-lfs.github.com/spec/v1\n"),
+    (r"is a Git LFS pointer, not the file itself", lambda good: b"version https://git-lfs.github.com/spec/v1\noid x\n"),
+    (r"is not a GGUF file: it begins with b'PK\\x03\\x04'", lambda good: b"PK\x03\x04"),
     (r"is not a GGUF file: it begins with b''", lambda good: b""),
     (r"version 4 is not supported", lambda good: edited(good, b"GGUF\x03", b"GGUF\x04")),
     (r"seems to be big-endian", lambda good: good[:4] + struct.pack(">I", 3) + good[8:]),
@@ -144,6 +145,54 @@ def test_a_type_that_is_not_supported_is_named(type_id: int, name: str, good: by
         read_gguf(path)
 
 
+@pytest.mark.parametrize(
+    ("message", "damage"),
+    [
+        (r"tensor b begins at byte \d+, not at \d+", lambda good: moved(good, -256)),  # over the first
+        (r"tensor b begins at byte \d+, not at \d+", lambda good: moved(good, 32)),  # a gap
+        (r"tensor b begins at byte \d+, not at \d+", lambda good: retyped(good, b"a", 1)),  # smaller
+        (r"tensor a ends at byte|tensor b begins at byte", lambda good: edited(good, PLACE, PLACE[:-1] + b"\x40")),
+        (r"128 bytes behind byte \d+ are no tensor's", lambda good: retyped(good, b"b", 1)),
+        (r"4096 bytes behind byte \d+ are no tensor's", lambda good: good + bytes(4096)),
+    ],
+)
+def test_tensors_that_do_not_tile_the_file_are_refused(
+    message: str, damage: Callable[[bytes], bytes], good: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(damage(good))
+    with pytest.raises(ConfigError, match=message):
+        read_gguf(path)
+
+
+def moved(good: bytes, by: int) -> bytes:
+    """The file with the second tensor at another place."""
+    place = b"b\x02\0\0\0" + struct.pack("<QQI", 32, 2, 0)
+    return edited(good, place + struct.pack("<Q", 256), place + struct.pack("<Q", 256 + by))
+
+
+def retyped(good: bytes, name: bytes, type_id: int) -> bytes:
+    """The file with another type of one tensor."""
+    place = name + b"\x02\0\0\0" + struct.pack("<QQ", 32, 2)
+    return edited(good, place + b"\0", place + bytes([type_id]))
+
+
+def test_tensors_may_be_padded_to_their_alignment_or_not_at_the_end(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf")
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("a", np.ones((1, 3), np.float32))
+    writer.add_tensor("b", np.ones((1, 5), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    padded = path.read_bytes()
+    whole = padded[: -12 if len(padded) % 32 == 0 else None]
+    for content in (padded, whole):
+        path.write_bytes(content)
+        assert [info.end - info.begin for info in read_gguf(path).tensors.values()] == [12, 20]
+
+
 def test_a_folder_and_a_missing_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a regular file"):
         read_gguf(tmp_path)
@@ -164,6 +213,17 @@ def test_the_files_of_a_split_model_are_read_as_one(tmp_path: Path) -> None:
     assert {name: info.file for name, info in file.tensors.items()} == dict(
         zip("abcd", (named[0], named[1], named[1], named[2]), strict=True)
     )
+
+
+def test_a_part_with_another_number_or_metadata_of_its_own_is_refused(tmp_path: Path) -> None:
+    named = parts(tmp_path)
+    write(named[1], split=(2, 3, 4), names=("b", "c"))
+    with pytest.raises(ConfigError, match=r"m-00002-of-00003\.gguf: split.no is 2; by its name it is file 1 from 0"):
+        read_gguf(named[0])
+    content = write(named[1], split=(1, 3, 4), names=("b", "c")).read_bytes()
+    named[1].write_bytes(edited(content, struct.pack("<f", 0.5), struct.pack("<f", 0.25)))
+    with pytest.raises(ConfigError, match=r"m-00002-of-00003\.gguf: metadata key f32 is not that of m-00001-of"):
+        read_gguf(named[0])
 
 
 def test_parts_of_a_split_model_that_are_missing_or_not_the_first_are_refused(tmp_path: Path) -> None:

@@ -91,6 +91,22 @@ def test_a_llama_3_vocabulary_begins_texts_unless_told_otherwise(
     assert list(ours.encode("x", add_special_tokens=False)) == [i for i in found if i >= 2]
 
 
+def test_a_sentencepiece_vocabulary_has_the_ids_of_llama_cpp_where_the_file_names_none(tmp_path: Path) -> None:
+    words = tokenizer_folders.build(METASPACE)
+    by_id = {token_id: token for token, token_id in words.get_vocab(with_added_tokens=True).items()}
+    none = dict.fromkeys(("bos_token_id", "eos_token_id"))
+    ours = Tokenizer.from_folder(write(tmp_path / "m.gguf", METASPACE, words, **none))
+    assert ours.named_tokens == {"bos_token": by_id[1], "eos_token": by_id[2], "unk_token": by_id[0]}
+    assert ours.encode("x")[0] == 1 and 2 in ours.eos_token_ids
+    silent = Tokenizer.from_folder(write(tmp_path / "s.gguf", METASPACE, words, **none, add_bos_token=False))
+    assert list(silent.encode("x")) == list(ours.encode("x"))[1:]
+
+
+def test_tokens_between_the_files_of_a_completion_end_it(tmp_path: Path) -> None:
+    ours = Tokenizer.from_folder(write(tmp_path / "m.gguf", BYTE_LEVEL, fim_pad_token_id=5, fim_sep_token_id=7))
+    assert ours.eos_token_ids == (1, 5, 7)
+
+
 def test_qwen2_splits_and_normalises_as_transformers_does(tmp_path: Path) -> None:
     words = tokenizer_folders.build(BYTE_LEVEL)
     document = json.loads(words.to_str())
@@ -141,6 +157,12 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     (BYTE_LEVEL, r"the token 'a' is there twice, as 0 and 1", {"tokens": ["a", "a"], "token_type": [1, 1]}),
     (METASPACE, r"1 scores of tokens, but \d+ tokens", {"scores": [0.5]}),
     (BYTE_LEVEL, r"eos_token_id is 452, but there are 452 tokens", {"eos_token_id": 452}),
+    (BYTE_LEVEL, r"bos_token_id is 452, but there are 452 tokens", {"bos_token_id": 452}),
+    (BYTE_LEVEL, r"texts get bos .*bos_token_id is missing", {"pre": "llama-bpe", "bos_token_id": None}),
+    (BYTE_LEVEL, r"texts get eos .*eos_token_id is missing", {"add_eos_token": True, "eos_token_id": None}),
+    (BYTE_LEVEL, r"add_space_prefix is True; this setting is not supported", {"add_space_prefix": True}),
+    (METASPACE, r"add_sep_token is True; this setting is not supported", {"add_sep_token": True}),
+    (METASPACE, r"suppress_tokens is \[3\]; this setting is not supported", {"suppress_tokens": [3]}),
     (BYTE_LEVEL, "tokenizer.ggml.tokens holds items of a wrong type", {"tokens": [1, 2]}),
 ]
 

@@ -164,6 +164,82 @@ def test_rotary_settings_that_are_nonsense_are_refused(rope: object, model: Call
     refusal(folder)
 
 
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64},
+    {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+    {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 64,
+    },
+]
+ODD = [None, "x", "2.0", [], {}, [None], {"a": 1}, True, 0, -1, 1.5, float("nan")]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_rotary_settings_that_are_incomplete_or_odd_are_read_or_refused(
+    name: str, rope: dict[str, Any], model: Callable[[str], Path]
+) -> None:
+    folder = model(name)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    keys = {key for one in ROPES for key in one} | {"rope_theta", "partial_rotary_factor", "attention_factor"}
+    changed = [{key: value for key, value in rope.items() if key != without} for without in rope]
+    changed += [{**rope, key: value} for key in sorted(keys) for value in ODD]
+    changed_names: list[Any] = [{"model_type": value} for value in ODD[1:]]
+    for number, settings in enumerate([*({"rope_parameters": one} for one in changed), *changed_names]):
+        if name == "llama" or number % 5 == 0 or "original_max_position_embeddings" in str(settings)[-50:]:
+            (folder / "config.json").write_text(json.dumps({**config, **settings}))
+            try:
+                load_model(folder, dtype="float32", device="cpu")
+            except ConfigError as error:
+                assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"])
+def test_a_git_lfs_pointer_is_named_with_the_remedy(file: str, model: Callable[[str], Path]) -> None:
+    folder = model("llama")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n"
+    (folder / file).write_text(pointer)
+    with pytest.raises(ConfigError, match=rf"{file} is a Git LFS pointer, not the file itself: run `git lfs pull`"):
+        resolve_model(str(folder), offline=True)
+    if file == "model.safetensors":
+        assert "is a Git LFS pointer" in refusal(folder)
+        (folder / "model.gguf").write_text(pointer)
+        with pytest.raises(ConfigError, match=r"model\.gguf is a Git LFS pointer"):
+            load_model(folder / "model.gguf")
+
+
+def test_a_folder_with_a_gguf_only_is_refused_with_what_to_name(tmp_path: Path) -> None:
+    for name in ("b.gguf", "a-00002-of-00002.gguf", "a-00001-of-00002.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=r"which is named itself: .*a-00001-of-00002\.gguf or another of its 2 GGUF"):
+        resolve_model(str(tmp_path), offline=True)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"named itself: .*a-00001"):
+        resolve_model(str(tmp_path), offline=True)
+
+
+def test_a_gguf_that_is_not_there_is_no_hub_id(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no file 'models/none\.gguf'; a GGUF is named by its path"):
+        resolve_model("models/none.gguf", offline=True, download_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["Qwen2ForSequenceClassification", "LlamaForTokenClassification", "Qwen2ForRewardModel", "LlamaModel"],
+)
+def test_a_classifier_with_an_output_head_is_no_language_model(architecture: str, model: Callable[[str], Path]) -> None:
+    folder = model("qwen2" if "Qwen2" in architecture else "llama")
+    edit(folder, architectures=[architecture])
+    assert f"{architecture} is not supported: it is no language model but a classifier" in refusal(folder)
+
+
 def header(folder: Path, text: bytes, data: int = 64) -> None:
     with (folder / "model.safetensors").open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)

@@ -171,7 +171,9 @@ def _write_settings(writer: Any, family: str, config: Any, metadata: dict[str, A
 
 
 def add_value(writer: Any, key: str, value: Any) -> None:
-    """Add one metadata value: numbers as uint32 or float32, texts, truth values, and lists of these."""
+    """Add one metadata value: numbers as uint32 or float32, texts, truth values, and lists of these; None: no key."""
+    if value is None:
+        return
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

@@ -127,7 +127,7 @@ def test_bodies_of_the_other_apis_are_changed_alike() -> None:
     assert found["system"] == [{"type": "text", "text": f"{RULES}\n"}]
     assert found["messages"][0]["content"] == blocks[1:]
     last = found["messages"][1]["content"]
-    assert last[0]["content"] == '{"a":2,"b":1}' and last[1] == {"type": "text", "text": "request_id: 12345678"}
+    assert last[0]["content"] == '{"a":2,"b":1}' and last[1] == {"type": "text", "text": "\nrequest_id: 12345678"}
     assert [one["name"] for one in found["tools"]] == ["a", "b"]
     assert set(applied) == ALL - {"schemas", "trace_headers", "dates"}
 

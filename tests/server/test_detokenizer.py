@@ -79,6 +79,40 @@ def test_a_character_that_began_in_the_prompt_is_completed() -> None:
     assert "".join(pieces_of(tokenizer, token_ids[:split], token_ids[split:])) == "𓀀!"
 
 
+@pytest.mark.parametrize("kind", [BYTE_LEVEL, METASPACE])
+@pytest.mark.parametrize("num_bytes", [1, 2, 3])
+@pytest.mark.parametrize("output", ['{"a": 1}', "\n\nx", "é", "𓀀", "𓀀𓀀!", " y", ""])
+def test_a_character_that_the_prompt_leaves_unfinished_is_not_shown_before_the_answer(
+    kind: str, num_bytes: int, output: str
+) -> None:
+    tokenizer = TOKENIZERS[kind]
+    begun = [token_id for token_id in tokenizer.encode("x𓀀", add_special_tokens=False)][: num_bytes - 4]
+    behind = list(tokenizer.encode("x" + output, add_special_tokens=False))
+    first = next(at for at in range(len(behind)) if tokenizer.decode(behind[: at + 1]).endswith("x")) + 1
+    assert "".join(pieces_of(tokenizer, begun, behind[first:])) == output
+
+
+@pytest.mark.parametrize("kind", [BYTE_LEVEL, METASPACE])
+@pytest.mark.parametrize("num_bytes", [1, 2, 3])
+def test_a_character_that_the_prompt_leaves_unfinished_is_completed_by_the_answer(kind: str, num_bytes: int) -> None:
+    tokenizer = TOKENIZERS[kind]
+    token_ids = list(tokenizer.encode("ab𓀀!𓀀", add_special_tokens=False))
+    end = (
+        next(at for at in range(len(token_ids)) if tokenizer.decode(token_ids[: at + 1]).endswith("𓀀")) - 3 + num_bytes
+    )
+    pieces = pieces_of(tokenizer, token_ids[:end], token_ids[end:])
+    assert "".join(pieces) == "𓀀!𓀀"
+    assert pieces[: 4 - num_bytes] == [""] * (3 - num_bytes) + ["𓀀"]
+
+
+@pytest.mark.parametrize("kind", [BYTE_LEVEL, METASPACE])
+def test_an_answer_that_ends_within_the_character_of_the_prompt_is_empty(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    token_ids = list(tokenizer.encode("x𓀀", add_special_tokens=False))
+    assert "".join(pieces_of(tokenizer, token_ids[:-2], token_ids[-2:-1])) == ""
+    assert "".join(pieces_of(tokenizer, token_ids[:-2], [])) == ""
+
+
 def test_the_first_word_keeps_its_blank_behind_a_prompt_and_loses_it_without() -> None:
     tokenizer = TOKENIZERS[METASPACE]
     the, fox = tokenizer.backend.token_to_id("▁the"), tokenizer.encode("x")[1]

@@ -131,7 +131,7 @@ def _read_assistant(name: str, role: str, blocks: "list[Any] | tuple[Any, ...]",
                 pass
         into.mark(at, block)
     if not parts:
-        message["content"] = ""
+        message["content"] = None if "tool_calls" in message else ""
 
 
 def _call(name: str, block: Mapping[str, Any]) -> Json:
@@ -148,20 +148,20 @@ def _call(name: str, block: Mapping[str, Any]) -> Json:
     }
 
 
-def _result(name: str, block: Mapping[str, Any], into: ReadConversation) -> str:
-    """Return the content of a tool result as one text. Breakpoints inside of it count as one behind it."""
+def _result(name: str, block: Mapping[str, Any], into: ReadConversation) -> str | list[Json]:
+    """Return the content of a tool result, a text or text parts. Breakpoints inside of it count as one behind it."""
     content = block.get("content")
     if content is None:
         return ""
     if isinstance(content, str):
         return check_text(f"{name}.content", content)
-    texts: list[str] = []
+    parts: list[Json] = []
     for index, item in enumerate(check_list(f"{name}.content", content, MAX_BLOCKS, "blocks")):
         at = f"{name}.content[{index}]"
         inner = _typed(at, item, ("text",))
-        texts.append(_text(at, inner))
+        parts.append({"type": "text", "text": _text(at, inner)})
         into.ttl = max(into.ttl, cache_ttl(f"{at}.cache_control", inner.get("cache_control")))
-    return "\n".join(texts)
+    return parts if len(parts) > 1 else "".join(part["text"] for part in parts)
 
 
 def _typed(name: str, block: object, known: tuple[str, ...]) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """Reader of GGUF files: header, metadata and the places of the tensors, whose bytes it does not read.
 
-A file is not trusted: every length is checked against the bytes that are left before anything is read or allocated.
+A file is not trusted: every length is checked against the bytes that are left before anything is read or allocated, and
+the tensors must tile the rest of the file, so that a changed type or shape cannot make one read the bytes of another.
 Format: `docs/gguf.md` of the ggml repository; versions 2 and 3, little-endian. A model split into several files is read
 as one. The `gguf` package reads the same, but checks no bounds and takes seconds for a vocabulary of 150,000 tokens.
 """
@@ -16,6 +17,9 @@ from headstart.core.errors import ConfigError
 from headstart.gguf.tensor_types import SUPPORTED_TYPES, TENSOR_TYPES
 
 MAGIC = b"GGUF"
+LFS_POINTER = (
+    b"version https://git-lfs"  # how a file begins that a clone without Git LFS has in the place of a large one
+)
 VERSIONS = (2, 3)
 SUFFIX = ".gguf"
 MAX_HEADER_BYTES = 256 << 20  # vocabularies of 260,000 tokens with merges take about 12 MB
@@ -28,6 +32,7 @@ MAX_ALIGNMENT = 1 << 20
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_OWN_KEYS = {"split.no", "split.count", "split.tensors.count", "general.alignment"}  # of each file of a split model
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -55,11 +60,17 @@ def is_gguf(model: Path) -> bool:
     return model.suffix.lower() == SUFFIX
 
 
+def refuse_lfs_pointer(path: Path, begin: bytes) -> None:
+    """Raise ConfigError if a file with these first bytes is a Git LFS pointer."""
+    if begin.startswith(LFS_POINTER):
+        raise ConfigError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull`, or download the file")
+
+
 def read_gguf(path: Path) -> GGUFFile:
     """Read a GGUF file, or all files of a split model from its first. Raises ConfigError, with the file and reason."""
     first = _read_part(path)
     count = first.metadata.get("split.count", 1)
-    if not isinstance(count, int) or not 0 <= count <= MAX_PARTS:
+    if type(count) is not int or not 0 <= count <= MAX_PARTS:
         raise ConfigError(f"{path}: split.count is {count!r}; it must be a number of files up to {MAX_PARTS}")
     if count <= 1:
         return first
@@ -70,10 +81,12 @@ def read_gguf(path: Path) -> GGUFFile:
     if int(named[2]) != 1:
         raise ConfigError(f"{path} is file {int(named[2])} of {count} of a model: name the first, {parts[0].name}")
     tensors = dict(first.tensors)
-    for part in parts[1:]:
+    for number, part in enumerate(parts):
         if not part.is_file():
             raise ConfigError(f"{path} is the first of {count} files, but {part.name} is missing beside it")
-        for name, info in _read_part(part).tensors.items():
+        held = first if number == 0 else _read_part(part)
+        _check_metadata(held, number, first)
+        for name, info in held.tensors.items() if number else ():
             if name in tensors:
                 raise ConfigError(f"{part}: tensor {_shown(name)} is also in {tensors[name].file.name}")
             tensors[name] = info
@@ -83,14 +96,27 @@ def read_gguf(path: Path) -> GGUFFile:
     return GGUFFile(path, first.metadata, tensors)
 
 
+def _check_metadata(part: GGUFFile, number: int, first: GGUFFile) -> None:
+    """Raise ConfigError unless a file of a split model is the one that its name says, with no metadata of its own."""
+    if (found := part.metadata.get("split.no")) != number:
+        raise ConfigError(f"{part.path}: split.no is {_shown(repr(found))}; by its name it is file {number} from 0")
+    for key, value in part.metadata.items():
+        if key not in _OWN_KEYS and (key not in first.metadata or first.metadata[key] != value):
+            raise ConfigError(
+                f"{part.path}: metadata key {_shown(key)} is not that of {first.path.name}, which is read"
+            )
+
+
 def _read_part(path: Path) -> GGUFFile:
     try:
         size = path.stat().st_size
         if not path.is_file():
             raise ConfigError(f"{path} is not a regular file")
         with path.open("rb") as stream:
-            if (begin := stream.read(4)) != MAGIC:
-                raise ConfigError(f"{path} is not a GGUF file: it begins with {begin!r}, not {MAGIC!r}")
+            begin = stream.read(len(LFS_POINTER))
+            refuse_lfs_pointer(path, begin)
+            if begin[: len(MAGIC)] != MAGIC:
+                raise ConfigError(f"{path} is not a GGUF file: it begins with {begin[: len(MAGIC)]!r}, not {MAGIC!r}")
             with mmap.mmap(stream.fileno(), min(size, MAX_HEADER_BYTES), access=mmap.ACCESS_READ) as header:
                 return _Header(path, header, size).read()
     except (OSError, ValueError) as error:
@@ -122,8 +148,11 @@ class _Header:
         return GGUFFile(self.path, metadata, self._tensors(places, _alignment(self.path, metadata)))
 
     def _tensors(self, places: list[tuple[str, int, tuple[int, ...], int]], alignment: int) -> dict[str, TensorInfo]:
-        """Return tensors by name, from (name, type, shape, offset behind the header)."""
-        start = -(-self.at // alignment) * alignment
+        """Return tensors by name, from (name, type, shape, offset behind the header).
+
+        Each begins at the first aligned byte behind the one before it, as llama.cpp requires too.
+        """
+        start = expected = -(-self.at // alignment) * alignment
         tensors: dict[str, TensorInfo] = {}
         for name, type_id, shape, offset in places:
             shown = f"{self.path}: tensor {_shown(name)}"
@@ -135,12 +164,15 @@ class _Header:
                 raise ConfigError(f"{shown} is stored as {named}; supported are {', '.join(SUPPORTED_TYPES)}")
             if shape[-1] % kind.block_size:
                 raise ConfigError(f"{shown}: {shape[-1]} weights are no whole number of {kind.name} blocks")
-            if offset % alignment:
-                raise ConfigError(f"{shown} begins at {offset}, which is no multiple of the alignment {alignment}")
             num_weights = 1
             for extent in shape:
                 num_weights *= extent
             begin = start + offset
+            if begin != expected:
+                raise ConfigError(
+                    f"{shown} begins at byte {begin}, not at {expected}, the first multiple of {alignment} behind what "
+                    f"is before it: types, shapes and offsets of the tensors do not fit together"
+                )
             end = begin + num_weights // kind.block_size * kind.block_bytes
             if end > self.file_bytes:
                 raise ConfigError(
@@ -148,6 +180,9 @@ class _Header:
                     f"whole"
                 )
             tensors[name] = TensorInfo(self.path, kind.name, shape, begin, end)
+            expected = -(-end // alignment) * alignment
+        if self.file_bytes > expected:
+            raise ConfigError(f"{self.path}: {self.file_bytes - expected} bytes behind byte {expected} are no tensor's")
         return tensors
 
     def _place(self) -> tuple[str, int, tuple[int, ...], int]:
@@ -213,7 +248,7 @@ class _Header:
 
 def _alignment(path: Path, metadata: dict[str, Any]) -> int:
     alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+    if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
         raise ConfigError(f"{path}: general.alignment is {_shown(repr(alignment))}; it must be a power of two")
     return alignment
 

@@ -6,6 +6,7 @@ from headstart.core.errors import ConfigError
 from headstart.gguf.gguf_reader import GGUFFile
 
 REQUIRED: Any = object()  # as a default: the key must be there
+_SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # where a file names none, as in llama.cpp
 
 
 def text_of(file: GGUFFile, key: str, default: Any = REQUIRED) -> Any:
@@ -38,6 +39,28 @@ def list_of(file: GGUFFile, key: str, kind: type | tuple[type, ...], default: An
     if key in file.metadata and not all(isinstance(item, kind) for item in found):
         raise ConfigError(f"{file.path}: {key} holds items of a wrong type")
     return found
+
+
+def tokens_of(file: GGUFFile) -> list[str]:
+    """Return the texts of all tokens. Raises ConfigError."""
+    return list_of(file, "tokenizer.ggml.tokens", str)
+
+
+def token_id_of(file: GGUFFile, name: str) -> int | None:
+    """Return the id of a special token by its name in the metadata: bos, eos, eot, ...; None if there is none.
+
+    Raises ConfigError for an id without a token.
+    """
+    key, num_tokens = f"tokenizer.ggml.{name}_token_id", len(tokens_of(file))
+    if key not in file.metadata and file.metadata.get("tokenizer.ggml.model") == "llama":
+        implied = _SENTENCEPIECE_IDS.get(name)
+        return implied if implied is None or implied < num_tokens else None
+    token_id = integer_of(file, key, None)
+    if name == "padding" and token_id is not None and not 0 <= token_id < num_tokens:
+        return None  # as in llama.cpp: it is part of no prompt
+    if token_id is not None and not 0 <= token_id < num_tokens:
+        raise ConfigError(f"{file.path}: {key} is {token_id}, but there are {num_tokens} tokens")
+    return token_id
 
 
 def _typed(file: GGUFFile, key: str, default: Any, kind: type | tuple[type, ...], article: str) -> Any:

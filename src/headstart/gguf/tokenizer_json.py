@@ -13,13 +13,27 @@ from typing import Any
 from headstart.core.errors import ConfigError
 from headstart.gguf.end_tokens import CONTROL
 from headstart.gguf.gguf_reader import GGUFFile, is_gguf, read_gguf
-from headstart.gguf.metadata import flag_of, integer_of, list_of, text_of
+from headstart.gguf.metadata import flag_of, list_of, text_of, token_id_of, tokens_of
 from headstart.gguf.pre_tokenizers import PRE_TOKENIZERS
 
 FILE_NAME = "tokenizer.json"
 _UNKNOWN, _USER_DEFINED, _UNUSED = 2, 4, 5  # types of tokens, besides CONTROL
 _FILLER = re.compile(r"\[PAD-?\d+\]")  # rows of the embedding without a token, as converters name them
 _NEVER_STRIPPING = {"<unk>", "<s>", "<|endoftext|>"}
+_KINDS = ("gpt2", "llama")
+_HANDLED = {
+    "model", "pre", "tokens", "token_type", "scores", "merges", "bos_token_id", "eos_token_id", "eot_token_id",
+    "eom_token_id", "unknown_token_id", "padding_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id",
+    "add_bos_token", "add_eos_token",
+}  # fmt: skip
+# Of tokens that a text has only if it is written so, and of encoders.
+_HARMLESS = {
+    "token_type_count", "seperator_token_id", "separator_token_id", "mask_token_id", "cls_token_id",
+    "fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id", "prefix_token_id", "suffix_token_id",
+    "middle_token_id",
+}  # fmt: skip
+# The template is read by the tokenizer; others with names, and the same vocabulary in another form, are not.
+_TEMPLATES = {"tokenizer.chat_template", "tokenizer.chat_templates", "tokenizer.huggingface.json"}
 _SPACE = "\u2581"  # SentencePiece's space
 
 
@@ -34,27 +48,31 @@ def tokenizer_json(model: Path) -> str | None:
 def gguf_tokenizer(file: GGUFFile) -> dict[str, Any]:
     """Return the content of a `tokenizer.json` for a GGUF file. Raises ConfigError, with names, for unknown kinds."""
     kind = text_of(file, "tokenizer.ggml.model")
-    tokens: list[str] = [token or f"[EMPTY_{i}]" for i, token in enumerate(_tokens(file))]
+    if kind not in _KINDS:
+        raise ConfigError(f"{file.path}: the tokenizer {kind!r:.80} is not supported; gpt2 (BPE) and llama (SPM) are")
+    _refuse_unknown(file, kind)
+    tokens: list[str] = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens_of(file))]
     types: list[int] = list_of(file, "tokenizer.ggml.token_type", int, []) or [1] * len(tokens)
     if len(types) != len(tokens):
         raise ConfigError(f"{file.path}: {len(types)} types of tokens, but {len(tokens)} tokens")
-    if kind == "gpt2":
-        return _byte_level(file, tokens, types)
-    if kind == "llama":
-        return _sentencepiece(file, tokens, types)
-    raise ConfigError(f"{file.path}: the tokenizer {kind!r:.80} is not supported; gpt2 (BPE) and llama (SPM) are")
+    return _byte_level(file, tokens, types) if kind == "gpt2" else _sentencepiece(file, tokens, types)
 
 
 def named_tokens(file: GGUFFile) -> dict[str, str]:
     """Return the tokens that a file names, under the names that chat templates use: bos_token, eos_token, ..."""
-    tokens = _tokens(file)
+    tokens = tokens_of(file)
     named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: integer_of(file, f"tokenizer.ggml.{key}_token_id", None) for name, key in named.items()}
-    return {name: tokens[i] for name, i in ids.items() if i is not None and 0 <= i < len(tokens)}
+    return {name: tokens[i] for name, key in named.items() if (i := token_id_of(file, key)) is not None}
 
 
-def _tokens(file: GGUFFile) -> list[str]:
-    return list_of(file, "tokenizer.ggml.tokens", str)
+def _refuse_unknown(file: GGUFFile, kind: str) -> None:
+    """Raise ConfigError for metadata of the tokenizer that would change tokens and are not understood."""
+    known = _HANDLED | _HARMLESS | ({"add_space_prefix"} if kind == "llama" else set[str]())
+    for key, value in file.metadata.items():
+        if not key.startswith("tokenizer.") or not value or key.removeprefix("tokenizer.ggml.") in known:
+            continue
+        if key not in _TEMPLATES and not key.startswith("tokenizer.chat_template."):
+            raise ConfigError(f"{file.path}: {key} is {value!r:.80}; this setting is not supported")
 
 
 def _byte_level(file: GGUFFile, tokens: list[str], types: list[int]) -> dict[str, Any]:
@@ -89,7 +107,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> dict[
     scores: list[float] = list_of(file, "tokenizer.ggml.scores", (int, float))
     if len(scores) != len(tokens):
         raise ConfigError(f"{file.path}: {len(scores)} scores of tokens, but {len(tokens)} tokens")
-    unknown = integer_of(file, "tokenizer.ggml.unknown_token_id", 0)
+    unknown = token_id_of(file, "unknown")
     has_prefix = flag_of(file, "tokenizer.ggml.add_space_prefix", True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepend = {"type": "Prepend", "prepend": _SPACE}
@@ -102,7 +120,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> dict[
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     skipped = {token for token, kind in zip(tokens, types, strict=True) if kind != 1}
     model = _bpe(vocab, _merges_of_scores(vocab, scores, skipped), byte_fallback=True)
-    if 0 <= unknown < len(tokens):
+    if unknown is not None:
         model |= {"unk_token": tokens[unknown], "fuse_unk": True}
     return {
         "version": "1.0",
@@ -166,10 +184,13 @@ def _post_processor(file: GGUFFile, tokens: list[str], *, add_bos: bool) -> dict
     text = {"Sequence": {"id": "A", "type_id": 0}}
     single, special = [text], dict[str, Any]()
     for name, default, at in (("bos", add_bos, 0), ("eos", False, 2)):
-        token_id = integer_of(file, f"tokenizer.ggml.{name}_token_id", None)
-        if token_id is None or not 0 <= token_id < len(tokens):
-            continue
         if flag_of(file, f"tokenizer.ggml.add_{name}_token", default):
+            token_id = token_id_of(file, name)
+            if token_id is None:
+                raise ConfigError(
+                    f"{file.path}: texts get {name} (add_{name}_token, or the default of the vocabulary), but "
+                    f"tokenizer.ggml.{name}_token_id is missing"
+                )
             single.insert(at, {"SpecialToken": {"id": tokens[token_id], "type_id": 0}})
             special[tokens[token_id]] = {"id": tokens[token_id], "ids": [token_id], "tokens": [tokens[token_id]]}
     if not special:

@@ -228,5 +228,11 @@ def _max_model_len(architecture: str, text: PretrainedConfig) -> int:
     rope = getattr(text, "rope_parameters", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if parameters.get("rope_type") in ("dynamic", "longrope"):
-            positions = min(positions, parameters.get("original_max_position_embeddings") or positions)
+            original = parameters.get("original_max_position_embeddings") or positions
+            if type(original) is not int or original < 1:
+                raise ConfigError(
+                    f"config.json: original_max_position_embeddings is {shorten(repr(original), 80)}; it must be a "
+                    f"positive integer"
+                )
+            positions = min(positions, original)
     return positions

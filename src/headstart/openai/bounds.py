@@ -3,12 +3,14 @@
 Limits that are the same everywhere are part of the field they limit: generation_fields.py, cache_params.py.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from headstart.config.options import ServerOptions
 from headstart.core.engine import EngineInfo
 from headstart.core.request import NO_DEFAULTS, SamplingDefaults
 from headstart.openai.canonical.prompt_rules import NO_RULES, PromptRules
+from headstart.openai.chat.chat_template import ONE_TEXT, ContentForms
 
 INT31_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -17,6 +19,10 @@ FLOAT32_MAX = 2.0**128 - 2.0**104  # logits are computed in float32
 
 FULL_CHOICES = 16  # choices of a prompt that fills the context
 MAX_JSON_VALUES = 128 * 1024  # strings, lists and objects of a body: each is a Python object of 50 to 100 bytes
+
+
+def _one_text() -> ContentForms:
+    return ONE_TEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,7 @@ class Bounds:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     prompt_rules: PromptRules = NO_RULES  # for chats
+    content_forms: Callable[[], ContentForms] = _one_text  # of the chat template; asked only for other contents
 
     @property
     def max_numbers(self) -> int:
@@ -44,8 +51,10 @@ class Bounds:
         return max(self.max_prompts, FULL_CHOICES) * self.max_model_len + MAX_JSON_VALUES
 
     @classmethod
-    def of(cls, info: EngineInfo, options: ServerOptions) -> "Bounds":
-        """Return the limits of one server with its engine.
+    def of(
+        cls, info: EngineInfo, options: ServerOptions, content_forms: Callable[[], ContentForms] = _one_text
+    ) -> "Bounds":
+        """Return the limits of one server with its engine. `content_forms`: of its tokenizer.
 
         For any context length, FULL_CHOICES choices of a full prompt are accepted, and one choice with all logprobs.
         """
@@ -61,6 +70,7 @@ class Bounds:
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
             prompt_rules=frozenset(options.prompt_rule),
+            content_forms=content_forms,
             max_sequence_tokens=max(4 << 20, info.max_model_len * FULL_CHOICES),
             max_answer_entries=max(16 << 20, info.max_model_len * (1 + options.max_logprobs)),
         )

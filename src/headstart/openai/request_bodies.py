@@ -28,7 +28,9 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES = get_args(Role)
 
 Prompt = str | array  # text, or packed int32 token ids
-Message = dict[str, Any]  # role, content: str, and optionally name, tool_calls, tool_call_id, reasoning_content
+# role, content: one text (parse_messages: or text parts, or null beside tool_calls), and optionally name, tool_calls,
+# tool_call_id, reasoning_content
+Message = dict[str, Any]
 
 
 # Only for /openapi.json: `parse_messages` checks them, in one pass over all messages.
@@ -126,7 +128,9 @@ def parse_chat(values: Mapping[str, Any], bounds: Bounds) -> ChatBody:
     """Return a validated /v1/chat/completions body, after the rules for prompts. Raises InvalidRequestError."""
     fields = validated(ChatRequest, values, bounds)
     body = ChatBody(fields.model, fields.messages, generation_params(fields, values, bounds))
-    return _canonical(body, bounds.prompt_rules) if bounds.prompt_rules else body
+    if bounds.prompt_rules:
+        body = _canonical(body, bounds.prompt_rules)
+    return replace(body, messages=as_rendered(body.messages, bounds))
 
 
 def parse_tokenize(values: Mapping[str, Any], bounds: Bounds) -> TokenizeRequest:
@@ -139,10 +143,12 @@ def parse_tokenize(values: Mapping[str, Any], bounds: Bounds) -> TokenizeRequest
     if values.get("messages") is None and values.get("tools"):
         raise InvalidRequestError("tools are rendered with messages only; leave them out", param="tools")
     fields = validated(TokenizeRequest, values, bounds)
-    if fields.messages is not None and bounds.prompt_rules:
-        canonical = canonical_chat(fields.messages, fields.tools, (), bounds.prompt_rules)
-        return fields.model_copy(update={"messages": canonical.messages, "tools": canonical.tools})
-    return fields
+    if fields.messages is None:
+        return fields
+    messages, tools = fields.messages, fields.tools
+    if bounds.prompt_rules:
+        messages, tools, *_ = canonical_chat(messages, tools, (), bounds.prompt_rules)
+    return fields.model_copy(update={"messages": as_rendered(messages, bounds), "tools": tools})
 
 
 def parse_detokenize(values: Mapping[str, Any], bounds: Bounds) -> DetokenizeRequest:
@@ -168,7 +174,7 @@ def parse_prompts(value: object, bounds: Bounds) -> tuple[Prompt, ...]:
 
 
 def parse_messages(value: object, bounds: Bounds) -> list[Message]:
-    """Return the conversation with each message's content as one string. Raises InvalidRequestError."""
+    """Return the conversation as it was sent, checked; `as_rendered` follows. Raises InvalidRequestError."""
     if value is None:
         raise missing("messages")
     if not isinstance(value, list | tuple) or not value:
@@ -178,7 +184,26 @@ def parse_messages(value: object, bounds: Bounds) -> list[Message]:
     return [_message(f"messages[{index}]", message) for index, message in enumerate(value)]
 
 
+def as_rendered(messages: list[Message], bounds: Bounds) -> list[Message]:
+    """Return the messages with each content in the form that the chat template takes, nearly always one text.
+
+    Text parts are joined by what the template prints between parts, or by newlines if it would print them as a list.
+    Null beside tool calls stays null if the template takes it. Rules for prompts have seen the parts before. Blocks.
+    """
+    return [
+        message if isinstance(message["content"], str) else {**message, "content": _one_content(message, bounds)}
+        for message in messages
+    ]
+
+
 # --------------------------------------------------------------------------------------------------------- inner parts
+
+
+def _one_content(message: Message, bounds: Bounds) -> str | None:
+    forms = bounds.content_forms()
+    if message["content"] is None:
+        return None if forms.takes_null else ""
+    return forms.separators.get(message["role"], "\n").join(part["text"] for part in message["content"])
 
 
 def _canonical(body: ChatBody, rules: PromptRules) -> ChatBody:
@@ -256,15 +281,16 @@ def _text(name: str, value: object, max_chars: int | None) -> str:
     return check_text(name, value)
 
 
-def _content(name: str, value: object) -> str:
-    """Return the content as one string; text parts are joined by newlines, as in other servers."""
+def _content(name: str, value: object) -> str | list[dict[str, str]] | None:
+    """Return the content as one text, as two or more text parts, or as null."""
     if value is None:
-        return ""
+        return None
     if isinstance(value, str):
         return check_text(name, value)
     if not isinstance(value, list | tuple):
         bad_value(name, f"is {shown(value)}", "it must be a string or a list of text parts")
-    return "\n".join(_part(f"{name}[{index}]", part) for index, part in enumerate(value))
+    texts = [_part(f"{name}[{index}]", part) for index, part in enumerate(value)]
+    return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
 
 
 def _part(name: str, part: object) -> str:

@@ -17,7 +17,7 @@ from headstart.http.http_errors import HttpError
 from headstart.openai.bounds import Bounds
 from headstart.openai.generation_fields import TokenId
 from headstart.openai.prefix_tokens import chat_tokens, text_tokens
-from headstart.openai.request_bodies import Messages
+from headstart.openai.request_bodies import Messages, as_rendered
 from headstart.openai.request_model import RequestModel, Text, checked, validated
 from headstart.openai.responses import Json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
@@ -69,7 +69,7 @@ def encode_prefix(body: PrefixRequest, tokenizer: Tokenizer, bounds: Bounds) -> 
     if body.token_ids is not None:
         return body.token_ids
     if body.messages is not None:
-        return chat_tokens(body.messages, tokenizer, bounds)
+        return chat_tokens(as_rendered(body.messages, bounds), tokenizer, bounds)
     return text_tokens(body.text or "", tokenizer, bounds)
 
 

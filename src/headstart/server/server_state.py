@@ -113,7 +113,7 @@ class ServerState:
         metrics.watch(self.engine)
         metrics.watch_turns(turns)
         self.engine.on_step = lambda stats: metrics.iteration_tokens.observe(stats.last_batch_tokens)
-        bounds = Bounds.of(info, self.options)
+        bounds = Bounds.of(info, self.options, tokenizer.content_forms)
         grammars = GrammarCheck(info, info.eos_token_ids or tokenizer.eos_token_ids)
         fingerprints = FingerprintMemory(self.options.diagnostics_size) if self.options.diagnostics_size else None
         metrics.watch_fingerprints(fingerprints)

@@ -1,5 +1,6 @@
 """GGUF models of every architecture and block format give the logits of Transformers with the dequantised weights."""
 
+import math
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,6 +29,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 def largest_error(path: Path, oracle: PreTrainedModel, dtype: str = "float32", bits: int = 16) -> float:
@@ -93,23 +95,37 @@ def test_models_in_bfloat16_with_blocks_in_one_or_several_formats_stay_close_to_
         ),
         (
             "qwen2",
-            {
-                "rope_parameters": {
-                    "rope_type": "yarn",
-                    "rope_theta": 10000.0,
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 64,
-                }
-            },
+            {"rope_parameters": YARN},
             {
                 "qwen2.rope.scaling.type": "yarn",
                 "qwen2.rope.scaling.factor": 4.0,
                 "qwen2.rope.scaling.original_context_length": 64,
             },
         ),
+        (
+            "qwen2",
+            {"rope_parameters": {**YARN, "attention_factor": 2.0 * (1.0 + 0.1 * math.log(4.0))}},
+            {
+                "qwen2.rope.scaling.type": "yarn",
+                "qwen2.rope.scaling.factor": 4.0,
+                "qwen2.rope.scaling.original_context_length": 64,
+                "qwen2.rope.scaling.attn_factor": 2.0,
+            },
+        ),
         ("phi3", {"sliding_window": 9, "partial_rotary_factor": 1.0}, {}),
+        ("llama", {}, {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+            {"llama.rope.scaling.factor": 4.0},
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+            {"llama.rope.scale_linear": 4.0},
+        ),
     ],
-    ids=["biases", "five-heads", "linear", "yarn", "window"],
+    ids=["biases", "five-heads", "linear", "yarn", "yarn-strength", "window", "none", "linear-unnamed", "scale-linear"],
 )
 def test_settings_are_those_of_the_metadata(
     family: str, overrides: dict[str, Any], metadata: dict[str, Any], tmp_path: Path
@@ -130,20 +146,41 @@ def test_factors_of_llama_3_are_applied(tmp_path: Path) -> None:
     assert largest_error(path, oracle) < 1e-5
 
 
-def test_factors_of_longrope_are_applied_within_the_original_context(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strength", [1.1338934, None])
+def test_factors_of_longrope_are_applied_within_the_original_context(strength: float | None, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     short, long = np.linspace(1, 2, 16, dtype=np.float32), np.full(16, 4, np.float32)
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "factor": 4.0}
     rope |= {"short_factor": short.tolist(), "long_factor": long.tolist()}
+    if strength is None:  # as in llama.cpp, which computes none from the lengths
+        rope["attention_factor"] = 1.0
+    given = {} if strength is None else {"phi3.rope.scaling.attn_factor": strength}
     oracle = write_gguf(
         path,
         "phi3",
         "F32",
         tensors={"rope_factors_short.weight": short, "rope_factors_long.weight": long},
-        metadata={"phi3.rope.scaling.original_context_length": 128, "phi3.rope.scaling.attn_factor": 1.1338934},
+        metadata={"phi3.rope.scaling.original_context_length": 128, **given},
         rope_parameters=rope,
         original_max_position_embeddings=128,
         partial_rotary_factor=0.5,
+    )
+    assert largest_error(path, oracle) < 1e-5
+    assert load_model(path, dtype="float32", device="cpu").max_model_len == 128
+
+
+def test_factors_of_longrope_in_a_llama_end_at_the_original_context_too(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    short, long = np.linspace(1, 2, 32, dtype=np.float32), np.full(32, 4, np.float32)
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "attention_factor": 1.0}
+    rope |= {"short_factor": short.tolist(), "long_factor": long.tolist(), "original_max_position_embeddings": 128}
+    oracle = write_gguf(
+        path,
+        "llama",
+        "F32",
+        tensors={"rope_factors_short.weight": short, "rope_factors_long.weight": long},
+        metadata={"llama.rope.scaling.type": "longrope", "llama.rope.scaling.original_context_length": 128},
+        rope_parameters=rope,
     )
     assert largest_error(path, oracle) < 1e-5
     assert load_model(path, dtype="float32", device="cpu").max_model_len == 128

@@ -10,7 +10,7 @@ import re
 import sys
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -199,7 +199,8 @@ class RequestReader:
         text = conversation(values)
         if tokenizer is not None and can_tokenize(text, limit):
             try:
-                return encode_chat(parse_chat(dict(values), _ANYTHING), tokenizer, _ANYTHING), text, 1
+                bounds = replace(_ANYTHING, content_forms=tokenizer.content_forms)
+                return encode_chat(parse_chat(dict(values), bounds), tokenizer, bounds), text, 1
             except (InvalidRequestError, QueueFullError):  # another engine's API, or invalid: the replica decides
                 pass
         return None, text, 1

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from headstart.core.errors import ConfigError
-from headstart.model.weights.config_bounds import MAX_POSITIONS, finite
+from headstart.model.weights.config_bounds import (
+    MAX_POSITIONS,
+    MAX_ROPE_FACTOR,
+    MAX_THETA,
+    MIN_ROPE_FACTOR,
+    MIN_THETA,
+    finite,
+)
 from headstart.model.weights.json_file import one_line, shorten
 
 _LEAST_POSITIONS = 1024  # minimum size of the tables of angles
@@ -27,6 +34,7 @@ _NUMBERS = (
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "attention_factor",
     "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
 )  # fmt: skip
+_LIMITS = {"original_max_position_embeddings": MAX_POSITIONS}
 SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -64,7 +72,7 @@ def read_rope(config: dict[str, Any], head_dim: int) -> RopeConfig:
     theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
     rope = RopeConfig(
         kind=kind,
-        theta=finite(theta, "rope_theta", above=0.0),
+        theta=finite(theta, "rope_theta", at_least=MIN_THETA, at_most=MAX_THETA),
         rotary_dim=rotary_dim,
         max_positions=_max_positions(kind, parameters, positions),
         config_positions=positions,
@@ -138,15 +146,15 @@ def _require(kind: str, parameters: dict[str, Any], rotary_dim: int) -> None:
         raise ConfigError(f"rope type {kind!r} needs {', '.join(missing)}, which config.json does not give")
     for key in _NUMBERS:
         if parameters.get(key) is not None and kind != "default":
-            finite(parameters[key], key, at_least=0.0)
-    if parameters.get("factor") == 0 and kind != "default":
-        raise ConfigError("config.json: factor of the rotary settings is 0; it must be positive")
+            finite(parameters[key], key, at_least=0.0, at_most=_LIMITS.get(key, MAX_ROPE_FACTOR))
+    if parameters.get("factor") is not None and kind != "default":
+        finite(parameters["factor"], "factor", at_least=MIN_ROPE_FACTOR)
     for key in ("short_factor", "long_factor") if kind == "longrope" else ():
         factors = parameters[key]
         if not isinstance(factors, list) or len(factors) != rotary_dim // 2:
             raise ConfigError(f"config.json: {key} is not a list of {rotary_dim // 2} numbers")
         for factor in factors:
-            finite(factor, key, above=0.0)
+            finite(factor, key, at_least=MIN_ROPE_FACTOR, at_most=MAX_ROPE_FACTOR)
 
 
 def _refuse_infinite(rope: RopeConfig) -> None:
@@ -160,13 +168,13 @@ def _refuse_infinite(rope: RopeConfig) -> None:
 
 
 def _max_positions(kind: str, parameters: dict[str, Any], positions: int) -> int:
-    original, factor = int(parameters["original_max_position_embeddings"]), parameters.get("factor")
+    original, factor = parameters["original_max_position_embeddings"], parameters.get("factor")
     if kind == "linear" and factor is not None:
         positions = int(positions * factor)
     elif kind == "yarn" and factor is not None:
-        positions = max(positions, int(original * factor))
+        positions = max(positions, int(int(original) * factor))
     elif kind == "longrope":
-        positions = min(positions, original)
+        positions = min(positions, int(original))
     if not 0 < positions <= MAX_POSITIONS:
         raise ConfigError(f"config.json: the rotary settings allow {positions} positions; at most {MAX_POSITIONS} are")
     return positions

@@ -6,6 +6,7 @@ computes the same attention as Headstart (transformers_probe.py). Both need Tran
 
 import ast
 import functools
+import re
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ NATIVE_ARCHITECTURES = {
     "Phi3ForCausalLM": "phi3",
 }
 SUPPORTED = f"{', '.join(NATIVE_ARCHITECTURES)}, and decoders of Transformers with full or sliding attention layers"
+_GENERATES = re.compile("CausalLM|LMHead|ConditionalGeneration|GenerationDecoder")  # in the name of a class
 _AUTO_MODELS = "models/auto/modeling_auto.py"
 _CAUSAL_MODELS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
@@ -44,12 +46,22 @@ def check_model_folder(folder: Path) -> None:
 
 
 def architecture_of(config: dict[str, Any]) -> str:
-    """Return the model class named in a `config.json`. Raises ConfigError if there is none."""
+    """Return the model class named in a `config.json`. Raises ConfigError if there is none, or not of a language model.
+
+    Transformers would build a language model all the same from the files of a classifier that hold an output head.
+    """
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ConfigError(
             f"config.json names no architecture (model_type {config.get('model_type')!r}); expected an entry such as "
             f'"architectures": ["LlamaForCausalLM"]'
+        )
+    if not isinstance(config.get("model_type"), str | None):
+        raise ConfigError(f"config.json: model_type is {shorten(repr(config['model_type']), 80)}; it must be a name")
+    if _GENERATES.search(names[0]) is None:
+        raise ConfigError(
+            f"{shorten(names[0], 80)} is not supported: it is no language model but a classifier, an encoder or the "
+            f"body of a model; its name would contain CausalLM, LMHead or ConditionalGeneration"
         )
     return names[0]
 

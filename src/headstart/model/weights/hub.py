@@ -4,6 +4,8 @@ Downloads only data (safetensors, JSON, tokenizer and template text), never pick
 repositories keep the same weights in other formats.
 """
 
+import contextlib
+import re
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
@@ -18,13 +20,14 @@ from huggingface_hub.errors import (
 )
 
 from headstart.core.errors import ConfigError
-from headstart.gguf.gguf_reader import is_gguf
+from headstart.gguf.gguf_reader import LFS_POINTER, is_gguf, refuse_lfs_pointer
 from headstart.model.weights.json_file import one_line, shorten
 
 MAX_NAME_CHARS = 4096  # the longest path Linux takes; hub ids have at most 96 characters
 SHOWN_CHARS = 80  # maximum characters of a refused name in a message
 WANTED = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model", "*.tiktoken")
 UNWANTED = ("*/*", "consolidated*.safetensors")  # Mistral's own format: the same weights a second time
+_NOT_FIRST = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)  # files of a split model after the first
 # httpx.HTTPError with hub 1.x, httpx2.HTTPError with 2.x: the base class of the hub's own error.
 _NETWORK_ERROR: type[Exception] = HfHubHTTPError.__mro__[1]
 
@@ -84,6 +87,8 @@ def local_folder(model: str) -> Path | None:
         raise ConfigError(
             f"{model} is a file, and no .gguf; name the folder that holds config.json and the safetensors files"
         )
+    if is_gguf(path):
+        raise ConfigError(f"there is no file {shorten(model, SHOWN_CHARS)!r}; a GGUF is named by its path")
     if not model or not model.isprintable() or model.startswith((".", "/", "~", "\\")) or model.count("/") > 1:
         named = shorten(model, SHOWN_CHARS)
         raise ConfigError(f"there is no folder {named!r}, and it is no hub id either (those look like Qwen/Qwen3-0.6B)")
@@ -91,6 +96,16 @@ def local_folder(model: str) -> Path | None:
 
 
 def _checked(folder: Path, model: str) -> Path:
+    """Return a folder with a model. Raises ConfigError for another one, with the file to name if it holds a GGUF."""
+    files = [file for pattern in WANTED for file in folder.glob(pattern) if file.is_file()]
+    for file in sorted(files):
+        _refuse_pointer(file)
+    gguf = sorted(file.name for file in folder.iterdir() if is_gguf(file) and _NOT_FIRST.search(file.name) is None)
+    if gguf and not any(file.suffix == ".safetensors" for file in files):
+        others = "" if len(gguf) == 1 else f" or another of its {len(gguf)} GGUF files"
+        raise ConfigError(
+            f"{model} holds no *.safetensors but a GGUF, which is named itself: {folder / gguf[0]}{others}"
+        )
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{model} has no config.json: it is not a model in Hugging Face's format")
     if not any(folder.glob("*.safetensors")):
@@ -98,6 +113,12 @@ def _checked(folder: Path, model: str) -> Path:
             f"{model} has no *.safetensors weights, and .bin and .pt are not loaded; a GGUF is named itself"
         )
     return folder
+
+
+def _refuse_pointer(file: Path) -> None:
+    """Raise ConfigError for a Git LFS pointer. A file that cannot be read is left to its reader."""
+    with contextlib.suppress(OSError), file.open("rb") as stream:
+        refuse_lfs_pointer(file, stream.read(len(LFS_POINTER)))
 
 
 def _explain(error: Exception, model: str, revision: str | None, *, offline: bool, hub: str) -> str:

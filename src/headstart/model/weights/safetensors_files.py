@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.core.errors import ConfigError
+from headstart.gguf.gguf_reader import LFS_POINTER, refuse_lfs_pointer
 from headstart.model.weights.gguf.block_formats import PackedTensor
 from headstart.model.weights.json_file import one_line, read_json
 from headstart.model.weights.tensor_files import Entry
@@ -91,6 +92,8 @@ def read_header(file: Path) -> dict[str, Entry]:
         raise ConfigError(f"{file} is not a regular file")
     try:
         with file.open("rb") as stream:
+            refuse_lfs_pointer(file, stream.read(len(LFS_POINTER)))
+            stream.seek(0)
             length = int.from_bytes(stream.read(8), "little")
             if not 2 <= length <= min(MAX_HEADER_BYTES, file.stat().st_size - 8):
                 raise ConfigError(f"{file} is not a safetensors file: its header would be {length} bytes long")

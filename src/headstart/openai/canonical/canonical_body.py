@@ -154,7 +154,7 @@ def _field(item: Values, name: str, counts: Counter[str]) -> Values:
 def _with_text(content: Any, kind: str, lines: list[str]) -> Any:
     text = "\n".join(lines)
     if isinstance(content, list):
-        return [*cast("list[Any]", content), {"type": kind, "text": text}]
+        return [*cast("list[Any]", content), {"type": kind, "text": f"\n{text}"}]
     return f"{content}\n\n{text}" if content else text
 
 

@@ -141,7 +141,7 @@ def _with_moved(messages: list[Message], lines: list[str]) -> list[Message]:
     message, text = messages[at], "\n".join(lines)
     content = message.get("content")
     if isinstance(content, list):
-        changed: Any = [*cast("list[Any]", content), {"type": "text", "text": text}]
+        changed: Any = [*cast("list[Any]", content), {"type": "text", "text": f"\n{text}"}]
     else:
         changed = f"{content}\n\n{text}" if content else text
     messages[at] = {**message, "content": changed}

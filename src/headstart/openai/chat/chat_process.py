@@ -4,6 +4,7 @@ A template is a program from the model's folder. In this process it cannot exhau
 see openai/sandbox/.
 """
 
+import json
 from typing import Any
 
 from headstart.core.errors import InvalidRequestError
@@ -21,6 +22,8 @@ def build(setup: Any) -> Handler:
     template = ChatTemplate(source, named_tokens, max_seconds=max_seconds)
 
     def render(request: Any) -> str:
+        if request is None:
+            return json.dumps(template.content_forms())
         messages, generate, go_on, options, tools = request
         return template.render(
             messages, add_generation_prompt=generate, continue_final_message=go_on, options=options, tools=tools

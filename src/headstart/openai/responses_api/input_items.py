@@ -74,8 +74,9 @@ def chat_messages(named: Iterable[tuple[str, Json]]) -> tuple[list[Json], list[s
                 }
                 if last.get("role") == "assistant":
                     last.setdefault("tool_calls", []).append(call)
+                    last["content"] = last["content"] or None
                     continue
-                message = {"role": "assistant", "content": "", "tool_calls": [call]}
+                message = {"role": "assistant", "content": None, "tool_calls": [call]}
             case "item_reference":
                 bad_value(f"{name}.id", f"is {shown(item['id'])}", "no stored response has this item")
             case "function_call_output":
@@ -159,11 +160,13 @@ def _part(name: str, part: object, kind: str) -> Json:
     return read
 
 
-def _output(name: str, value: object) -> str:
+def _output(name: str, value: object) -> str | list[Json]:
+    """Return the output of a call as one text, or as two or more parts."""
     if isinstance(value, str):
         return check_text(name, value)
     parts = check_list(name, value, MAX_PARTS, "parts")
-    return "\n".join(_part(f"{name}[{index}]", part, "input_text")["text"] for index, part in enumerate(parts))
+    read = [_part(f"{name}[{index}]", part, "input_text") for index, part in enumerate(parts)]
+    return read if len(read) > 1 else "".join(part["text"] for part in read)
 
 
 def _reasoning(name: str, item: Mapping[str, Any]) -> list[Json]:

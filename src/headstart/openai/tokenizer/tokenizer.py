@@ -21,7 +21,7 @@ from headstart.gguf.gguf_reader import is_gguf, read_gguf
 from headstart.gguf.metadata import text_of
 from headstart.gguf.tokenizer_json import gguf_tokenizer, named_tokens
 from headstart.openai.chat.chat_renderer import ChatRenderer
-from headstart.openai.chat.chat_template import MAX_SOURCE_CHARS
+from headstart.openai.chat.chat_template import MAX_SOURCE_CHARS, ONE_TEXT, ContentForms
 from headstart.openai.tokenizer.turn_memory import Conversation
 from headstart.openai.tokenizer.vocabulary import Vocabulary, parts_of
 
@@ -123,6 +123,10 @@ class Tokenizer:
             options=options or {},
             tools=tools,
         )
+
+    def content_forms(self) -> ContentForms:
+        """Return the forms of content that the chat template takes. Blocks at first, and raises, as `render_chat`."""
+        return ONE_TEXT if self._template is None else self._template.content_forms()
 
     def _id_of(self, name: str) -> int | None:
         token = self.named_tokens.get(name)

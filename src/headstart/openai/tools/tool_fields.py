@@ -97,9 +97,10 @@ class SentNamedChoice(RequestModel):
     function: SentFunctionName
 
 
-def _tools(value: object, _: Bounds) -> tuple[Tool, ...]:
+def _tools(value: object, bounds: Bounds) -> tuple[Tool, ...]:
     tools = tuple(
-        _tool(f"tools[{index}]", item) for index, item in enumerate(check_list("tools", value, MAX_TOOLS, "tools"))
+        _tool(f"tools[{index}]", item, bounds)
+        for index, item in enumerate(check_list("tools", value, MAX_TOOLS, "tools"))
     )
     names = [tool.name for tool in tools]
     for name in names:
@@ -108,7 +109,7 @@ def _tools(value: object, _: Bounds) -> tuple[Tool, ...]:
     return tools
 
 
-def _tool(name: str, value: object) -> Tool:
+def _tool(name: str, value: object, bounds: Bounds) -> Tool:
     if not isinstance(value, Mapping):
         bad_value(name, f"is {shown(value)}", "it must be an object with type and function")
     if value.get("type") != "function":
@@ -136,7 +137,10 @@ def _tool(name: str, value: object) -> Tool:
         if not isinstance(function["description"], str):
             bad_value(f"{name}.function.description", f"is {shown(function['description'])}", "it must be a string")
         definition["description"] = check_text("tools", function["description"])
-    definition["parameters"] = dict(parameters)
+    if function.get("parameters") is not None or not bounds.content_forms().takes_no_parameters:
+        definition["parameters"] = dict(parameters)
+    if strict is not None:
+        definition["strict"] = strict
     return Tool(called, parameters, {"type": "function", "function": definition}, bool(strict))
 
 

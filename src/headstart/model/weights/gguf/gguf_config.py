@@ -12,8 +12,8 @@ import numpy as np
 from headstart.core.errors import ConfigError
 from headstart.gguf.end_tokens import end_token_ids
 from headstart.gguf.gguf_reader import GGUFFile
-from headstart.gguf.metadata import integer_of, number_of, text_of
-from headstart.model.weights.gguf.gguf_names import LAYER, ROPE_TENSORS, hf_name
+from headstart.gguf.metadata import integer_of, number_of, text_of, tokens_of
+from headstart.model.weights.gguf.gguf_names import BIASED, LAYER, ROPE_TENSORS, hf_name
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -28,8 +28,8 @@ _HANDLED = {
     "attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length",
     "attention.value_length", "attention.sliding_window",
 }  # fmt: skip
-# Read by llama.cpp, but without effect on a decoder of these architectures, or about another use of the weights.
-_HARMLESS = {"attention.layer_norm_epsilon", "rope.scaling.finetuned", "pooling_type", "tensor_data_layout"}
+# Without effect on a decoder of these architectures.
+_HARMLESS = {"attention.layer_norm_epsilon", "rope.scaling.finetuned", "tensor_data_layout"}
 _NEUTRAL = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.yarn_attn_factor": 1.0}
 _MAX_ROPE_FACTORS = 4096
 
@@ -40,16 +40,16 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     _refuse_unknown(file, arch)
     heads = _count(file, arch, "attention.head_count")
     hidden = _count(file, arch, "embedding_length")
-    head_dim = integer_of(file, f"{arch}.attention.key_length", None) or hidden // heads
+    head_dim = _count(file, arch, "attention.key_length", hidden // heads)
     if (value_dim := integer_of(file, f"{arch}.attention.value_length", head_dim)) != head_dim:
         raise ConfigError(f"{file.path}: values of {value_dim} beside keys of {head_dim} per head are not supported")
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[arch]],
         "model_type": arch,
-        "vocab_size": _vocab_size(file),
+        "vocab_size": _vocab_size(file, arch),
         "hidden_size": hidden,
         "intermediate_size": _count(file, arch, "feed_forward_length"),
-        "num_hidden_layers": integer_of(file, f"{arch}.block_count"),
+        "num_hidden_layers": _count(file, arch, "block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": _count(file, arch, "attention.head_count_kv", heads),
         "max_position_embeddings": integer_of(file, f"{arch}.context_length"),
@@ -69,11 +69,10 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         original = integer_of(file, "phi3.rope.scaling.original_context_length", None)
         if original is not None:
             config["original_max_position_embeddings"] = original
-    if arch in ("llama", "qwen3"):
-        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    if arch == "llama":
-        config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-    return config
+    biases = {setting: _has_biases(file, arch, parts) for setting, parts in BIASED[arch].items()}
+    if not biases.pop("qkv_bias", True):
+        raise ConfigError(f"{file.path}: tensor blk.0.attn_q.bias is missing, and a {arch} model has biases")
+    return config | biases
 
 
 def _architecture(file: GGUFFile) -> str:
@@ -93,19 +92,25 @@ def _architecture(file: GGUFFile) -> str:
 def _refuse_unknown(file: GGUFFile, arch: str) -> None:
     """Raise ConfigError for settings that are not understood, and for tensors that the decoder would not use."""
     for key, value in file.metadata.items():
-        name = key.removeprefix(f"{arch}.")
-        if name == key or name in _HANDLED or name in _HARMLESS:
+        prefix, _, name = key.partition(".")
+        if prefix != arch and name in _HANDLED:
+            raise ConfigError(f"{file.path}: {key} is a setting of another architecture than {arch}")
+        if prefix != arch or name in _HANDLED or name in _HARMLESS:
             continue
         neutral = _NEUTRAL.get(name)
         if value == neutral if neutral is not None else not value:  # 0 experts, no scale, an empty list
             continue
         raise ConfigError(f"{file.path}: {key} is {value!r:.80}; this setting is not supported")
     window = integer_of(file, f"{arch}.attention.sliding_window", 0)
-    if arch != "phi3" and 0 < window < integer_of(file, f"{arch}.context_length"):
+    if window < 0 or (arch != "phi3" and 0 < window < integer_of(file, f"{arch}.context_length")):
         raise ConfigError(
             f"{file.path}: {arch}.attention.sliding_window is {window}; the layers it is for are not known"
         )
-    blocks = integer_of(file, f"{arch}.block_count")
+    if (version := file.metadata.get("general.quantization_version", 2)) != 2 and not _all_plain(file):
+        raise ConfigError(f"{file.path}: general.quantization_version is {version!r:.80}; blocks of version 2 are read")
+    blocks = _count(file, arch, "block_count")
+    if blocks > len(file.tensors):
+        raise ConfigError(f"{file.path}: {arch}.block_count is {blocks}, but there are {len(file.tensors)} tensors")
     for name in file.tensors:
         layer = LAYER.fullmatch(name)
         if hf_name(name, arch) is None and name not in ROPE_TENSORS:
@@ -114,27 +119,56 @@ def _refuse_unknown(file: GGUFFile, arch: str) -> None:
             raise ConfigError(f"{file.path}: tensor {name!r:.80} belongs to no layer; {arch}.block_count is {blocks}")
 
 
+def _has_biases(file: GGUFFile, arch: str, parts: tuple[str, ...]) -> bool:
+    """Return whether `parts` have biases. Raises ConfigError if only some have."""
+    names = [f"blk.{layer}.{part}.bias" for layer in range(_count(file, arch, "block_count")) for part in parts]
+    there = [name for name in names if name in file.tensors]
+    if there and len(there) < len(names):
+        absent = next(name for name in names if name not in file.tensors)
+        raise ConfigError(
+            f"{file.path}: tensor {there[0]} is there, but not {absent}; biases are read for all of "
+            f"{', '.join(parts)} in all layers, or for none"
+        )
+    return bool(there)
+
+
 def _count(file: GGUFFile, arch: str, name: str, default: int | None = None) -> int:
-    """Return a number of the model, which a file may also give per layer. Raises ConfigError if layers differ."""
+    """Return a positive number of the model, which a file may also give per layer. Raises ConfigError otherwise."""
     key = f"{arch}.{name}"
     found = file.metadata.get(key)
     if isinstance(found, list):
-        if not found or any(item != found[0] for item in found) or not isinstance(found[0], int):
+        if not found or any(item != found[0] for item in found) or type(found[0]) is not int:
             raise ConfigError(f"{file.path}: {key} differs per layer; that is not supported")
-        return found[0]
-    return integer_of(file, key) if default is None else integer_of(file, key, default)
+        if len(found) != integer_of(file, f"{arch}.block_count"):
+            raise ConfigError(f"{file.path}: {key} has {len(found)} values; there must be one per layer")
+        count = found[0]
+    else:
+        count = integer_of(file, key) if default is None else integer_of(file, key, default)
+    if count < 1:
+        raise ConfigError(f"{file.path}: {key} is {count}; it must be positive")
+    return count
 
 
-def _vocab_size(file: GGUFFile) -> int:
+def _vocab_size(file: GGUFFile, arch: str) -> int:
     """Return the rows of the embedding, which may be more than the tokens of the tokenizer."""
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ConfigError(f"{file.path}: tensor token_embd.weight is missing")
-    return embedding.shape[0]
+    rows, num_tokens = embedding.shape[0], len(tokens_of(file))
+    if rows < num_tokens or integer_of(file, f"{arch}.vocab_size", rows) != rows:
+        raise ConfigError(
+            f"{file.path}: token_embd.weight has {rows} rows, but there are {num_tokens} tokens, and "
+            f"{arch}.vocab_size is {integer_of(file, f'{arch}.vocab_size', None)}"
+        )
+    return rows
 
 
 def _all_float32(file: GGUFFile) -> bool:
     return all(info.kind == "F32" for info in file.tensors.values())
+
+
+def _all_plain(file: GGUFFile) -> bool:
+    return all(info.kind in ("F32", "F16", "BF16") for info in file.tensors.values())
 
 
 def _rope(file: GGUFFile, arch: str, head_dim: int) -> dict[str, Any]:
@@ -150,30 +184,47 @@ def _rope(file: GGUFFile, arch: str, head_dim: int) -> dict[str, Any]:
 
 
 def _rope_scaling(file: GGUFFile, arch: str) -> dict[str, Any]:
-    """Return the part of the rotary settings that says how they are scaled."""
+    """Return the part of the rotary settings that says how they are scaled, with llama.cpp's defaults."""
     prefix = f"{arch}.rope.scaling"
-    kind = text_of(file, f"{prefix}.type", "none")
-    factor = number_of(file, f"{prefix}.factor", number_of(file, f"{arch}.rope.scale_linear", None))
-    strength = number_of(file, f"{prefix}.attn_factor", None)
-    if short := _factors(file, "rope_factors_short.weight"):
-        factors = {"short_factor": short, "long_factor": _factors(file, "rope_factors_long.weight")}
-        return {"rope_type": "longrope"} | factors | ({} if strength is None else {"attention_factor": strength})
-    if factors := _factors(file, "rope_freqs.weight"):  # Llama 3's scaling, computed when the file was written
-        if kind not in ("none", "linear") or (factor or 1.0) != 1.0:
-            raise ConfigError(f"{file.path}: rope_freqs.weight beside scaling of type {kind!r:.80} is not supported")
-        positions = integer_of(file, f"{arch}.context_length")
-        same = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
-        return {"rope_type": "longrope", "original_max_position_embeddings": positions} | same
-    if kind == "yarn":
+    kind = text_of(file, f"{prefix}.type", "linear")
+    given = number_of(file, f"{prefix}.factor", number_of(file, f"{arch}.rope.scale_linear", None))
+    factor = 1.0 if kind == "none" else given or 1.0
+    strength = number_of(file, f"{prefix}.attn_factor", 1.0)
+    tensors = {name: factors for name in ROPE_TENSORS if (factors := _factors(file, name)) is not None}
+    if tensors:
+        return _longrope(file, arch, tensors, kind, factor) | {"attention_factor": strength}
+    if kind == "yarn" and given:
         original = integer_of(file, f"{prefix}.original_context_length", None)
-        found = {"factor": factor, "original_max_position_embeddings": original}
+        found = {"factor": factor, "original_max_position_embeddings": original or None}
         found |= {name: number_of(file, f"{prefix}.yarn_{name}", None) for name in ("beta_fast", "beta_slow")}
-        if strength is not None and factor is not None and factor > 1:
-            found["attention_factor"] = strength * (1.0 + 0.1 * math.log(factor))
+        if strength != 1.0:
+            found["attention_factor"] = strength * (1.0 + 0.1 * math.log(max(factor, 1.0)))
         return {"rope_type": "yarn"} | {name: value for name, value in found.items() if value is not None}
     if kind not in ("none", "linear"):
-        raise ConfigError(f"{file.path}: {prefix}.type is {kind!r:.80} without tensors of factors, or is not known")
-    return {} if factor in (None, 0.0, 1.0) else {"rope_type": "linear", "factor": factor}
+        missing = f"{prefix}.factor" if kind == "yarn" else "tensors of factors"
+        raise ConfigError(f"{file.path}: {prefix}.type is {kind!r:.80} without {missing}, or is not known")
+    if strength != 1.0:
+        raise ConfigError(f"{file.path}: {prefix}.attn_factor is {strength} beside scaling of type {kind!r:.80}")
+    return {} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
+
+
+def _longrope(file: GGUFFile, arch: str, tensors: dict[str, list[float]], kind: str, factor: float) -> dict[str, Any]:
+    """Return the settings of factors per frequency: for short and long contexts, or the same for all (Llama 3)."""
+    if kind not in ("none", "linear", "longrope") or factor != 1.0:
+        raise ConfigError(
+            f"{file.path}: {', '.join(tensors)} beside scaling of type {kind!r:.80} by {factor} is not supported"
+        )
+    if tensors.keys() == {"rope_freqs.weight"}:
+        factors, positions = tensors["rope_freqs.weight"], integer_of(file, f"{arch}.context_length")
+        found = {"short_factor": factors, "long_factor": factors, "original_max_position_embeddings": positions}
+    elif len(tensors) == 2 and "rope_freqs.weight" not in tensors:
+        short, long = tensors["rope_factors_short.weight"], tensors["rope_factors_long.weight"]
+        original = integer_of(file, f"{arch}.rope.scaling.original_context_length", None)
+        found = {"short_factor": short, "long_factor": long}
+        found |= {"original_max_position_embeddings": original} if original else {}
+    else:
+        raise ConfigError(f"{file.path}: {', '.join(tensors)}: factors are read for short and long contexts together")
+    return {"rope_type": "longrope"} | found
 
 
 def _factors(file: GGUFFile, name: str) -> list[float] | None:

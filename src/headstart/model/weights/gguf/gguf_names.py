@@ -28,7 +28,14 @@ _BY_ARCHITECTURE = {
     "qwen3": _IN_LAYER | _SEPARATE | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"},
     "phi3": _IN_LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
-LAYER = re.compile(r"blk\.(\d{1,9})\.([a-z_]+)\.(weight|bias)")
+_ATTENTION, _MLP = ("attn_q", "attn_k", "attn_v", "attn_output"), ("ffn_gate", "ffn_up", "ffn_down")
+BIASED: dict[str, dict[str, tuple[str, ...]]] = {  # the parts with biases, together or not at all, by the setting
+    "llama": {"attention_bias": _ATTENTION, "mlp_bias": _MLP},
+    "qwen2": {"qkv_bias": _ATTENTION[:3]},
+    "qwen3": {"attention_bias": _ATTENTION},
+    "phi3": {},
+}
+LAYER = re.compile(r"blk\.(0|[1-9]\d{0,8})\.([a-z_]+)\.(weight|bias)")
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # settings, not weights
 
 
@@ -37,6 +44,8 @@ def hf_name(name: str, architecture: str) -> str | None:
     layer = LAYER.fullmatch(name)
     if layer is not None:
         inner = _BY_ARCHITECTURE[architecture].get(layer[2])
+        if layer[3] == "bias" and not any(layer[2] in parts for parts in BIASED[architecture].values()):
+            return None
         return None if inner is None else f"model.layers.{int(layer[1])}.{inner}.{layer[3]}"
     whole, _, kind = name.rpartition(".")
     return f"{_WHOLE[whole]}.weight" if whole in _WHOLE and kind == "weight" else None
