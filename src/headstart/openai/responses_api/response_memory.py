@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from headstart.openai.request_json import json_value
 from headstart.openai.responses import Json
 
 MAX_ENTRIES = 16_384
@@ -98,7 +99,7 @@ class ResponseMemory:
             if entry is None:
                 return None
             response, items = entry.response, entry.items
-        return StoredResponse(msgspec.json.decode(response), msgspec.json.decode(items))
+        return StoredResponse(json_value(response), json_value(items))
 
     def history(self, tenant: str, response_id: str, now: float) -> Conversation | None:
         """Return the conversation up to the end of a response; None as `get`."""
@@ -111,7 +112,7 @@ class ResponseMemory:
         while turn is not None:
             turns.append(turn.items)
             turn = turn.previous
-        items = [item for text in reversed(turns) for item in msgspec.json.decode(text)]
+        items = [item for text in reversed(turns) for item in json_value(text)]
         return Conversation(items, entry.turn)
 
     def remove(self, tenant: str, response_id: str, now: float) -> bool:
