@@ -34,7 +34,7 @@ async def post(router: Front, target: str, *lines: str) -> int:
     """The status of a POST with the target as it is: clients would tidy it."""
     url = router.client.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
-    head = (f"POST {target} HTTP/1.1", "host: x", "content-length: 2", "connection: close", *lines)
+    head = (f"POST {target} HTTP/1.1", "host: localhost", "content-length: 2", "connection: close", *lines)
     writer.write("\r\n".join([*head, "", "{}"]).encode())
     status = (await reader.read()).split()[1]
     writer.close()

@@ -14,7 +14,7 @@ async def ask(router: Front, *lines: str, path: str = "/v1/completions") -> str:
     """The head of the answer to a request with these header lines as they are: clients would tidy them."""
     url = router.client.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
-    first = (f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(BODY)}")
+    first = (f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(BODY)}")
     writer.write("\r\n".join([*first, *lines, "", ""]).encode() + BODY)
     head = await reader.readuntil(b"\r\n\r\n")
     writer.close()

@@ -209,7 +209,7 @@ def test_a_stranger_administers_no_replica_whatever_the_path(path: str) -> None:
         async with front(replica) as router:
             url = router.client.base_url
             reader, writer = await asyncio.open_connection(url.host, url.port)  # clients tidy paths, this does not
-            head = f"POST {path} HTTP/1.1\r\nhost: x\r\nx-forwarded-for: 10.0.0.1\r\ncontent-length: 2\r\n"
+            head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nx-forwarded-for: 10.0.0.1\r\ncontent-length: 2\r\n"
             writer.write(f"{head}connection: close\r\n\r\n{{}}".encode())
             status = (await reader.read()).split()[1]
             writer.close()

@@ -154,7 +154,7 @@ async def inside(
         await warm_prefixes(state, loaded)
         state.open(loaded)
         transport = httpx.ASGITransport(build_app(state), client=("127.0.0.1", 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=PATIENCE) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=PATIENCE) as client:
             yield Inside(state, engine, client)
     finally:
         await engine.close()

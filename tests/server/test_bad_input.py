@@ -217,7 +217,7 @@ class Raw:
 
 def test_a_body_of_100_mb_in_chunks_is_413_long_before_its_end(server: Server) -> None:
     raw = Raw(server)
-    raw.say(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+    raw.say(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n")
     chunk = b"100000\r\n" + b"a" * 0x100000 + b"\r\n"
     for _ in range(100):
         if not raw.say(chunk):
@@ -228,7 +228,9 @@ def test_a_body_of_100_mb_in_chunks_is_413_long_before_its_end(server: Server) -
 
 def test_a_body_announced_too_large_is_413_without_being_read(server: Server) -> None:
     raw = Raw(server)
-    raw.say(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 100000000\r\n\r\n")
+    raw.say(
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 100000000\r\n\r\n"
+    )
     status, text = raw.answer()
     assert status == 413 and "100 Continue" not in text and "--max-body-bytes" in text
 
@@ -236,9 +238,9 @@ def test_a_body_announced_too_large_is_413_without_being_read(server: Server) ->
 @pytest.mark.parametrize(
     "head",
     [
-        b"GET /health HTTP/1.1\r\nhost: x\r\nx-big: " + b"a" * 1_000_000 + b"\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"".join(b"x-%d: y\r\n" % i for i in range(10_000)) + b"\r\n",
-        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-big: " + b"a" * 1_000_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"".join(b"x-%d: y\r\n" % i for i in range(10_000)) + b"\r\n",
+        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
     ],
 )
 def test_a_head_that_is_too_large_is_431(server: Server, head: bytes) -> None:
@@ -256,9 +258,10 @@ def test_a_head_that_is_too_large_is_431(server: Server, head: bytes) -> None:
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
-        b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n"
+        b"0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n",
         b"\x00" * 100 + b"\r\n\r\n",
     ],
 )
@@ -329,8 +332,10 @@ def test_a_body_without_room_waits_until_others_were_worked_on() -> None:
 
 def test_many_pipelined_requests_are_answered_in_order(server: Server) -> None:
     raw = Raw(server)
-    raw.say(b"".join(b"GET /p%d HTTP/1.1\r\nhost: x\r\nx-request-id: id-%d\r\n\r\n" % (i, i) for i in range(200)))
-    raw.say(b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    raw.say(
+        b"".join(b"GET /p%d HTTP/1.1\r\nhost: localhost\r\nx-request-id: id-%d\r\n\r\n" % (i, i) for i in range(200))
+    )
+    raw.say(b"GET /last HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
     _, text = raw.answer()
     assert re.findall(r"x-request-id: id-(\d+)", text) == [str(i) for i in range(200)]
 

@@ -39,7 +39,7 @@ def open_request(server: Server, **body: object) -> socket.socket:
     address = urlsplit(server.url)
     payload = json.dumps({"prompt": [1, 2, 3] * 20, "max_tokens": 400, **body}).encode()
     connection = socket.create_connection((address.hostname, address.port), PATIENCE)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(payload)}\r\n\r\n"
     connection.sendall(head.encode() + payload)
     return connection
 
@@ -96,7 +96,7 @@ def test_hanging_up_in_the_middle_of_a_body_leaves_nothing(slow: Server) -> None
     address = urlsplit(slow.url)
     for _ in range(20):
         with socket.create_connection((address.hostname, address.port), PATIENCE) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n{")
     assert slow.get("/health").status_code == 200 and running(slow) == 0
 
 

@@ -16,7 +16,7 @@ from headstart.http.protocol.body_writer import writer_of
 from headstart.http.protocol.connections import ConnectionTable
 
 MANY = 200  # times 1 MB, which a server that keeps or takes it all would be sent
-CHUNKED = b"host: x\r\ntransfer-encoding: chunked\r\n\r\n"
+CHUNKED = b"host: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
 ALLOWED = 40e6  # bytes sent until the closed connection is noticed: the buffers of both sockets, and what lingers
 KEY = "secret"
 
@@ -73,7 +73,7 @@ def test_without_a_key_nothing_more_is_taken(keyed: Server, name: str) -> None:
 
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/livez", b"/unknown"])
 def test_an_answer_before_the_end_of_the_body_closes_the_connection(keyed: Server, path: bytes) -> None:
-    head = b"POST " + path + b" HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n"
+    head = b"POST " + path + b" HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000\r\n\r\n"
     status, text, sent = push(keyed, head, b"a" * 1_000_000)
     assert status in (401, 404, 405) and "connection: close" in text and sent < ALLOWED
 
@@ -114,7 +114,7 @@ def test_more_headers_than_any_client_sends_are_431(open_server: Server) -> None
 
 def test_a_request_to_upgrade_is_answered_and_the_connection_closes(open_server: Server) -> None:
     raw = Raw(open_server)
-    raw.say(b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n")
+    raw.say(b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n")
     status, text = raw.answer()
     assert status == 200 and "connection: close" in text
 
@@ -124,7 +124,7 @@ def test_a_request_to_upgrade_is_answered_and_the_connection_closes(open_server:
 )
 def test_the_body_of_a_request_to_upgrade_is_not_lost_unnoticed(open_server: Server, frame: bytes) -> None:
     raw = Raw(open_server)
-    raw.say(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n" + frame)
+    raw.say(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: h2c\r\n" + frame)
     status, text = raw.answer()
     assert status == 400 and "without Upgrade" in text
 
@@ -413,7 +413,7 @@ def test_parts_of_a_body_can_be_written_in_plain_calls() -> None:
         server = HttpServer(uvicorn_config(app))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reader, writer = await asyncio.open_connection(*listener.getsockname())
-        writer.write(f"{method} / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        writer.write(f"{method} / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
         answer = await reader.read()
         writer.close()
         server.should_exit = True
@@ -446,7 +446,7 @@ def test_a_writer_is_not_ready_while_the_client_does_not_read() -> None:
         server = HttpServer(uvicorn_config(app))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reader, writer = await asyncio.open_connection(*listener.getsockname())
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         await asyncio.sleep(0.2)
         num_unread = num_written
         assert 0 < num_unread < MANY

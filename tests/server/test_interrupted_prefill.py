@@ -57,7 +57,7 @@ def interrupt(server: Server, seed: int, *, stream: bool) -> Stop:
         before = num_prefilled(server)
         body = json.dumps({"prompt": prompt, "max_tokens": 4, "stream": stream}).encode()
         with socket.create_connection((address.hostname, address.port), PATIENCE) as connection:
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
             wait_for(lambda before=before: num_prefilled(server) - before >= ENOUGH)
         wait_for(lambda: server.metric("vllm:num_requests_running") == 0)

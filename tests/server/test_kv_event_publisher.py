@@ -25,7 +25,12 @@ from headstart.core.request import Request, SamplingParams
 from headstart.model.weights.init_model import init_model
 from headstart.server.kv_events import kv_event_publisher as kv_events
 from headstart.server.kv_events.kv_event_encoding import BatchEncoder
-from headstart.server.kv_events.kv_event_publisher import KVEventPublisher, KVEventsConfig, parse_kv_events_config
+from headstart.server.kv_events.kv_event_publisher import (
+    KVEventPublisher,
+    KVEventsConfig,
+    _is_bound,
+    parse_kv_events_config,
+)
 
 A, B = BlockHash(bytes(range(32))), BlockHash(b"\xff" * 32)
 STORED = BlockStored((A, B), None, array("i", range(8)), 4)
@@ -102,12 +107,12 @@ def replay(context: "zmq.Context[Any]", endpoint: str, start: int) -> list[tuple
 # --- configuration
 
 
-def test_defaults_are_those_of_vllm() -> None:
+def test_defaults_are_those_of_vllm_but_events_stay_on_this_machine() -> None:
     config = parse_kv_events_config('{"enable_kv_cache_events": true}')
     assert config == KVEventsConfig(
         enable_kv_cache_events=True,
         publisher=None,
-        endpoint="tcp://*:5557",
+        endpoint="tcp://127.0.0.1:5557",
         replay_endpoint=None,
         buffer_steps=10_000,
         hwm=100_000,
@@ -132,12 +137,17 @@ def test_no_events_unless_asked_for(text: str | None) -> None:
         ("[]", "Expected `object`"),
         ("tcp://*:5557", "malformed"),
         ('{"enable_kv_cache_events": true, "endpoint": "inproc://x"}', "write it like"),
-        ('{"enable_kv_cache_events": true, "replay_endpoint": "tcp://*:5557"}', "must differ"),
+        ('{"enable_kv_cache_events": true, "replay_endpoint": "tcp://127.0.0.1:5557"}', "must differ"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_name(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"kv_events_config.*{message}"):
         parse_kv_events_config(text)
+
+
+def test_the_default_endpoint_is_bound_and_other_concrete_ones_are_connected_to() -> None:
+    assert _is_bound(KVEventsConfig().endpoint)
+    assert not _is_bound("tcp://127.0.0.1:5559") and not _is_bound("tcp://10.0.0.1:5557")
 
 
 # --- encoding

@@ -1,6 +1,9 @@
 """PromptDoctor: the avoidable share of sampled prompts, by cause and tenant, with bounded memory and CPU time."""
 
 import asyncio
+import gc
+import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from headstart.explain.lint.logged_prompt import prompt_of
 from headstart.explain.lint.prompt_window import PromptWindow, WindowEntry, examined
 from headstart.openai.engine_requests import Origin
 from headstart.server.prompt_doctor import FREE_SECONDS, PromptDoctor
+from headstart.server.request_limits import object_bytes
 from headstart.server.statistics import losses
 
 RULES = "".join(f"Rule {number}: answer with one word, and never guess the name of a river.\n" for number in range(40))
@@ -32,8 +36,9 @@ async def ask(
 ) -> None:
     sent = messages(front)
     num_tokens = tokens_of(sent)
-    entry = doctor.note(Origin("id", tenant=tenant, domain=tenant.encode()), salt, sent, (), num_tokens)
+    entry = doctor.entry(Origin("id", tenant=tenant, domain=tenant.encode()), salt, sent, (), num_tokens)
     assert entry is not None
+    doctor.note(entry)
     doctor.finished(tenant, entry, PromptTokenBreakdown(shared=cached, computed=num_tokens - cached), evicted)
     async with asyncio.timeout(PATIENCE):
         while doctor.is_busy:
@@ -122,23 +127,51 @@ def test_cpu_time_is_bounded_by_its_share() -> None:
 
 
 def test_without_a_share_nothing_is_kept() -> None:
-    assert PromptDoctor(0.0, lambda: 1e9).note(Origin("id"), None, messages(""), (), 100) is None
+    assert PromptDoctor(0.0, lambda: 1e9).entry(Origin("id"), None, messages(""), (), 100) is None
 
 
 def test_the_window_is_bounded_and_drops_the_oldest() -> None:
     window = PromptWindow(64 * 1024)
-    entries = [WindowEntry(b"g", messages(day(1 + number % 28)), (), 800) for number in range(40)]
+    entries = [entry_of(messages(day(1 + number % 28))) for number in range(40)]
     for entry in entries:
         assert window.add(entry)
-    assert window.num_bytes <= 64 * 1024 and 3 < len(window) < 10
+    assert window.num_bytes <= 64 * 1024 and 3 < len(window) < 16
     assert window.earlier(entries[0]) == [] and entries[-2] in window.earlier(entries[-1])
-    assert not window.add(WindowEntry(b"g", messages(""), (), 100_000))
+    assert entries[-1].logged.messages and not entries[0].logged.messages  # what was dropped holds nothing
+    assert not window.add(WindowEntry(b"g", messages(""), (), num_tokens=1, num_bytes=100_000))
+
+
+def test_a_prompt_is_charged_what_it_holds_in_memory() -> None:
+    """Its tokens say nothing: the template may drop texts, and a character takes up to four bytes."""
+    thought = {"role": "assistant", "content": "b", "reasoning_content": "c" * 400_000}
+    wide = {"role": "user", "content": "\U0001f43b" + "d" * 100_000}
+    calls = [{"id": str(n), "type": "function", "function": {"name": "f", "arguments": "{}"}} for n in range(800)]
+    pieces = {"role": "user", "content": "".join(f"a line of 24 characters {n:05d}.\n" for n in range(9000))}
+    tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": {"a": [[], {}, n]}}} for n in range(500)]
+    for sent in ([thought], [wide], [{"role": "assistant", "content": "", "tool_calls": calls}], [pieces], []):
+        text = json.dumps([sent or [{"role": "user", "content": "x"}], [] if sent else tools])
+        gc.collect()
+        tracemalloc.start()
+        values: list[Any] = json.loads(text)
+        doctor = PromptDoctor(1.0, lambda: 0.0)
+        entry = doctor.entry(Origin("id"), None, *values, 1)
+        assert entry is not None and (not sent or entry.pieces is not None)
+        del values
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert 0.3 * entry.num_bytes < held <= 1.05 * entry.num_bytes, text[:60]
+    assert doctor.entry(Origin("id"), None, [{**thought, "reasoning_content": "c" * (2 << 20)}], (), 1) is None
+
+
+def entry_of(sent: list[dict[str, Any]]) -> WindowEntry:
+    return WindowEntry(b"g", sent, (), num_tokens=800, num_bytes=object_bytes(sent))
 
 
 def test_a_prompt_that_nothing_is_like_has_nothing_avoidable() -> None:
     window = PromptWindow(1 << 20)
     first, other = (
-        WindowEntry(b"g", [{"role": "user", "content": text * 40}], (), 500)
+        entry_of([{"role": "user", "content": text * 40}])
         for text in ("One sentence about ships and the sea. ", "Another text, on mountains, snow and ice. ")
     )
     assert window.add(first) and window.add(other)

@@ -180,7 +180,8 @@ def test_output_is_held_as_it_comes(folder: str, monkeypatch: pytest.MonkeyPatch
             monkeypatch.setattr(Lease, "resize", watched)
             requests, params = asked(1, 1, max_tokens=300, logprobs=2)
             assert (await server.complete([7], max_tokens=300, logprobs=2)).status_code == 200
-            assert most == initial_bytes(requests, params) + 296 * admission.output_token_bytes(params)
+            held = initial_bytes(requests, params) + admission.params_bytes(params)
+            assert most == held + 296 * admission.output_token_bytes(params)
             assert budget.held_bytes == 0
 
     asyncio.run(run())

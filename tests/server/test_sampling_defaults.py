@@ -208,7 +208,7 @@ def test_the_models_longest_output_gives_way_to_the_context_and_to_min_tokens(tm
 
 def openai(server: Inside) -> AsyncOpenAI:
     over: Any = server.client  # the package's own fork of httpx takes it too
-    return AsyncOpenAI(base_url="http://test/v1", api_key="x", http_client=over)
+    return AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="x", http_client=over)
 
 
 def test_the_openai_client_gets_the_models_defaults_for_what_it_does_not_name(tmp_path: Path) -> None:

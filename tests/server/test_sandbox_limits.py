@@ -1,4 +1,7 @@
-"""The time limits of a sandbox's processes: one of their setup, one of each request."""
+"""Sandboxes: time limits of setup and of each request, and the environment of their processes."""
+
+import os
+from pathlib import Path
 
 import pytest
 
@@ -33,3 +36,21 @@ def test_a_setup_may_take_longer_than_a_request() -> None:
 def test_a_setup_that_exceeds_its_limit_is_an_error_of_the_configuration() -> None:
     with pytest.raises(ConfigError, match="the sleeper does not compile: its process takes too long"):
         pool(setup=30.0, max_setup_seconds=0.1, max_seconds=60.0).start()
+
+
+def test_a_process_inherits_no_variable_that_may_be_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "HEADSTART_API_KEY",
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "DB_PASSWORD",
+        "PYTHONSTARTUP",
+        "https_proxy",
+    ):
+        monkeypatch.setenv(name, "secret")
+    processes = pool(setup=0.0, max_setup_seconds=60.0, max_seconds=60.0)
+    processes.start()
+    (process,) = processes._all
+    found = Path(f"/proc/{process._process.pid}/environ").read_bytes()
+    processes.close()
+    assert b"secret" not in found and f"PATH={os.environ['PATH']}".encode() in found.split(b"\0")

@@ -21,8 +21,8 @@ from headstart.openai.structured.schema_limits import (
     MAX_REFERENCES,
     MAX_SUBSCHEMAS,
     RULES_IN_LARK,
-    check_lark,
-    check_regex,
+    limited_lark,
+    limited_regex,
     limited_schema,
 )
 from headstart.openai.structured.structured_fields import check_schema
@@ -97,19 +97,75 @@ def test_nested_counts_multiply(counts: list[int]) -> None:
         regex = f"(?:{regex}){{{count}}}"
     if math.prod(counts) > MAX_COUNT:
         with pytest.raises(InvalidRequestError, match=f"{math.prod(counts)}"):
-            check_regex("x", regex)
+            limited_regex("x", regex)
     else:
-        check_regex("x", regex)
+        limited_regex("x", regex)
 
 
 @pytest.mark.parametrize(
     "regex", [r"[{][}]{3}", r"\{99999\}", "[a-z]{2,5}(x|y){3}", "a{,5}", "a{2,}", "(((", ")))", "[{99999}]"]
 )
 def test_usual_and_odd_expressions_are_no_error_here(regex: str) -> None:
-    check_regex("x", regex)
+    limited_regex("x", regex)
 
 
-OPENED = ("[", "a[", "[^", "[\\", "{1", "{", "(", "\\", "\n", "a\n", "a[\n", " a [", "a:", "[]")
+@pytest.mark.parametrize("name", [*AT_THE_LIMIT, *BEYOND])
+@pytest.mark.parametrize("space", ["", " ", "\n\t"])
+def test_a_schema_in_lark_has_the_limits_of_one_alone(name: str, space: str) -> None:
+    grammar = f'start: %json{space}{json.dumps({**AT_THE_LIMIT, **BEYOND}[name])} "b"'
+    if len(grammar) > MAX_COUNT:
+        pytest.skip("too long for a grammar")
+    if name in BEYOND:
+        with pytest.raises(InvalidRequestError):
+            limited_lark("guided_grammar", grammar)
+    else:
+        limited_lark("guided_grammar", grammar)
+
+
+def test_a_schema_in_lark_is_read_right_and_text_that_looks_like_one_stays() -> None:
+    schema = {"type": "array", "items": {"type": "number", "multipleOf": 0.5}, "maxItems": 2}
+    read = json.dumps(limited_schema("x", schema))
+    text = json.dumps(schema)
+    quoted = json.dumps(f"%json {text}")
+    kept = f'a: {quoted} // %json {{"type": "number"}}\n# %json {{"maxItems": 1}}\nb: /%json [{{]/ %json true\n'
+    assert limited_lark("x", f"{kept}start: a | %json {text} | %json{text}") == (
+        f"{kept}start: a | %json {read} | %json {read}"
+    )
+    outer = {"const": 'a %json {"type": "number"}'}
+    assert limited_lark("x", f"start: %json {json.dumps(outer)}") == f"start: %json {json.dumps(outer)}"
+
+
+def test_the_schemas_of_one_grammar_are_counted_together() -> None:
+    half = {"required": names(MAX_SUBSCHEMAS // 2), "properties": {key: {} for key in names(MAX_SUBSCHEMAS // 2)}}
+    small = json.dumps({"$defs": half["properties"]})
+    limited_lark("x", f"start: %json {small}")
+    with pytest.raises(InvalidRequestError, match="subschemas"):
+        limited_lark("x", f"start: a b\na: %json {small}\nb: %json {small}")
+
+
+OPENED = (
+    "%json {",
+    '%json {"',
+    '%json{"a":',
+    '"',
+    "/",
+    "#",
+    "%json [",
+    "[",
+    "a[",
+    "[^",
+    "[\\",
+    "{1",
+    "{",
+    "(",
+    "\\",
+    "\n",
+    "a\n",
+    "a[\n",
+    " a [",
+    "a:",
+    "[]",
+)
 
 
 @pytest.mark.timeout(60)  # with quadratic expressions some of them take seconds, and all together minutes
@@ -117,7 +173,7 @@ OPENED = ("[", "a[", "[^", "[\\", "{1", "{", "(", "\\", "\n", "a\n", "a[\n", " a
 def test_the_checks_are_linear_in_what_is_never_closed(part: str) -> None:
     text = part * (MAX_COUNT // len(part))
     for _ in range(15):
-        for check in (check_regex, check_lark):
+        for check in (limited_regex, limited_lark):
             with suppress(InvalidRequestError):
                 check("x", text)
 
@@ -125,14 +181,14 @@ def test_the_checks_are_linear_in_what_is_never_closed(part: str) -> None:
 @pytest.mark.parametrize("regex", ["a{99999}", "(a{300}){300}", "(a|b{20}){2000}", "x{1,20001}", "a" * (MAX_COUNT + 1)])
 def test_large_counts_are_refused(regex: str) -> None:
     with pytest.raises(InvalidRequestError):
-        check_regex("x", regex)
+        limited_regex("x", regex)
 
 
 def test_the_rules_of_a_grammar_are_counted() -> None:
     rules = "".join(f'r{index}: "a"\n' for index in range(RULES_IN_LARK - 1))
-    check_lark("x", "start: r1\n" + rules)
+    limited_lark("x", "start: r1\n" + rules)
     with pytest.raises(InvalidRequestError, match="rules"):
-        check_lark("x", "start: r1\n" + rules + 'more: "b"\n')
+        limited_lark("x", "start: r1\n" + rules + 'more: "b"\n')
 
 
 KEYWORDS = st.sampled_from(

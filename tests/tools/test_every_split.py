@@ -14,6 +14,7 @@ import tokenizer_folders
 from headstart.openai.chat.chat_delta import ChatDelta
 from headstart.openai.text.detokenizer import Detokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.openai.tools.parsers import text_reader
 from headstart.openai.tools.parsers.call_writer import CallRules
 from headstart.openai.tools.parsers.chat_parser import ChatParser, ParserSetup, ReadCalls, joined
 from headstart.openai.tools.parsers.tool_formats import read_hermes, read_llama3_json, read_mistral, read_pythonic
@@ -137,6 +138,69 @@ def test_none_of_all_splits_of_a_short_text_changes_the_result(tokenizer: Tokeni
         for chosen in product((False, True), repeat=len(answer.places)):
             cuts = [place for place, is_cut in zip(answer.places, chosen, strict=True) if is_cut]
             assert answer.parsed(cuts) == whole, cuts
+
+
+BLANKS = {
+    "hermes": 'a   <tool_call>    {"name":"f"   ,"arguments":{}}    </tool_call>    ',
+    "llama3_json": '    {"name":"f"}    ;    x',
+    "mistral": 'a    [TOOL_CALLS]    [{"name"    :"f","arguments":{}}    ,    x',
+    "pythonic": "    [f(a=1)    ,    g()    ]    ",
+    "none": "a    b    ",
+}
+
+
+@pytest.mark.parametrize(
+    "reasoning", [Reasoning(False, False, ""), Reasoning(True, False, "   <think>    a    </think>  ")]
+)
+@pytest.mark.parametrize("family", BLANKS)
+def test_splits_change_nothing_where_more_is_blank_than_is_kept(
+    tokenizer: Tokenizer, family: str, reasoning: Reasoning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_reader, "MAX_BLANKS", 2)
+    monkeypatch.setattr(text_reader, "MAX_PIECE", 7)
+    answer = Answer(tokenizer, family, reasoning, BLANKS[family])
+    whole = answer.parsed(())
+    assert answer.parsed(answer.places) == whole
+    assert all(answer.parsed(pair) == whole for pair in combinations(answer.places, 2))
+
+
+@pytest.mark.parametrize("before", ["a", "<think>", "<think>a", "{open}", '{open}{{"name"', "{open}f", "{call}"])
+@pytest.mark.parametrize("family", ["hermes", "llama3_json", "mistral", "pythonic"])
+def test_of_blanks_little_is_kept_so_that_a_piece_costs_no_more_than_itself(family: str, before: str) -> None:
+    opener = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}.get(family) or SPECIAL[family][0]
+    call = "[f(a=1)" if family == "pythonic" else '{"name":"f","arguments":{}}'
+    rules = CallRules(frozenset("fg"), lambda: "id", special=SPECIAL.get(family, ()))
+    parser = ChatParser(ParserSetup(READERS[family], rules, is_reasoning=True))
+    parser.feed(before.format(open=opener, call=opener + call))
+    kept = 0
+    for _ in range(8000):
+        parser.feed(" ")
+        readers = (parser._reasoning._reader, parser._tools._reader)  # type: ignore[union-attr]
+        kept = max(kept, sum(len(reader.text) for reader in readers))
+    assert kept < 4 * text_reader.MAX_BLANKS
+
+
+def test_a_long_text_is_read_in_pieces_so_that_what_is_unread_is_not_copied_for_each_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied = 0
+    take = text_reader.TextReader.take
+
+    def counted(reader: text_reader.TextReader) -> str:
+        nonlocal copied
+        taken = take(reader)
+        copied += len(reader.text)
+        return taken
+
+    monkeypatch.setattr(text_reader.TextReader, "take", counted)
+    num_chars = 0
+    for family, opener in (("mistral", "[TOOL_CALLS]"), ("pythonic", "<|python_start|>")):
+        text = opener * 4000
+        rules = CallRules(frozenset("fg"), lambda: "id", special=SPECIAL.get(family, ()))
+        parser = ChatParser(ParserSetup(READERS[family], rules))
+        joined(parser.feed(text), parser.finish())
+        num_chars += len(text)
+    assert copied < 200 * num_chars
 
 
 @pytest.mark.long

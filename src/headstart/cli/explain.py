@@ -11,6 +11,7 @@ import typer
 
 from headstart.cli.client_request import DEFAULT_URL, call_server
 from headstart.core.errors import ConfigError
+from headstart.http.logs import printable
 
 EXAMPLES = """Examples:
   headstart explain chatcmpl-5f0c9a                 the id that an answer came with
@@ -47,7 +48,7 @@ def explain(
         answer = call_server(
             url, "POST", "/v1/cache/explain", _body(prompt if prompt is not None else _read(file), chat)
         )
-    print(json.dumps(answer, ensure_ascii=False) if as_json else wrapped(answer["message"]))
+    print(json.dumps(answer) if as_json else wrapped(printable(answer["message"], "\n")))
 
 
 def wrapped(message: str) -> str:

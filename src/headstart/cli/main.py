@@ -24,6 +24,7 @@ from headstart.cli.simulation.simulate_verb import app as simulate
 from headstart.cli.store import app as store
 from headstart.config.config_file import DEBUG_VARIABLE
 from headstart.core.errors import HeadstartError
+from headstart.http.logs import printable
 
 app = typer.Typer(
     help="Serve language models without ever computing the same prefix twice. Start with: headstart serve",
@@ -73,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"headstart: {message}", file=sys.stderr)
+    shown = printable(message, "\n")  # it may quote a server
+    print(f"headstart: {shown}", file=sys.stderr)
     return code
 
 

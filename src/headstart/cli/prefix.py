@@ -10,10 +10,12 @@ from urllib.parse import quote
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from headstart.cli.client_request import DEFAULT_URL, call_server
 from headstart.cli.help_text import GroupedCommand
 from headstart.core.errors import ConfigError, HeadstartError
+from headstart.http.logs import printable
 
 POLL_SECONDS = 0.2
 _ROUTE = "/v1/prefixes"
@@ -102,11 +104,12 @@ def _show(answer: dict[str, Any], prefixes: list[dict[str, Any]], as_json: bool)
         table.add_column(column, justify="right")
     for entry in prefixes:
         counts = (f"{entry[key]:,}" for key in ("tokens", "blocks", "hits", "tokens_saved"))
-        table.add_row(entry["name"], entry["tenant"] or "public", entry["state"], *counts, ago(entry["last_used"]))
+        texts = (Text(printable(text)) for text in (entry["name"], entry["tenant"] or "public", entry["state"]))
+        table.add_row(*texts, *counts, ago(entry["last_used"]))
     Console().print(table if prefixes else "no prefix is pinned; headstart prefix add NAME --file FILE pins one")
     for entry in prefixes:
         if entry["error"]:
-            print(f"{entry['name']}: {entry['error']}")
+            print(printable(f"{entry['name']}: {entry['error']}"))
 
 
 def ago(used: float | None) -> str:

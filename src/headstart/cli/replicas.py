@@ -19,6 +19,7 @@ from headstart.gguf.tokenizer_json import FILE_NAME
 from headstart.http.lifecycle import EXIT_INTERRUPTED
 from headstart.http.logs import Log
 from headstart.model.setup.gpus import VISIBLE_GPUS, check_gpus, count_gpus, gpu_names
+from headstart.http.web_pages import ANY, is_loopback
 from headstart.model.setup.sizes import cpu_memory, format_bytes, parse_bytes
 from headstart.model.setup.threads import prepare_threads
 
@@ -84,8 +85,12 @@ def with_tokenizer(router: RouterOptions, engine: EngineOptions) -> RouterOption
 
 
 def behind_router(server: ServerOptions) -> ServerOptions:
-    """Return the server options of a replica: local address, free port, no access lines (the router writes them)."""
-    return replace(server, host=REPLICA_HOST, port=0, access_log="none")
+    """Return the server options of a replica: local address, free port, no access lines (the router writes them).
+
+    Where the router has no local address, an Envoy may pass on any host name of its clients.
+    """
+    names = server.allowed_host if is_loopback(server.host) else (ANY,)
+    return replace(server, host=REPLICA_HOST, port=0, access_log="none", allowed_host=names)
 
 
 def divided(

@@ -223,6 +223,14 @@ class ServerOptions:
     admin_api_key: tuple[str, ...] = _option(
         (), "Key for /reset_prefix_cache and other admin calls.", LISTENING, secret=True
     )
+    allowed_host: tuple[str, ...] = _option(
+        (),
+        "Host name that clients may use, beside localhost, of a server on 127.0.0.1 without keys; repeat for several.",
+        LISTENING,
+    )
+    cors_origin: tuple[str, ...] = _option(
+        (), "Origin whose web pages may read answers, as https://example.com, or *; repeat for several.", LISTENING
+    )
     tool_call_parser: str = _option(
         "auto",
         "Format of the model's tool calls; auto: detected from its chat template.",

@@ -15,6 +15,7 @@ import msgspec
 from headstart.gateway.proxy.replies import check_head, read_bounded
 from headstart.gateway.proxy.upstream import GarbledError, headers_on
 from headstart.http.http_errors import HttpError
+from headstart.openai.request_json import json_value
 from headstart.openai.responses import Json
 
 PATH = "/v1/cache/stats"
@@ -129,7 +130,7 @@ async def _fetch(session: aiohttp.ClientSession, url: str, headers: list[tuple[s
         return answer
     if answer.status == 200:
         with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            answer.stats = msgspec.json.decode(body, type=ReplicaStats)
+            answer.stats = msgspec.convert(json_value(body), ReplicaStats)
     return answer
 
 

@@ -11,9 +11,9 @@ import aiohttp
 from headstart.gateway.proxy.replies import check_head, read_answer
 from headstart.gateway.proxy.upstream import Answer, headers_on
 from headstart.http.http_errors import HttpError
+from headstart.http.web_pages import is_forwarding
 
 FANOUT_SECONDS = 300.0  # a prefix is computed before its answer comes
-_FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"origin"))
 
 
 async def send_to_all(
@@ -32,7 +32,7 @@ async def send_to_all(
     """
     if not urls:
         raise HttpError(503, "no replica is up", code="no_replicas", headers={"retry-after": "1"})
-    sent = headers_on([(name, value) for name, value in headers if name not in _FORWARDED], own)
+    sent = headers_on([(name, value) for name, value in headers if not is_forwarding(name)], own)
 
     async def send(url: str) -> Answer:
         timeout = aiohttp.ClientTimeout(total=FANOUT_SECONDS)

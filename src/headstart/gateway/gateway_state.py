@@ -33,6 +33,7 @@ from headstart.http.decision_log_writer import DecisionLog
 from headstart.http.http_errors import ClientGoneError, HttpError, rendered
 from headstart.http.logs import Log
 from headstart.http.protocol.connections import most_connections
+from headstart.http.web_pages import WebPages
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.policies.policy_table import make_policy
@@ -62,8 +63,14 @@ class GatewayState:
         self._tokenizer_log: Log | None = None  # the tokenizer of the replicas is looked for if there is one
         secret = secrets.token_bytes(32)
         admin_keys = server_options.admin_api_key
+        self.pages = WebPages(server_options)
         self.auth = Authenticator(
-            server_options.api_key, admin_keys, secret, server_options.tenants, access=ROUTER_ACCESS
+            server_options.api_key,
+            admin_keys,
+            secret,
+            server_options.tenants,
+            access=ROUTER_ACCESS,
+            host_names=self.pages.names,
         )
         self.bodies = BodyReader(server_options.max_body_bytes, MAX_HELD_BYTES)
         self.router = Router(

@@ -10,21 +10,19 @@ identify a key by an HMAC with another secret, which is never persisted.
 
 import hashlib
 import hmac
-import ipaddress
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import lru_cache
 from typing import Any
 
 from headstart.config.options import TenantEntry
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.http.http_errors import HttpError, is_anthropic
+from headstart.http.web_pages import has_known_host, is_forwarding, is_loopback
 
 Scope = Any  # starlette's: a mutable mapping
 _TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"origin"))
 
 
 class Access(Enum):
@@ -79,13 +77,16 @@ class Authenticator:
         *,
         label_secret: bytes | None = None,
         access: Mapping[str, Access] = ACCESS,
+        host_names: frozenset[str] = frozenset(),
     ) -> None:
         """Domains derive from `secret`, labels of keys in logs from `label_secret` (default: the same).
 
-        `access` is the access level by path; paths that are not in it need a tenant's key.
+        `access` is the access level by path; paths that are not in it need a tenant's key. `host_names`: further names
+        of this machine, by which a client on it may be an administrator.
         """
         labels = secret if label_secret is None else label_secret
         self._access = access
+        self._host_names = host_names
         singles, admins, named = tuple(keys), tuple(admin_keys), tuple(tenants)
         _check_keys([("--api-key", singles), *_keys_by_tenant(named), ("--admin-api-key", admins)])
         self._has_tenants, self._has_admins = bool(singles or named), bool(admins)
@@ -127,7 +128,7 @@ class Authenticator:
 
     def is_admin(self, principal: Principal, scope: Scope) -> bool:
         """Return whether an authorized client also has Access.ADMIN. Changes nothing."""
-        return principal.is_admin or (not self._known and _is_local(scope))
+        return principal.is_admin or (not self._known and self._is_local(scope))
 
     def _of_tenant(self, name: str) -> Principal:
         return Principal(name, self._domains[name], tenant=name)
@@ -137,7 +138,7 @@ class Authenticator:
 
     def _authorise_admin(self, principal: Principal | None, scope: Scope) -> Principal:
         if not self._known:
-            if _is_local(scope):
+            if self._is_local(scope):
                 return Principal(is_admin=True)
             raise _forbidden("this needs an administrator key; start the server with --admin-api-key to allow it")
         if principal is None:
@@ -145,6 +146,13 @@ class Authenticator:
         if not principal.is_admin:
             raise _forbidden("this key is not an administrator's; use one given by --admin-api-key")
         return principal
+
+    def _is_local(self, scope: Scope) -> bool:
+        """Return whether the client is on this machine, and nothing shows a proxy or a web page as the origin."""
+        client = scope.get("client")
+        if client is None or not is_loopback(client[0]) or not has_known_host(scope, self._host_names):
+            return False
+        return not any(is_forwarding(name) for name, _ in scope["headers"])
 
     def _identify(self, headers: list[tuple[bytes, bytes]], *, takes_x_api_key: bool) -> Principal | None:
         """Return the Principal of the request's key. Compares all keys, so that timing reveals no match."""
@@ -210,22 +218,6 @@ def _of_key(key: str, secret: bytes, labels: bytes, *, separate: bool) -> Princi
 
 def _domain(secret: bytes, kind: bytes, name: bytes) -> bytes:
     return hmac.digest(secret, b"domain/" + kind + b"/" + name, "sha256")
-
-
-def _is_local(scope: Scope) -> bool:
-    """Return whether the client is on this machine, and no header shows a proxy or a web page as the origin."""
-    client = scope.get("client")
-    if client is None or not _is_loopback(client[0]):
-        return False
-    return _FORWARDED.isdisjoint(dict(scope["headers"]))
-
-
-@lru_cache(maxsize=256)
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _unauthorised() -> HttpError:

@@ -1,4 +1,4 @@
-"""Gate: ASGI middleware that gives every request a record and an id, authorizes it, and logs it."""
+"""Gate: ASGI middleware that gives every request a record and an id, checks host and key, and logs it."""
 
 import time
 from typing import Protocol
@@ -9,6 +9,7 @@ from headstart.http.access_record import RequestRecord
 from headstart.http.auth import Authenticator
 from headstart.http.http_errors import HttpError, error_response, is_anthropic
 from headstart.http.logs import Log
+from headstart.http.web_pages import WebPages
 
 
 class Host(Protocol):
@@ -16,6 +17,9 @@ class Host(Protocol):
 
     @property
     def auth(self) -> Authenticator: ...
+
+    @property
+    def pages(self) -> WebPages: ...
 
     @property
     def log(self) -> Log: ...
@@ -40,12 +44,12 @@ class Gate:
         if scope["type"] != "http":
             return
         record = RequestRecord.of(scope)
-        identity = identity_headers(record.path, record.request_id)
+        own = [*identity_headers(record.path, record.request_id), *self._state.pages.cors(scope)]
 
         async def send_identified(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message = {**message, "headers": [*message["headers"], *identity]}
+                message = {**message, "headers": [*message["headers"], *own]}
             await send(message)
 
         try:
@@ -55,10 +59,16 @@ class Gate:
 
     async def _serve(self, record: RequestRecord, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            record.principal = self._state.auth.authorise(scope)
+            self._state.pages.check_host(scope)
+            preflight = self._state.pages.preflight(scope)
+            if preflight is None:
+                record.principal = self._state.auth.authorise(scope)
         except HttpError as error:
             record.error = error.code
             await error_response(error, record.path, record.request_id)(scope, receive, send)
+            return
+        if preflight is not None:
+            await preflight(scope, receive, send)
             return
         try:
             await self._app(scope, receive, send)

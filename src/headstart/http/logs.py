@@ -55,6 +55,7 @@ class Log:
 
     def line(self, text: str) -> None:
         """Write a line for people, above the status line if there is one."""
+        text = printable(text, "\n")
         with self._lock:
             self._write(f"{_CLEAR}{text}\n{self._status}\r" if self._status else f"{text}\n")
 
@@ -74,6 +75,9 @@ class Log:
             stream.flush()
 
 
-def printable(text: str) -> str:
-    """Return `text` with non-printable characters escaped, since clients choose paths and labels."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+def printable(text: str, kept: str = "") -> str:
+    """Return `text` with non-printable characters escaped, but those in `kept`: others choose paths, labels, errors.
+
+    So no escape sequence of a client, a server or a replica reaches a terminal.
+    """
+    return "".join(char if char.isprintable() or char in kept else ascii(char)[1:-1] for char in text)

@@ -6,6 +6,7 @@ For any input, the only exception raised is InvalidRequestError.
 import re
 from collections.abc import Mapping
 from itertools import islice
+from math import isfinite
 from typing import Any
 
 import msgspec
@@ -33,7 +34,7 @@ def parse_json(body: bytes | bytearray | memoryview, max_numbers: int | None = N
     if max_numbers is not None:
         _check_numbers(body, max_numbers)
     try:
-        value = msgspec.json.decode(body)
+        value = json_value(body)
     except msgspec.DecodeError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except UnicodeDecodeError as error:
@@ -45,6 +46,24 @@ def parse_json(body: bytes | bytearray | memoryview, max_numbers: int | None = N
         raise InvalidRequestError(f"the body is {shown(value)}; it must be a JSON object", code="invalid_json")
     check_depth(value)
     return value
+
+
+def json_value(text: bytes | bytearray | memoryview | msgspec.Raw) -> Any:
+    """Return the value of a JSON text. Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError.
+
+    Fractions go to Python's `float`: msgspec 0.22 takes 16 us for "1e308", and lets no other thread run meanwhile.
+    """
+    return _decoder.decode(text)
+
+
+def _float(digits: str) -> float:
+    value = float(digits)
+    if not isfinite(value):
+        raise ValueError("number out of range")
+    return value
+
+
+_decoder = msgspec.json.Decoder(float_hook=_float)
 
 
 def _check_size(body: bytes | bytearray | memoryview) -> None:

@@ -43,12 +43,9 @@ async def infer(state: ServerState, api: Api, request: Request) -> Response:
     origin = Origin(api.id_prefix + uuid4().hex, record.arrival, record.principal.domain, record.principal.tenant)
     asked, prepared = await _prepared(state, api, model, origin, request)
     job = state.admit(prepared, record)
-    job.diagnosis = asked.diagnosis
-    if asked.messages and prepared.params.cache is CacheMode.READ_WRITE:
-        tools, num_tokens = prepared.params.tools, len(prepared.requests[0].prompt)
-        definitions = () if tools is None else tools.definitions
-        salt = prepared.params.cache_salt
-        job.examined = model.doctor.note(origin, salt, asked.messages, definitions, num_tokens)
+    job.diagnosis, job.examined = asked.diagnosis, asked.examined
+    if job.examined is not None:
+        model.doctor.note(job.examined)
     answer = _Answer(state, job, asked.answer(job, Head(origin.request_id, int(time.time()), model)))
     watcher = asyncio.create_task(_watch(request.receive, job))
     try:
@@ -83,7 +80,12 @@ def _report(request: Request, job: GenerationJob, answer_id: str) -> dict[str, s
 async def _prepared(
     state: ServerState, api: Api, model: Model, origin: Origin, request: Request
 ) -> tuple[ApiRequest, Prepared]:
-    """Return the client request in the engine's form; its body and JSON are not referenced afterwards."""
+    """Return the client request in the engine's form; its body, JSON and messages are not referenced afterwards."""
+    num_stored_bytes = api.num_stored_bytes
+
+    def stored(body: bytes | SpooledBody) -> int:
+        values = parse_json(in_memory(body), model.bounds.max_numbers)
+        return 0 if num_stored_bytes is None else num_stored_bytes(values, origin.tenant)
 
     def prepare(body: bytes | SpooledBody) -> ApiRequest:
         data = in_memory(body)
@@ -91,16 +93,17 @@ async def _prepared(
         check_size(asked.requests, asked.params, model.bounds)
         if asked.params.cache is not CacheMode.BYPASS:
             state.prompt_log.add(origin.tenant, KeptBody(request.scope["path"], data, origin.request_id))
-        return asked
+        return asked.without_messages(model, origin)
 
     async with state.bodies.held(request) as body:
-        asked = await state.long_work.run(len(body), partial(prepare, body), waits=api.renders)
-    params, requests = asked.params, asked.requests
-    model.metrics.prompt_rules.add(params.applied_rules)
-    grammar = params.sampling.grammar
-    if grammar is not None and not model.grammars.is_accepted(grammar):
-        with asked.named():
-            await asyncio.to_thread(model.grammars.check, params.grammar_field or "grammar", grammar)
+        more = 0 if num_stored_bytes is None else await state.long_work.run(len(body), partial(stored, body))
+        asked = await state.long_work.run(len(body) + more, partial(prepare, body), waits=api.renders)
+        params, requests = asked.params, asked.requests
+        model.metrics.prompt_rules.add(params.applied_rules)
+        grammar = params.sampling.grammar
+        if grammar is not None and not model.grammars.is_accepted(grammar):
+            with asked.named():
+                await asyncio.to_thread(model.grammars.check, params.grammar_field or "grammar", grammar)
     prompts = [first.prompt for first in requests[:: params.n]]
 
     def share() -> list[SharedPrompt]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.core.batch import PromptTokenBreakdown
-from headstart.explain.lint.prompt_window import PromptWindow, WindowEntry, examined
+from headstart.explain.lint.prompt_window import MAX_BYTES, PromptWindow, WindowEntry, examined
 from headstart.openai.engine_requests import Origin, narrow_domain
+from headstart.server.request_limits import object_bytes
 
 WINDOW_BYTES = 16 << 20  # of the latest prompts
 FREE_SECONDS = 0.05  # of CPU time that may be spent before any is earned
@@ -52,15 +53,19 @@ class PromptDoctor:
         """Whether a prompt is being examined."""
         return self._examining is not None
 
-    def note(
+    def entry(
         self, origin: Origin, salt: str | None, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], tokens: int
     ) -> WindowEntry | None:
-        """Keep a prompt for comparisons with later ones; None if prompts are not examined, or it is too large."""
-        if not self._share:
+        """Return a prompt for `note`; None if prompts are not examined, or it is too large. Thread-safe."""
+        num_bytes = object_bytes((messages, tools), MAX_BYTES) if self._share else 0
+        if not self._share or num_bytes > MAX_BYTES:
             return None
         group = origin.tenant.encode() + b"\0" + narrow_domain(origin.domain, salt)
-        entry = WindowEntry(group, messages, tools, tokens)
-        return entry if self._window.add(entry) else None
+        return WindowEntry(group, messages, tools, num_tokens=tokens, num_bytes=num_bytes)
+
+    def note(self, entry: WindowEntry) -> None:
+        """Keep a prompt for comparisons with later ones."""
+        self._window.add(entry)
 
     def finished(self, tenant: str, entry: WindowEntry, breakdown: PromptTokenBreakdown, num_evicted: int) -> None:
         """Examine an answered request's prompt if there is CPU time to spend; on a thread, one at a time."""

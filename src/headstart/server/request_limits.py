@@ -6,7 +6,8 @@ RESERVED_TOKENS per choice at admission, and beyond that as it is generated: `ma
 charging all of it would refuse requests that finish early.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 
 from headstart.config.options import ServerOptions
 from headstart.core.engine import EngineInfo
@@ -88,6 +89,26 @@ def initial_bytes(requests: Sequence[Request], params: GenerationParams) -> int:
         for request in requests
     )
     return prompts * per_prompt_token + choices + BIAS_BYTES * len(params.sampling.logit_bias)
+
+
+def params_bytes(params: GenerationParams) -> int:
+    """Return the memory of the parameters of any length, which are kept until the answer is complete."""
+    definitions = () if params.tools is None else params.tools.definitions
+    return object_bytes((definitions, params.ignored, params.stop, params.template_options, params.sampling.grammar))
+
+
+def object_bytes(value: object, limit: int = sys.maxsize) -> int:
+    """Return the memory of a parsed JSON value. Ends early above `limit`, and then returns more than it."""
+    num_bytes, values = 0, [value]
+    while values and num_bytes <= limit:
+        item = values.pop()
+        num_bytes += sys.getsizeof(item)
+        if isinstance(item, Mapping):
+            values.extend(item.keys())
+            values.extend(item.values())
+        elif isinstance(item, list | tuple):
+            values.extend(item)
+    return num_bytes
 
 
 def output_token_bytes(params: GenerationParams) -> int:

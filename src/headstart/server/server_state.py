@@ -19,6 +19,7 @@ from headstart.http.byte_budget import Budget
 from headstart.http.http_errors import ClientGoneError, HttpError, rendered
 from headstart.http.logs import Log
 from headstart.http.long_work import LongWork
+from headstart.http.web_pages import WebPages
 from headstart.openai.bounds import Bounds
 from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
 from headstart.openai.engine_requests import Prepared
@@ -88,7 +89,15 @@ class ServerState:
         self.engine = engine
         self.log = log
         secret, own = domain_secret or secrets.token_bytes(32), secrets.token_bytes(32)
-        self.auth = Authenticator(options.api_key, options.admin_api_key, secret, options.tenants, label_secret=own)
+        self.pages = WebPages(options)
+        self.auth = Authenticator(
+            options.api_key,
+            options.admin_api_key,
+            secret,
+            options.tenants,
+            label_secret=own,
+            host_names=self.pages.names,
+        )
         self.bodies = BodyReader(options.max_body_bytes, HELD_BYTES // num_shares)
         self.long_work = LongWork()
         self.turns = Turns()

@@ -53,7 +53,7 @@ def lint(
     report = report_log(prompts, num_skipped)
     if plot is not None:
         write_plot(report, plot)
-    print(json.dumps(report.as_dict(), ensure_ascii=False) if as_json else report_text(report))
+    print(json.dumps(report.as_dict()) if as_json else report_text(report))
 
 
 def _lines_of_file(log: Path) -> list[str]:

@@ -1,59 +1,64 @@
 """PromptWindow: the latest prompts of a server, to find out what of a prompt's prefill was avoidable. Bounded; pure.
 
-An entry refers to the messages of a request as they were parsed. It becomes a LoggedPrompt, and its pieces are hashed,
-only if it is compared. Prompts are compared within their group: a tenant's isolation domain.
+An entry refers to the messages of a request as they were parsed, and to nothing once it is dropped. It becomes a
+LoggedPrompt, and its pieces are hashed, only if it is compared. Prompts are compared within their group: a tenant's
+isolation domain.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headstart.explain.lint.avoidable_text import NOTHING, AvoidableText, avoidable_text
 from headstart.explain.lint.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt, prompt_of
-from headstart.explain.lint.near_prompts import pieces_of
+from headstart.explain.lint.near_prompts import MIN_PIECE, pieces_of
 from headstart.explain.lint.prompt_changes import compare
 
 GROUP_PROMPTS = 32  # of one group
 CANDIDATES = 2  # earlier prompts that one is compared with as a whole
 MAX_CHARS = 256 * 1024  # of a prompt; longer ones are not examined
+MAX_BYTES = 4 * MAX_CHARS  # of messages and tools in memory; larger ones are not kept
 ENTRY_BYTES = 1024
-PIECE_BYTES = 100
+HASH_BYTES = 8  # of a piece
 
 
 class WindowEntry:
     """One prompt of the window."""
 
-    __slots__ = ("_logged", "_pieces", "group", "messages", "num_tokens", "tools")
+    __slots__ = ("_pieces", "_sent", "group", "num_bytes", "num_tokens")
 
     def __init__(
-        self, group: bytes, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], num_tokens: int
+        self,
+        group: bytes,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any],
+        *,
+        num_tokens: int,
+        num_bytes: int,
     ) -> None:
+        """`num_bytes`: the memory that messages and tools take."""
         self.group = group
-        self.messages = messages
-        self.tools = tools
         self.num_tokens = num_tokens
-        self._logged: LoggedPrompt | None = None
-        self._pieces: dict[int, int] | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """An estimate of the memory it takes: the messages as parsed, as texts, and the pieces."""
-        return ENTRY_BYTES + 3 * CHARS_PER_TOKEN * self.num_tokens
+        self.num_bytes = ENTRY_BYTES + num_bytes + num_bytes * HASH_BYTES // MIN_PIECE
+        self._sent = {"messages": messages, "tools": tools}
+        self._pieces: array[int] | None = None
 
     @property
     def logged(self) -> LoggedPrompt:
-        """The prompt in the form that is compared."""
-        if self._logged is None:
-            self._logged = prompt_of(0, {"messages": self.messages, "tools": self.tools})
-            assert self._logged is not None, "a prompt without messages"
-        return self._logged
+        """The prompt in the form that is compared, made anew; that of a dropped entry is empty."""
+        return prompt_of(0, self._sent) or LoggedPrompt(0, (), ())
 
     @property
-    def pieces(self) -> dict[int, int]:
-        """The lengths of its distinct pieces, by hash."""
+    def pieces(self) -> "array[int]":
+        """The hashes of its distinct pieces."""
         if self._pieces is None:
-            self._pieces = dict(pieces_of(self.logged))
+            self._pieces = array("q", [piece for piece, _ in pieces_of(self.logged)])
         return self._pieces
+
+    def drop(self) -> None:
+        """Refer to no message any more."""
+        self._sent = {}
 
 
 class PromptWindow:
@@ -88,6 +93,7 @@ class PromptWindow:
 
     def _drop(self, entry: WindowEntry) -> None:
         self.num_bytes -= entry.num_bytes
+        entry.drop()
         group = self._groups[entry.group]
         group.popleft()
         if not group:
@@ -98,12 +104,12 @@ def examined(entry: WindowEntry, earlier: Sequence[WindowEntry], num_cached: int
     """Return the length of a prompt in characters, and its avoidable text. `num_cached` of its tokens were cached."""
     if not earlier or entry.num_tokens * CHARS_PER_TOKEN > MAX_CHARS:
         return 0, NOTHING
-    own = entry.pieces
-    scores = [(sum(own[piece] for piece in own.keys() & other.pieces.keys()), at) for at, other in enumerate(earlier)]
+    prompt = entry.logged
+    own = dict(pieces_of(prompt))
+    scores = [(sum(own.get(piece, 0) for piece in other.pieces), at) for at, other in enumerate(earlier)]
     nearest = [earlier[at] for score, at in sorted(scores, reverse=True)[:CANDIDATES] if score]
     if not nearest:
         return 0, NOTHING
-    prompt = entry.logged
     num_chars = len(prompt.text)
     found = [compare(prompt, other.logged) for other in nearest]
     best = max(found, key=lambda comparison: comparison.num_same)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from headstart.core.errors import ConfigError
 from headstart.http.logs import Log
+from headstart.openai.sandbox.sandbox_pool import plain_environment
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
@@ -67,6 +68,7 @@ class EnvoyProcess:
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
                 [*words, "--log-level", "error"],
+                env=plain_environment(os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -28,9 +28,11 @@ def source_in(attributes: Iterable[Any]) -> str:
 
 
 def without_own_hop(headers: Headers) -> Headers:
-    """Return headers without the address that our own Envoy appended to x-forwarded-for."""
+    """Return headers without x-forwarded-proto and the address in x-forwarded-for, which are from our own Envoy."""
     kept = Headers()
     for name, value in headers:
+        if name == b"x-forwarded-proto":  # Envoy has replaced a client's
+            continue
         before = value.rpartition(b",")[0].strip() if name == b"x-forwarded-for" else value
         if before or name != b"x-forwarded-for":
             kept.append((name, before))

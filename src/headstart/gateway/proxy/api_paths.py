@@ -11,6 +11,7 @@ from headstart.anthropic.messages_request import MessagesRequest, read_body
 from headstart.http.http_errors import rendered
 from headstart.http.sse import DONE, error_event, named_event
 from headstart.openai.bounds import Bounds
+from headstart.openai.request_json import json_value
 from headstart.openai.responses import Json, error_object
 from headstart.openai.responses_api.item_references import first_referenced_response
 from headstart.openai.responses_api.response_events import error_data
@@ -80,7 +81,7 @@ def _named_error(path: str, status: int, body: Json, request_id: str, num_events
 def _error_object(status: int, body: bytes) -> Json:
     """Return a replica's error object with all its fields."""
     try:
-        error = msgspec.json.decode(body, type=dict[str, Any])
+        error = json_value(body)
         error = error.get("error", error)
         message, code, param = (error.get(name) for name in ("message", "code", "param"))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError):

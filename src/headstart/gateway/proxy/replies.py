@@ -17,6 +17,7 @@ import msgspec
 from headstart.gateway.proxy.api_paths import CHAT, MESSAGES, RESPONSES
 from headstart.gateway.proxy.upstream import Answer, GarbledError, headers_back
 from headstart.http.http_errors import error_body
+from headstart.openai.request_json import json_value
 from headstart.openai.responses import encode, error_object
 
 MAX_ANSWER_BYTES = 64 << 20  # on routes that do not generate
@@ -162,7 +163,7 @@ async def read_answer(response: aiohttp.ClientResponse, path: str, keep: Callabl
 def is_error_object(body: bytes) -> bool:
     """Return whether a body is an error as OpenAI, vLLM, SGLang or FastAPI write it."""
     try:
-        value = msgspec.json.decode(body)
+        value = json_value(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     if not isinstance(value, Mapping):

@@ -25,7 +25,7 @@ from headstart.openai.canonical.canonical_body import canonical_body
 from headstart.openai.canonical.prompt_rules import NO_RULES, AppliedRules, PromptRules
 from headstart.openai.engine_requests import encode_chat, encode_completion
 from headstart.openai.request_bodies import parse_chat, parse_completion
-from headstart.openai.request_json import parse_json
+from headstart.openai.request_json import json_value, parse_json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.value_checks import bad_value, shown, unsupported
 from headstart.router.routing_request import Prompt, RoutingRequest, pack_text, router_root
@@ -274,7 +274,7 @@ def _short_fields(body: bytes) -> dict[str, Any]:
     """Return the fields of a body but the long ones, which are not parsed. An invalid body has none."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        return {name: msgspec.json.decode(raw) for name, raw in fields.items() if len(raw) < _SHORT_BYTES}
+        return {name: json_value(raw) for name, raw in fields.items() if len(raw) < _SHORT_BYTES}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
 
@@ -308,4 +308,4 @@ def _asking_for_usage(body: bytes, values: Mapping[str, Any]) -> tuple[bytes, bo
 
 def _with(body: bytes, name: str, value: object) -> bytes:
     """Return the body with one field set."""
-    return msgspec.json.encode({**msgspec.json.decode(body), name: value})
+    return msgspec.json.encode({**msgspec.json.decode(body, type=dict[str, msgspec.Raw]), name: value})

@@ -13,6 +13,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from headstart.openai.request_json import json_value
 from headstart.router.endpoint import Reported
 
 MAX_LINE = 65_536  # characters of a line of metrics; longer ones are skipped
@@ -139,7 +140,7 @@ def metrics_of(cards: tuple[ModelCard, ...]) -> Metrics | None:
 def decode_json(body: bytes) -> Any:
     """Return the decoded document; None if it is invalid or nested too deeply."""
     try:
-        return msgspec.json.decode(body)
+        return json_value(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headstart.core.errors import InvalidRequestError
@@ -36,6 +36,10 @@ class ChatTranslation:
         """Return the validated chat request. Raises InvalidRequestError in the words of the API."""
         with self.named():
             return parse_chat(self.values, bounds)
+
+    def without_values(self) -> "ChatTranslation":
+        """Return the translation for the names in errors only, which refers to no message."""
+        return replace(self, values={})
 
     @contextmanager
     def named(self) -> Generator[None]:

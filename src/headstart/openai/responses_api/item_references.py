@@ -4,7 +4,7 @@ The id of an item contains that of its response (`response_objects.py`), so no i
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headstart.openai.responses import Json
@@ -19,12 +19,17 @@ def response_of(item_id: str) -> str | None:
     return None if found is None else f"resp_{found[1]}"
 
 
-def first_referenced_response(items: object) -> str | None:
-    """Return the id of the response that the first reference of an unchecked `input` is about; None without any."""
+def referenced_items(items: object) -> Iterator[str]:
+    """Yield the ids of the items that an unchecked `input` refers to."""
     for item in items if isinstance(items, list) else ():
         if isinstance(item, Mapping) and item.get("type") == REFERENCE and isinstance(item.get("id"), str):
-            return response_of(item["id"])
-    return None
+            yield item["id"]
+
+
+def first_referenced_response(items: object) -> str | None:
+    """Return the id of the response that the first reference of an unchecked `input` is about; None without any."""
+    first = next(referenced_items(items), None)
+    return None if first is None else response_of(first)
 
 
 def output_item(response: Mapping[str, Any], item_id: str) -> Json | None:

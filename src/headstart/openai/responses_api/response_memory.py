@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from headstart.openai.request_json import json_value
 from headstart.openai.responses import Json
 
 MAX_ENTRIES = 16_384
@@ -33,6 +34,10 @@ class Turn:
     items: bytes  # JSON
     previous: "Turn | None"
     num_references: int = 0
+    chain_bytes: int = field(init=False)  # of the conversation up to here
+
+    def __post_init__(self) -> None:
+        self.chain_bytes = len(self.items) + (0 if self.previous is None else self.previous.chain_bytes)
 
 
 class Conversation(NamedTuple):
@@ -98,7 +103,7 @@ class ResponseMemory:
             if entry is None:
                 return None
             response, items = entry.response, entry.items
-        return StoredResponse(msgspec.json.decode(response), msgspec.json.decode(items))
+        return StoredResponse(json_value(response), json_value(items))
 
     def history(self, tenant: str, response_id: str, now: float) -> Conversation | None:
         """Return the conversation up to the end of a response; None as `get`."""
@@ -111,8 +116,14 @@ class ResponseMemory:
         while turn is not None:
             turns.append(turn.items)
             turn = turn.previous
-        items = [item for text in reversed(turns) for item in msgspec.json.decode(text)]
+        items = [item for text in reversed(turns) for item in json_value(text)]
         return Conversation(items, entry.turn)
+
+    def conversation_bytes(self, tenant: str, response_id: str, now: float) -> int:
+        """Return the bytes that `history` or `get` would decode; 0 if the tenant has no such response."""
+        with self._lock:
+            entry = self._used(tenant, response_id, now)
+            return 0 if entry is None else entry.turn.chain_bytes + entry.num_bytes
 
     def remove(self, tenant: str, response_id: str, now: float) -> bool:
         """Remove a response; return whether it was there."""

@@ -5,13 +5,14 @@
 
 import marshal
 import os
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,10 @@ KILL_SECONDS = 0.5  # in addition to the time limit of a request, which most han
 WAIT_SECONDS = 10.0  # for an idle process
 MAX_FAILURES = 3  # kills in a row, before a pause
 PAUSE_SECONDS = 5.0
+_PLAIN = re.compile(
+    r"PATH|HOME|TMPDIR|TZ|TZDIR|LANG|LC_\w+|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV"
+    r"|PYTHON(HOME|HASHSEED|MALLOC|UTF8|DONTWRITEBYTECODE|PYCACHEPREFIX)|MALLOC_\w+|GLIBC_TUNABLES|OMP_NUM_THREADS"
+)
 
 
 class SandboxLostError(HeadstartError):
@@ -204,15 +209,20 @@ class _Process:
 
 
 def _spawn(module: str, descriptor: int) -> "subprocess.Popen[bytes]":
-    """Start the process: same modules, own process group (so it gets no Ctrl-C), no other descriptors."""
+    """Start the process: same modules, own process group (so it gets no Ctrl-C), no other descriptors, no secrets."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, str(descriptor)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env={**plain_environment(os.environ), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         pass_fds=[descriptor],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         process_group=0,
     )
+
+
+def plain_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a process needs to run at all: none that may hold a key, a token or a password."""
+    return {name: value for name, value in environ.items() if _PLAIN.fullmatch(name)}
 
 
 def _kill_all(processes: "set[_Process]") -> None:

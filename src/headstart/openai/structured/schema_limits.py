@@ -5,13 +5,16 @@ some make a single mask slow (long counts, thousands of alternatives), and for s
 does not allow. These are refused by the name of their keyword. Everything else is bounded by GrammarCheck.
 """
 
+import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
+from headstart.openai.request_json import check_depth
 from headstart.openai.structured.schema_rewrites import SCHEMA_MAPS, VALUES, rewritten_schema
 from headstart.openai.value_checks import bad_value, shown
 
@@ -27,42 +30,86 @@ RULES_IN_LARK = 512
 _COUNT = re.compile(r"\\.|\[(?:\\.|[^\]\\])*+(?:\]|\\?\Z)|\{(\d*+)(,?)(\d*+)\}|[()]", re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # JSON can write them only as \\u escapes
 _CONTROL_ESCAPE = re.compile(r"\\(?:c|x0[0-7be]|x1|x7[fF]|u00(?:0[0-7beBE]|1|7[fF])|u\{|v|0)")
+_JSON_IN_LARK = re.compile(r"%json\s*+(?=\{)")
+_LARK_TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|//[^\n]*+|#[^\n]*+|/(?:[^/\\\n]|\\.)++/?|%json')
+_DECODER = json.JSONDecoder()
 _RULE = re.compile(r"^[ \t]*+[?!]?[A-Za-z_][\w.]*+(?:\[[^\]\n]*+\])?[ \t]*+:", re.MULTILINE)
 
 
 def limited_schema(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the schema as llguidance reads it right. Raises InvalidRequestError, which names the keyword."""
+    return _limited_schemas(name, [schema])[0]
+
+
+def _limited_schemas(name: str, schemas: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the schemas of one grammar as `limited_schema` does; they share the limits on the number of parts."""
+    counts: Counter[str] = Counter()
+    return [_limited(name, schema, counts) for schema in schemas]
+
+
+def _limited(name: str, schema: Mapping[str, Any], counts: Counter[str]) -> Mapping[str, Any]:
     _check_numbers(name, schema)
-    num_references = 0
     is_of_draft, has_one_of = isinstance(schema.get("$schema"), str), False
-    for num_schemas, part in enumerate(_subschemas(schema), 1):
-        num_references += "$ref" in part
+    for part in _subschemas(schema):
+        counts["schemas"] += 1
+        counts["references"] += "$ref" in part
         has_one_of |= "oneOf" in part
         _check_part(name, part)
-        if num_schemas > MAX_SUBSCHEMAS:
+        if counts["schemas"] > MAX_SUBSCHEMAS:
             bad_value(name, f"has more than {MAX_SUBSCHEMAS} subschemas", "simplify the schema")
-        if num_references > MAX_REFERENCES:
+        if counts["references"] > MAX_REFERENCES:
             bad_value(name, f"has more than {MAX_REFERENCES} $ref", "simplify the schema")
         if "$id" in part and "$ref" in part and part is not schema and not is_of_draft:
             bad_value(name, "has $id beside $ref", "set $schema: drafts differ in whether it changes the reference")
     return rewritten_schema(name, schema, is_exact=has_one_of)
 
 
-def check_regex(name: str, regex: str) -> None:
-    """Raise InvalidRequestError if a regular expression is too long or its counts are too large."""
+def limited_regex(name: str, regex: str) -> str:
+    """Return a regular expression. Raises InvalidRequestError if it is too long or its counts are too large."""
     if len(regex) > MAX_COUNT:
         bad_value(name, f"has {len(regex)} characters", f"it may have at most {MAX_COUNT}")
     total = _largest_count(regex)
     if total > MAX_COUNT:
         bad_value(name, f"has counts of {total} in all", f"nested counts may multiply to at most {MAX_COUNT}")
+    return regex
 
 
-def check_lark(name: str, grammar: str) -> None:
-    """Raise InvalidRequestError if a grammar has too many rules, or too long a line."""
+def limited_lark(name: str, grammar: str) -> str:
+    """Return a grammar in Lark with its JSON Schemas (%json) as `limited_schema` returns them.
+
+    Raises InvalidRequestError if it has too many rules, too long a line, or what a JSON Schema may not have.
+    """
     num_rules = len(_RULE.findall(grammar))
     if num_rules > RULES_IN_LARK:
         bad_value(name, f"has {num_rules} rules", f"it may have at most {RULES_IN_LARK}")
-    check_regex(name, grammar)
+    limited_regex(name, grammar)
+    found = [*_schemas_in(name, grammar)]
+    schemas = _limited_schemas(name, [schema for _, _, schema in found])
+    outside = {token.end() for token in _LARK_TOKEN.finditer(grammar) if token[0] == "%json"}
+    pieces: list[str] = []
+    done = 0
+    for (start, end, _), schema in zip(found, schemas, strict=True):
+        if start >= done and start in outside:  # not in a string, a comment or another schema
+            pieces += (grammar[done:start], " ", json.dumps(schema))
+            done = end
+    return "".join(pieces) + grammar[done:]
+
+
+def _schemas_in(name: str, grammar: str) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+    """Yield the start and the end of each text behind %json, wherever it stands, that is a JSON object, and its value.
+
+    Raises InvalidRequestError for one that is nested too deeply.
+    """
+    for found in _JSON_IN_LARK.finditer(grammar):
+        try:
+            schema, end = _DECODER.raw_decode(grammar, found.end())
+            check_depth(schema)
+        except ValueError:
+            continue  # refused by the compiler if it is not in a string
+        except RecursionError:
+            bad_value(name, "has a JSON Schema that is nested too deeply", "flatten it")
+        if isinstance(schema, dict):
+            yield found.start() + len("%json"), end, schema
 
 
 def _subschemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -131,7 +178,7 @@ def _check_part(name: str, part: Mapping[str, Any]) -> None:
 def _check_pattern(name: str, key: str, pattern: object) -> None:
     if not isinstance(pattern, str):
         return
-    check_regex(f"{name}: {key}", pattern)
+    limited_regex(f"{name}: {key}", pattern)
     if _CONTROL.search(pattern) or _CONTROL_ESCAPE.search(pattern):
         bad_value(name, f"has {key} with a control character, {shown(pattern)}", "leave such characters out")
 

@@ -19,7 +19,7 @@ from headstart.openai.structured.grammar_text import (
     lark_grammar,
     regex_grammar,
 )
-from headstart.openai.structured.schema_limits import check_lark, check_regex, limited_schema
+from headstart.openai.structured.schema_limits import limited_lark, limited_regex, limited_schema
 from headstart.openai.value_checks import bad_value, check_list, check_text, missing, shown
 
 MAX_GRAMMAR_BYTES = 64 << 10  # of a schema, a regular expression, a grammar, or all choices
@@ -81,13 +81,8 @@ def _schema_field(name: str) -> Any:
     return checked(lambda value, _: check_schema(name, value), dict[str, Any] | str)
 
 
-def _text_field(name: str, check: Callable[[str, str], None]) -> Any:
-    def checked_text(value: object, _: object) -> str:
-        text = _text(name, value)
-        check(name, text)
-        return text
-
-    return checked(checked_text, str)
+def _text_field(name: str, limited: Callable[[str, str], str]) -> Any:
+    return checked(lambda value, _: limited(name, _text(name, value)), str)
 
 
 def _choice_field(name: str) -> Any:
@@ -125,9 +120,9 @@ class StructuredOutputs(RequestModel):
     json_: Annotated[Mapping[str, Any] | None, _schema_field("structured_outputs.json")] = Field(
         None, alias="json", description="A JSON Schema"
     )
-    regex: Annotated[str | None, _text_field("structured_outputs.regex", check_regex)] = None
+    regex: Annotated[str | None, _text_field("structured_outputs.regex", limited_regex)] = None
     choice: Annotated[tuple[str, ...] | None, _choice_field("structured_outputs.choice")] = None
-    grammar: Annotated[str | None, _text_field("structured_outputs.grammar", check_lark)] = Field(
+    grammar: Annotated[str | None, _text_field("structured_outputs.grammar", limited_lark)] = Field(
         None, description="In Lark"
     )
     json_object: bool = False
@@ -145,9 +140,9 @@ class StructuredFields(RequestModel):
     guided_json: Annotated[Mapping[str, Any] | None, _schema_field("guided_json")] = Field(
         None, description="A JSON Schema"
     )
-    guided_regex: Annotated[str | None, _text_field("guided_regex", check_regex)] = None
+    guided_regex: Annotated[str | None, _text_field("guided_regex", limited_regex)] = None
     guided_choice: Annotated[tuple[str, ...] | None, _choice_field("guided_choice")] = None
-    guided_grammar: Annotated[str | None, _text_field("guided_grammar", check_lark)] = Field(
+    guided_grammar: Annotated[str | None, _text_field("guided_grammar", limited_lark)] = Field(
         None, description="In Lark"
     )
     guided_whitespace_pattern: Annotated[str | None, _space_field("guided_whitespace_pattern")] = Field(

@@ -6,10 +6,12 @@ inference.py sends every answer in the same way, whatever its format.
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
+from headstart.core.request import CacheMode
 from headstart.core.request import Request as EngineRequest
+from headstart.explain.lint.prompt_window import WindowEntry
 from headstart.openai.diagnostics.prompt_fingerprint import shape_of
 from headstart.openai.engine_requests import Origin
 from headstart.openai.generation_params import GenerationParams
@@ -17,6 +19,7 @@ from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
 from headstart.server.apis.answer_diagnosis import AnswerDiagnosis
 from headstart.server.generation_job import GenerationJob
+from headstart.server.request_limits import params_bytes
 from headstart.server.server_state import Model
 
 
@@ -69,19 +72,34 @@ class ApiRequest:
     params: GenerationParams
     requests: list[EngineRequest]
     answer: Callable[[GenerationJob, Head], AnswerFormat]
-    num_extra_bytes: int = 0  # held by `answer` until the job ends
+    num_extra_bytes: int = 0  # held by `params` and `answer` until the job ends
     named: Callable[[], AbstractContextManager[None]] = nullcontext  # renames fields in errors raised inside
     diagnosis: AnswerDiagnosis | None = None  # None: the prompt is neither compared nor remembered
     messages: Sequence[Mapping[str, Any]] = ()  # of the chat, or the text of a completion as one message
+    examined: WindowEntry | None = None  # the prompt, if the doctor may examine it
+
+    def without_messages(self, model: Model, origin: Origin) -> "ApiRequest":
+        """Return the request as it waits: only the doctor may still refer to its messages, unless they are large."""
+        params, examined = self.params, None
+        if self.messages and params.cache is CacheMode.READ_WRITE:
+            definitions = () if params.tools is None else params.tools.definitions
+            num_tokens = len(self.requests[0].prompt)
+            examined = model.doctor.entry(origin, params.cache_salt, self.messages, definitions, num_tokens)
+        held = self.num_extra_bytes + params_bytes(params)
+        return replace(self, messages=(), examined=examined, num_extra_bytes=held)
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """One of the generation APIs. `renders`: its prompts are rendered by the chat template, which may take seconds."""
+    """One of the generation APIs. `renders`: its prompts are rendered by the chat template, which may take seconds.
+
+    `num_stored_bytes`: the bytes of stored responses that a body of a tenant continues or refers to.
+    """
 
     id_prefix: str
     prepare: Callable[[Mapping[str, Any], Model, Origin], ApiRequest]
     renders: bool = True
+    num_stored_bytes: Callable[[Mapping[str, Any], str], int] | None = None
 
 
 def diagnosis_of(

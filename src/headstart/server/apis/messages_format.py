@@ -101,7 +101,8 @@ def _prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequ
     marks = CacheMarks(num_marked, is_long=read.ttl >= _HOUR)
     form = partial(MessageFormat, marks, fills_context)
     diagnosis = diagnosis_of(model, origin, params, prompt, body.messages, read.chat.message_names)
-    return ApiRequest(params, requests, form, named=read.chat.named, diagnosis=diagnosis, messages=body.messages)
+    named = read.chat.without_values().named
+    return ApiRequest(params, requests, form, named=named, diagnosis=diagnosis, messages=body.messages)
 
 
 MESSAGES = Api("msg_", _prepare)

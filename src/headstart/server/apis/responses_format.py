@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,9 +11,10 @@ import msgspec
 from headstart.http.http_errors import HttpError, rendered
 from headstart.http.sse import PING, named_event
 from headstart.openai.engine_requests import Origin, chat_requests, tokenizer_of
+from headstart.openai.request_json import json_value
 from headstart.openai.responses import Json
 from headstart.openai.responses_api.input_items import read_item
-from headstart.openai.responses_api.item_references import REFERENCE, output_item, response_of
+from headstart.openai.responses_api.item_references import REFERENCE, output_item, referenced_items, response_of
 from headstart.openai.responses_api.response_events import ResponseEvents, error_data
 from headstart.openai.responses_api.response_memory import Conversation, ResponseMemory, StoredResponse, Turn
 from headstart.openai.responses_api.response_objects import ResponseShape, echo_of, response_usage
@@ -21,19 +23,23 @@ from headstart.openai.text.generation import Delta
 from headstart.server.apis.answer_format import Api, ApiRequest, Head, diagnosis_of
 from headstart.server.apis.choice_apis import check_model
 from headstart.server.generation_job import GenerationJob
+from headstart.server.request_limits import object_bytes
 from headstart.server.server_state import Model
-
-ITEM_BYTES = 4  # in memory per byte of JSON of the input
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The parts of a request that its answer needs. `tenant`: the owner of the stored response."""
+class Storing:
+    """Where a response is stored, and what is stored beside its output. `tenant`: its owner."""
 
-    fields: ResponsesRequest
     memory: ResponseMemory
     tenant: str
+    items: bytes  # JSON of the input
     previous: Turn | None
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it holds until the response is stored: the earlier turns may be removed meanwhile."""
+        return len(self.items) + (0 if self.previous is None else self.previous.chain_bytes)
 
 
 class ResponseFormat:
@@ -41,10 +47,10 @@ class ResponseFormat:
 
     ping = PING
 
-    def __init__(self, asked: Asked, job: GenerationJob, head: Head) -> None:
+    def __init__(self, echo: Json, storing: Storing | None, job: GenerationJob, head: Head) -> None:
+        """`echo`: the fields of the request that the response repeats. `storing` None: it is not stored."""
         self._job = job
-        self._asked = asked
-        echo = echo_of(asked.fields, job.params.sampling)
+        self._storing = storing
         shape = ResponseShape(head.request_id, head.created, head.model.name, echo)
         self._events = ResponseEvents(shape, generates=not job.params.prewarm)
         self._is_open = False
@@ -88,10 +94,10 @@ class ResponseFormat:
         return _encoded(self._events.failed({"code": code, "message": details["message"]}))
 
     def _store(self, response: Json) -> None:
-        asked = self._asked
-        if asked.fields.store:
-            stored = StoredResponse(response, asked.fields.input)
-            asked.memory.add(asked.tenant, stored, time.monotonic(), asked.previous)
+        storing = self._storing
+        if storing is not None:
+            stored = StoredResponse(response, json_value(storing.items))
+            storing.memory.add(storing.tenant, stored, time.monotonic(), storing.previous)
 
     def _usage(self) -> Json:
         return response_usage(self._job.usage(), self._events.parts)
@@ -120,20 +126,28 @@ def responses_api(memory: ResponseMemory) -> Api:
             body = translation.parse(model.bounds)
             tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
             params, requests = chat_requests(body, tokenizer, model.bounds, origin)
-        asked = Asked(fields, memory, origin.tenant, before.last if before is not None else None)
-        held = ITEM_BYTES * len(msgspec.json.encode(fields.input))
+        last = before.last if before is not None else None
+        items = msgspec.json.encode(fields.input)
+        storing = Storing(memory, origin.tenant, items, last) if fields.store else None
+        echo = echo_of(fields, params.sampling)
         prompt, names = requests[0].prompt, translation.message_names
         return ApiRequest(
             params=params,
             requests=requests,
-            answer=lambda job, head: ResponseFormat(asked, job, head),
-            num_extra_bytes=held,
-            named=translation.named,
+            answer=partial(ResponseFormat, echo, storing),
+            num_extra_bytes=object_bytes(echo) + (0 if storing is None else storing.num_bytes),
+            named=translation.without_values().named,
             diagnosis=diagnosis_of(model, origin, params, prompt, body.messages, names),
             messages=body.messages,
         )
 
-    return Api("resp_", prepare)
+    def num_stored_bytes(values: Mapping[str, Any], tenant: str) -> int:
+        referenced = {response_of(item_id) for item_id in referenced_items(values.get("input"))}
+        ids = {name for name in (values.get("previous_response_id"), *referenced) if isinstance(name, str)}
+        now = time.monotonic()
+        return sum(memory.conversation_bytes(tenant, name, now) for name in ids)
+
+    return Api("resp_", prepare, num_stored_bytes=num_stored_bytes)
 
 
 def _conversation(memory: ResponseMemory, tenant: str, response_id: str | None) -> Conversation | None:

@@ -27,15 +27,17 @@ REPLAY_POLL_SECONDS = 0.05
 CLOSE_SECONDS = 2.0
 LINGER_MILLISECONDS = 500  # for the last batches, when the engine stops
 
+LOOPBACK_ENDPOINT = "tcp://127.0.0.1:5557"  # bound, although it is no wildcard
+
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The keys of --kv-events-config: vLLM's names and defaults, and `int_block_hashes`."""
+    """The keys of --kv-events-config: vLLM's names and defaults but for `endpoint`, and `int_block_hashes`."""
 
     enable_kv_cache_events: bool = False
     publisher: Literal["zmq", "null"] | None = None  # None: zmq if events are enabled
-    endpoint: str = "tcp://*:5557"
+    endpoint: str = LOOPBACK_ENDPOINT  # vLLM's is tcp://*:5557: all interfaces get the tokens of all prompts
     replay_endpoint: str | None = None
     buffer_steps: Count = 10_000  # batches kept for replay
     hwm: Count = 100_000  # messages per slow subscriber, then ZMQ drops its newest; 0: no limit
@@ -198,7 +200,7 @@ def _stop(batches: "queue.Queue[_Batch | None]", thread: threading.Thread) -> No
 
 
 def _is_bound(endpoint: str) -> bool:
-    return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
+    return endpoint == LOOPBACK_ENDPOINT or "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
 
 
 def _any_port(endpoint: str) -> bool:

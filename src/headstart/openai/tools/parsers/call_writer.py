@@ -86,7 +86,7 @@ class CallWriter:
         while True:
             found = first_marker(reader.text, markers)
             held = num_held(reader.text, markers) if found is None else len(reader.text) - found.start
-            reader.at = len(reader.text[: len(reader.text) - held].rstrip())
+            reader.at = reader.end_before_space(len(reader.text) - held)
             self.content(reader.take())
             if found is not None:
                 reader.at = reader.text.index(found.marker) + len(found.marker)

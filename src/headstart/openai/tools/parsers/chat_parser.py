@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from headstart.openai.chat.chat_delta import ChatDelta
 from headstart.openai.tools.parsers.call_writer import CallRules, CallWriter
 from headstart.openai.tools.parsers.reasoning_reader import ReasoningReader, SplitText
-from headstart.openai.tools.parsers.text_reader import Read, TextReader
+from headstart.openai.tools.parsers.text_reader import Read, TextReader, pieces
 
 ReadCalls = Callable[[TextReader, CallWriter], Read[None]]
 
@@ -30,8 +30,9 @@ class ToolParser:
 
     def feed(self, text: str) -> ChatDelta:
         """Read the next piece of text."""
-        self._reader.add(text)
-        next(self._run, None)
+        for piece in pieces(text):
+            self._reader.add(piece)
+            next(self._run, None)
         return self._writer.take()
 
     def finish(self) -> ChatDelta:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from headstart.openai.tools.parsers.text_reader import Read, TextReader, first_marker, num_held
+from headstart.openai.tools.parsers.text_reader import Read, TextReader, first_marker, num_held, pieces
 
 THINK_MARKERS = ("<think>", "</think>")
 
@@ -27,8 +27,9 @@ class ReasoningReader:
 
     def feed(self, text: str) -> SplitText:
         """Read the next piece of text."""
-        self._reader.add(text)
-        next(self._run, None)
+        for piece in pieces(text):
+            self._reader.add(piece)
+            next(self._run, None)
         return self._take()
 
     def finish(self) -> SplitText:
@@ -62,14 +63,14 @@ class ReasoningReader:
         reader = self._reader
         while (found := first_marker(reader.text, (closing,))) is None:
             held = 0 if reader.ended else num_held(reader.text, (closing,))
-            reader.at = len(reader.text[: len(reader.text) - held].rstrip())
+            reader.at = reader.end_before_space(len(reader.text) - held)
             self._reasoning.append(reader.take())
             if reader.ended:
                 reader.at = len(reader.text)
                 reader.take()
                 return
             yield
-        reader.at = len(reader.text[: found.start].rstrip())
+        reader.at = reader.end_before_space(found.start)
         self._reasoning.append(reader.take())
         reader.at = reader.text.index(closing) + len(closing)
         reader.take()

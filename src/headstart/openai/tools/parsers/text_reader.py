@@ -1,11 +1,15 @@
 """TextReader: a text that arrives in pieces, read by generators that yield while they need more of it.
 
 A generator reads character by character and cannot see where a piece ends, so its result does not depend on the split.
-Consumed text is kept until `take`: a reader that meets something unexpected returns it as content, or rewinds.
+Consumed text is kept until `take`: a reader that meets something unexpected returns it as content, or rewinds. Of
+whitespace at most MAX_BLANKS characters are kept, since it is looked at again with each piece.
 """
 
 from collections.abc import Generator, Sequence
 from typing import NamedTuple, TypeVar
+
+MAX_BLANKS = 1024
+MAX_PIECE = 1024  # characters that are added at a time
 
 T = TypeVar("T")
 Read = Generator[None, None, T]
@@ -28,7 +32,9 @@ class TextReader:
 
     def add(self, text: str) -> None:
         """Append the next piece."""
-        self.text += text
+        held, self.text = self.text, ""  # CPython appends in place to a string that nothing else refers to
+        held += text
+        self.text = held
 
     def take(self) -> str:
         """Return the kept text, which is dropped here."""
@@ -47,9 +53,15 @@ class TextReader:
         return self.text[self.at : self.at + 1]
 
     def skip_space(self) -> Read[None]:
-        """Consume whitespace."""
-        while (yield from self.peek()).isspace():
+        """Consume whitespace, at most MAX_BLANKS characters."""
+        end = self.at + MAX_BLANKS
+        while self.at < end and (yield from self.peek()).isspace():
             self.at += 1
+
+    def end_before_space(self, end: int) -> int:
+        """Return where the text before `end` ends without its whitespace, at most MAX_BLANKS characters earlier."""
+        start = max(end - MAX_BLANKS, 0)
+        return start + len(self.text[start:end].rstrip())
 
     def match(self, literal: str) -> Read[bool]:
         """Consume `literal` if it is next; otherwise consume nothing."""
@@ -61,6 +73,11 @@ class TextReader:
             if self.ended or not literal.startswith(unread):
                 return False
             yield
+
+
+def pieces(text: str) -> list[str]:
+    """Return a text in pieces of MAX_PIECE characters, at least one: each `take` copies what is unread."""
+    return [text[at : at + MAX_PIECE] for at in range(0, len(text), MAX_PIECE)] or [""]
 
 
 def first_marker(text: str, markers: Sequence[str]) -> Found | None:
