@@ -21,6 +21,7 @@ from headstart.gateway.picker.ext_proc_messages import call_of
 from headstart.gateway.picker.ext_proc_stream import ExtProcStream
 from headstart.gateway.picker.grpc_connection import GrpcConnection
 from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStream, Status
+from headstart.gateway.picker.peer_limits import Callers
 from headstart.http.http_errors import HttpError
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -41,7 +42,7 @@ class PickerServer:
         self._calls: dict[str, tuple[GrpcStream, ExtProcStream]] = {}  # requests of our own Envoy, by id
         self._ids = count(1)
         self._server: asyncio.Server | None = None
-        self._connections: set[GrpcConnection] = set()
+        self._callers = Callers()
         self._handlers = {
             f"/{SERVICE}/Process": self._process,
             f"/{HEALTH}/Check": self._check,
@@ -65,14 +66,13 @@ class PickerServer:
         """Stop at once; requests that are still in flight fail."""
         if self._server is not None:
             self._server.close()
-        for connection in tuple(self._connections):
-            connection.close()
+        self._callers.close()
 
     def _connection(self) -> GrpcConnection:
         def failed(error: Exception) -> None:
             self._state.log.failure("internal_error", error, "")
 
-        return GrpcConnection(self._handlers, self._connections, failed)
+        return GrpcConnection(self._handlers, self._callers, failed)
 
     def _process(self, stream: GrpcStream) -> Coroutine[Any, Any, None] | None:
         """Begin a call: a request, or the head of an answer that our own Envoy reports. Raises GrpcError."""
