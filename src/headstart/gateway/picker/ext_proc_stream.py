@@ -221,10 +221,11 @@ class ExtProcStream:
             if message.WhichOneof("request") != "response_headers":
                 continue
             pairs = header_pairs(message.response_headers.headers)
-            status = next((value for name, value in pairs if name == b":status"), b"0")
+            text = next((value for name, value in pairs if name == b":status"), b"")
+            status = int(text) if len(text) == 3 and text.isdigit() else 0
             served = text_in(message.metadata_context, LB, SERVED)
             headers = [header for header in pairs if not header[0].startswith(b":")]
-            return AnswerHead(int(status), headers, served, message.response_headers.end_of_stream)
+            return AnswerHead(status, headers, served, message.response_headers.end_of_stream)
         return None
 
     async def pass_head(self, head: AnswerHead) -> None:
