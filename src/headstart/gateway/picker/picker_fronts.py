@@ -69,7 +69,7 @@ class PickerFront:
         await self._server.start(self._address)
         if not is_loopback(self._address):
             self._log.line(
-                f"headstart: the endpoint picker at {self._address} asks for no key: let only a gateway's Envoy reach it"
+                f"headstart: the endpoint picker at {self._address} asks for no key: let only an Envoy reach it"
             )
 
     async def stop(self, *, at_once: bool) -> None:
