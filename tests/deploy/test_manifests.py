@@ -129,6 +129,17 @@ def test_containers_are_started_with_options_that_exist(owner: dict[str, Any]) -
     assert int(env["HEADSTART_PORT"] or 0) in {port["containerPort"] for port in container(owner)["ports"]}
 
 
+def test_the_pickers_port_without_a_key_is_bound_to_the_pod_and_reached_by_the_gateway_only() -> None:
+    picker = POD_OWNERS[1]
+    [address] = [word.partition("=")[2] for word in container(picker)["args"] if word.startswith("--ext-proc=")]
+    [source] = [one["valueFrom"] for one in container(picker)["env"] if f"$({one['name']})" == address[: -len(":9002")]]
+    assert source == {"fieldRef": {"fieldPath": "status.podIP"}}
+    rules = ALL["NetworkPolicy", "picker"]["spec"]["ingress"]
+    [senders] = [rule["from"] for rule in rules if {"protocol": "TCP", "port": "ext-proc"} in rule["ports"]]
+    gateway = {"gateway.networking.k8s.io/gateway-name": "headstart"}
+    assert senders == [{"podSelector": {"matchLabels": gateway}}]
+
+
 @pytest.mark.parametrize("owner", POD_OWNERS, ids=lambda owner: owner["metadata"]["name"])
 def test_a_pod_may_drain_before_it_is_killed(owner: dict[str, Any]) -> None:
     [drain] = [one["value"] for one in container(owner)["env"] if one["name"] == "HEADSTART_DRAIN_TIMEOUT"]

@@ -197,7 +197,8 @@ async def front(
             await replica.start()
     router_options = RouterOptions(**{"health_interval": 0.05, "scrape_interval": 0.05, "tokenizer": "none", **options})
     server_options = ServerOptions(**{"access_log": "none", **(server or {})})
-    async with aiohttp.ClientSession(**session_options()) as session:
+    connector = aiohttp.TCPConnector(limit=0)  # as run_gateway.py
+    async with aiohttp.ClientSession(connector=connector, **session_options()) as session:
         state = GatewayState(router_options, server_options, session, reader or RequestReader(), Log(), placed=placed)
         listener = listen("127.0.0.1", 0)
         http = HttpServer(uvicorn_config(build_front(state)))

@@ -1,6 +1,7 @@
 """An Envoy whose picker is killed and started again: what passes, what is refused, and that nothing hangs."""
 
 import asyncio
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -16,6 +17,7 @@ from gateway.envoy_harness import envoy_binary, unused_port
 from gateway.harness import Replica, chunk, run, streaming, two, usage
 from server.harness import PATIENCE, spawn, until, wait_for
 
+from headstart.gateway.picker.envoy_filters import MESSAGE_SECONDS
 from headstart.gateway.picker.ext_proc_messages import DESTINATION
 
 
@@ -144,6 +146,33 @@ def killed(times: int, tmp_path: Path, *, with_keys: bool = False) -> "Counter[A
         return clients.answers
 
     return run(test())
+
+
+def test_a_picker_that_is_stopped_and_not_dead_is_noticed(tmp_path: Path) -> None:
+    """Its sockets accept everything, as those of a process that hangs."""
+
+    async def test() -> None:
+        replica, port, folder = Replica(), unused_port(), tmp_path / "envoy"
+        await replica.start()
+        with spawn(route_command(folder, port, [replica]), tmp_path / "route") as router:
+            await asyncio.to_thread(router.wait_ready)
+            with external_envoy(folder):
+                await asyncio.to_thread(wait_for, lambda: _is_answered(port))
+                await asyncio.to_thread(wait_for, lambda: picker_is_up(port))
+                router.process.send_signal(signal.SIGSTOP)
+                try:
+                    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client:
+                        sent = [client.post("/v1/completions", json={"prompt": f"{n}"}) for n in range(4)]
+                        answers = await asyncio.gather(*sent)
+                        held = [response.elapsed.total_seconds() for response in answers]
+                finally:
+                    router.process.send_signal(signal.SIGCONT)
+                assert [response.status_code for response in answers] == [200] * 4 and len(replica.bodies) == 4
+                assert max(held) < MESSAGE_SECONDS, "the limit for a picker that answers"
+                await asyncio.to_thread(wait_for, lambda: picker_is_up(port))
+        await replica.stop()
+
+    run(test())
 
 
 def _is_answered(port: int) -> bool:

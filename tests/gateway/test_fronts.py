@@ -290,6 +290,48 @@ def test_headers_of_replicas_stay_inside(kind: str) -> None:
 
 
 @KINDS
+@pytest.mark.parametrize(
+    ("status", "kind_of_body", "seen"),
+    [
+        (200, "text/html", 502),
+        (200, "application/octet-stream", 502),
+        (404, "text/html; charset=utf-8", 404),
+        (500, "text/plain", 500),
+    ],
+)
+def test_a_page_of_another_program_does_not_reach_clients(kind: str, status: int, kind_of_body: str, seen: int) -> None:
+    async def page(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.Response(body=b"<html>10.1.2.3", status=status, headers={"content-type": kind_of_body})
+
+    async def test() -> None:
+        replica = Replica()
+        replica.script = page
+        async with start(kind, replica) as router:
+            response = await router.complete("Hello")
+            assert response.status_code == seen and response.headers["content-type"] == "application/json"
+            assert response.json()["error"]["message"] and "10.1.2.3" not in response.text
+            (endpoint,) = router.state.router.endpoints.values()
+            assert endpoint.load.num_requests == 0
+
+    run(test())
+
+
+@KINDS
+def test_a_replica_is_not_told_of_others(kind: str) -> None:
+    async def test() -> None:
+        one, other = two()
+        async with start(kind, one, other) as router:
+            for number in range(4):
+                named = {"x-gateway-destination-endpoint": "10.1.2.3:1"}
+                assert (await router.complete(f"{number} " * 40, headers=named)).status_code == 200
+            for replica, address in ((one, other), (other, one)):
+                for head in replica.heads:
+                    assert not [value for value in head.values() if str(address.port) in value or "10.1.2.3" in value]
+
+    run(test())
+
+
+@KINDS
 def test_reported_tokens_are_counted_as_the_replica_counts_them(kind: str) -> None:
     async def test() -> None:
         replica = Replica()

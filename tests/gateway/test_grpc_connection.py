@@ -1,85 +1,25 @@
 """The gRPC server against grpcio's client, and against bytes that no client sends."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import contextlib
 from typing import Any
 
 import grpc
 import grpc.aio
 import hpack
 import pytest
-from gateway.harness import run
+from gateway.grpc_harness import ECHO, EchoServer, connected, message, opening, with_server
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server.harness import until
 
 from headstart.gateway.picker import grpc_stream
 from headstart.gateway.picker import http2_frames as h2
-from headstart.gateway.picker.grpc_connection import GrpcConnection
-from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStream, Status
-
-ECHO = "/test/Echo"
-
-
-class EchoServer:
-    """Answers each message by itself; `cancelled` counts calls that were given up."""
-
-    def __init__(self) -> None:
-        self.connections: set[GrpcConnection] = set()
-        self.errors: list[Exception] = []
-        self.num_open = self.cancelled = 0
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.port = 0
-
-    def connection(self) -> GrpcConnection:
-        handlers = {ECHO: self._echo, "/test/Fail": self._fail, "/test/Refuse": self._refuse}
-        return GrpcConnection(handlers, self.connections, self.errors.append)
-
-    async def _echo(self, stream: GrpcStream) -> None:
-        self.num_open += 1
-        try:
-            await self.gate.wait()
-            while (message := await stream.read()) is not None:
-                await stream.write(message)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        finally:
-            self.num_open -= 1
-
-    async def _fail(self, stream: GrpcStream) -> None:
-        raise ValueError("our mistake")
-
-    async def _refuse(self, stream: GrpcStream) -> None:
-        raise GrpcError(Status.NOT_FOUND, "100% of them are gone")
-
-
-@asynccontextmanager
-async def serving() -> AsyncIterator[EchoServer]:
-    echo = EchoServer()
-    server = await asyncio.get_running_loop().create_server(echo.connection, "127.0.0.1", 0)
-    echo.port = server.sockets[0].getsockname()[1]
-    try:
-        yield echo
-    finally:
-        server.close()
-        for connection in tuple(echo.connections):
-            connection.close()
 
 
 def channel_to(server: EchoServer, *options: Any) -> Any:
     sizes = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     return grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=[*sizes, *options])
-
-
-def with_server(test: Callable[[EchoServer], Any]) -> None:
-    async def body() -> None:
-        async with serving() as server:
-            await test(server)
-
-    run(body())
 
 
 @pytest.mark.parametrize("size", [0, 1, 16_384, 65_536, 1_000_000, 6_000_000])
@@ -149,9 +89,8 @@ def test_a_client_that_is_not_read_is_slowed_down() -> None:
             await until(lambda: server.num_open == 1)
             await asyncio.sleep(0.3)
             (connection,) = server.connections
-            (stream,) = connection._streams.values()
-            held = len(stream._buffer) + sum(map(len, stream._messages))
-            assert held <= grpc_stream.STREAM_WINDOW + (grpc_stream.MAX_QUEUED + 1) * 500_005
+            (stream,) = connection._calls.open.values()
+            assert stream.held_bytes <= grpc_stream.STREAM_WINDOW + (grpc_stream.MAX_QUEUED + 1) * 500_005
             server.gate.set()
             count = 0
             while await call.read() is not grpc.aio.EOF:
@@ -174,7 +113,8 @@ def test_a_call_that_fails_has_a_status(path: str, status: grpc.StatusCode) -> N
     async def test(server: EchoServer) -> None:
         async with channel_to(server) as channel:
             call = channel.stream_stream(path)()
-            await call.write(b"")
+            with contextlib.suppress(grpc.aio.AioRpcError):  # the end may arrive before this message is sent
+                await call.write(b"")
             assert await call.code() == status
         assert len(server.errors) == (path == "/test/Fail")
 
@@ -197,46 +137,6 @@ def test_compressed_and_endless_messages_are_refused() -> None:
 # ---------------------------------------------------------------------------------------------------------- bare frames
 
 
-class Transport:
-    """What a connection writes."""
-
-    def get_extra_info(self, name: str) -> None:
-        """There is no socket."""
-
-    def __init__(self) -> None:
-        self.written = b""
-        self.is_closed = False
-
-    def write(self, data: bytes) -> None:
-        self.written += data
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def frames(self) -> list[tuple[h2.FrameHead, bytes]]:
-        found, at = [], 0
-        while at < len(self.written):
-            head = h2.read_head(self.written, at)
-            found.append((head, self.written[at + 9 : at + 9 + head.length]))
-            at += 9 + head.length
-        return found
-
-
-def connected(server: EchoServer) -> tuple[GrpcConnection, Transport]:
-    connection, transport = server.connection(), Transport()
-    connection.connection_made(transport)  # type: ignore[arg-type]
-    return connection, transport
-
-
-def opening(path: str = ECHO, stream_id: int = 1, flags: int = h2.END_HEADERS) -> bytes:
-    block = hpack.Encoder().encode([(":method", "POST"), (":path", path), ("te", "trailers")])
-    return h2.frame(h2.HEADERS, flags, stream_id, block)
-
-
-def message(data: bytes) -> bytes:
-    return b"\0" + len(data).to_bytes(4) + data
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.binary(max_size=200), min_size=1, max_size=6), st.data())
 def test_a_call_is_the_same_however_its_bytes_are_cut(messages: list[bytes], data: st.DataObject) -> None:
@@ -249,7 +149,7 @@ def test_a_call_is_the_same_however_its_bytes_are_cut(messages: list[bytes], dat
         connection, transport = connected(server)
         for start, end in zip([0, *cuts], [*cuts, len(sent)], strict=True):
             connection.data_received(sent[start:end])
-        await until(lambda: server.num_open == 0 and not connection._tasks and not connection._late)
+        await until(lambda: server.num_open == 0 and not connection._calls.num_tasks and not connection._late)
         answered = b"".join(payload for head, payload in transport.frames() if head.kind == h2.DATA)
         assert answered == packed and not transport.is_closed
         last, trailers = transport.frames()[-1]
@@ -309,7 +209,7 @@ def test_a_violation_of_the_protocol_closes_the_connection(data: bytes) -> None:
         connection.data_received(data)
         assert transport.is_closed and transport.frames()[-1][0].kind == h2.GOAWAY
         connection.connection_lost(None)
-        await until(lambda: not connection._tasks and server.num_open == 0)
+        await until(lambda: not connection._calls.num_tasks and server.num_open == 0)
 
     with_server(test)
 
@@ -330,8 +230,8 @@ def test_no_frames_raise_or_leave_calls_behind(frames: list[tuple[int, int, int,
                 connection.data_received(h2.frame(kind, flags, stream_id, payload))
                 await asyncio.sleep(0)
         connection.connection_lost(None)
-        await until(lambda: not connection._tasks and server.num_open == 0)
-        assert not server.errors
+        await until(lambda: not connection._calls.num_tasks and server.num_open == 0)
+        assert not server.errors and server.callers.num_calls == server.callers.held_bytes == 0
 
     with_server(test)
 
@@ -342,7 +242,7 @@ def test_pings_are_answered_and_padding_is_removed() -> None:
         padded = b"\x03" + message(b"hi") + bytes(3)
         data = h2.frame(h2.DATA, h2.PADDED | h2.END_STREAM, 1, padded)
         connection.data_received(h2.PREFACE + h2.frame(h2.PING, 0, 0, b"12345678") + opening() + data)
-        await until(lambda: server.num_open == 0 and not connection._tasks)
+        await until(lambda: server.num_open == 0 and not connection._calls.num_tasks)
         frames = transport.frames()
         assert any(head.kind == h2.PING and head.flags == h2.ACK and payload == b"12345678" for head, payload in frames)
         assert b"".join(payload for head, payload in frames if head.kind == h2.DATA) == message(b"hi")

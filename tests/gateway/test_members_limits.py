@@ -8,6 +8,7 @@ from aiohttp import web
 from gateway.harness import Replica, front, run
 from server.harness import until
 
+from headstart.gateway.replicas import replica_monitor
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.router.index.approximate_index import ApproximateIndex
 
@@ -99,3 +100,51 @@ def test_a_pool_of_absurd_size_costs_no_memory() -> None:
         assert isinstance(endpoint.index, ApproximateIndex) and endpoint.index.capacity <= 2**22
 
     looking(Odd(metrics=page), check)
+
+
+def test_replicas_that_do_not_answer_are_probed_a_few_at_once_and_live_ones_besides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replica_monitor, "MAX_PROBES", 4)
+    monkeypatch.setattr(replica_monitor, "LOOK_SECONDS", 0.1)
+    open_at_once = most = 0
+
+    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal open_at_once, most
+        open_at_once += 1
+        most = max(most, open_at_once)
+        await reader.read()
+        while await reader.read(1_000):
+            pass
+        open_at_once -= 1
+        writer.close()
+
+    async def go() -> None:
+        server = await asyncio.start_server(mute, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        silent = [ReplicaAddress(f"http://127.0.0.1:{port}")]
+        others = await asyncio.gather(*[asyncio.start_server(mute, f"127.0.0.{n}", port) for n in range(2, 40)])
+        silent += [ReplicaAddress(f"http://127.0.0.{n}:{port}") for n in range(2, 40)]
+        live = await Replica("m").start()
+        async with front() as router:
+            members = router.state.members
+            members.seen.clear()
+            members.changed([*silent[:20], live.address, *silent[20:]])
+            await router.up(1)
+            assert all(member.state == "new" for member in list(members.members.values())[-10:])
+            assert (await router.complete()).status_code == 200
+            await members.seen.wait()
+            looks = members.members[live.url].num_probes
+            await until(lambda: members.members[silent[0].url].num_probes >= 3)
+            assert members.members[live.url].num_probes > looks and 0 < most <= 4
+            members.changed([])
+        await live.stop()
+        for one in (server, *others):
+            one.close()
+
+    run(go())
+
+
+@pytest.mark.parametrize(("count", "rate", "seconds"), [(1, 100, 0.5), (50, 100, 0.5), (4_000, 100, 40.0)])
+def test_the_rate_of_probes_is_bounded_whatever_their_number(count: int, rate: float, seconds: float) -> None:
+    assert replica_monitor.pause(0.5, count, rate) == seconds

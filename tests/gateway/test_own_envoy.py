@@ -6,8 +6,8 @@ from typing import Any
 
 import hpack
 import pytest
+from gateway.grpc_harness import Transport
 from gateway.harness import Front, Replica, front, run
-from gateway.test_grpc_connection import Transport
 from server.harness import until
 
 from headstart.gateway.picker import ext_proc_pb2 as pb
@@ -62,7 +62,8 @@ class OwnEnvoy:
 
     def answer(self, call: str, served: str, status: int = 200, *, waits: bool = False) -> pb.ProcessingRequest:
         report = AnswerReport("cmpl-1", 20, 10, 5.0).encode().decode()
-        head = {":status": str(status), "content-type": "text/event-stream", "x-headstart-report": report, "via": "x"}
+        kind = "text/event-stream" if status == 200 else "application/json"
+        head = {":status": str(status), "content-type": kind, "x-headstart-report": report, "via": "x"}
         message = pb.ProcessingRequest(response_headers=header_map(head), observability_mode=not waits)
         message.metadata_context.filter_metadata[LB].update({SERVED: served, CALL: call})
         return message

@@ -21,6 +21,7 @@ from headstart.gateway.proxy.api_paths import RESPONSES
 from headstart.gateway.proxy.error_responses import no_answer, no_replicas
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.relay import own_headers
+from headstart.gateway.proxy.replies import JSON_ROUTES
 from headstart.gateway.proxy.sse_reader import EventStream, ReportedUsage
 from headstart.gateway.proxy.upstream import AttemptError, Failure, headers_back, headers_changed
 from headstart.http.answer_report import REPORT_HEADER, AnswerReport, decode_report
@@ -30,6 +31,7 @@ from headstart.router.routing_decision import InFlight, RoutingDecision
 from headstart.router.routing_request import Usage
 
 _EVENTS = b"text/event-stream"
+_OF_API = frozenset((b"application/json", _EVENTS))
 _OF_PROXY = frozenset((502, 503, 504))
 
 
@@ -151,14 +153,19 @@ class EndpointPicker:
     ) -> None:
         """Pass an answer on, and record it. Raises HttpError in place of one that is not meant for clients."""
         now = time.monotonic()
-        is_json = any(n == b"content-type" and v.startswith(b"application/json") for n, v in head.headers)
+        kind = _content_type(head)
+        is_json, is_of_api = kind == b"application/json", kind in _OF_API or call.path not in JSON_ROUTES
         if not (200 <= head.status < 300 or 400 <= head.status < 600) or head.status == 407:
             raise self._refused(call, in_flight, Failure.GARBLED)
         if head.status in _OF_PROXY and not is_json:
             raise self._refused(call, in_flight, Failure.LOST)  # Envoy's own answer: no replica gave one
+        if head.status < 300 and not is_of_api:
+            raise self._refused(call, in_flight, Failure.GARBLED)
         report = None
         if head.status >= 300:
             self._failed(in_flight, head.status)
+            if not is_json:  # of another program
+                raise HttpError(head.status, f"the replica answered {head.status}", code="replica_error")
         else:
             report = decode_report(head.headers)
             self._begun(call, in_flight, report, is_stream=_is_stream(head), now=now)
@@ -247,7 +254,12 @@ class EndpointPicker:
 
 
 def _is_stream(head: AnswerHead) -> bool:
-    return any(name == b"content-type" and value.startswith(_EVENTS) for name, value in head.headers)
+    return _content_type(head) == _EVENTS
+
+
+def _content_type(head: AnswerHead) -> bytes:
+    found = next((value for name, value in head.headers if name == b"content-type"), b"")
+    return found.partition(b";")[0].strip().lower()
 
 
 def _usage(call: ProxiedCall, report: AnswerReport | None) -> Usage | None:

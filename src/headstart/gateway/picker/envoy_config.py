@@ -19,6 +19,7 @@ _MANY = 1 << 20  # connections, requests and retries: no circuit breaker opens
 BOOTSTRAP, REPLICAS, SOCKET = "envoy.json", "replicas.json", "picker.sock"
 """Files in the folder of an Envoy: its configuration, the addresses of the replicas, the picker's socket."""
 PROBE_SECONDS = 0.1  # between two probes of the picker
+SILENCE_SECONDS = 3  # without a sign of the picker's process, after which it counts as lost, with what it was asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,10 @@ def _clusters(settings: EnvoySettings) -> list[dict[str, Any]]:
     }
     http2 = {
         "@type": f"{TYPE}.extensions.upstreams.http.v3.HttpProtocolOptions",
-        "explicit_http_config": {"http2_protocol_options": {}},
+        "explicit_http_config": {
+            # A process that is stopped keeps its connections. What waits for it is released by an unanswered ping.
+            "http2_protocol_options": {"connection_keepalive": {"interval": "1s", "timeout": f"{SILENCE_SECONDS}s"}}
+        },
     }
     picker = {
         "name": "picker",
@@ -161,7 +165,7 @@ def _clusters(settings: EnvoySettings) -> list[dict[str, Any]]:
         },
         "health_checks": [
             {
-                "timeout": "5s",
+                "timeout": f"{SILENCE_SECONDS}s",
                 "interval": f"{PROBE_SECONDS}s",
                 "no_traffic_interval": f"{PROBE_SECONDS}s",
                 "unhealthy_threshold": 1,

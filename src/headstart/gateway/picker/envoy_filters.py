@@ -1,6 +1,7 @@
 """HTTP filters of our own Envoy: the picker is asked once before a request is forwarded, and hears of its answer.
 
-Envoy's answer waits for the picker only if it is no plain success: another status than 200, or after a retry. All
+An answer waits for the picker only if it is no plain success: another status than 200, after a retry, or neither JSON
+nor a stream of events. All
 others pass through two filters that do not wait: `observer` reports the head to the picker, and a script removes the
 headers that are not meant for clients. Request bodies stay in Envoy until the picker has replied, so that a request
 whose picker is lost can go on without it.
@@ -28,8 +29,9 @@ _SKIPPED = {
 def http_filters() -> list[dict[str, Any]]:
     """Return all filters in the order of requests; answers pass in the opposite order."""
     router = {"@type": f"{TYPE}.extensions.filters.http.router.v3.Router", "suppress_envoy_headers": True}
-    is_answer = _present(_ATTEMPTS)
-    is_plain = _all(_equals(":status", "200"), _equals(_ATTEMPTS, "1"))
+    is_answer = _matches(_ATTEMPTS, ".+")
+    is_of_api = _matches("content-type", r"(application/json|text/event-stream)([ ;].*)?")
+    is_plain = _all(_equals(":status", "200"), _equals(_ATTEMPTS, "1"), is_of_api)
     return [
         {"name": "headstart.picker", "typed_config": _picker()},
         {"name": "headstart.headers", "typed_config": _script()},
@@ -139,8 +141,8 @@ def _equals(header: str, value: str) -> dict[str, Any]:
     return _predicate(header, {"exact": value})
 
 
-def _present(header: str) -> dict[str, Any]:
-    return _predicate(header, {"safe_regex": {"google_re2": {}, "regex": ".+"}})
+def _matches(header: str, regex: str) -> dict[str, Any]:
+    return _predicate(header, {"safe_regex": {"google_re2": {}, "regex": regex}})
 
 
 def _all(*predicates: dict[str, Any]) -> dict[str, Any]:

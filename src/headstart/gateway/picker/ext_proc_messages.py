@@ -3,7 +3,10 @@
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from headstart.gateway.picker import ext_proc_pb2 as pb
+from headstart.gateway.picker.grpc_stream import GrpcError, Status
 from headstart.http.spooled_body import SpooledBody
 
 CHUNK_BYTES = 62_000  # of a body that is sent back, per message; Envoy's limit is 64 kB
@@ -17,6 +20,48 @@ _SUBSET_HINT = f"{LB}.subset_hint"  # another one
 _APPEND, _OVERWRITE = 0, 2
 BY_ENVOY = frozenset((b"content-length", b"connection", b"transfer-encoding"))
 Headers = list[tuple[bytes, bytes]]
+MAX_HEAD_BYTES = 128 << 10  # of a message without its body: Envoy's limit for headers is 60 KiB by default
+MAX_HEADERS = 1_000  # of a message; Envoy's limit is 100 by default
+_BODIES = frozenset((4, 5))  # fields of ProcessingRequest: request_body, response_body
+_MAX_FIELDS = 64
+
+
+def decoded(message: bytes) -> pb.ProcessingRequest:
+    """Return a message. Raises GrpcError for one that cannot be decoded, or has parts that take a multiple of it."""
+    if len(message) > MAX_HEAD_BYTES and _num_head_bytes(message) > MAX_HEAD_BYTES:
+        raise GrpcError(Status.RESOURCE_EXHAUSTED, "a message that is too long")
+    try:
+        found = pb.ProcessingRequest.FromString(message)
+    except DecodeError:
+        raise GrpcError(Status.INVALID_ARGUMENT, "a message that cannot be decoded") from None
+    if len(found.request_headers.headers.headers) + len(found.response_headers.headers.headers) > MAX_HEADERS:
+        raise GrpcError(Status.RESOURCE_EXHAUSTED, "too many headers")
+    return found
+
+
+def _num_head_bytes(message: bytes) -> int:
+    """Return the bytes of all fields but bodies; the length of the message if it has many, or odd ones."""
+    at, total = 0, 0
+    for _ in range(_MAX_FIELDS):
+        if at >= len(message):
+            return total
+        start = at
+        tag, at = _varint(message, at)
+        size, at = _varint(message, at) if tag & 7 == 2 else (len(message) if tag & 7 else 0, at)
+        at = at + size if tag & 7 else _varint(message, at)[1]
+        total += 0 if tag >> 3 in _BODIES and tag & 7 == 2 else at - start
+    return len(message)
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return the number at a place (protobuf's encoding, at most ten bytes), and the place behind it."""
+    value = 0
+    for shift, byte in zip(range(0, 70, 7), data[at : at + 10], strict=False):
+        value |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            break
+    return value, at
 
 
 def source_in(attributes: Iterable[Any]) -> str:
@@ -40,7 +85,9 @@ def without_own_hop(headers: Headers) -> Headers:
 
 
 def header_pairs(headers: pb.HeaderMap) -> Headers:
-    return [(entry.key.encode("latin-1"), entry.raw_value or entry.value.encode()) for entry in headers.headers]
+    return [
+        (entry.key.encode("latin-1", "replace"), entry.raw_value or entry.value.encode()) for entry in headers.headers
+    ]
 
 
 def encoded_headers(headers: Mapping[str, str]) -> Headers:

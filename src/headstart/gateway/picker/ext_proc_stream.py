@@ -85,6 +85,7 @@ class ExtProcStream:
         self.is_usable = mode in (0, FULL_DUPLEX) or self._keeps_body or self._head.end_of_stream
         self.call_id = call_id if self._keeps_body else ""
         self.subset = subset_in(first.metadata_context)
+        self._is_own = trusts_address
         self._source = source_in(first.attributes.values()) if trusts_address else ""
         self._is_read = False  # the request's body
         self._num_pieces = 0  # of it
@@ -175,7 +176,9 @@ class ExtProcStream:
         that it does not have checked.
         """
         picked = ",".join(endpoints)
-        mutation = header_mutation([(DESTINATION.encode(), picked.encode()), *encoded_headers(headers)], removed)
+        named = [] if self._is_own else [(DESTINATION.encode(), picked.encode())]  # our own Envoy reads the metadata
+        dropped = [DESTINATION, *removed] if self._is_own else removed
+        mutation = header_mutation([*named, *encoded_headers(headers)], dropped)
         common = pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
         response = pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common))
         metadata: dict[str, Any] = {DESTINATION: picked}
@@ -221,10 +224,11 @@ class ExtProcStream:
             if message.WhichOneof("request") != "response_headers":
                 continue
             pairs = header_pairs(message.response_headers.headers)
-            status = next((value for name, value in pairs if name == b":status"), b"0")
+            text = next((value for name, value in pairs if name == b":status"), b"")
+            status = int(text) if len(text) == 3 and text.isdigit() else 0
             served = text_in(message.metadata_context, LB, SERVED)
             headers = [header for header in pairs if not header[0].startswith(b":")]
-            return AnswerHead(int(status), headers, served, message.response_headers.end_of_stream)
+            return AnswerHead(status, headers, served, message.response_headers.end_of_stream)
         return None
 
     async def pass_head(self, head: AnswerHead) -> None:

@@ -2,19 +2,45 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
 from enum import IntEnum
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from headstart.gateway.picker import http2_frames as h2
 
 STREAM_WINDOW = 1 << 20  # bytes that a client may send on one stream before they are read
 MAX_MESSAGE_BYTES = 16 << 20  # Envoy sends a body in pieces, by default of up to 1 MiB
 MAX_QUEUED = 8  # messages of one stream that are not read yet; beyond, its window is not enlarged
+OBJECT_BYTES = 64  # that a message takes beside its own, in a list
 _OPENING = h2.STATUS_200 + h2.literal("content-type", "application/grpc")
 
 
 class Outlet(Protocol):
     """The connection of a stream."""
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes of messages that are held; negative ones are freed. The call may end by it."""
+        ...
+
+    def end_call(self, stream_id: int, status: "Status", message: str) -> None:
+        """End a call that may be running: it is cancelled."""
+        ...
+
+    def handle_slice(self) -> tuple[int, bool]:
+        """Handle some frames; return the work that they took, and whether there are more."""
+        ...
+
+    def calls(self) -> "Iterable[GrpcStream]":
+        """Return the open calls."""
+        ...
+
+    def close_idle(self) -> None:
+        """Close the connection, which has no call."""
+        ...
+
+    def close(self) -> None:
+        """Close the connection; its calls are cancelled."""
+        ...
 
     def send(self, data: bytes) -> None:
         """Send frames at once."""
@@ -34,6 +60,7 @@ class Status(IntEnum):
 
     OK = 0
     INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
     RESOURCE_EXHAUSTED = 8
     UNIMPLEMENTED = 12
@@ -51,15 +78,34 @@ class GrpcError(Exception):
 class GrpcStream:
     """One call: messages as bytes. A call that the client cancels is cancelled, unless it `ends_gently`."""
 
-    def __init__(self, connection: Outlet, stream_id: int, window: int) -> None:
-        self.send_window = window
+    __slots__ = (
+        "_buffer",
+        "_connection",
+        "_id",
+        "_is_open",
+        "_is_over",
+        "_messages",
+        "_news",
+        "_uncredited",
+        "_window",
+        "ends_gently",
+        "held_bytes",
+        "is_released",
+        "send_window",
+    )
+
+    def __init__(self, connection: Outlet, stream_id: int) -> None:
+        self.send_window = 0  # beyond the client's window of a new stream
         self.ends_gently = False  # a client that cancels ends its messages; the call is not cancelled
+        self.held_bytes = 0  # of messages that are incomplete or not read yet
+        self.is_released = False  # nothing is counted any more: the call has ended
         self._connection = connection
         self._id = stream_id
         self._buffer = bytearray()
-        self._messages: deque[bytes] = deque()
+        self._messages: deque[bytes] | list[bytes] = []  # an empty deque takes ten times as much
         self._is_over = False  # the client sends no more
         self._is_open = False  # the head of the response was sent
+        self._window = STREAM_WINDOW  # bytes that the client may still send
         self._uncredited = 0  # received bytes by which the client's window is not enlarged again
         self._news: asyncio.Future[None] | None = None
 
@@ -70,11 +116,7 @@ class GrpcStream:
 
     def first(self) -> bytes | None:
         """Return the first message, of a stream that is ready; None: there is none."""
-        if not self._messages:
-            return None
-        message = self._messages.popleft()
-        self._credit()
-        return message
+        return self._taken() if self._messages else None
 
     async def read(self) -> bytes | None:
         """Return the next message; None at the end."""
@@ -83,9 +125,7 @@ class GrpcStream:
                 return None
             self._news = asyncio.get_running_loop().create_future()
             await self._news
-        message = self._messages.popleft()
-        self._credit()
-        return message
+        return self._taken()
 
     async def write(self, *messages: bytes) -> None:
         """Send messages together; waits while the client takes no more."""
@@ -102,9 +142,15 @@ class GrpcStream:
         last = h2.frame(h2.HEADERS, h2.END_STREAM | h2.END_HEADERS, self._id, trailers)
         self._connection.send_later(opening + last)
 
-    def received(self, data: bytes, num_bytes: int) -> None:
-        """Take a part of the client's messages, of a frame with `num_bytes`. Raises GrpcError if one is too long."""
-        buffer, start = self._buffer, 0
+    def received(self, data: bytes, num_bytes: int) -> int:
+        """Take a part of the client's messages, of a frame with `num_bytes`; return the number of complete ones.
+
+        Raises GrpcError for a message that is compressed or too long, Http2Error for data beyond the client's window.
+        """
+        self._window -= num_bytes
+        if self._window < 0:
+            raise h2.Http2Error(h2.FLOW_CONTROL_ERROR, "more data than the window of a stream allows")
+        buffer, start, count = self._buffer, 0, 0
         buffer += data
         self._uncredited += num_bytes
         while len(buffer) - start >= 5:
@@ -116,17 +162,37 @@ class GrpcStream:
                 )
             if end > len(buffer):
                 break
-            self._messages.append(bytes(buffer[start + 5 : end]))
+            self._append(bytes(buffer[start + 5 : end]))
+            count += 1
             start = end
         if start:
             del buffer[:start]
         self._credit()
         self._wake()
+        self._hold(len(data) + count * (OBJECT_BYTES - 5))
+        return count
+
+    def fail(self, status: Status, message: str) -> None:
+        """End the call, which is cancelled if it is running."""
+        self._connection.end_call(self._id, status, message)
+
+    async def give_up(self, status: Status, message: str) -> NoReturn:
+        """End the call, from within it. Raises CancelledError."""
+        self.fail(status, message)
+        await asyncio.get_running_loop().create_future()
+        raise asyncio.CancelledError
+
+    def release(self) -> None:
+        """Hold nothing any more. Idempotent."""
+        self._hold(-self.held_bytes)
+        self.is_released = self._is_over = True
+        self._messages, self._buffer = [], bytearray()
 
     def push(self, message: bytes) -> None:
         """Let `read` return a message that came another way."""
-        self._messages.append(message)
+        self._append(message)
         self._wake()
+        self._hold(len(message) + OBJECT_BYTES)
 
     def ended(self) -> None:
         """Note that the client sends no more."""
@@ -137,9 +203,31 @@ class GrpcStream:
         self._is_open = True
         return h2.frame(h2.HEADERS, h2.END_HEADERS, self._id, _OPENING)
 
+    def _append(self, message: bytes) -> None:
+        if not self._messages:
+            self._messages = [message]
+        elif isinstance(self._messages, list):
+            self._messages = deque((*self._messages, message))
+        else:
+            self._messages.append(message)
+
+    def _taken(self) -> bytes:
+        """Return the first message, which is there."""
+        messages = self._messages
+        message = messages.pop() if isinstance(messages, list) else messages.popleft()
+        self._hold(-len(message) - OBJECT_BYTES)
+        self._credit()
+        return message
+
+    def _hold(self, num_bytes: int) -> None:
+        if num_bytes and not self.is_released:
+            self.held_bytes += num_bytes
+            self._connection.hold(num_bytes)
+
     def _credit(self) -> None:
         if self._uncredited >= STREAM_WINDOW // 4 and len(self._messages) < MAX_QUEUED and not self._is_over:
             self._connection.send(h2.window_frame(self._id, self._uncredited))
+            self._window += self._uncredited
             self._uncredited = 0
 
     def _wake(self) -> None:

@@ -11,6 +11,7 @@ NO_ERROR, PROTOCOL_ERROR, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR, REFUSED, CANCEL,
 )
 MAX_STREAMS_SETTING, WINDOW_SETTING, FRAME_SETTING, HEADER_LIST_SETTING = 0x3, 0x4, 0x5, 0x6
 HEAD_BYTES = 9
+SETTING_BYTES = 6
 FRAME_BYTES = 16_384  # of a payload; no other size is offered
 DEFAULT_WINDOW = 65_535
 MAX_WINDOW = 2**31 - 1
@@ -54,9 +55,9 @@ def settings_frame(**values: int) -> bytes:
 
 def parse_settings(payload: bytes) -> dict[int, int]:
     """Return the values by setting. Raises Http2Error."""
-    if len(payload) % 6:
+    if len(payload) % SETTING_BYTES:
         raise Http2Error(FRAME_SIZE_ERROR, "a SETTINGS frame of another length than multiples of 6")
-    starts = range(0, len(payload), 6)
+    starts = range(0, len(payload), SETTING_BYTES)
     found = {
         int.from_bytes(payload[start : start + 2]): int.from_bytes(payload[start + 2 : start + 6]) for start in starts
     }

@@ -1,6 +1,7 @@
 """EnvoyFront: Envoy as the server of a router's clients. PickerFront: an endpoint picker for a gateway's own Envoy."""
 
 import asyncio
+import ipaddress
 import os
 import tempfile
 from collections.abc import Sequence
@@ -30,6 +31,15 @@ def picker_fronts(router: RouterOptions, server: ServerOptions) -> list[Front]:
     return fronts
 
 
+def is_loopback(address: str) -> bool:
+    """Return whether HOST:PORT can be reached from this machine only."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class PickerFront:
     """An endpoint picker at HOST:PORT, for gateways."""
 
@@ -37,8 +47,9 @@ class PickerFront:
         """Raises ConfigError for an address that is none."""
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or int(port) > 65_535:
-            raise ConfigError(f"--ext-proc {address!r} is no address; write HOST:PORT, as in 0.0.0.0:9002")
+            raise ConfigError(f"--ext-proc {address!r} is no address; write HOST:PORT, as in 127.0.0.1:9002")
         self.ended = asyncio.Event()
+        self._log = Log()
         self._address = address
         self._addresses = EndpointAddresses()
         self._server: PickerServer | None = None
@@ -56,6 +67,10 @@ class PickerFront:
         """Serve. Raises ConfigError."""
         self._server = PickerServer(state, self._addresses)
         await self._server.start(self._address)
+        if not is_loopback(self._address):
+            self._log.line(
+                f"headstart: the endpoint picker at {self._address} asks for no key: let only an Envoy reach it"
+            )
 
     async def stop(self, *, at_once: bool) -> None:
         """Stop serving."""

@@ -17,10 +17,11 @@ from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.picker import ext_proc_pb2 as pb
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
 from headstart.gateway.picker.endpoint_picker import EndpointPicker
-from headstart.gateway.picker.ext_proc_messages import call_of
+from headstart.gateway.picker.ext_proc_messages import call_of, decoded
 from headstart.gateway.picker.ext_proc_stream import ExtProcStream
 from headstart.gateway.picker.grpc_connection import GrpcConnection
 from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStream, Status
+from headstart.gateway.picker.peer_limits import Callers
 from headstart.http.http_errors import HttpError
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -28,6 +29,7 @@ HEALTH = "grpc.health.v1.Health"
 READY = ("", "readiness", SERVICE)  # health services that need a replica; `liveness` needs none
 _SERVING, _NOT_SERVING, _UNKNOWN = 1, 2, 3
 WATCH_SECONDS = 0.5  # between two looks for a client that watches
+MAX_WATCHERS = 64
 
 
 class PickerServer:
@@ -40,8 +42,9 @@ class PickerServer:
         self._trusts_address = trusts_address
         self._calls: dict[str, tuple[GrpcStream, ExtProcStream]] = {}  # requests of our own Envoy, by id
         self._ids = count(1)
+        self._num_watchers = 0
         self._server: asyncio.Server | None = None
-        self._connections: set[GrpcConnection] = set()
+        self._callers = Callers()
         self._handlers = {
             f"/{SERVICE}/Process": self._process,
             f"/{HEALTH}/Check": self._check,
@@ -65,21 +68,20 @@ class PickerServer:
         """Stop at once; requests that are still in flight fail."""
         if self._server is not None:
             self._server.close()
-        for connection in tuple(self._connections):
-            connection.close()
+        self._callers.close()
 
     def _connection(self) -> GrpcConnection:
         def failed(error: Exception) -> None:
             self._state.log.failure("internal_error", error, "")
 
-        return GrpcConnection(self._handlers, self._connections, failed)
+        return GrpcConnection(self._handlers, self._callers, failed)
 
     def _process(self, stream: GrpcStream) -> Coroutine[Any, Any, None] | None:
         """Begin a call: a request, or the head of an answer that our own Envoy reports. Raises GrpcError."""
         message = stream.first()
         if message is None:
             return None
-        first = _decoded(message)
+        first = decoded(message)
         kind = first.WhichOneof("request")
         if kind == "response_headers" and self._trusts_address:
             return self._answered(stream, message, first)
@@ -131,12 +133,18 @@ class PickerServer:
 
     async def _watch(self, stream: GrpcStream) -> None:
         service, last = _service_in(stream), None
-        while True:
-            status = self._status(service)
-            if status != last:
-                await stream.write(pb.HealthCheckResponse(status=status).SerializeToString())
-                last = status
-            await asyncio.sleep(WATCH_SECONDS)
+        if self._num_watchers >= MAX_WATCHERS:
+            raise GrpcError(Status.RESOURCE_EXHAUSTED, "too many clients watch; use Check")
+        self._num_watchers += 1
+        try:
+            while True:
+                status = self._status(service)
+                if status != last:
+                    await stream.write(pb.HealthCheckResponse(status=status).SerializeToString())
+                    last = status
+                await asyncio.sleep(WATCH_SECONDS)
+        finally:
+            self._num_watchers -= 1
 
 
 class _Peer:
@@ -146,9 +154,14 @@ class _Peer:
         self._stream = stream
 
     async def read(self) -> pb.ProcessingRequest | None:
-        """Return the next message; None at the end. Raises GrpcError."""
+        """Return the next message; None at the end. One that cannot be read ends the call, which is cancelled."""
         message = await self._stream.read()
-        return None if message is None else _decoded(message)
+        if message is None:
+            return None
+        try:
+            return decoded(message)
+        except GrpcError as error:
+            await self._stream.give_up(error.status, str(error))
 
     async def write(self, *responses: pb.ProcessingResponse) -> None:
         """Send messages together."""
@@ -157,13 +170,6 @@ class _Peer:
     def end_gently(self) -> None:
         """Let the call end, in place of its cancellation, when Envoy gives the request up."""
         self._stream.ends_gently = True
-
-
-def _decoded(message: bytes) -> pb.ProcessingRequest:
-    try:
-        return pb.ProcessingRequest.FromString(message)
-    except DecodeError:
-        raise GrpcError(Status.INVALID_ARGUMENT, "a message that cannot be decoded") from None
 
 
 def _service_in(stream: GrpcStream) -> str:

@@ -66,6 +66,8 @@ GENERATION: Mapping[str, tuple[re.Pattern[bytes], "msgspec.json.Decoder[Any]"]] 
     MESSAGES: (_OBJECT_BEGINNING, msgspec.json.Decoder(_Content)),
 }
 """The generation routes: the beginning of a long answer, and the fields that an answer must have."""
+JSON_ROUTES = _OBJECTS | GENERATION.keys()
+"""The routes whose answers are JSON objects, or streams of them."""
 
 
 class Reply(aiohttp.ClientResponse):
@@ -149,7 +151,7 @@ async def read_answer(response: aiohttp.ClientResponse, path: str, keep: Callabl
             body = encode(error_body(path, status, told, ""))
         return Answer(status, headers_back(response.raw_headers, _JSON), body)
     beginning, decoder = GENERATION.get(path) or (_OBJECT_BEGINNING, _ANYTHING)
-    if path not in _OBJECTS and path not in GENERATION:
+    if path not in JSON_ROUTES:
         return Answer(status, headers_back(response.raw_headers), await read_bounded(response, MAX_ANSWER_BYTES, keep))
     body, is_whole = await _read_up_to(response, KEPT_BYTES, keep)
     if not is_whole:

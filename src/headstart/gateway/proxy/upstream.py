@@ -17,7 +17,12 @@ HOP_BY_HOP = frozenset(
 _OTHER_TARGETS = frozenset(  # some frameworks override the path or method by these, after the router checked them
     (b"x-original-url", b"x-rewrite-url", b"x-http-method", b"x-http-method-override", b"x-method-override")
 )
-_OF_THIS_REQUEST = frozenset((b"host", b"content-length", b"accept-encoding", b"expect", b"x-headstart-explain"))
+_OF_THIS_REQUEST = frozenset(
+    (
+        *(b"host", b"content-length", b"accept-encoding", b"expect", b"x-headstart-explain"),
+        b"x-gateway-destination-endpoint",  # addresses of replicas, for a gateway
+    )
+)
 _NOT_SENT_ON = HOP_BY_HOP | _OTHER_TARGETS | _OF_THIS_REQUEST
 SENT_BACK = frozenset(
     (

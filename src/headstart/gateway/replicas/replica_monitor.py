@@ -2,7 +2,8 @@
 
 A replica is polled at /health; when it is up, its models and cache size are read. A replica that refused connections
 and returns later was restarted: its cache is empty, perhaps of another size. A replica that only answers slowly is left
-to the router's own accounting.
+to the router's own accounting. However many addresses are listed, few are probed at once and in a second; those of
+replicas that are up have probes of their own, so that addresses where there is none do not keep them waiting.
 """
 
 import asyncio
@@ -33,6 +34,8 @@ from headstart.router.router import Router
 
 LOOK_SECONDS = 2.0  # for an answer to a probe; a busy server may be slow
 MAX_SILENCES = 3  # probes in a row without an answer, after which the replica is absent
+MAX_PROBES = 256  # at once, of replicas that are up, and again of others
+UP_RATE, OTHER_RATE = 400.0, 100.0  # probes per second of all replicas that are up, and of all others
 DEFAULT_BLOCK = 16  # tokens, of a replica that does not report it
 
 
@@ -46,6 +49,7 @@ class MonitoredReplica:
         self.models: tuple[ModelCard, ...] = ()
         self.endpoint: Endpoint | None = None
         self.was_gone = False  # since its models were read last
+        self.num_probes = 0
         self.num_silences = 0  # probes in a row without an answer
         self.silent_since = 0.0  # when the first of them began
         self.num_unready = 0  # probes in a row answered with 503, neither loading nor draining
@@ -103,19 +107,23 @@ class ReplicaMonitor:
         self._scrape_interval = scrape_interval
         self._headers = headers or {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._num_up = 0
+        self._num_new = 0
+        self._up_probes, self._other_probes = asyncio.Semaphore(MAX_PROBES), asyncio.Semaphore(MAX_PROBES)
 
     def changed(self, addresses: Sequence[ReplicaAddress]) -> None:
         """Add new replicas, and remove those that are not among `addresses`; requests in flight there may still end."""
         wanted = {address.url: address for address in addresses}
         for url in [url for url, member in self.members.items() if wanted.get(url) != member.address]:
             self._tasks.pop(url).cancel()
-            del self.members[url]
+            self._count(self.members.pop(url).state, "")
             self._observer.removed(url)
             self._router.remove(url)
             self._log.event("replica", {"replica": url, "state": "removed"}, text=f"replica {url}: removed")
         for url, address in wanted.items():
             if url not in self.members:
                 self.members[url] = member = MonitoredReplica(address)
+                self._count("", member.state)
                 self._tasks[url] = asyncio.create_task(self._probe_forever(member))
         if not addresses:
             self.seen.set()
@@ -163,14 +171,23 @@ class ReplicaMonitor:
     async def _probe_forever(self, member: MonitoredReplica) -> None:
         """Probe a replica until cancelled."""
         while True:
-            try:
-                await self._probe(member)
-                self._observer.probed(member)
-            except Exception as error:  # an error at one replica must not stop the probes of the others
-                self._log.failure("replica_look_failed", error, member.address.url)
-            if all(other.state != "new" for other in self.members.values()):
+            async with self._up_probes if member.state == "up" else self._other_probes:
+                member.num_probes += 1
+                try:
+                    await self._probe(member)
+                    self._observer.probed(member)
+                except Exception as error:  # an error at one replica must not stop the probes of the others
+                    self._log.failure("replica_look_failed", error, member.address.url)
+            if not self._num_new:
                 self.seen.set()
-            await asyncio.sleep(self._health_interval)
+            is_up, num_others = member.state == "up", len(self.members) - self._num_up
+            count, rate = (self._num_up, UP_RATE) if is_up else (num_others, OTHER_RATE)
+            await asyncio.sleep(pause(self._health_interval, count, rate))
+
+    def _count(self, before: str, state: str) -> None:
+        """Count a replica in a new state; empty: it is not there."""
+        self._num_new += (state == "new") - (before == "new")
+        self._num_up += (state == "up") - (before == "up")
 
     async def _probe(self, member: MonitoredReplica) -> None:
         state = await self._state(member)
@@ -188,6 +205,7 @@ class ReplicaMonitor:
             url, before = member.address.url, member.state
             text = f"replica {url}: {state}, {before} before"
             self._log.event("replica", {"replica": url, "state": state, "before": before}, text=text)
+            self._count(before, state)
             member.state = state
 
     async def _state(self, member: MonitoredReplica) -> str:
@@ -285,3 +303,8 @@ class ReplicaMonitor:
         url = member.address.url + path
         async with self._session.get(url, timeout=timeout, headers=self._headers, allow_redirects=False) as response:
             return response.status, await read_prefix(response, max_bytes)
+
+
+def pause(interval: float, count: int, rate: float) -> float:
+    """Return the seconds between two probes of a replica, one of `count` that have `rate` probes per second."""
+    return max(interval, count / rate)
