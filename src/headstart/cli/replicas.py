@@ -18,8 +18,8 @@ from headstart.gguf.gguf_reader import is_gguf
 from headstart.gguf.tokenizer_json import FILE_NAME
 from headstart.http.lifecycle import EXIT_INTERRUPTED
 from headstart.http.logs import Log
-from headstart.model.setup.gpus import VISIBLE_GPUS, check_gpus, count_gpus, gpu_names
 from headstart.http.web_pages import ANY, is_loopback
+from headstart.model.setup.gpus import VISIBLE_GPUS, check_gpus, count_gpus, gpu_names
 from headstart.model.setup.sizes import cpu_memory, format_bytes, parse_bytes
 from headstart.model.setup.threads import prepare_threads
 
