@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -29,7 +30,7 @@ def tokens(shape: str, record: Record, count: int = 500, *, exact: bool = False)
         device = GPU if budget else CPU
         loaded = random_model(shape, torch.float32, device, std=0.2, drawn_on=CPU)
         runner: Any = (
-            CudaRunner(loaded, num_blocks=1500, block_size=BLOCK, exact=exact)
+            CudaRunner(replace(loaded, batch_invariant=exact), num_blocks=1500, block_size=BLOCK)
             if budget
             else ModelRunner(loaded, num_blocks=1500, block_size=BLOCK)
         )
@@ -99,7 +100,7 @@ def exact_runs(shape: str, record: Record, count: int = 48, length: int = 600) -
 
     for exact in (True, False):
         engines: dict[int, Any] = {}
-        runner = CudaRunner(loaded, num_blocks=3000, block_size=BLOCK, exact=exact)
+        runner = CudaRunner(replace(loaded, batch_invariant=exact), num_blocks=3000, block_size=BLOCK)
         runner.warm_up([GraphKey(kind, 48, 0) for kind in ("decodes", "groups")])
         cold = run(runner, 4096)
         found = {"warm": run(runner, 4096, reset=False)}

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def model(log: Log, shape: str, measured: tuple[float, float], *, parts: set[str
     weight_bytes = sum(linear.weight.nbytes for linear in linears if linear.weight is not None)
     floor = Floor(weight_bytes, loaded.kv_bytes_per_token, bandwidth, flops)
     for exact in (False, True):
-        runner = CudaRunner(loaded, num_blocks=4500, block_size=BLOCK, exact=exact, graph_tokens=1024)
+        runner = CudaRunner(replace(loaded, batch_invariant=exact), num_blocks=4500, block_size=BLOCK)
         if not exact and "tune" in parts:
             tune(log, runner, shape)
         began = time.perf_counter()

@@ -5,13 +5,17 @@ Imports torch: call `prepare_threads` before importing this module.
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from headstart.allocator import trim
+from headstart.bench.progress_bar import progress_bar
 from headstart.bundled import BUNDLED_NAME
 from headstart.config.options import EngineOptions
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError
+from headstart.core.executor import Executor
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.speculation.speculation_config import parse_speculative_config
@@ -36,7 +40,7 @@ from headstart.model.setup.sizing import (
     plan_kv_pool,
 )
 from headstart.model.setup.threads import prepare_threads
-from headstart.model.weights.model_loader import LoadedModel, load_model, resolve_device
+from headstart.model.weights.model_loader import LoadedModel, load_model, resolve_device, runs_on_cuda
 from headstart.openai.sampling_defaults import read_sampling_defaults
 from headstart.openai.structured.grammar_limits import parser_limits
 from headstart.server.kv_events.kv_event_publisher import KVEventPublisher, parse_kv_events_config
@@ -47,6 +51,7 @@ from headstart.store.format import Shape
 Profile = Callable[[LoadedModel, int], int]
 """Returns the bytes on a GPU that a step of so many tokens needs beside weights and pool."""
 PROFILE_BLOCK_SIZE = 16
+CUDA_RUNNER = "headstart.model.cuda.cuda_runner"  # imported where there is a GPU: it needs Triton
 
 
 def build_engine(
@@ -76,9 +81,7 @@ def build_engine(
     grammars = CompiledGrammars(folder, loaded.vocab_size, loaded.eos_token_ids, parser_limits())
     pool = f"allocating the KV pool of {format_bytes(plan.kv_bytes)}"
     with out_of_memory_refused(pool, "end other processes, or lower --gpu-memory-utilization", found):
-        runner = ModelRunner(
-            loaded, num_blocks=plan.num_blocks, block_size=options.block_size, seed=options.seed, grammars=grammars
-        )
+        runner = _make_runner(options, loaded, plan.num_blocks, grammars)
     on_cpu = loaded.device.type == "cpu"
     store = _open_store(options, store_folder, Shape(loaded.fingerprint, options.block_size, runner.block_bytes))
     config = SchedulerConfig(
@@ -147,6 +150,7 @@ def _load(
             quantization=options.quantization,
             linear_dispatch=options.linear_dispatch,
             activation_bits=int(options.activation_bits),
+            batch_invariant=options.batch_invariant,
         )
         weight_bytes = max(loaded.weight_bytes, held_on_gpu(device) - held if on_gpu else 0)
         left = available - weight_bytes
@@ -170,14 +174,43 @@ def _load(
 
 
 def _run_profile(loaded: LoadedModel, max_batched_tokens: int, *, max_seqs: int, left: int) -> int:
-    """Return the bytes that steps of a ModelRunner take of those `left` by the weights. Runs two, without the pool.
+    """Return the bytes that steps of the runner take of those `left` by the weights. Runs two, without the pool.
 
-    Included is a copy of one layer of the pool, since decodes of the reference attention gather their keys and values.
+    Included are the graphs of a CudaRunner, or else a copy of one layer of the pool, since decodes of the reference
+    attention gather their keys and values.
     """
     batches, num_blocks = profile_batches(max_batched_tokens, max_seqs, loaded.max_model_len, PROFILE_BLOCK_SIZE)
+    if runs_on_cuda(loaded.model, loaded.device, loaded.attention_backend):
+        cuda: Any = import_module(CUDA_RUNNER)
+
+        def run() -> None:
+            runner = cuda.CudaRunner(loaded, num_blocks=num_blocks, block_size=PROFILE_BLOCK_SIZE, max_rows=max_seqs)
+            for batch in batches:
+                runner.execute(batch)
+
+        return gpu_peak(run, str(loaded.device)) + cuda.GRAPHS_BYTES
     runner = ModelRunner(loaded, num_blocks=num_blocks, block_size=PROFILE_BLOCK_SIZE)
     peak = gpu_peak(lambda: [runner.execute(batch) for batch in batches], str(loaded.device))
+    if loaded.attention_backend != "reference":
+        return peak
     return peak + max(left - peak, 0) // (loaded.kv_shape.num_layers + 1)
+
+
+def _make_runner(options: EngineOptions, loaded: LoadedModel, num_blocks: int, grammars: CompiledGrammars) -> Executor:
+    """Return the executor of a loaded model; that of a GPU captures its graphs, with a progress bar."""
+    given: dict[str, Any] = {
+        "num_blocks": num_blocks, "block_size": options.block_size, "seed": options.seed, "grammars": grammars,
+    }  # fmt: skip
+    if not runs_on_cuda(loaded.model, loaded.device, loaded.attention_backend):
+        return ModelRunner(loaded, **given)
+    runner = import_module(CUDA_RUNNER).CudaRunner(loaded, max_rows=options.max_num_seqs, **given)
+    keys = runner.graphs.keys()
+    with progress_bar() as bar:
+        bar.stage(f"Capturing CUDA graphs of {loaded.folder.name}", len(keys))
+        for key in keys:
+            runner.warm_up([key])
+            bar.advance()
+    return runner
 
 
 def _available(options: EngineOptions, found: Memory, *, on_gpu: bool) -> int:

@@ -118,6 +118,12 @@ class EngineOptions:
         COMPUTE,
         choices=("auto", "cpu", "reference"),
     )
+    batch_invariant: bool = _option(
+        False,
+        "On a GPU: the bits of an answer do not depend on what else is computed, nor on reuse; slower. On a CPU "
+        "that is so by default, and this flag makes sure of it.",
+        COMPUTE,
+    )
     block_size: int = _option(16, "Tokens per KV block; a multiple of 16.", COMPUTE, minimum=16)
     num_gpu_blocks_override: int | None = _option(
         None, "Number of KV blocks (CPU or GPU); overrides the memory.", COMPUTE, alias="num-blocks", minimum=1

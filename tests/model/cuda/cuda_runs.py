@@ -2,8 +2,12 @@
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
+
+from tiny import make_checkpoint
 
 from headstart.bench.runners import inprocess
 from headstart.core.engine import Engine
@@ -13,12 +17,21 @@ from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.model.cuda.cuda_runner import CudaRunner
-from headstart.model.weights.model_loader import LoadedModel
+from headstart.model.weights.model_loader import LoadedModel, load_model
 from headstart.workload.synthetic import random_tokens
 
 
-def make_runner(loaded: LoadedModel, *, num_blocks: int = 60, **options: Any) -> CudaRunner:
-    return CudaRunner(loaded, num_blocks=num_blocks, block_size=16, max_rows=16, graph_tokens=64, **options)
+def load(family: str, folder: Path, *, exact: bool = False) -> LoadedModel:
+    """Return a tiny model with plain float32 weights, as it is on a GPU."""
+    checkpoint = make_checkpoint(family, folder)
+    return replace(
+        load_model(checkpoint, dtype="float32", device="cpu", linear_dispatch="torch", attention_backend="reference"),
+        batch_invariant=exact,
+    )
+
+
+def make_runner(loaded: LoadedModel, *, num_blocks: int = 60) -> CudaRunner:
+    return CudaRunner(loaded, num_blocks=num_blocks, block_size=16, max_rows=16, graph_tokens=64)
 
 
 def make_engine(executor: Executor, *, budget: int, max_len: int = 512, **options: Any) -> Engine:

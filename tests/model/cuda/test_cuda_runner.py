@@ -1,37 +1,43 @@
 """CudaRunner through the real engine against ModelRunner, in float32 and Triton's interpreter."""
 
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
-from cuda_runs import drive, make_runner, random_requests
-from tiny import NATIVE, make_checkpoint
+from cuda_runs import drive, load, make_runner, random_requests
+from tiny import NATIVE
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.core.batch import UNKNOWN_TOKEN, Batch, Chunk, Row, RowErrorKind
 from headstart.core.request import SamplingParams
+from headstart.model.cuda import decoder_pass
+from headstart.model.cuda.cuda_runner import CudaRunner
+from headstart.model.cuda.decoder_pass import PassResult
 from headstart.model.cuda.step_graphs import GraphKey
 from headstart.model.model_runner import ModelRunner
 from headstart.model.paged_kv import PagedKV
-from headstart.model.weights.model_loader import LoadedModel, load_model
+from headstart.model.weights.model_loader import LoadedModel
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load_model(make_checkpoint("llama", tmp_path_factory.mktemp("llama")), dtype="float32", device="cpu")
+    return load("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("family", NATIVE)
 def test_tokens_are_those_of_the_reference(family: str, exact: bool, tmp_path: Path) -> None:
-    loaded = load_model(make_checkpoint(family, tmp_path), dtype="float32", device="cpu")
+    loaded = load(family, tmp_path, exact=exact)
     requests = random_requests(loaded.vocab_size, 7, Random(3), lengths=(1, 2, 17, 40), tokens=3)
     expected = drive(ModelRunner(loaded, num_blocks=60, block_size=16), requests)
-    runner = make_runner(loaded, exact=exact)
+    runner = make_runner(loaded)
     assert drive(runner, requests) == expected
     assert drive(runner, requests, budget=40) == expected  # other chunks
 
@@ -107,3 +113,96 @@ def _decode(prompt: Chunk, outputs: list[int], step: int, from_previous: int | N
     start, history = len(prompt.token_ids) + step, prompt.history + array("i", outputs)
     token = history[-1:] if from_previous is None else array("i", [UNKNOWN_TOKEN])
     return prompt._replace(token_ids=token, start=start, write_from=start, history=history, from_previous=from_previous)
+
+
+@pytest.mark.parametrize(("num_chunks", "own", "expected"), [(1, 1, 5), (2, 1, 9), (2, 3, 10)])
+def test_launches_of_a_layer(
+    num_chunks: int, own: int, expected: int, llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, launches = make_runner(llama), list[str]()
+    for module, names in (
+        (decoder_pass.triton_attention, ("attend", "attend_one", "merge")),
+        (decoder_pass.triton_layers, ("add_rms_norm", "silu_mul", "vector_product", "embed")),
+        (decoder_pass, ("rotate_and_append",)),
+        (decoder_pass.F, ("linear",)),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, _counted(getattr(module, name), launches))
+    tokens = array("i", range(3, 23))
+    chunks = [Chunk(f"{at}", tokens[:own], 0, (1 + at,), 0, 1, GREEDY, own, tokens[:own]) for at in range(num_chunks)]
+    runner.execute(Batch(tuple(chunks)))
+    rest = {"embed": 1, "head": 1, "first norm": 0 if num_chunks * own == 1 else 1}
+    assert len(launches) == expected * 2 + sum(rest.values())
+
+
+def _counted(launch: Callable[..., Any], launches: list[str]) -> Callable[..., Any]:
+    def counted(*arguments: Any, **options: Any) -> Any:
+        launches.append(launch.__name__)
+        return launch(*arguments, **options)
+
+    return counted
+
+
+class _RefusesSyncs(TorchDispatchMode):
+    """Refuses what would wait for a device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket.__name__ not in ("_local_scalar_dense", "nonzero", "unique"), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_the_device_between_submit_and_collect(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(llama)
+    tokens, drawn = array("i", range(3, 23)), SamplingParams(max_tokens=1, temperature=0.7, top_k=5, seed=1)
+    edited = SamplingParams(max_tokens=1, temperature=0.0, repetition_penalty=1.3, logit_bias=((5, 1.0),), logprobs=2)
+    chunks = [
+        Chunk(f"{at}", tokens, 0, (1 + 2 * at, 2 + 2 * at), 0, 1, s, 20, tokens)
+        for at, s in enumerate((GREEDY, drawn, edited))
+    ]
+    monkeypatch.setattr(
+        runner.decoder, "run", lambda *a: _precomputed(runner, a)
+    )  # the interpreter itself reads values
+    with _RefusesSyncs():
+        handle = runner.submit(Batch(tuple(chunks)))
+    assert [len(row.token_ids) for row in runner.collect(handle).rows] == [1, 1, 1]
+
+
+def _precomputed(runner: CudaRunner, arguments: tuple[Any, ...]) -> PassResult:
+    """Return results as a pass has them, for as many rows and outputs."""
+    layout = arguments[2]
+    hidden = torch.zeros(layout.rows, runner.decoder.config.hidden_size)
+    logits = torch.arange(float(layout.outputs * runner.loaded.vocab_size)).view(layout.outputs, -1)
+    values, ids = logits.max(-1)
+    answer = torch.cat((ids.int(), values.view(torch.int32)))
+    return PassResult(hidden, logits, answer, torch.ones(layout.rows, dtype=torch.int32))
+
+
+def test_a_row_that_the_host_samples_again_is_continued_with_its_token(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = SamplingParams(max_tokens=3, temperature=0.9, top_p=0.9, seed=4)
+    prompt = array("i", range(3, 23))
+    first = Chunk("a", prompt, 0, (1, 2), 0, 1, sampling, 20, prompt)
+    runner = make_runner(llama)
+    expected = runner.execute(Batch((first,))).rows[0].token_ids[0]
+    other = (expected + 1) % llama.vocab_size
+    again = make_runner(llama)
+    kept, chosen = again.sampler.rows, [other]
+
+    def rows(*arguments: Any) -> list[Row]:
+        """Return another token for the first row that is asked for."""
+        found = kept(*arguments)
+        return [found[0]._replace(token_ids=(chosen.pop(),))] if chosen else found
+
+    monkeypatch.setattr(again.sampler, "rows", rows)
+    handle = again.submit(Batch((first,)))
+    second = again.submit(Batch((_decode(first, [], 0, 0),)))
+    assert again.collect(handle).rows[0].token_ids == (other,)
+    third = again.submit(Batch((_decode(first, [other], 1, 0),)))
+    found = [again.collect(each).rows[0].token_ids[0] for each in (second, third)]
+    outputs = [other]
+    for step in range(2):
+        outputs += runner.execute(Batch((_decode(first, outputs, step, None),))).rows[0].token_ids
+    assert found == outputs[1:]

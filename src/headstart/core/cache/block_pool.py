@@ -251,7 +251,7 @@ class BlockPool:
                 (held if count else idle).append(block)
             elif not count:
                 scratch.append(block)
-        for block in head:  # the common case: published, and nobody else's
+        for block in head:  # the common case: published, and not another's
             refs[block] = 0
         idle += head
         if idle and self._pins:

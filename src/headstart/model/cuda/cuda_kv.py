@@ -2,7 +2,7 @@
 
 The pool is block-major over layers, so that a block is one contiguous copy; attention is as fast as with a pool per
 layer. Reads run on a stream of their own beside the steps, through pinned memory: the caller only asks for blocks whose
-step has been collected. Writes are queued on the stream of the steps, so the next step sees them and nobody waits.
+step has been collected. Writes are queued on the stream of the steps, so the next step sees them without a wait.
 """
 
 import threading
@@ -49,7 +49,7 @@ class CudaKV:
                 data.copy_(self._read_here, non_blocking=True)
             if self._side is not None:
                 self._side.synchronize()
-            return memoryview(data.view(-1).view(torch.uint8).numpy())
+            return data.view(-1).view(torch.uint8).numpy().data
 
     def write_block(self, block_id: int, data: Data) -> None:
         """Store a block given in canonical form, before the next step. Raises ValueError for a wrong length."""
@@ -61,7 +61,7 @@ class CudaKV:
             self._next = (self._next + 1) % RING
             if copied is not None:
                 copied.synchronize()  # its last copy, RING blocks ago
-            memoryview(pinned.view(-1).view(torch.uint8).numpy())[:] = memoryview(data).cast("B")
+            pinned.view(-1).view(torch.uint8).numpy().data[:] = memoryview(data).cast("B")
             self.pool[block_id].transpose(2, 3).copy_(pinned.to(self.device, non_blocking=True))
             if copied is not None:
                 copied.record(torch.cuda.current_stream(self.device))

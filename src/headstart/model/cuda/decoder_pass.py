@@ -1,8 +1,8 @@
 """The forward pass of the compact decoder by Triton kernels, over a step whose array is on the device.
 
 Every launch takes its work from that array and has a fixed grid, so a pass can be captured as a graph and replayed for
-any step with as many tokens. Launches of a layer: 9 for decodes, 11 where they share prefixes or prompts are computed,
-5 for a step of one token.
+any step with as many tokens. Launches of a layer: 9 for decodes, 11 where they share prefixes, 10 or (if results are
+merged) 11 where prompts are computed, 5 for a step of one token.
 """
 
 from contextlib import nullcontext
@@ -30,7 +30,7 @@ MANY = 8  # programs of a processor from which on tiles of prompts have fewer wa
 
 
 class PassResult(NamedTuple):
-    """What a pass leaves on the device. Padding rows hold anything."""
+    """The results of a pass, on the device. Padding rows hold anything."""
 
     hidden: Tensor  # [T, hidden] behind the final norm
     logits: Tensor | None  # [n, V] of the selected rows
@@ -152,9 +152,13 @@ class DecoderPass:
         """Fill `out` [T, Hq, D]. In a graph a launch without items ends at once."""
         positions, singles = meta[layout.positions :], meta[layout.singles :]
         common = (queries, kv, out, self.parts, meta, positions, singles, scoring)
-        fork = kind == GROUPS and self._side is not None  # two launches short of work run side by side
-        pdl = self.pdl and not fork  # programmatic launches do not cross streams
-        main = torch.cuda.current_stream(self.device) if fork else None
+        # Tiles and singles of decodes are short of work: they run side by side. Elsewhere one launch follows the other,
+        # and may begin before the other has ended; such launches do not cross streams.
+        side, main = (
+            (self._side, torch.cuda.current_stream(self.device)) if kind == GROUPS and self._side else (None, None)
+        )
+        pdl = self.pdl and side is None
+        split = self.split if self.exact else 0
         if kind != DECODES:
             shape = self.group_tile if kind == GROUPS else self.tile
             # A graph's launch may find more items than programs: each takes several.
@@ -162,19 +166,17 @@ class DecoderPass:
             if layout.total:
                 programs = max(1, layout.num_tiles * kv[0].shape[1])
                 shape = self.tile_of_many if kind == MIXED and programs > MANY * self.processors else shape
-            if fork and self._side is not None:
-                self._side.wait_stream(main)
-            with torch.cuda.stream(self._side) if fork else nullcontext():
-                split = self.split if self.exact else 0
+            if side is not None and main is not None:
+                side.wait_stream(main)
+            with nullcontext() if side is None else torch.cuda.stream(side):
                 triton_attention.attend(*common, shape, single=False, programs=programs, split=split, pdl=pdl)
-        last = kind == DECODES
-        triton_attention.attend(*common, self.single, single=True, programs=4 * self.processors, last=last, pdl=pdl)
-        if fork and main is not None:
-            main.wait_stream(self._side)
-        if not last:
+        programs, last = 4 * self.processors, kind == DECODES
+        triton_attention.attend(*common, self.single, single=True, programs=programs, last=last, split=split, pdl=pdl)
+        if side is not None and main is not None:
+            main.wait_stream(side)
+        if not last and layout.merged:
             tokens, firsts = meta[layout.merged_tokens :][: layout.merged], meta[layout.firsts :]
-            if layout.merged:
-                triton_attention.merge(self.parts, out, tokens, firsts, scoring.sinks, pdl=pdl)
+            triton_attention.merge(self.parts, out, tokens, firsts, scoring.sinks, pdl=pdl)
 
     @property
     def split(self) -> int:

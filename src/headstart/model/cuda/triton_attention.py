@@ -31,7 +31,7 @@ class Scoring(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How a launch is cut. `tile_rows`: query rows of a program; `tile_keys`: keys of an iteration."""
+    """The tiles of a launch. `tile_rows`: query rows of a program; `tile_keys`: keys of an iteration."""
 
     tile_rows: int
     tile_keys: int = 64

@@ -99,6 +99,12 @@ class Decoder:
         linears = (layer.qkv, layer.out, layer.gate_up, layer.down, self.head)
         return self.head.packed != () and are_rows_exact(linears)
 
+    @property
+    def has_plain_weights(self) -> bool:
+        """Whether all weights are kept as they are multiplied by torch: neither packed for kernels nor quantised."""
+        linears = [self.head, *self._linears()]
+        return isinstance(self.embedding, Tensor) and all(linear.weight is not None for linear in linears)
+
     def _linears(self) -> list[Linear]:
         """Return every weight matrix that has its own memory."""
         tied = any(held is self.embedding for held in (self.head.weight, *self.head.packed))

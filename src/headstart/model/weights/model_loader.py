@@ -54,6 +54,7 @@ class LoadedModel:
     fingerprint: bytes  # of the weights and all else that determines KV: equal exactly if KV may be shared
     attention_backend: str
     exceptions: tuple[str, ...] = ()  # from invariant 15 (docs/invariants.md), by name; empty: reuse is exact
+    batch_invariant: bool = False  # asked for: on a GPU the one form of products and attention that is exact
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -70,6 +71,7 @@ def load_model(
     quantization: str = "none",
     linear_dispatch: str = "auto",
     activation_bits: int = 16,
+    batch_invariant: bool = False,
 ) -> LoadedModel:
     """Load the model of a folder or GGUF file, with progress on stderr. Raises ConfigError if it cannot be served.
 
@@ -77,7 +79,8 @@ def load_model(
     in blocks of Q4_1, with a scale and a minimum per 32 inputs of an output, and the output head as int8.
     `linear_dispatch` says what multiplies weights on a CPU: our kernels where they exist (auto, kernels), or torch, for
     weights that are neither quantised nor in blocks.
-    `activation_bits` are those of the rows that weights in blocks are multiplied by, 16 or 8.
+    `activation_bits` are those of the rows that weights in blocks are multiplied by, 16 or 8. `batch_invariant`: on a
+    GPU, the bits of a row do not depend on the other rows of a step, nor on how a prompt is cut; see docs/cuda.md.
     """
     raw = read_config(folder)
     architecture = architecture_of(raw)
@@ -125,8 +128,19 @@ def load_model(
         vocab_size, max_model_len = native.vocab_size, native.max_model_len
     resolved = resolve_backend(attention_backend, chosen_device, shape.head_dim)
     products = "torch" if compiled is None else compiled.variant
+    exact = batch_invariant and runs_on_cuda(model, chosen_device, resolved)
+    exceptions = () if exact else tuple(_exceptions(model, chosen_device, products, resolved))
+    if batch_invariant and exceptions:
+        raise ConfigError(
+            f"--batch-invariant: {architecture} on {chosen_device} is not ({', '.join(exceptions)}; see "
+            "docs/invariants.md, 15): leave it out, or use a model of Headstart's own decoder in bfloat16 or float32"
+        )
     computed_by = _computed_by(
-        chosen_dtype, chosen_device, resolved, f"{quantization}-{bits}-{products}", native is None
+        chosen_dtype,
+        chosen_device,
+        f"{resolved} batch-invariant" if exact else resolved,
+        f"{quantization}-{bits}-{products}",
+        native is None,
     )
     return LoadedModel(
         folder=folder,
@@ -141,8 +155,14 @@ def load_model(
         weight_bytes=model.weight_bytes,
         fingerprint=checkpoint.fingerprint(json.dumps(raw, sort_keys=True).encode(), computed_by),
         attention_backend=resolved,
-        exceptions=tuple(_exceptions(model, chosen_device, products, resolved)),
+        exceptions=exceptions,
+        batch_invariant=exact,
     )
+
+
+def runs_on_cuda(model: LanguageModel, device: torch.device, backend: str) -> bool:
+    """Return whether the executor of model/cuda/ runs this model: a decoder of ours with plain weights on a GPU."""
+    return device.type == "cuda" and backend == "triton" and isinstance(model, Decoder) and model.has_plain_weights
 
 
 def _exceptions(model: LanguageModel, device: torch.device, products: str, backend: str) -> Iterator[str]:
@@ -151,11 +171,11 @@ def _exceptions(model: LanguageModel, device: torch.device, products: str, backe
         yield device.type
     if not isinstance(model, Decoder):
         yield "transformers"
-    elif products == "torch":
+    elif products == "torch" and device.type == "cpu":
         yield "torch-products"
-    elif not model.are_rows_exact():
+    elif device.type == "cpu" and not model.are_rows_exact():
         yield "row-test"
-    if backend != "cpu":
+    if backend == "reference":
         yield "torch-attention"
 
 
