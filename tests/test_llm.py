@@ -396,3 +396,14 @@ print(llm.generate(list(range(64)), {{"max_tokens": 1}}, progress=False)[0].num_
     run = [sys.executable, "-c", script]
     shown = [subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300) for _ in range(2)]
     assert [(done.stdout, done.returncode) for done in shown] == [("0\n", 0), ("63\n", 0)], shown
+
+
+def test_a_script_for_vllm_runs_with_another_import() -> None:
+    """The calls of vLLM #3402's script, with fewer and shorter prompts."""
+    llm = headstart.LLM(model="", enable_prefix_caching=True, block_size=16)
+    sampling_params = headstart.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    tokens = list(range(3, 68))
+    rotated = [tokens[i:] + tokens[:i] for i in range(4)]
+    llm.generate(sampling_params=sampling_params, prompt_token_ids=rotated, use_tqdm=False)
+    again = llm.generate(sampling_params=sampling_params, prompt_token_ids=rotated, use_tqdm=False)
+    assert [(len(one.token_ids), one.num_cached_tokens) for one in again] == [(1, 64)] * 4

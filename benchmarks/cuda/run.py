@@ -1,7 +1,7 @@
 """Everything that only a GPU can show, in one call: `python benchmarks/cuda/run.py OUT.json [PART ...]`.
 
-Parts: bits, syncs, exact, tokens (or tokens:SHAPE), append, prefill, 7b, 0.6b, tune. Without parts: all, in about six
-minutes on an H100. Floors are measured in the same call. Each result is a line on stdout and an entry of the JSON file,
+Parts: bits, syncs, exact, tokens (or tokens:SHAPE), append, prefill, end, 7b, 0.6b, tune. Without parts: all, in about
+seven minutes on an H100. Floors are measured in the same call. Each result is a line on stdout and an entry of the JSON file,
 which is written after each part, so that a run that is cut short leaves what it has.
 """
 
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import triton
 from checks import attention_bits, exact_products, exact_runs, store_speed, syncs, tokens
+from endtoend import end_to_end
 from figures import Figures, Floor, ceilings, graph_seconds, seconds_of
 from random_model import BLOCK, SMALL, make_engine, random_model
 from torch.profiler import ProfilerActivity, profile
@@ -242,7 +243,7 @@ def append(log: Log) -> None:
 def main() -> None:
     """Run the parts that are named."""
     path, parts = Path(sys.argv[1]), set(sys.argv[2:])
-    parts = parts or {"bits", "tokens", "exact", "syncs", "7b", "0.6b", "tune", "append", "prefill"}
+    parts = parts or {"bits", "tokens", "exact", "syncs", "7b", "0.6b", "tune", "append", "prefill", "end"}
     log = Log(path)
     began = time.perf_counter()
     if "bits" in parts:
@@ -259,6 +260,8 @@ def main() -> None:
         log.attempt(append, log)
     if "prefill" in parts:
         log.attempt(prefill, log)
+    if "end" in parts:
+        log.attempt(end_to_end, log.record)
     measured = ceilings()
     log.record(copy_tb_s=measured[0] / 1e12, product_tflop_s=measured[1] / 1e12)
     if "7b" in parts:

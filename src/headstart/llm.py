@@ -142,18 +142,25 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | None = None,
         sampling: Sampling = None,
         *,
         progress: bool = True,
+        sampling_params: Sampling = None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: bool = True,
     ) -> list[Completion]:
         """Return one Completion per prompt, in order. A prompt is a text or a list of token ids.
 
         `sampling` is a SamplingParams or a mapping such as {"temperature": 0, "max_tokens": 64, "stop": ["\\n"]}, by
         default {}. Parameters that a mapping omits have the model's defaults (`get_default_sampling_params`). Raises
         InvalidRequestError before anything runs if a prompt or a parameter is invalid. Ctrl-C aborts all prompts and
-        leaves the engine usable.
+        leaves the engine usable. `sampling_params`, `prompt_token_ids` and `use_tqdm` are vLLM's names of the others.
         """
+        prompts, sampling = prompts if prompts is not None else prompt_token_ids, sampling or sampling_params
+        progress = progress and use_tqdm
+        if prompts is None:
+            raise InvalidRequestError("generate needs prompts")
         params = self._params(sampling, Kind.COMPLETION)
         body = CompletionBody(None, parse_prompts(prompts, self._bounds), params)
         prompts = encode_completion(body, self.tokenizer, self._bounds)

@@ -51,6 +51,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     grammar: str | None = None  # the output matches this grammar, in llguidance's text form; the executor compiles it
+    ignore_eos: bool = False  # for callers of headstart.LLM; the engine knows stop tokens only
 
 
 GREEDY = SamplingParams(temperature=0.0)
