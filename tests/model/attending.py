@@ -1,13 +1,15 @@
-"""Random steps over the CPU attention and the reference beside it, each with a pool of its own; and poisoned blocks."""
+"""Random steps over a backend and the reference beside it, each with a pool of its own; and poisoned blocks."""
 
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.model.attention.cpu import CPUAttention, CPUStep
+from headstart.model.attention.base import BackendFactory
+from headstart.model.attention.cpu import CPUAttention
 from headstart.model.attention.reference import ReferenceAttention
 from headstart.model.kv_writes import Ranges, plan_writes
 from headstart.model.paged_kv import KVShape
@@ -29,10 +31,11 @@ class Pools:
         dim: int,
         dtype: torch.dtype = torch.float32,
         block_size: int = 16,
-        sharing: str = "where it pays",
-        split_tokens: int = 256,
         seed: int = 0,
+        backend: BackendFactory = CPUAttention,
+        **options: Any,
     ) -> None:
+        """`options` are those of `backend`."""
         self.rng, self.block_size = Random(seed), block_size
         torch.manual_seed(seed)
         self.lengths, self.heads, self.dtype = list(lengths), heads, dtype
@@ -44,7 +47,7 @@ class Pools:
         self.shape = KVShape(2, kv_heads, dim)
         size = {"num_blocks": self.num_blocks, "block_size": block_size, "dtype": dtype, "device": CPU}
         self.reference = ReferenceAttention(self.shape, **size)
-        self.own = CPUAttention(self.shape, **size, sharing=sharing, split_tokens=split_tokens)
+        self.own: Any = backend(self.shape, **size, **options)
         self.queries, self.keys, self.values = (
             [torch.randn(length, count, dim).to(dtype) for length in lengths] for count in (heads, kv_heads, kv_heads)
         )
@@ -82,8 +85,20 @@ class Pools:
         for index, end in enumerate(ends):
             if end:
                 only = Pools.step(self._only(index), [0], [end])
-                for kv in (self.reference.kv, self.own.kv):
-                    kv.write(1, self.keys[index][:end], self.values[index][:end], only.writes)
+                self.reference.kv.write(1, self.keys[index][:end], self.values[index][:end], only.writes)
+                if isinstance(self.own, CPUAttention):
+                    self.own.kv.write(1, self.keys[index][:end], self.values[index][:end], only.writes)
+                    continue
+                for number in range(-(-end // self.block_size)):  # what lies behind the last token stays as it is
+                    self._copy(self.tables[index][number], min(self.block_size, end - number * self.block_size))
+
+    def _copy(self, block: int, count: int) -> None:
+        """Copies the first `count` tokens of a block from the reference's pool."""
+        size = (self.shape.num_layers, 2, self.block_size, self.shape.num_kv_heads, self.shape.head_dim)
+        found, data = (bytearray(kv.read_block(block)) for kv in (self.reference.kv, self.own.kv))
+        source, target = (torch.frombuffer(one, dtype=self.dtype).view(size) for one in (found, data))
+        target[:, :, :count] = source[:, :, :count]
+        self.own.kv.write_block(block, data)
 
     def _only(self, index: int) -> "Pools":
         one = object.__new__(Pools)
@@ -104,8 +119,8 @@ class Pools:
         window: int | None = None,
         cap: float | None = None,
         sinks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, CPUStep]:
-        """What the reference and the kernels give for the rest of every sequence, and the kernels' step."""
+    ) -> tuple[Tensor, Tensor, Any]:
+        """What the reference and the backend give for the rest of every sequence, and the backend's step."""
         step = self.step(starts, self.lengths)
         q, k, v = self.rows(starts, self.lengths)
         due = self.reference.begin(step)(1, q, k, v, scale=scale, window=window, softcap=cap, sinks=sinks)
@@ -113,7 +128,7 @@ class Pools:
         return due, own(1, q, k, v, scale=scale, window=window, softcap=cap, sinks=sinks), own
 
 
-def poison(backend: CPUAttention, block: int, slots: slice = slice(None)) -> None:
+def poison(backend: Any, block: int, slots: slice = slice(None)) -> None:
     """Fills slots of a block with NaN, in all layers."""
     kv, data = backend.kv, bytearray(backend.kv.read_block(block))
     size = (kv.shape.num_layers, 2, kv.block_size, kv.shape.num_kv_heads, kv.shape.head_dim)

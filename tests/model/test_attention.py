@@ -199,6 +199,6 @@ def test_a_poisoned_block_reaches_only_the_rows_that_read_it() -> None:
 
 
 def test_unknown_backend_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match="'flash9' is not known; choose auto, cpu or reference"):
+    with pytest.raises(ConfigError, match="'flash9' is not known; choose auto, cpu, reference, triton"):
         resolve_backend("flash9")
     assert backend_factory(resolve_backend("reference")) is ReferenceAttention

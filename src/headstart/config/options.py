@@ -114,9 +114,9 @@ class EngineOptions:
     threads: int = _option(0, "Compute threads; 0: as many as the cgroup grants cores.", COMPUTE, minimum=0)
     attention_backend: str = _option(
         "auto",
-        "auto: cpu on a CPU with compiled kernels, else reference.",
+        "auto: cpu on a CPU with compiled kernels, triton on a GPU of compute capability 8.0 or more, else reference.",
         COMPUTE,
-        choices=("auto", "cpu", "reference"),
+        choices=("auto", "cpu", "reference", "triton"),
     )
     batch_invariant: bool = _option(
         False,

@@ -126,6 +126,23 @@ def test_what_does_not_fit_is_refused_before_it_is_written() -> None:
     assert not tight.fits(rows, ROOM)
 
 
+@pytest.mark.parametrize(("num_decodes", "fits"), [(180, True), (230, False)])
+def test_parts_of_a_prompt_have_room_beside_those_of_decodes(num_decodes: int, fits: bool) -> None:
+    lengths, pages = np.array([1] * num_decodes + [60]), 2048 // PAGE
+    positions = np.concatenate([np.arange(2048 - length, 2048) for length in lengths]).astype(np.int32)
+    indptr, table_ptr = np.cumsum([0, *lengths], dtype=np.int32), np.arange(len(lengths) + 1, dtype=np.int32) * pages
+    blocks = np.arange(1, len(lengths) * pages + 1, dtype=np.int32)
+    none = np.zeros(len(positions), np.int32)
+    rows = StepRows(none, positions, none, none - 1, indptr, table_ptr, blocks)
+    max_parts = 60 * 16 * 4  # a prompt of few tiles is cut into a quarter of them
+    planner = StepPlanner(page=PAGE, group=1, kv_heads=8, processors=132, max_parts=max_parts, exact=False)
+    selected = np.zeros(0, np.int32)
+    layout = planner.fill(np.zeros(ROOM, np.int32), rows, padded=None, tile_rows=128, selected=selected, outputs=0)
+    assert layout.num_parts == num_decodes * 16 + 60 * 16
+    assert planner.fits(rows, ROOM) == (layout.num_parts <= max_parts) == fits
+    assert layout.num_parts <= planner.bounds(rows)[0] and layout.total <= planner.bounds(rows)[1]
+
+
 class _Overlapping(StepPlanner):
     """Items of decodes begin one key early."""
 

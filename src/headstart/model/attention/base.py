@@ -7,6 +7,7 @@ computes the attention of each row over its whole prefix. Tests compare every ba
 
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -84,20 +85,41 @@ class BackendFactory(Protocol):
 BACKENDS = {
     "cpu": "headstart.model.attention.cpu:CPUAttention",
     "reference": "headstart.model.attention.reference:ReferenceAttention",
+    "triton": "headstart.model.cuda.triton_backend:TritonAttention",
 }
+LEAST_CAPABILITY = (8, 0)  # of a GPU that Triton attention runs on: has bfloat16
 
 
 def resolve_backend(name: str, device: str | torch.device = "cpu", head_dim: int = 0) -> str:
-    """Return the backend for `name`; "auto" is cpu if its kernels run here and support `head_dim`, else reference.
+    """Return the backend for `name`; "auto" is triton or cpu where it runs, else reference.
 
-    Raises ConfigError for an unknown name.
+    The cpu kernels must be compiled and support `head_dim`. Raises ConfigError for an unknown name, and for triton on a
+    device that cannot run it.
     """
+    where = torch.device(device)
     if name == "auto":
-        fits = torch.device(device).type == "cpu" and head_dim <= MAX_DIMS
+        if where.type == "cuda" and triton_problem(where) is None:
+            return "triton"
+        fits = where.type == "cpu" and head_dim <= MAX_DIMS
         return "cpu" if fits and find().kernels is not None else "reference"
     if name not in BACKENDS:
-        raise ConfigError(f"attention_backend {name!r} is not known; choose auto, {' or '.join(BACKENDS)}")
+        raise ConfigError(f"attention_backend {name!r} is not known; choose {', '.join(('auto', *BACKENDS))}")
+    if name == "triton" and (problem := triton_problem(where)):
+        raise ConfigError(f"attention_backend triton {problem}: choose auto or reference")
     return name
+
+
+def triton_problem(device: torch.device) -> str | None:
+    """Return why Triton attention does not run on `device`, None if it does."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return f"runs on GPUs, not on {device}"
+    if find_spec("triton") is None:
+        return "needs Triton, which is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        needed, there = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
+        return f"needs compute capability {needed}, and {device} has {there}"
+    return None
 
 
 def backend_factory(name: str) -> BackendFactory:

@@ -62,7 +62,7 @@ class CPUStep:
         )
         kv, known = backend.kv, step.bounds
         if known is None or known.block_size != kv.block_size or known.num_blocks > kv.num_blocks:
-            _check_tables(*self._arrays, num_blocks=kv.num_blocks, block_size=kv.block_size)
+            check_tables(*self._arrays, num_blocks=kv.num_blocks, block_size=kv.block_size)
         self._plans: dict[tuple[int, int], _Prepared] = {}
 
     def __call__(
@@ -176,7 +176,7 @@ def _on_host(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.device.type == "cpu"
 
 
-def _check_tables(
+def check_tables(
     qo_indptr: NDArray[np.int32],
     starts: NDArray[np.int32],
     kv_indptr: NDArray[np.int32],

@@ -6,6 +6,7 @@ step has been collected. Writes are queued on the stream of the steps, so the ne
 """
 
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -24,6 +25,7 @@ class CudaKV:
         self, shape: KVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
+        self.num_blocks, self.block_size = num_blocks, block_size
         size = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim)
         self.pool = torch.zeros(size, dtype=dtype, device=device)
         self.layers = [(self.pool[:, layer, 0], self.pool[:, layer, 1]) for layer in range(shape.num_layers)]
@@ -66,9 +68,9 @@ class CudaKV:
             if copied is not None:
                 copied.record(torch.cuda.current_stream(self.device))
 
-    def zero_blocks(self, block_ids: list[int]) -> None:
+    def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Set blocks to zero whose content may not be finite."""
         if block_ids:
             with torch.inference_mode():
-                chosen = torch.tensor(block_ids, dtype=torch.int64)
+                chosen = torch.tensor(list(block_ids), dtype=torch.int64)
                 self.pool.index_fill_(0, chosen.to(self.device, non_blocking=True), 0)

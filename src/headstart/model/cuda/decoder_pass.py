@@ -15,13 +15,12 @@ from torch import Tensor
 from headstart.model.cuda import triton_attention, triton_layers
 from headstart.model.cuda.cuda_kv import CudaKV
 from headstart.model.cuda.step_plan import Layout
-from headstart.model.cuda.triton_attention import KV, Scoring, Shape, make_parts
+from headstart.model.cuda.triton_attention import KV, Scoring, Shape, make_parts, max_parts
 from headstart.model.cuda.triton_rotary import rotate_and_append
 from headstart.model.layers.decoder import Decoder, DecoderLayer
 from headstart.model.layers.linear import Linear
 from headstart.model.layers.rotary import inverse_frequencies
 
-PARTS_BYTES = 1 << 28  # of partial results of attention
 DECODES, GROUPS, MIXED = "decodes", "groups", "mixed"  # kinds of pass: what it launches for attention
 TILES = (4, 2048, 4)  # of products of one row: outputs and inputs at once, warps; measured on an H100
 LARGE_TILES = (2, 2048, 8)  # the same where there are as many outputs as LARGE
@@ -52,7 +51,8 @@ class DecoderPass:
         self.processors = count
         self.pdl = self.on_gpu and torch.cuda.get_device_capability(self.device) >= (9, 0)
         self._side = torch.cuda.Stream(self.device) if self.on_gpu else None
-        self.max_parts = max(2048, min(32768, PARTS_BYTES // (4 * config.num_heads * config.head_dim)))
+        own = -(-max_positions // self.split)  # of the longest row
+        self.max_parts = max(max_parts(config.num_heads, config.head_dim), own)
         shape = (config.num_heads, config.num_kv_heads, config.head_dim)
         self.parts = make_parts(self.max_parts, max_rows, *shape, self.device)
         frequencies, factor = inverse_frequencies(config.rope)

@@ -122,13 +122,17 @@ class StepPlanner:
 
     def fits(self, step: StepRows, room: int) -> bool:
         """Return whether the step's partial results fit, and its array in `room` ints. May refuse what just fits."""
+        parts, ints = self.bounds(step)
+        return parts <= self._max_parts and ints <= room
+
+    def bounds(self, step: StepRows) -> tuple[int, int]:
+        """Return the most partial results and the most ints that the step may need."""
         single = np.diff(step.indptr) == 1
         ends = step.positions[step.indptr[1:] - 1] + 1
         parts = int(np.ceil(ends[single] / self.split).sum())
         count = len(step.tokens)
-        # Tokens of prefills may be merged from parts as long as these fit too, so there are at most max_parts more.
         ints = 16 * count + (ITEM + 2) * (parts + min(self._max_parts, count * 64)) + len(step.blocks) + 1024
-        return parts <= self._max_parts and ints <= room
+        return parts + (0 if single.all() else self._max_parts // 4), ints  # prefills are cut within a quarter
 
     def fill(
         self, memory: Ints, step: StepRows, *, padded: int | None, tile_rows: int, selected: Ints, outputs: int

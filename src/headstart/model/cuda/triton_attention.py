@@ -18,6 +18,7 @@ from headstart.model.cuda.triton_rotary import launch_options, rotated
 
 KV = tuple[Tensor, Tensor]  # keys and values of one layer, [blocks, Hkv, page, D] each, of any block stride
 LOG2_E = tl.constexpr(1.4426950408889634)
+PARTS_BYTES = 1 << 28  # of partial results
 _MERGE_LOADS = 4096  # elements of partial results that are read together when they are merged
 
 
@@ -468,6 +469,11 @@ def _merging(group: int, dim: int) -> tuple[int, int]:
     """Return the columns of merged heads, as a power of two, and how many parts are read together."""
     columns = triton.next_power_of_2(group)
     return columns, max(2, min(16, _MERGE_LOADS // (columns * triton.next_power_of_2(dim))))
+
+
+def max_parts(heads: int, dim: int) -> int:
+    """Return the number of partial results that there is room for."""
+    return max(2048, min(32768, PARTS_BYTES // (4 * heads * dim)))
 
 
 def make_parts(count: int, rows: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> Parts:

@@ -91,6 +91,39 @@ def rotate_and_append(
     )  # fmt: skip
 
 
+@triton.jit
+def _append(
+    keys, values, slots, key_pool, value_pool, key_token, key_head, value_token, value_head, block_stride,
+    KVS: tl.constexpr, DIM: tl.constexpr, POWER: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Store HEADS heads of the keys and values of one token at its slot; not of one whose slot is below 0."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None].to(tl.int64)
+        d = tl.arange(0, POWER)[None, :]
+        there = (head < KVS) & (d < DIM)
+        cell = (slot // PAGE) * block_stride + head * (PAGE * DIM) + (slot % PAGE) * DIM + d
+        key = tl.load(keys + token * key_token + head * key_head + d, mask=there, other=0.0)
+        value = tl.load(values + token * value_token + head * value_head + d, mask=there, other=0.0)
+        tl.store(key_pool + cell, key, mask=there)
+        tl.store(value_pool + cell, value, mask=there)
+
+
+def append_kv(keys: Tensor, values: Tensor, slots: Tensor, kv: tuple[Tensor, Tensor], *, pdl: bool) -> None:
+    """Store keys and values [T, Hkv, D], whose heads may be anywhere, in one layer of the pool."""
+    _, kvs, page, dim = kv[0].shape
+    heads = min(8, triton.next_power_of_2(kvs))
+    _append[(len(keys), triton.cdiv(kvs, heads))](
+        keys, values, slots, *kv, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), kv[0].stride(0),
+        kvs, dim, max(16, triton.next_power_of_2(dim)), page, heads, pdl, num_warps=2, **launch_options(pdl=pdl),
+    )  # fmt: skip
+
+
 def launch_options(*, pdl: bool) -> dict[str, Any]:
     """Return the option of a programmatic dependent launch: a kernel may begin before the one before it has ended."""
     return {"launch_pdl": True} if pdl else {}

@@ -17,7 +17,7 @@ import torch
 
 from headstart import __version__
 from headstart.core.errors import ConfigError
-from headstart.model.attention.base import resolve_backend
+from headstart.model.attention.base import LEAST_CAPABILITY, resolve_backend
 from headstart.model.kernels.library import find
 from headstart.model.layers.linear import can_pack
 from headstart.model.setup.cgroup import SYSTEM, cpu_quota
@@ -29,7 +29,6 @@ _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "a
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "fastapi", "uvicorn")
 _SMALL_MEMORY = 2 * 2**30
 _NOT_INSTALLED = "not installed"
-_LEAST_CAPABILITY = (8, 0)  # has bfloat16
 _DISPLAY, _NVIDIA = "0x03", "0x10de"  # class and vendor on the PCI bus
 _DRIVER = Path("proc/driver/nvidia/version")
 
@@ -103,10 +102,10 @@ def gpu_warnings(gpus: Sequence[GPU], *, triton: str, cuda: str | None, has_nvid
     """Return the problems of GPUs, with remedies. `triton` and `cuda` are versions, `cuda` that torch is built for."""
     found = [warning for index, gpu in enumerate(gpus) if (warning := _memory_warning(gpu, f"GPU {index}: "))]
     for index, gpu in enumerate(gpus):
-        if gpu.capability < _LEAST_CAPABILITY:
+        if gpu.capability < LEAST_CAPABILITY:
             found.append(
-                f"GPU {index} has compute capability {_dotted(gpu.capability)}, and bfloat16 needs "
-                f"{_dotted(_LEAST_CAPABILITY)}: use --dtype float32, or a newer GPU"
+                f"GPU {index} has compute capability {_dotted(gpu.capability)}, and bfloat16 and Triton need "
+                f"{_dotted(LEAST_CAPABILITY)}: use --dtype float32, or a newer GPU"
             )
     if gpus and triton == _NOT_INSTALLED:
         found.append("no Triton, so models run on the GPU through plain torch, which is slower: pip install triton")
