@@ -1,8 +1,8 @@
 """Everything that only a GPU can show, in one call: `python benchmarks/cuda/run.py OUT.json [PART ...]`.
 
 Parts: bits, syncs, exact, tokens (or tokens:SHAPE), append, prefill, end, 7b, 0.6b, tune. Without parts: all, in about
-seven minutes on an H100. Floors are measured in the same call. Each result is a line on stdout and an entry of the JSON file,
-which is written after each part, so that a run that is cut short leaves what it has.
+seven minutes on an H100. Floors are measured in the same call. Each result is a line on stdout and an entry of the JSON
+file, which is written after each part, so that a run that is cut short leaves what it has.
 """
 
 import gc
@@ -104,6 +104,8 @@ def model(log: Log, shape: str, measured: tuple[float, float], *, parts: set[str
         runner.warm_up([*_keys(("mixed",), (128, 256)), *_keys(("decodes", "groups"), (48, 32, 16, 1))])
         torch.cuda.synchronize()
         log.record(model=shape, figure="start: 10 graphs", exact=exact, seconds=time.perf_counter() - began)
+        gc.collect()
+        gc.freeze()  # as the engine process does: what is loaded is not walked again
         label = f"{shape} exact" if exact else shape
         figures = Figures(make_engine(runner, budget=4096, max_len=16_384), loaded.vocab_size, floor, label, log.record)
         log.attempt(figures.decode, 1, 1024, 16)
@@ -123,6 +125,7 @@ def model(log: Log, shape: str, measured: tuple[float, float], *, parts: set[str
             log.attempt(kernels, log, runner, figures)
             log.attempt(start, log, runner, shape)
         del figures, runner
+        gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
 
