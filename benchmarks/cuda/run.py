@@ -32,7 +32,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from headstart.model.cuda import triton_layers
 from headstart.model.cuda.cuda_runner import CudaRunner
-from headstart.model.cuda.step_graphs import GraphKey
 from headstart.model.cuda.step_plan import StepPlanner, StepRows
 from headstart.model.cuda.triton_attention import Scoring, Shape, attend, make_parts
 from headstart.model.cuda.triton_rotary import rotate_and_append
@@ -101,9 +100,16 @@ def model(log: Log, shape: str, measured: tuple[float, float], *, parts: set[str
         if not exact and "tune" in parts:
             tune(log, runner, shape)
         began = time.perf_counter()
-        runner.warm_up([*_keys(("mixed",), (128, 256)), *_keys(("decodes", "groups"), (48, 32, 16, 1))])
+        runner.warm_up()
         torch.cuda.synchronize()
-        log.record(model=shape, figure="start: 10 graphs", exact=exact, seconds=time.perf_counter() - began)
+        graphs = len(runner.graphs.keys())
+        log.record(
+            model=shape,
+            figure="start: graphs and kernels",
+            exact=exact,
+            graphs=graphs,
+            seconds=time.perf_counter() - began,
+        )
         gc.collect()
         gc.freeze()  # as the engine process does: what is loaded is not walked again
         label = f"{shape} exact" if exact else shape
@@ -139,13 +145,9 @@ def start(log: Log, runner: CudaRunner, shape: str) -> None:
     runner.warm_up()
     torch.cuda.synchronize()
     log.record(
-        model=shape, figure="start: all graphs", graphs=len(runner.graphs.keys()), seconds=time.perf_counter() - began,
+        model=shape, figure="start: graphs alone", graphs=len(runner.graphs.keys()), seconds=time.perf_counter() - began,
         mb=(free - torch.cuda.mem_get_info()[0]) / 1e6,
     )  # fmt: skip
-
-
-def _keys(kinds: tuple[str, ...], sizes: tuple[int, ...]) -> list[GraphKey]:
-    return [GraphKey(kind, size, min(64, size) if kind == "mixed" else 0) for size in sizes for kind in kinds]
 
 
 def tune(log: Log, runner: CudaRunner, shape: str) -> None:

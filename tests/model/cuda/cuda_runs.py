@@ -31,7 +31,7 @@ def load(family: str, folder: Path, *, exact: bool = False) -> LoadedModel:
 
 
 def make_runner(loaded: LoadedModel, *, num_blocks: int = 60) -> CudaRunner:
-    return CudaRunner(loaded, num_blocks=num_blocks, block_size=16, max_rows=16, graph_tokens=64)
+    return CudaRunner(loaded, num_blocks=num_blocks, block_size=16, max_rows=16, max_graph_tokens=64)
 
 
 def make_engine(executor: Executor, *, budget: int, max_len: int = 512, **options: Any) -> Engine:

@@ -23,7 +23,7 @@ FEW_GRAPHS = [GraphKey(kind, size, 0) for kind in ("decodes", "groups") for size
 
 
 def make_runner(loaded: LoadedModel, *, graphs: bool = True) -> CudaRunner:
-    runner = CudaRunner(loaded, num_blocks=600, block_size=16, max_rows=16, graph_tokens=64)
+    runner = CudaRunner(loaded, num_blocks=600, block_size=16, max_rows=16, max_graph_tokens=64)
     if graphs:
         runner.warm_up(FEW_GRAPHS)
     return runner

@@ -19,7 +19,7 @@ from headstart.model.cuda.cuda_kv import CudaKV
 from headstart.model.cuda.decoder_pass import DECODES, GROUPS, MIXED, DecoderPass, PassResult
 from headstart.model.cuda.device_sampling import DeviceSampler
 from headstart.model.cuda.staged_sampling import Staged
-from headstart.model.cuda.step_graphs import GraphKey, StepGraphs
+from headstart.model.cuda.step_graphs import GraphKey, StepGraphs, graph_tokens
 from headstart.model.cuda.step_plan import Layout, StepPlanner, StepRows
 from headstart.model.grammar.grammar_compiler import CompiledGrammars
 from headstart.model.grammar.grammar_rows import GrammarRows
@@ -79,11 +79,15 @@ class CudaRunner:
         seed: int = 0,
         grammars: CompiledGrammars | None = None,
         max_rows: int = MAX_ROWS,
-        graph_tokens: int = 1024,
+        max_graph_tokens: int | None = None,
     ) -> None:
-        """`max_rows`: the most decodes of a step. `graph_tokens`: the longest step with prompts that gets a graph."""
+        """`max_rows`: the most decodes of a step. `max_graph_tokens`: of a step with prompts; None: as it pays."""
         assert isinstance(loaded.model, Decoder)
         exact = loaded.batch_invariant
+        if max_graph_tokens is None:
+            linears = [linear for layer in loaded.model.layers for linear in layer.linears]
+            num_weights = sum(linear.weight.numel() for linear in linears if linear.weight is not None)
+            max_graph_tokens = graph_tokens(len(loaded.model.layers), num_weights)
         self.loaded, self.num_blocks, self.block_size = loaded, num_blocks, block_size
         self.device = loaded.device
         self.kv = CudaKV(
@@ -92,9 +96,9 @@ class CudaRunner:
         self.block_bytes = self.kv.block_bytes
         max_positions, config = loaded.max_model_len, loaded.model.config
         self.decoder = DecoderPass(
-            loaded.model, self.kv, max_positions=max_positions, max_rows=max(max_rows, graph_tokens), exact=exact
+            loaded.model, self.kv, max_positions=max_positions, max_rows=max(max_rows, max_graph_tokens), exact=exact
         )
-        self.graphs = StepGraphs(self.kv, max_rows=max_rows, max_tokens=graph_tokens)
+        self.graphs = StepGraphs(self.kv, max_rows=max_rows, max_tokens=max_graph_tokens)
         rows = None if grammars is None else GrammarRows(grammars, torch.get_num_threads())
         self.sampler = DeviceSampler(loaded.vocab_size, seed=seed, grammars=rows)
         self._bounds = StepBounds(num_blocks, block_size, loaded.vocab_size, max_positions)
@@ -108,7 +112,7 @@ class CudaRunner:
             exact=exact,
         )
         on_gpu = self.device.type == "cuda"
-        self._max_rows = max(max_rows, graph_tokens)
+        self._max_rows = max(max_rows, max_graph_tokens)
         self._staging = [torch.zeros(META_INTS, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
         self._meta = torch.zeros(META_INTS, dtype=torch.int32, device=self.device)
         self._answers = [torch.zeros(MAX_ANSWERS, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]

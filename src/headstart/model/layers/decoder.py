@@ -54,6 +54,11 @@ class DecoderLayer:
     down: Linear
     window: int | None
 
+    @property
+    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
+        """The products of the layer."""
+        return self.qkv, self.out, self.gate_up, self.down
+
 
 class Decoder:
     """A loaded Llama-like model."""
@@ -109,7 +114,7 @@ class Decoder:
         """Return every weight matrix that has its own memory."""
         tied = any(held is self.embedding for held in (self.head.weight, *self.head.packed))
         head = [] if tied else [self.head]
-        return head + [linear for layer in self.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return head + [linear for layer in self.layers for linear in layer.linears]
 
     def _attention(
         self, index: int, layer: DecoderLayer, rows: Tensor, angles: tuple[Tensor, Tensor], attend: Attend
