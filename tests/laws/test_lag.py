@@ -376,3 +376,9 @@ def test_outputs_with_lag_equal_outputs_without() -> None:
     seen = run_sessions(range(60))
     assert seen["requests"] > 2_000 and seen["finished"] > 1_000, seen
     assert min(seen.values()) > 20, seen
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_outputs_with_lag_equal_outputs_without_for_long() -> None:
+    assert run_sessions(range(1_000, 3_000))["requests"] > 100_000
