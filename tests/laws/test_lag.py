@@ -20,7 +20,9 @@ PREFIX = list(range(8))
 
 
 def lagging(**values: object) -> Engine:
-    return make_engine(executor_class=AsyncCheckingExecutor, **values)  # type: ignore[arg-type]
+    engine = make_engine(executor_class=AsyncCheckingExecutor, **values)  # type: ignore[arg-type]
+    executor_of(engine).checks_reads = True
+    return engine
 
 
 def executor_of(engine: Engine) -> AsyncCheckingExecutor:
