@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizer_folders import BYTE_LEVEL, write
 
 from headstart.bundled import bundled_model
+from headstart.core.cache.hashing import hash_chain
 from headstart.core.errors import InvalidRequestError
 from headstart.gateway.proxy.request_reader import ReadRequest, RequestReader, Sender, Served, has_endless_word
 from headstart.gateway.replicas.probes import ModelCard
@@ -313,3 +314,17 @@ def test_a_template_that_never_ends_leaves_the_prompt_to_its_text(tmp_path: Path
     for _ in range(5):  # the last ones meet the pause behind several kills
         reading = read({"messages": MESSAGES}, CHAT, RequestReader(tokenizer))
         assert not reading.request.prompt.exact and "turn on the light" in (reading.text or "")
+
+
+def test_prompts_are_hashed_by_the_given_chain() -> None:
+    """The router's own: compiled code, where there is some."""
+    calls: list[int] = []
+
+    def chain(parent: bytes, raw: bytes, stride: int) -> list[bytes]:
+        calls.append(stride)
+        return hash_chain(parent, raw, stride)
+
+    body = {"prompt": list(range(40))}
+    prompt = read(body, COMPLETIONS, RequestReader(chain=chain)).request.prompt
+    assert prompt.block_hashes(16) == read(body, COMPLETIONS, RequestReader()).request.prompt.block_hashes(16)
+    assert prompt.block_hashes_with(range(20), 16) and calls == [64, 64]

@@ -20,7 +20,7 @@ from headstart.core.cache.transfers import Transfers
 from headstart.core.cache.trust import Trust
 from headstart.core.request import CacheMode, Status
 from headstart.core.sched import admission as room
-from headstart.core.sched import in_flight, plan, scheduler
+from headstart.core.sched import plan, scheduler
 from headstart.core.sched.admission import Admission
 from headstart.core.sched.in_flight import InFlight
 from headstart.core.sched.plan import Plan
@@ -305,7 +305,7 @@ def blocks_ahead_are_told_at_once() -> None:
 
 
 def penalties_are_planned_ahead() -> None:
-    in_flight._needs_host = lambda seq: False
+    scheduler.needs_host = lambda sampling: False
 
 
 BUGS: dict[str, Callable[[], None]] = {

@@ -20,7 +20,9 @@ PREFIX = list(range(8))
 
 
 def lagging(**values: object) -> Engine:
-    return make_engine(executor_class=AsyncCheckingExecutor, **values)  # type: ignore[arg-type]
+    engine = make_engine(executor_class=AsyncCheckingExecutor, **values)  # type: ignore[arg-type]
+    executor_of(engine).checks_reads = True
+    return engine
 
 
 def executor_of(engine: Engine) -> AsyncCheckingExecutor:
@@ -376,3 +378,9 @@ def test_outputs_with_lag_equal_outputs_without() -> None:
     seen = run_sessions(range(60))
     assert seen["requests"] > 2_000 and seen["finished"] > 1_000, seen
     assert min(seen.values()) > 20, seen
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_outputs_with_lag_equal_outputs_without_for_long() -> None:
+    assert run_sessions(range(1_000, 3_000))["requests"] > 100_000

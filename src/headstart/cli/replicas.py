@@ -19,6 +19,7 @@ from headstart.gguf.tokenizer_json import FILE_NAME
 from headstart.http.lifecycle import EXIT_INTERRUPTED
 from headstart.http.logs import Log
 from headstart.http.web_pages import ANY, is_loopback
+from headstart.model.kernels.block_hashes import compiled_chain
 from headstart.model.setup.gpus import VISIBLE_GPUS, check_gpus, count_gpus, gpu_names
 from headstart.model.setup.sizes import cpu_memory, format_bytes, parse_bytes
 from headstart.model.setup.threads import prepare_threads
@@ -58,7 +59,7 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
 
 def _routed(fleet: LocalReplicas, router: RouterOptions, server: ServerOptions) -> int:
     with fleet:
-        code = route(router, server, discovery=fleet, fronts=fronts_of(router, server))
+        code = route(router, server, fleet, fronts_of(router, server), compiled_chain())
         if code == EXIT_INTERRUPTED:  # by a second Ctrl-C: do not wait for the replicas
             fleet.kill()
         return code

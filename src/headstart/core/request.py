@@ -149,6 +149,7 @@ class Sequence:
     status: Status = Status.WAITING
     num_computed_tokens: int = 0  # KV of token_ids[:this] is in block_ids
     num_scheduled_tokens: int = 0  # of its chunks in flight
+    needs_host: bool = False  # to plan its next decode, the last sampled token must be known
     pending_row: int | None = None  # row, of the last batch in flight, that samples the token behind token_ids
     num_covered_tokens: int = 0  # computed or reused before a preemption: positions below it are recomputed
     admitted: bool = False  # at least once

@@ -16,6 +16,7 @@ from prometheus_client import disable_created_metrics
 from headstart import __version__
 from headstart.allocator import give_memory_back, trim_regularly
 from headstart.config.options import RouterOptions, ServerOptions
+from headstart.core.cache.hashing import HashChain
 from headstart.core.errors import ConfigError
 from headstart.gateway.discovery.discovery import Discovery, StaticDiscovery
 from headstart.gateway.discovery.discovery_table import make_discovery
@@ -49,11 +50,12 @@ def route(
     server_options: ServerOptions,
     discovery: Discovery | None = None,
     fronts: Sequence[Front] = (),
+    chain: HashChain | None = None,
 ) -> int:
     """Run a router until SIGTERM or Ctrl-C; return the exit code. Replicas come from `discovery`, else the options.
 
     `fronts`: further ways into the router; unless the first of them has an address for clients, the router's own HTTP
-    server serves them, too.
+    server serves them, too. `chain` computes block hashes; None: in Python.
 
     0: all admitted requests were answered. 1: requests were cut off at the end of the drain. 2: invalid options, with a
     message of one line. 130: stopped at once by a second Ctrl-C.
@@ -62,7 +64,8 @@ def route(
     give_memory_back()
     try:
         found = discovery or discovery_of(router_options)
-        reader = RequestReader(router_tokenizer(router_options.tokenizer), frozenset(server_options.prompt_rule))
+        rules = frozenset(server_options.prompt_rule)
+        reader = RequestReader(router_tokenizer(router_options.tokenizer), rules, chain)
         decisions = DecisionLog(Path(router_options.decision_log)) if router_options.decision_log else None
         is_own = not (fronts and fronts[0].url)
         listener = listen(server_options.host, server_options.port) if is_own else None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headstart.core.cache.hashing import BlockHash, extend_hashes, pack, root_hash
+from headstart.core.cache.hashing import BlockHash, HashChain, extend_hashes, pack, root_hash
 
 BYTES_PER_UNIT = 4  # bytes of text that count as one token where there is no tokenizer
 
@@ -34,9 +34,13 @@ class Prompt:
     be scaled.
     """
 
-    __slots__ = ("_block_hashes", "_root", "_token_ids", "exact", "num_tokens")
+    __slots__ = ("_block_hashes", "_chain", "_root", "_token_ids", "exact", "num_tokens")
 
-    def __init__(self, token_ids: Iterable[int], root: BlockHash, *, exact: bool = True) -> None:
+    def __init__(
+        self, token_ids: Iterable[int], root: BlockHash, *, exact: bool = True, chain: HashChain | None = None
+    ) -> None:
+        """`chain` computes the hashes (core/cache/hashing.py); None: in Python."""
+        self._chain = chain
         self._token_ids = pack(token_ids)
         self._root = root
         self._block_hashes: dict[int, list[BlockHash]] = {}
@@ -65,7 +69,7 @@ class Prompt:
         block_hashes = self._block_hashes.get(block_size)
         if block_hashes is None:
             block_hashes = self._block_hashes[block_size] = []
-            extend_hashes(block_hashes, self._token_ids, block_size, self._root)
+            extend_hashes(block_hashes, self._token_ids, block_size, self._root, chain=self._chain)
         return block_hashes
 
     def block_hashes_with(self, output: Sequence[int], block_size: int) -> list[BlockHash]:
@@ -74,7 +78,7 @@ class Prompt:
         if len(output) < 2 or not self._token_ids:
             return block_hashes
         block_hashes = block_hashes[:]
-        extend_hashes(block_hashes, self._token_ids + pack(output)[:-1], block_size, self._root)
+        extend_hashes(block_hashes, self._token_ids + pack(output)[:-1], block_size, self._root, chain=self._chain)
         return block_hashes
 
     def tail_key(self) -> bytes:

@@ -16,7 +16,7 @@ from collections.abc import Sequence as Items
 
 from headstart.core.batch import Chunk, Row
 from headstart.core.cache.kv_cache import KVCache
-from headstart.core.request import Retention, Sequence
+from headstart.core.request import Retention, SamplingParams, Sequence
 
 
 class Step:
@@ -33,11 +33,9 @@ class Step:
 class InFlight:
     """The steps in flight of one scheduler, oldest first: two at most, and one while a step is planned."""
 
-    def __init__(self, cache: KVCache, max_model_len: int, *, has_drafts: bool) -> None:
-        """`has_drafts`: any sequence may get drafts, which are found by its last token."""
+    def __init__(self, cache: KVCache, max_model_len: int) -> None:
         self._cache = cache
         self._max_model_len = max_model_len
-        self._has_drafts = has_drafts
         self._steps: list[Step] = []
 
     def __len__(self) -> int:
@@ -53,10 +51,9 @@ class InFlight:
     def allows_plan(self) -> bool:
         """Return whether the next step may be planned before the last one has ended. Changes nothing."""
         return not any(
-            (chunk.num_logits or seq.recompute is not None)
+            ((seq.needs_host and chunk.num_logits) or seq.recompute is not None)
             and is_current(seq, chunk)
             and not self.ends(seq)
-            and (self._has_drafts or _needs_host(seq))
             for seq, chunk in self._steps[-1].entries
         )
 
@@ -64,18 +61,15 @@ class InFlight:
         """Return whether nothing is left to plan of a running sequence, because the step in flight is its last."""
         if seq.pending_row is None:
             return seq.next_start == len(seq.token_ids)  # max_tokens is 0
-        num_tokens = seq.num_tokens
-        return num_tokens >= self._max_model_len or (
-            num_tokens - len(seq.request.prompt) >= seq.request.sampling.max_tokens
-        )
+        num_tokens, request = len(seq.token_ids) + 1, seq.request
+        return num_tokens >= self._max_model_len or num_tokens - len(request.prompt) >= request.sampling.max_tokens
 
     def publish_ahead(self) -> None:
         """Publish the blocks that the last step fills, for the next step to read."""
-        step = self._steps[-1]
+        step, size = self._steps[-1], self._cache.block_size
         for row, (seq, chunk) in enumerate(step.entries):
-            blocks = self._cache.publish_ahead(seq) if is_current(seq, chunk) else []
-            if blocks:
-                step.ahead.append((row, blocks))
+            if (chunk.start + len(chunk.token_ids)) // size > seq.num_published_blocks and is_current(seq, chunk):
+                step.ahead.append((row, self._cache.publish_ahead(seq)))
 
     def end(self) -> Step:
         """End the oldest step."""
@@ -117,13 +111,11 @@ def is_current(seq: Sequence, chunk: Chunk) -> bool:
     return chunk.block_ids is seq.block_ids
 
 
-def _needs_host(seq: Sequence) -> bool:
-    """Return whether the next step needs the sampled token on the host: a grammar, penalties, or a second run."""
-    sampling = seq.request.sampling
+def needs_host(sampling: SamplingParams) -> bool:
+    """Return whether each decode needs the token before it on the host: for a grammar or a penalty."""
     return (
         sampling.grammar is not None
         or sampling.repetition_penalty != 1
         or sampling.frequency_penalty != 0
         or sampling.presence_penalty != 0
-        or seq.recompute is not None
     )

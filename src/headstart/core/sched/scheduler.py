@@ -30,7 +30,7 @@ from headstart.core.cache.trust import Trust
 from headstart.core.errors import RequestTooLargeError
 from headstart.core.request import FinishReason, Request, Sequence, Status
 from headstart.core.sched.admission import MAX_CANDIDATES, Admission, non_preemptible
-from headstart.core.sched.in_flight import InFlight, is_current
+from headstart.core.sched.in_flight import InFlight, is_current, needs_host
 from headstart.core.sched.plan import Plan, is_decode
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import StepTimes
@@ -65,7 +65,7 @@ class Scheduler:
         self.speculation: Speculation | None = None
         if config.speculation is not None:
             self.speculation = Speculation(config.speculation, self.cache, limits.max_model_len)
-        self.in_flight = InFlight(self.cache, limits.max_model_len, has_drafts=config.speculation is not None)
+        self.in_flight = InFlight(self.cache, limits.max_model_len)
         self.accounting = TokenAccounting(self.cache, self.transfers, self.prefixes.is_warming)
         self.counters = self.accounting.counters
         self._by_priority = config.policy == "priority"
@@ -85,6 +85,7 @@ class Scheduler:
         seq = self.cache.new_sequence(request, self._num_arrivals)
         self.admission.check(seq)
         self._num_arrivals += 1
+        seq.needs_host = self.speculation is not None or needs_host(request.sampling)
         self.accounting.arrived(seq)
         self._sequences[request.request_id] = seq
         self.waiting.add(seq)

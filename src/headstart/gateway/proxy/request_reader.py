@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from headstart.core.cache.hashing import HashChain
 from headstart.core.errors import InvalidRequestError, QueueFullError, RequestTooLargeError
 from headstart.gateway.kv_events.kv_event_decoding import event_domain
 from headstart.gateway.proxy.api_paths import CHAT_PATHS, NAMED, UsedResponse, chat_values, used_response
@@ -98,10 +99,14 @@ class ReadRequest:
 class RequestReader:
     """Parses bodies for one fleet. `tokenizer` None: prompts are counted in bytes.
 
-    `served` maps model names. Slow for long prompts: call it off the event loop.
+    `served` maps model names; `chain` computes block hashes (None: in Python). Slow for long prompts: call it off the
+    event loop.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None = None, rules: PromptRules = NO_RULES) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None = None, rules: PromptRules = NO_RULES, chain: HashChain | None = None
+    ) -> None:
+        self._chain = chain
         self.tokenizer = tokenizer
         self.rules = rules
         self.served: Mapping[str, Served] = {}
@@ -140,9 +145,10 @@ class RequestReader:
         limit = model_info.max_model_len or sys.maxsize  # the replica refuses a longer prompt
         tokens, text, count = self._prompt(path, values, scoped, limit)
         if tokens is not None:
-            prompt = Prompt(tokens if len(tokens) <= limit else tokens[:limit], root)
+            prompt = Prompt(tokens if len(tokens) <= limit else tokens[:limit], root, chain=self._chain)
         else:
-            prompt = Prompt(pack_text((text or "")[: limit * LONGEST_TOKEN].encode()), root, exact=False)
+            packed = pack_text((text or "")[: limit * LONGEST_TOKEN].encode())
+            prompt = Prompt(packed, root, exact=False, chain=self._chain)
         stream = values.get("stream") is True
         asks_usage = stream and path not in NAMED and sender.reads_answer
         sent, hides_usage = _asking_for_usage(body, values) if asks_usage else (body, False)
