@@ -32,7 +32,7 @@ def llm() -> Iterator[LLM]:
         yield loaded
 
 
-def ask(llm: LLM, prompts: list[str], **sampling: Any) -> list[Any]:
+def ask(llm: LLM, prompts: list[Any], **sampling: Any) -> list[Any]:
     found = llm.generate(prompts, {"max_tokens": 200, **FORMAT, **sampling}, progress=False)
     return [choice for done in found for choice in (done.outputs or (done,))]
 
@@ -45,6 +45,13 @@ def test_whole_answers_match_the_schema(llm: LLM, seed: int, temperature: float,
     for answer in answers:
         assert answer.finish_reason == "stop", answer.error
         jsonschema_rs.validate(SCHEMA, json.loads(answer.text))
+
+
+def test_an_answer_behind_half_a_character_is_still_json(llm: LLM) -> None:
+    token_ids = list(llm.tokenizer.encode("turn on \U00013000"))
+    assert "\ufffd" in llm.tokenizer.decode(token_ids[:-1])
+    (answer,) = ask(llm, [token_ids[:-1]], seed=1, temperature=1.0)
+    jsonschema_rs.validate(SCHEMA, json.loads(answer.text))
 
 
 def test_choices_with_a_seed_are_reproducible(llm: LLM) -> None:

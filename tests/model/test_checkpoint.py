@@ -43,6 +43,13 @@ def test_missing_and_misshapen_tensors_are_refused_by_name(tmp_path: Path) -> No
             checkpoint.take("ids", (2,), torch.float32)
 
 
+def test_a_tensor_in_two_files_is_refused_by_name(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "one.safetensors")
+    save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "two.safetensors")
+    with pytest.raises(ConfigError, match=r"two\.safetensors: tensor a is also in one\.safetensors"):
+        Checkpoint(tmp_path)
+
+
 def test_pickled_weights_are_refused_by_file_name(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"pytorch_model\.bin: pickles run code"):

@@ -1,10 +1,12 @@
 """Contents reach a chat template as it would print them: text parts without added newlines, null, tools as sent."""
 
+import asyncio
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from server.harness import inside
 from server.test_chat_template import BLOCKS, LLAMA2, QWEN3, TRIMMED
 from tokenizer_folders import BYTE_LEVEL, TEMPLATE, write
 
@@ -188,3 +190,18 @@ def test_prompts_and_tokenize_agree_and_a_tokenizer_knows_its_template(tmp_path:
     prompt = encode_chat(parse_chat(values, bounds), tokenizer, bounds)
     assert tokenizer.decode(prompt) == "<user>onetwo three"
     assert (parse_tokenize(values, bounds).messages or [{}])[0]["content"] == "onetwo three"
+
+
+def test_a_server_renders_parts_and_null_as_its_template_does(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", BYTE_LEVEL, chat_template=MACRO)
+
+    async def run() -> None:
+        async with inside(str(folder)) as server:
+            sent = [{"role": "user", "content": PARTS}, *CALLED[1:]]
+            answer = await server.client.post("/tokenize", json={"messages": sent, "add_generation_prompt": False})
+            text = (await server.client.post("/detokenize", json={"tokens": answer.json()["tokens"]})).json()["prompt"]
+            assert text == "<user>onetwo three<assistant><null><tool>7"
+            chat = await server.client.post("/v1/chat/completions", json={"messages": sent, "max_tokens": 1})
+            assert chat.json()["usage"]["prompt_tokens"] == answer.json()["count"]
+
+    asyncio.run(run())

@@ -12,7 +12,7 @@ from torch import Tensor
 from headstart.core.errors import ConfigError
 from headstart.gguf.gguf_reader import LFS_POINTER, refuse_lfs_pointer
 from headstart.model.weights.gguf.block_formats import PackedTensor
-from headstart.model.weights.json_file import one_line, read_json
+from headstart.model.weights.json_file import one_line, read_json, shorten
 from headstart.model.weights.tensor_files import Entry
 
 MAX_HEADER_BYTES = 32 << 20  # room for 250,000 tensors in one file; the format itself allows 100 MB
@@ -28,7 +28,10 @@ class SafetensorsFiles:
         self.entries: dict[str, Entry] = {}
         self._open: dict[Path, Any] = {}  # safetensors exports no type for its handles
         for file in weight_files(folder):
-            self.entries.update(read_header(file))
+            for name, entry in read_header(file).items():
+                if name in self.entries:
+                    raise ConfigError(f"{file}: tensor {shorten(name, 200)} is also in {self.entries[name].file.name}")
+                self.entries[name] = entry
 
     def stored_name(self, name: str) -> str:
         """See TensorFiles."""
