@@ -1,5 +1,6 @@
 """Attention over work items against dense attention in float64, in Triton's interpreter."""
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import Case, make_case, run_case
@@ -48,3 +49,24 @@ def test_a_row_alone_is_a_row_behind_a_shared_prefix() -> None:
     layout, apart = run_case(case)
     assert layout.num_tiles == 0
     torch.testing.assert_close(together, apart, rtol=0, atol=1e-6)  # on a GPU the bits are the same: gpu_checks.py
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_steps_are_those_of_dense_attention(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    for step in range(20):
+        count = int(random.integers(1, 5))
+        chunks = [
+            (int(random.integers(0, 150)), 1 if random.random() < 0.6 else int(random.integers(2, 20)))
+            for _ in range(count)
+        ]
+        most = [min(chunks[0][0], start) // 16 for start, _ in chunks]
+        shared = {row: (0, most[row]) for row in range(1, count) if random.random() < 0.5 and most[row]}
+        heads = [(4, 2), (2, 2), (3, 1)][int(random.integers(3))]
+        scoring = list(SCORINGS.values())[int(random.integers(len(SCORINGS)))]
+        dim = int(random.choice([16, 24, 32]))
+        case = make_case(
+            chunks, shared=shared, queries=heads[0], kvs=heads[1], dim=dim, seed=100 * seed + step, **scoring
+        )
+        options = {"exact": bool(random.integers(2)), "processors": int(random.choice([1, 132]))}
+        assert error(case, run_case(case, **options)[1]) < 1e-5, (chunks, shared, heads, dim, scoring, options)
