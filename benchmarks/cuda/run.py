@@ -145,8 +145,8 @@ def start(log: Log, runner: CudaRunner, shape: str) -> None:
     runner.warm_up()
     torch.cuda.synchronize()
     log.record(
-        model=shape, figure="start: graphs alone", graphs=len(runner.graphs.keys()), seconds=time.perf_counter() - began,
-        mb=(free - torch.cuda.mem_get_info()[0]) / 1e6,
+        model=shape, figure="start: graphs alone", graphs=len(runner.graphs.keys()),
+        seconds=time.perf_counter() - began, mb=(free - torch.cuda.mem_get_info()[0]) / 1e6,
     )  # fmt: skip
 
 

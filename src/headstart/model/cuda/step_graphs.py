@@ -90,7 +90,7 @@ class StepGraphs:
 def graph_tokens(num_layers: int, num_weights: int) -> int:
     """Return the longest step of chunks worth a graph; longer ones keep the device busy while they are launched.
 
-    `num_weights` are those that every token is multiplied by. 1,024 for a model of 7B, 4,096 for one of 1B.
+    `num_weights` are those that every token is multiplied by. 768 for a model of 7B, 4,096 for one of 1B.
     """
     host = 11 * num_layers * LAUNCH_SECONDS
     tokens = host * DEVICE_FLOPS / (2 * num_weights)

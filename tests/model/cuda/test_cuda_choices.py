@@ -1,0 +1,55 @@
+"""Choices around the executor on CUDA that need no device: which models it takes, exact mode, graphs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import make_checkpoint
+
+from headstart.core.errors import ConfigError
+from headstart.model.cuda.cuda_kv import CudaKV
+from headstart.model.cuda.step_graphs import GraphKey, StepGraphs, graph_tokens
+from headstart.model.kernels.library import find
+from headstart.model.paged_kv import KVShape
+from headstart.model.weights.model_loader import load_model, runs_on_cuda
+
+CUDA = torch.device("cuda")
+
+
+def test_plain_weights_of_our_decoder_run_on_the_executor_of_a_gpu(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    plain = load_model(folder, dtype="float32", device="cpu", linear_dispatch="torch").model
+    assert runs_on_cuda(plain, CUDA, "triton")
+    assert not runs_on_cuda(plain, CUDA, "reference") and not runs_on_cuda(plain, torch.device("cpu"), "triton")
+    quantised = load_model(folder, dtype="float32", device="cpu", linear_dispatch="torch", quantization="int8").model
+    assert not runs_on_cuda(quantised, CUDA, "triton")
+
+
+def test_batch_invariance_is_promised_only_where_it_is_kept(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    with pytest.raises(ConfigError, match=r"--batch-invariant: LlamaForCausalLM on cpu is not \(torch-products"):
+        load_model(folder, device="cpu", linear_dispatch="torch", batch_invariant=True)
+    if find().kernels is not None:
+        assert load_model(folder, device="cpu", batch_invariant=True).exceptions == ()
+
+
+@pytest.mark.parametrize(("layers", "weights", "expected"), [(32, 6.5e9, 768), (28, 0.44e9, 4096), (80, 68e9, 256)])
+def test_steps_get_graphs_while_launching_takes_longer_than_computing(
+    layers: int, weights: float, expected: int
+) -> None:
+    assert graph_tokens(layers, int(weights)) == expected
+
+
+def test_a_step_takes_the_smallest_graph_with_room() -> None:
+    kv = CudaKV(KVShape(1, 1, 16), num_blocks=2, block_size=16, dtype=torch.float32, device=torch.device("cpu"))
+    graphs = StepGraphs(kv, max_rows=20, max_tokens=64)
+    keys = graphs.keys()
+    assert keys[0] == GraphKey("mixed", 64, 64) and GraphKey("decodes", 20, 0) in keys
+    assert graphs.padded("decodes", 5, 0) is None  # nothing is captured yet
+    for key in keys:
+        graphs.capture(key, lambda: None)  # type: ignore[arg-type, return-value]
+    assert graphs.padded("decodes", 5, 0) == GraphKey("decodes", 8, 0)
+    assert graphs.padded("groups", 17, 0) == GraphKey("groups", 20, 0)
+    assert graphs.padded("mixed", 33, 20) == GraphKey("mixed", 64, 64)
+    assert graphs.padded("decodes", 21, 0) is None and graphs.padded("mixed", 65, 1) is None
+    assert graphs.padded("mixed", 10, 17) is None  # more outputs than the graph selects
