@@ -69,10 +69,10 @@ struct Scratch {
 // Adds the results of a segment to those before it, `out` [dims] and `sums`. Not inlined: every caller rounds alike.
 static SEPARATE void join(float *out, Sums &sums, const float *segment, Sums next, int dims) {
     if (next.greatest == -INFINITY) return;  // nothing seen
-    float most = sums.greatest > next.greatest || sums.greatest != sums.greatest ? sums.greatest : next.greatest;
-    float before = sums.greatest == -INFINITY ? 0.0f : power_of_two(sums.greatest - most);
-    float share = power_of_two(next.greatest - most);
-    sums = {most, fmaf(next.total, share, sums.total * before)};
+    float apart = sums.greatest - next.greatest;
+    bool rises = !(apart >= 0.0f);  // also from -inf, where both states are zero, and with a NaN, which is propagated
+    float factor = power_of_two(-fabsf(apart)), before = rises ? factor : 1.0f, share = rises ? 1.0f : factor;
+    sums = {rises ? next.greatest : sums.greatest, fmaf(next.total, share, sums.total * before)};
     for (int dim = 0; dim < dims; dim += LANES)
         store(out + dim, fma(load(segment + dim), all(share), mul(load(out + dim), all(before))));
 }

@@ -238,7 +238,7 @@ def _exact_reuse() -> tuple[tuple[str, str], ...]:
         ("models of Transformers", "not exact: transformers" + ("" if ours else ", torch-attention")),
         ("--linear-dispatch torch", "not exact: torch-products"),
         ("--attention-backend reference", "not exact: torch-attention"),
-        ("--device cuda", "not exact: cuda; with --batch-invariant models of Headstart's decoder are"),
+        ("--device cuda", "not exact: cuda; exact with --batch-invariant, for models of Headstart's decoder"),
     )
 
 
