@@ -1,11 +1,12 @@
 """Fuzz a running Headstart: schemathesis on its OpenAPI document, and our own generators (fuzz_requests.py).
 
-    fuzz.py [--requests 100000] [--seed 1] [--replicas 2] [--report FILE]
+    fuzz.py [--requests 100000] [--seed 1] [--replicas 2] [--max-silence 0.5]
 
 Starts `headstart serve` with the bundled model and API keys, fills its KV pool and warms it up with legal requests and
 with schemas. Exits with 1 if any answer was a 5xx, if the memory of all its processes together grew by more than 150 MB
-at any moment, or if the server has not returned to idle afterwards. With --replicas the report also has the growth of
-the router and of each replica. The last line of stdout is JSON.
+at any moment (200 MB with --replicas), if the server has not returned to idle afterwards, or if /livez was unanswered
+for longer than --max-silence seconds (not judged without it: other work on the machine counts, too). With --replicas
+the report also has the growth of the router and of each replica. The last line of stdout is JSON.
 """
 
 import argparse
@@ -28,21 +29,67 @@ import hypothesis
 import psutil
 import requests
 import schemathesis
-from fuzz_requests import Post, broken_http, disconnected, expensive, legal, mutated
+from fuzz_requests import (
+    Post,
+    broken_http,
+    continued,
+    disconnected,
+    expensive,
+    legal,
+    mutated,
+    numbers,
+    reasoning,
+    token_grammar,
+)
 
-ALLOWED_GROWTH = 150e6  # bytes
+ALLOWED_GROWTH = 150e6, 200e6  # bytes: of one server, of a router and its replicas
 WARMING = 300  # legal requests before memory is compared, so that normal allocations are already made
 GRAMMARS = 16  # and requests with a schema per server: the first starts the process that compiles grammars
 KEYS = ("fuzz-key-one", "fuzz-key-two")
 ADMIN = "fuzz-admin"
 SHARES = {
     "schemathesis": 0.2,
-    "mutated": 0.5,
+    "mutated": 0.4,
     "legal": 0.1,
-    "disconnected": 0.08,
-    "broken http": 0.1,
+    "disconnected": 0.07,
+    "broken http": 0.08,
+    "numbers": 0.03,
+    "continued": 0.04,
+    "reasoning": 0.03,
+    "token grammar": 0.03,
     "expensive": 0.02,
 }
+MAX_IDS = 64  # of stored responses that are continued
+
+
+MAKERS = {
+    "mutated": mutated,
+    "disconnected": disconnected,
+    "expensive": expensive,
+    "numbers": numbers,
+    "reasoning": reasoning,
+    "token grammar": token_grammar,
+}
+
+
+class Silence(threading.Thread):
+    """A thread that asks for /livez all the time, and notes the longest wait for its answer."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.longest = 0.0  # seconds
+        self._url = url
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        with requests.Session() as session:
+            while not self._stopped.wait(0.02):
+                began = time.monotonic()
+                session.get(f"{self._url}/livez", timeout=600)
+                self.longest = max(self.longest, time.monotonic() - began)
+
+    def stop(self) -> None:
+        self._stopped.set()
 
 
 class Memory(threading.Thread):
@@ -111,6 +158,8 @@ class Fuzz:
         self.statuses: dict[str, Counter[int]] = {name: Counter() for name in (*SHARES, "grammar")}
         self.failures: list[str] = []
         self.growth: dict[str, float] = {}
+        self.silence: dict[str, float] = {}  # seconds, by kind
+        self.ids: list[str] = []  # of the latest stored responses
 
     def note(self, kind: str, status: int, what: object) -> None:
         """Count a response, and record a 5xx as a failure."""
@@ -136,6 +185,8 @@ class Fuzz:
             if kind in ("mutated", "legal"):
                 self.failures.append(f"{kind}: {error!r} for {request.body[:300]!r}")
             return
+        if kind == "continued" and (found := re.search(rb'"id":"(resp_[0-9a-f]{32})"', answer)):
+            self.ids = [*self.ids[1 - MAX_IDS :], found[1].decode()]
         failed = re.search(rb'event: error\ndata: .*?"type":"server_error"', answer)
         self.note(kind, 599 if failed else response.status, (request.path, request.body, answer[:300]))
 
@@ -156,8 +207,9 @@ class Fuzz:
 
             await asyncio.gather(*(work() for _ in range(at_once)))
 
-    @staticmethod
-    def _make(kind: str, rng: random.Random) -> Post:
+    def _make(self, kind: str, rng: random.Random) -> Post:
+        if kind == "continued":
+            return continued(rng, self.ids)
         if kind == "legal":
             path, body = legal(rng)
             return Post(
@@ -170,7 +222,7 @@ class Fuzz:
             wanted = {"type": "json_schema", "json_schema": {"name": "found", "schema": schema}}
             asked = {"messages": [question], "max_tokens": 8, "response_format": wanted}
             return Post("/v1/chat/completions", json.dumps(asked).encode())
-        return {"mutated": mutated, "disconnected": disconnected, "expensive": expensive}[kind](rng)
+        return MAKERS[kind](rng)
 
     async def raw(self, rng: random.Random, key: str) -> None:
         """Write bytes to a socket, read the response for a while, disconnect."""
@@ -298,6 +350,7 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=1, help="more than one: through a router")
     parser.add_argument("--kind", action="append", choices=list(SHARES), help="only these; default: all")
     parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--max-silence", type=float, default=float("inf"), help="seconds without an answer of /livez")
     options = parser.parse_args()
     arguments = [part for key in KEYS for part in ("--api-key", key)]
     arguments += ["--admin-api-key", ADMIN, "--kv-cache-memory", "64MiB", "--no-access-log"]
@@ -319,17 +372,22 @@ def main() -> int:
             base = memory.poll()
             memory.peak, bases, memory.server_peaks = base, memory.servers, {}
             memory.start()
+            silence = Silence(url)
+            silence.start()
             fuzz, began = Fuzz(url, memory, options.seed), time.monotonic()
             scale = options.requests / sum(SHARES[kind] for kind in kinds)
             for kind in kinds:
-                count, memory.peak = round(SHARES[kind] * scale), memory.current
+                count, memory.peak, silence.longest = round(SHARES[kind] * scale), memory.current, 0.0
                 if kind == "schemathesis":
                     fuzz.schemathesis(count, document)
                 else:
                     asyncio.run(fuzz.generated(kind, count, options.at_once))
                 fuzz.growth[kind] = (memory.peak - base) / 1e6
-                print(kind, dict(fuzz.statuses[kind]), f"{fuzz.growth[kind]:+.0f} MB", file=sys.stderr, flush=True)
+                fuzz.silence[kind] = silence.longest
+                told = f"{fuzz.growth[kind]:+.0f} MB, silent {silence.longest:.2f} s"
+                print(kind, dict(fuzz.statuses[kind]), told, file=sys.stderr, flush=True)
             memory.stop()
+            silence.stop()
             health, admin = _after(url)
         finally:
             process.terminate()
@@ -346,6 +404,7 @@ def main() -> int:
         "idle_mb": round(idle / 1e6),
         "base_mb": round(base / 1e6),
         "peak_growth_mb": {kind: round(value) for kind, value in fuzz.growth.items()},
+        "longest_silence_s": {kind: round(value, 2) for kind, value in fuzz.silence.items()},
         "server_growth_mb": [round(value / 1e6) for value in growth],
         "end_growth_mb": round((memory.current - base) / 1e6),
         "polls": memory.num_polls,
@@ -356,7 +415,8 @@ def main() -> int:
         print(failure, file=sys.stderr)
     valid = (
         not fuzz.failures
-        and max(fuzz.growth.values()) <= ALLOWED_GROWTH / 1e6
+        and max(fuzz.growth.values()) <= ALLOWED_GROWTH[options.replicas > 1] / 1e6
+        and max(fuzz.silence.values()) <= options.max_silence
         and health == 200
         and not admin["running"]
     )

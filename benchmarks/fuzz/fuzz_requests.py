@@ -116,6 +116,85 @@ def expensive(rng: random.Random) -> Post:
     )
 
 
+SLOW_NUMBERS = ("1e308", "-1e308", "1e-320", "1" * 19 + "e289", "2.2250738585072011e-308", "9" * 4000, "0." + "3" * 900)
+THOUGHT = "a thought that the chat template drops. "
+
+
+def numbers(rng: random.Random) -> Post:
+    """Return a request with many numbers that are slow to read, wherever a request may have some."""
+    number = rng.choice(SLOW_NUMBERS)
+    listed = ",".join([number] * (rng.choice((10_000, 400_000, 2_300_000)) // (len(number) + 1)))
+    chat = '"messages": [{"role": "user", "content": "a"}], "max_tokens": 1'
+    makers: tuple[tuple[str, str], ...] = (
+        ("/v1/completions", f'{{"prompt": [{listed}]}}'),
+        ("/v1/completions", f'{{"prompt": "a", "max_tokens": 1, "logit_bias": {{"1": {number}}}, "x": [{listed}]}}'),
+        ("/v1/chat/completions", f'{{{chat}, "metadata": {{"a": [{listed}]}}}}'),
+        ("/v1/chat/completions", f'{{{chat}, "temperature": {number}}}'),
+        ("/v1/responses", f'{{"input": "a", "max_output_tokens": 1, "metadata": {{"a": [{listed}]}}}}'),
+        ("/v1/messages", f'{{"model": "x", {chat}, "metadata": {{"a": [{listed}]}}}}'),
+        ("/tokenize", f'{{"prompt": "a", "x": [{listed}]}}'),
+        ("/detokenize", f'{{"tokens": [{listed}]}}'),
+        ("/v1/cache/explain", f'{{"prompt": "a", "x": [{listed}]}}'),
+    )
+    path, body = rng.choice(makers)
+    return Post(path, body.encode())
+
+
+def continued(rng: random.Random, ids: "list[str]") -> Post:
+    """Return a response that continues or refers to one of the stored `ids`, sometimes with long thoughts."""
+    items: list[Any] = [{"role": "user", "content": text(rng, 8)}]
+    if rng.random() < 0.3:
+        thought = {"type": "reasoning_text", "text": THOUGHT * rng.choice((10, 2_000, 40_000))}
+        items.insert(0, {"type": "reasoning", "summary": [], "content": [thought]})
+    body: Json = {"input": items, "max_output_tokens": rng.choice((1, 4)), "store": rng.random() < 0.8}
+    if ids and rng.random() < 0.9:
+        body["previous_response_id"] = rng.choice(ids)
+    if ids and rng.random() < 0.2:
+        number = rng.choice(ids).rpartition("_")[2]
+        items.insert(0, {"type": "item_reference", "id": f"msg_{number}{rng.randrange(2):02x}"})
+    return Post("/v1/responses", json.dumps(body).encode(), rng.choice((None, None, None, 0)))
+
+
+def reasoning(rng: random.Random) -> Post:
+    """Return a chat with long reasoning in its history, and perhaps with calls."""
+    thought = THOUGHT * rng.choice((1, 1_000, 50_000))
+    turn: Json = {"role": "assistant", "content": "b", "reasoning_content": thought}
+    if rng.random() < 0.3:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": thought[:400]})}}
+        turn |= {"tool_calls": [call]}
+    messages = [{"role": "user", "content": text(rng, 4)}, turn, {"role": "user", "content": text(rng, 4)}]
+    body = {"messages": messages, "max_tokens": rng.choice((1, 8)), "stream": rng.random() < 0.5}
+    return Post("/v1/chat/completions", json.dumps(body).encode(), rng.choice((None, None, 0, 200)))
+
+
+def token_grammar(rng: random.Random) -> Post:
+    """Return a request with a grammar in Lark: of token ids, of JSON Schemas, of both, and of neither."""
+    ids = ",".join(str(rng.randrange(-1, 1600)) for _ in range(rng.randint(1, 6)))
+    schema = rng.choice(
+        (
+            {"type": "object", "properties": {f"n{rng.randrange(99)}": {"type": "integer"}}},
+            {"type": "number", "multipleOf": rng.choice((0.5, 999_983, 1_000_000_007))},
+            {"type": "string", "pattern": rng.choice(("a{3}", "(a{300}){300}", ".*a.{15}"))},
+            {"enum": [f"v{index}" for index in range(rng.choice((3, 2000)))]},
+            {"$ref": "#"},
+            {"type": "string", "x-guidance": {"lenient": True}},
+        )
+    )
+    parts = (
+        f"<[{ids}]>",
+        f"<[^{ids}]>",
+        f"%json {json.dumps(schema)}",
+        '"%json {"',
+        "/[a-z]{1,9}/",
+        f"<[{ids}]>{{2,9}}",
+    )
+    lines = [f"r{index}: {rng.choice(parts)}" for index in range(rng.randint(1, 3))]
+    grammar = "start: " + " ".join(f"r{index}" for index in range(len(lines))) + "\n" + "\n".join(lines)
+    wanted: Json = rng.choice(({"structured_outputs": {"grammar": grammar}}, {"guided_grammar": grammar}))
+    asked = {"messages": [{"role": "user", "content": text(rng, 4)}], "max_tokens": 8, **wanted}
+    return Post("/v1/chat/completions", json.dumps(asked).encode(), rng.choice((None, None, None, 0)))
+
+
 def broken_http(rng: random.Random, key: str) -> bytes:
     """Return the bytes of an almost valid request: broken heads, chunks, trailers and pipelines."""
     good = b'{"prompt": "a", "max_tokens": 1}'

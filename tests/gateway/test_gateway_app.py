@@ -19,8 +19,9 @@ from gateway.harness import (
     texts,
     two,
 )
-from server.harness import parse_events, until
+from server.harness import gone_at_once, parse_events, until
 
+from headstart.gateway.gateway_app import build_front
 from headstart.router.index.approximate_index import ApproximateIndex
 
 
@@ -360,5 +361,25 @@ def test_what_made_two_prompts_part_is_told_to_their_tenant_alone() -> None:
             told = (await router.client.post("/v1/cache/explain", json=body, headers=stranger)).json()
             assert told["near_match"] is None and "12:0" not in json.dumps(told)
             assert (await router.client.get("/v1/cache/explain", headers=key)).status_code == 400
+
+    run(go())
+
+
+def test_a_large_body_whose_client_is_gone_is_not_parsed() -> None:
+    async def go() -> None:
+        replica = Replica()
+        async with front(replica) as router:
+            await router.up(1)
+            app: Any = build_front(router.state)
+            read: list[bytes] = []
+            original = router.state.reader.read_spooled
+            router.state.reader.read_spooled = lambda *given: read.append(b"") or original(*given)  # type: ignore
+            await app._app._long_work._huge.acquire()
+            body = json.dumps({"prompt": "a" * (2 << 20)}).encode()
+            asks = [asyncio.create_task(gone_at_once(app, "/v1/completions", body)) for _ in range(4)]
+            await asyncio.sleep(0.2)
+            app._app._long_work._huge.release()
+            assert await asyncio.gather(*asks) == [499] * 4 and read == []
+            assert router.state.bodies.held_bytes == 0 and router.state.proxy.held.held_bytes == 0
 
     run(go())

@@ -181,3 +181,21 @@ def quiet_port() -> int:
 def num_told(server: Inside) -> int:
     """How many tokens the streams of this server have been given."""
     return sum(generation.num_tokens for job in server.state._jobs for generation in job.generations)
+
+
+async def gone_at_once(app: Any, path: str, body: bytes) -> int:
+    """The status for a client that disconnects when it has sent the body."""
+    status = 0
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, object]:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        nonlocal status
+        status = message.get("status", status)
+
+    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    await app({**scope, "headers": headers, "client": ("127.0.0.1", 1)}, receive, send)
+    return status

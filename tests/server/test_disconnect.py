@@ -1,5 +1,6 @@
 """Clients that hang up or do not read: their work stops, their blocks are free, and nobody else notices."""
 
+import asyncio
 import json
 import socket
 import time
@@ -9,7 +10,11 @@ from urllib.parse import urlsplit
 
 import pytest
 from server.fake_engine import Gate
-from server.harness import PATIENCE, Server, fake_server, wait_for
+from server.harness import PATIENCE, Server, fake_server, gone_at_once, inside, until, wait_for
+
+from headstart.http.long_work import HUGE_BODY_BYTES
+from headstart.server import inference
+from headstart.server.app import build_app
 
 HELD = 40  # tokens: who asked for more is not finished before the gate is open
 
@@ -126,3 +131,37 @@ def test_a_slow_reader_gets_everything(folder: str, tmp_path) -> None:
             time.sleep(0.001)
         assert data.count(b'"finish_reason":"length"') == 1
         connection.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+def test_what_has_not_begun_when_its_client_disconnects_is_dropped(folder: str, path: str) -> None:
+    """Work on large bodies waits for its turn: that of clients that are gone is never done."""
+    user = [{"role": "user", "content": "a"}]
+    own: dict[str, object] = {"prompt": "a"} if path == "/v1/completions" else {"messages": user, "max_tokens": 1}
+    own = {"input": "a"} if path == "/v1/responses" else own
+    body = json.dumps({**own, "metadata": {"x": "y" * HUGE_BODY_BYTES}})
+
+    async def run() -> None:
+        async with inside(folder) as server:
+            begun: list[bytes] = []
+            original = inference.parse_json
+
+            def noted(data: bytes, max_numbers: int | None = None) -> object:
+                begun.append(data)
+                return original(data, max_numbers)
+
+            inference.parse_json = noted
+            try:
+                await server.state.long_work._huge.acquire()
+                asks = [
+                    asyncio.create_task(gone_at_once(build_app(server.state), path, body.encode())) for _ in range(5)
+                ]
+                await until(lambda: server.state.bodies.held_bytes >= 5 * len(body))
+                await asyncio.sleep(0.05)  # all of them wait, and their clients disconnect
+                server.state.long_work._huge.release()
+                assert await asyncio.gather(*asks) == [499] * 5
+            finally:
+                inference.parse_json = original
+            assert begun == [] and server.state.num_jobs == 0
+
+    asyncio.run(run())

@@ -112,9 +112,9 @@ def test_long_conversations_are_continued_one_at_a_time(folder: str, monkeypatch
             sizes: list[int] = []
             original = server.state.long_work.run
 
-            async def noted(num_bytes: int, work: Any, *, waits: bool = False) -> Any:
+            async def noted(num_bytes: int, work: Any, **options: Any) -> Any:
                 sizes.append(num_bytes)
-                return await original(num_bytes, work, waits=waits)
+                return await original(num_bytes, work, **options)
 
             monkeypatch.setattr(server.state.long_work, "run", noted)
             body = {"input": "b", "previous_response_id": answer.json()["id"], "max_output_tokens": 1}

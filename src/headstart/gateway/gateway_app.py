@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -122,7 +123,8 @@ class _Front:
         sender = replace(state.sender(record.principal, headers), reads_answer=self._reads_answers)
         body = await state.bodies.read_spooled(Request(scope, receive, send))
         start = time.perf_counter()
-        reading = await self._read(path, body, sender, reservation)
+        watched = receive if self._reads_answers else None  # a picker hears of its client later
+        reading = await self._read(path, body, sender, reservation, watched)
         del body  # the body that is forwarded may differ
         explains = is_admin and (b"x-headstart-explain", b"1") in headers
         domain = record.principal.domain
@@ -147,20 +149,25 @@ class _Front:
             call.drop_body()
 
     async def _read(
-        self, path: str, body: bytes | SpooledBody, sender: Sender, reservation: ByteReservation
+        self,
+        path: str,
+        body: bytes | SpooledBody,
+        sender: Sender,
+        reservation: ByteReservation,
+        receive: Receive | None = None,
     ) -> ReadRequest:
-        """Parse a body. If it is in a file and that fails, the file is closed."""
-        reader = self._state.reader
+        """Parse a body, unless the client is gone. If it is in a file and that fails, the file is closed."""
+        reader, run = self._state.reader, partial(self._long_work.run, receive=receive)
         if isinstance(body, SpooledBody):
             try:
                 reservation.set(len(body))
-                return await self._long_work.run(len(body), lambda: reader.read_spooled(path, body, sender))
+                return await run(len(body), lambda: reader.read_spooled(path, body, sender))
             except BaseException:
                 body.close()
                 raise
         reservation.set(len(body))  # other requests may be served while it is parsed
         renders = path in CHAT_PATHS and reader.tokenizer is not None
-        return await self._long_work.run(len(body), lambda: reader.read(path, body, sender), waits=renders)
+        return await run(len(body), lambda: reader.read(path, body, sender), waits=renders)
 
     def _check_model(self, reading: ReadRequest) -> None:
         """Reject a model that no replica serves. Any model is accepted until all replicas have listed their models."""

@@ -95,15 +95,17 @@ async def _prepared(
             state.prompt_log.add(origin.tenant, KeptBody(request.scope["path"], data, origin.request_id))
         return asked.without_messages(model, origin)
 
+    run = partial(state.long_work.run, receive=request.receive)
     async with state.bodies.held(request) as body:
-        more = 0 if num_stored_bytes is None else await state.long_work.run(len(body), partial(stored, body))
-        asked = await state.long_work.run(len(body) + more, partial(prepare, body), waits=api.renders)
+        more = 0 if num_stored_bytes is None else await run(len(body), partial(stored, body))
+        asked = await run(len(body) + more, partial(prepare, body), waits=api.renders)
         params, requests = asked.params, asked.requests
         model.metrics.prompt_rules.add(params.applied_rules)
         grammar = params.sampling.grammar
         if grammar is not None and not model.grammars.is_accepted(grammar):
+            check = partial(model.grammars.check, params.grammar_field or "grammar", grammar)
             with asked.named():
-                await asyncio.to_thread(model.grammars.check, params.grammar_field or "grammar", grammar)
+                await run(0, check, waits=True)
     prompts = [first.prompt for first in requests[:: params.n]]
 
     def share() -> list[SharedPrompt]:

@@ -59,15 +59,22 @@ def from_trace(trace: Trace, *, speed: float = 1.0) -> list[SimRequest]:
     no other prompt has.
     """
     if all(request.hash_ids for request in trace.requests):
+        rows = [row.hash_ids for row in trace.requests]
         return [
-            SimRequest(
-                row.at / speed, row.length, max(row.output, 1), block_ids=row.hash_ids, session=row.session or None
-            )
-            for row in trace.requests
+            SimRequest(row.at / speed, row.length, max(row.output, 1), block_ids=ids, session=row.session or None)
+            for row, ids in zip(trace.requests, _as_tokens(rows), strict=True)
         ]
     jobs = trace.jobs(1 << 30, 0, speed=speed)
     sessions = (row.session or None for row in trace.requests)
     return [from_job(job, session) for job, session in zip(jobs, sessions, strict=True)]
+
+
+def _as_tokens(rows: "list[tuple[int, ...]]") -> "list[tuple[int, ...]]":
+    """Return ids that are tokens: as they are, or numbered in the order in which they come if one is too large."""
+    if all(0 <= number < 1 << 31 for ids in rows for number in ids):
+        return rows
+    numbers: dict[int, int] = {}
+    return [tuple(numbers.setdefault(number, len(numbers)) for number in ids) for ids in rows]
 
 
 def from_job(job: Job, session: str | None = None) -> SimRequest:

@@ -14,7 +14,7 @@ from headstart.router.decision_log import NAME_BYTES, DecisionRecord
 from headstart.sim.sim_request import SimRequest, from_trace
 from headstart.workload.block_paths import BlockPaths
 from headstart.workload.synthetic import poisson_arrivals
-from headstart.workload.traces import CHAIN_BLOCK, read_trace
+from headstart.workload.traces import CHAIN_BLOCK, check_request, check_span, read_trace
 
 DECODE_HEAVY = "decode-heavy"
 HOT_DOCUMENTS = "hot-documents"
@@ -74,9 +74,13 @@ def read_decisions(path: Path, *, speed: float = 1.0, skip: int = 0, count: int 
 def _decision(path: Path, number: int, line: str) -> DecisionRecord:
     try:
         fields: Any = json.loads(line)
-        return DecisionRecord.from_dict(fields)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"--decisions {path}: line {number} is no decision: {error}") from error
+        record = DecisionRecord.from_dict(fields)
+        check_request(record.at, record.prompt_tokens, max(record.num_output or 0, record.output_tokens))
+        if not (isinstance(record.block_size, int) and record.block_size > 0 and isinstance(record.names, str)):
+            raise ValueError(f"block_size is {record.block_size!r} and names is {record.names!r}")
+        return record
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"--decisions {path}: line {number} is no decision: {error}"[:400]) from error
 
 
 def _of_decision(record: DecisionRecord, numbers: dict[str, int], start: float, speed: float) -> SimRequest:
@@ -102,6 +106,7 @@ def window(requests: Sequence[SimRequest], skip: int, count: int) -> list[SimReq
     if not found:
         raise ConfigError(f"{len(requests)} requests, of which {skip} are skipped: none is left")
     start = found[0].at
+    check_span(found[-1].at - start)
     return [replace(one, at=one.at - start) for one in found]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import chain, pairwise
+from math import isfinite
 from random import Random
 from typing import Any
 from zlib import crc32
@@ -22,6 +23,8 @@ from headstart.workload.synthetic import random_tokens
 CHAIN_BLOCK = 512
 """Tokens per block id of Mooncake's traces."""
 CHARS_PER_TOKEN = 4
+MAX_TOKENS = 1 << 24  # of a prompt, and of an output
+MAX_SECONDS = 366 * 86_400.0  # from the first request to the last: a simulation looks at its fleet all the time
 
 KNOWN = "known are Mooncake's (hash_ids), agents' (input, output, session_id) and Azure's (TIMESTAMP,ContextTokens,...)"
 
@@ -97,15 +100,34 @@ def read_trace(lines: Iterable[str]) -> Trace:
     for number, row in rows:
         try:
             found.append(parse(row))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"line {number} of the trace is no {kind} request: {error!r}") from error
-        if found[-1].length < 1:
-            raise ConfigError(f"line {number} of the trace has a prompt of {found[-1].length} tokens")
+            check_request(found[-1].at, found[-1].length, found[-1].output)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"line {number} of the trace is no {kind} request: {error!r}"[:400]) from error
     if not found:
         raise ConfigError("the trace has no requests")
     found.sort(key=lambda request: request.at)
     start = found[0].at
+    check_span(found[-1].at - start)
     return Trace(kind, tuple(replace(request, at=request.at - start) for request in found))
+
+
+def check_request(at: float, num_tokens: int, num_output: int) -> None:
+    """Raise ValueError unless a request has a time, and numbers of tokens that a simulation can hold."""
+    if not isfinite(at):
+        raise ValueError(f"its time is {at}")
+    if not 1 <= num_tokens <= MAX_TOKENS:
+        raise ValueError(f"it has a prompt of {num_tokens:.6g} tokens; between 1 and {MAX_TOKENS} are possible")
+    if not 0 <= num_output <= MAX_TOKENS:
+        raise ValueError(f"it has an output of {num_output:.6g} tokens; at most {MAX_TOKENS} are possible")
+
+
+def check_span(seconds: float) -> None:
+    """Raise ConfigError for a workload that lasts too long to be simulated."""
+    if not seconds <= MAX_SECONDS:
+        raise ConfigError(
+            f"the requests arrive over {seconds:.4g} seconds and at most {MAX_SECONDS:.4g} can be simulated: use "
+            "fewer, or raise --speed"
+        )
 
 
 Row = dict[str, Any]
@@ -136,15 +158,16 @@ def _object(number: int, line: str) -> Row:
         raise ConfigError(f"line {number} of the trace is no JSON object")
     try:
         found: Row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"line {number} of the trace is no JSON: {error}") from error
     return found
 
 
 def _mooncake(row: Row) -> TracedRequest:
-    ids, length = tuple(int(name) for name in row["hash_ids"]), int(row["input_length"])
-    if len(ids) * CHAIN_BLOCK < length:
-        raise ValueError(f"{len(ids)} blocks of {CHAIN_BLOCK} for {length} tokens")
+    names, length = row["hash_ids"], int(row["input_length"])
+    if len(names) * CHAIN_BLOCK < length:
+        raise ValueError(f"{len(names)} blocks of {CHAIN_BLOCK} for {length} tokens")
+    ids = tuple(int(name) for name in names[: -(-length // CHAIN_BLOCK)])
     return TracedRequest(float(row["timestamp"]) / 1e3, length, int(row["output_length"]), hash_ids=ids)
 
 

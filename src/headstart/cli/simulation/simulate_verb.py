@@ -1,5 +1,6 @@
 """`headstart simulate`: a fleet in virtual time on a recorded or synthetic workload; and `simulate calibrate`."""
 
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,7 @@ from headstart.cli.simulation.workload_flags import (
     seconds_of,
     values_of,
 )
+from headstart.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from headstart.bench.progress_bar import Bar
@@ -80,6 +82,8 @@ def simulate(
         return
     with cli_run.refusing():
         workload = Workload(trace, decisions, synthetic, rate, count, skip)
+        if noise is not None and not isfinite(noise):
+            raise ConfigError(f"--noise {noise}: a finite share of a step's time")
         counts, shares = blocks_of("--blocks", blocks)
         limits = seconds_of("--slo-ttft", slo_ttft), seconds_of("--slo-tpot", slo_tpot)
         settings: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,6 +65,8 @@ class Workload:
         given = [one for one in (self.trace, self.decisions, self.synthetic) if one is not None]
         if len(given) != 1:
             raise ConfigError(f"give one of --trace, --decisions and --synthetic; {len(given)} were given")
+        if not isfinite(self.rate):
+            raise ConfigError(f"--rate {self.rate}: a finite number of requests per second")
 
     @property
     def label(self) -> str:
@@ -77,6 +80,8 @@ class Workload:
         """Return the requests. Raises ConfigError for a file that cannot be read."""
         from headstart.sim import sim_workload
 
+        if not 0 < speed < inf:
+            raise ConfigError(f"--speed {speed}: a finite number above 0")
         if self.synthetic is not None:
             count = self.count or SYNTHETIC_COUNT
             return sim_workload.synthetic(self.synthetic, self.rate * speed, count, seed)
@@ -92,8 +97,8 @@ def values_of(flag: str, text: str, convert: Callable[[str], float]) -> list[flo
         found = [convert(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"{flag} {text}: a number or several with commas, such as 4,8") from None
-    if min(found) < 0:
-        raise ConfigError(f"{flag} {text}: numbers must not be negative")
+    if not all(0 <= value < inf for value in found):
+        raise ConfigError(f"{flag} {text}: numbers must be finite and not negative")
     return found
 
 

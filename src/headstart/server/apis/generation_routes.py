@@ -74,4 +74,4 @@ async def run_with_body(
     """Return `work(body)`, run off the event loop if the body is long, or if `renders` and it holds messages."""
     async with state.bodies.held(request) as body:
         waits = renders and (isinstance(body, SpooledBody) or b'"messages"' in body)
-        return await state.long_work.run(len(body), lambda: work(in_memory(body)), waits=waits)
+        return await state.long_work.run(len(body), lambda: work(in_memory(body)), waits=waits, receive=request.receive)

@@ -181,7 +181,8 @@ async def _parsed(state: ServerState, request: Request) -> tuple[EngineRequest, 
         return asked.requests[:: asked.params.n], values
 
     async with state.bodies.held(request) as body:
-        requests, values = await state.long_work.run(len(body), partial(prepare, body), waits=True)
+        work = partial(prepare, body)
+        requests, values = await state.long_work.run(len(body), work, waits=True, receive=request.receive)
     if len(requests) > 1:
         raise InvalidRequestError(f"there are {len(requests)} prompts; ask about one at a time", param="prompt")
     return requests[0], values

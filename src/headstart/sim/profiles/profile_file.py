@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,10 @@ def read_profile(path: Path) -> Profile:
     """Return the profile of a file. Raises ConfigError."""
     try:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"profile {path}: {error}") from error
     try:
+        _check_finite(document)
         values = dict(document)
         values["cost"] = _cost(values["cost"])
         if values.get("offload") is not None:
@@ -63,6 +65,15 @@ def write_profile(profile: Profile, path: Path, error: Mapping[str, float]) -> N
     document = asdict(profile)
     document["cost"] = _document(profile.cost)
     path.write_text(json.dumps({**document, "error": dict(error)}, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_finite(value: Any) -> None:
+    """Raise ValueError if there is a NaN or an infinite number anywhere."""
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    for one in inner:
+        _check_finite(one)
+    if isinstance(value, float) and not isfinite(value):
+        raise ValueError(f"there is the number {value}")
 
 
 def _cost(row: Any) -> Any:

@@ -76,6 +76,9 @@ class Scenario:
     offload: Offload | None = None
 
 
+MAX_NUMBER = 1e12
+PERIODS, MIN_PERIOD = ("every", "interval"), 0.01  # seconds
+MAX_REPLICAS = 4096
 NOTHING_HAPPENS = Scenario()
 
 
@@ -84,7 +87,7 @@ def read_scenario(path: Path) -> Scenario:
     try:
         text = path.read_text(encoding="utf-8")
         document: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--scenario {path}: {error}") from error
     try:
         return parse_scenario(document)
@@ -172,8 +175,13 @@ def _known(where: str, row: Mapping[str, Any], names: "tuple[str, ...] | list[st
 
 
 def _number(where: str, name: str, value: Any, *, positive: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ConfigError(f"{where}: {name} is {value!r}; it must be a number of at least 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_NUMBER:
+        shown = f"{value!r}"[:60]
+        raise ConfigError(f"{where}: {name} is {shown}; it must be a number between 0 and {MAX_NUMBER:g}")
+    if name in PERIODS and 0 < value < MIN_PERIOD:
+        raise ConfigError(f"{where}: {name} is {value:g}; at least {MIN_PERIOD:g} seconds, which take time to simulate")
+    if name in ("min", "max") and value > MAX_REPLICAS:
+        raise ConfigError(f"{where}: {name} is {value:g}; at most {MAX_REPLICAS} replicas")
     if positive and not value:
         raise ConfigError(f"{where}: {name} is {value!r}; it must be above 0")
     return float(value)
