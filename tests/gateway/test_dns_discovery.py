@@ -83,6 +83,17 @@ def test_the_system_resolves_addresses_and_refuses_what_is_no_name() -> None:
     assert lists == [[]]
 
 
+def test_addresses_of_the_machine_itself_are_no_replicas_of_a_name() -> None:
+    bad = ["127.0.0.1", "169.254.169.254", "::1", "0.0.0.0"]
+    lists, told = watch([[*bad, "10.0.0.1"], [*bad, "10.0.0.1"]])
+    assert lists == [["http://10.0.0.1:8000"]] and told.count("has 4 addresses that no replica can have") == 1
+
+
+def test_a_name_without_addresses_keeps_those_known() -> None:
+    lists, told = watch([["10.0.0.1"], []])
+    assert lists == [["http://10.0.0.1:8000"]] and "it has no addresses" in told
+
+
 @pytest.mark.parametrize("port", [0, 70_000])
 def test_a_port_that_is_none_is_a_mistake(port: int) -> None:
     with pytest.raises(ConfigError, match="names no service"):

@@ -108,6 +108,25 @@ def test_a_file_that_cannot_be_read_at_first_is_a_mistake(tmp_path: Path) -> Non
         asyncio.run(run(tmp_path / "bytes"))
 
 
+@pytest.mark.parametrize("text", ["", "\n", "# being written\n"])
+def test_a_file_that_becomes_empty_keeps_its_last_list_and_a_list_of_nobody_does_not(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "list"
+
+    async def run() -> None:
+        path.write_text(A)
+        async with watching(path) as watched:
+            replace(path, text)
+            await until(lambda: "is empty" in watched.told.getvalue())
+            assert watched.lists == [[A]] and "going on with the 1 replicas known" in watched.told.getvalue()
+            replace(path, "[]")
+            await until(lambda: len(watched.lists) == 2)
+            replace(path, text)  # nothing is lost by it
+            await until(lambda: watched.told.getvalue().count("lists 0 replicas") == 1)
+            assert watched.lists == [[A], []]
+
+    asyncio.run(run())
+
+
 def test_a_list_that_changes_is_told_and_may_become_empty(tmp_path: Path) -> None:
     path = tmp_path / "list"
 
@@ -117,7 +136,7 @@ def test_a_list_that_changes_is_told_and_may_become_empty(tmp_path: Path) -> Non
             assert watched.lists == [[A]]
             replace(path, f"{A}\n{B}")
             await until(lambda: len(watched.lists) == 2)
-            replace(path, "")
+            replace(path, "[]")
             await until(lambda: len(watched.lists) == 3)
             assert watched.lists == [[A], [A, B], []]
 
@@ -128,9 +147,9 @@ def test_a_broken_file_is_told_once_and_changes_nothing(tmp_path: Path, monkeypa
     path = tmp_path / "list"
     reads: list[Path] = []
 
-    def counted(path: Path) -> tuple[ReplicaAddress, ...]:
+    def counted(path: Path, **options: bool) -> tuple[ReplicaAddress, ...]:
         reads.append(path)
-        return read_addresses(path)
+        return read_addresses(path, **options)
 
     monkeypatch.setattr(discover_file, "read_addresses", counted)
 
@@ -163,7 +182,7 @@ def test_the_same_list_in_another_file_is_no_change(tmp_path: Path) -> None:
             replace(path, f"# the same\n{A}\n{B}")
             await until(lambda: len(watched.lists) == 2)
             replace(path, f"{A}\n{B}\n# and again")
-            replace(path, "")
+            replace(path, "[]")
             await until(lambda: len(watched.lists) == 3)
             assert watched.lists == [[A], [A, B], []]
 
@@ -182,9 +201,9 @@ def test_a_file_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path, m
         num_looks += 1
         return 0, next(looks, sizes[-1]), 0
 
-    def counted(path: Path) -> tuple[ReplicaAddress, ...]:
+    def counted(path: Path, **options: bool) -> tuple[ReplicaAddress, ...]:
         read_after.append(num_looks)
-        return read_addresses(path)
+        return read_addresses(path, **options)
 
     monkeypatch.setattr(discover_file, "_look", look)
     monkeypatch.setattr(discover_file, "read_addresses", counted)

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import pytest
 from aiohttp import web
 from gateway.harness import (
     Replica,
@@ -15,7 +16,9 @@ from gateway.harness import (
 )
 from server.harness import until
 
+from headstart.gateway.replicas.probes import Metrics
 from headstart.gateway.replicas.replica_address import ReplicaAddress
+from headstart.gateway.replicas.replica_monitor import MonitoredReplica
 from headstart.router.index.approximate_index import ApproximateIndex
 
 
@@ -128,3 +131,33 @@ def test_streams_beside_each_other_do_not_mix() -> None:
                 assert texts(task.result().text) == [f"p{i}-{number}" for number in range(5)]
 
     run(go(60))
+
+
+@pytest.mark.parametrize(
+    ("block_size", "num_blocks", "events", "modelled"),
+    [
+        (1, 16_000, None, (16, 1_000)),
+        (3, 600, None, (18, 100)),
+        (16, 100, None, (16, 100)),
+        (32, 100, None, (32, 100)),
+        (0, 0, None, (0, 0)),
+        (1, 16_000, "tcp://10.0.0.1:5557", (1, 16_000)),
+    ],
+)
+def test_small_blocks_are_modelled_together_unless_events_name_them(
+    block_size: int, num_blocks: int, events: str | None, modelled: tuple[int, int]
+) -> None:
+    member = MonitoredReplica(ReplicaAddress("http://10.0.0.1:8000", events))
+    member.metrics = Metrics(block_size=block_size, num_blocks=num_blocks)
+    assert member.cache_size == modelled
+
+
+def test_a_replica_with_blocks_of_one_token_costs_no_more_than_others() -> None:
+    async def go() -> None:
+        replica = Replica("m", block_size=1, num_blocks=16_000)
+        async with front(replica) as router:
+            await router.complete("x" * 64_000)
+            (endpoint,) = router.state.router.endpoints.values()
+            assert endpoint.block_size == 16 and len(endpoint.index) <= 1_000  # type: ignore[arg-type]
+
+    run(go())

@@ -250,7 +250,7 @@ def test_events_without_an_end_are_counted_too() -> None:
         replica.script = endless
         async with front(replica) as router, asyncio.timeout(SECONDS):
             held = router.state.proxy.held
-            held.max_bytes = 4 * MIB
+            held.max_bytes = MIB // 2
             assert (await router.complete(stream=True)).status_code in (429, 502)
             assert held.held_bytes == 0 and held.num_refused == 1
 

@@ -435,3 +435,18 @@ def num(stub: StubApiServer, key: str) -> int:
 
 def num_of(stub: StubApiServer, path: str, since: int) -> int:
     return sum(asked == path for asked, _ in stub.requests[since:])
+
+
+def test_endpoints_that_no_replica_can_have_are_told_once_and_left_out(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with stub_api_server(tmp_path) as (stub, kubeconfig):
+            await stub.put(POOLS, "llama", pool(8000, app="m"))
+            await stub.put(PODS, "m-0", pod("10.0.0.1"), {"app": "m"})
+            await stub.put(PODS, "m-1", pod("169.254.169.254"), {"app": "m"})
+            async with watching(stub, kubeconfig) as watched:
+                await watched.has_told("no replica can have, as 169.254.169.254:8000")
+                await stub.put(PODS, "m-2", pod("10.0.0.2"), {"app": "m"})
+                await watched.lists_now("10.0.0.1:8000", "10.0.0.2:8000")
+                assert watched.told.getvalue().count("no replica can have") == 1
+
+    asyncio.run(go())

@@ -27,11 +27,12 @@ def decoded(kind: Any, body: dict[str, Any], name: str = "x") -> Any:
 
 def of_pool(pool_body: dict[str, Any], *pods: dict[str, Any]) -> list[str]:
     found = pool_addresses(decoded(InferencePool, pool_body), [decoded(Pod, one) for one in pods])
-    return [address.url for address in found]
+    return [address.url for address in found.addresses]
 
 
 def of_slices(port: str, *slices: dict[str, Any]) -> list[str]:
-    return [one.url for one in slice_addresses([decoded(EndpointSlice, part) for part in slices], port)]
+    found = slice_addresses([decoded(EndpointSlice, part) for part in slices], port)
+    return [one.url for one in found.addresses]
 
 
 def test_each_port_of_each_pod_is_a_replica() -> None:
@@ -89,6 +90,31 @@ def test_slices_of_names_or_without_endpoints_list_nothing() -> None:
     empty: dict[str, Any] = {"addressType": "IPv4", "endpoints": None, "ports": None}
     names = endpoint_slice({"addresses": ["example.org"]}, {"addresses": ["10.0.0.9"]}, family="FQDN", http=8000)
     assert of_slices("", empty, names, endpoint_slice({"addresses": []}, http=8000)) == []
+
+
+BAD_PORTS = [0, -5, 65_536, 2**31, 2**63]
+BAD_HOSTS = ["127.0.0.1", "127.8.8.8", "::1", "169.254.169.254", "fe80::1", "0.0.0.0", "::", "224.0.0.1", "ff02::1"]
+BAD_HOSTS += ["::ffff:127.0.0.1", "::ffff:169.254.169.254", "255.255.255.255"]
+
+
+@pytest.mark.parametrize("port", BAD_PORTS)
+def test_a_port_that_is_none_is_refused_and_counted(port: int) -> None:
+    found = pool_addresses(decoded(InferencePool, pool(port, 8000, app="m")), [decoded(Pod, pod("10.0.0.1"))])
+    assert [one.url for one in found.addresses] == ["http://10.0.0.1:8000"] and found.refused == (f"10.0.0.1:{port}",)
+    part = decoded(EndpointSlice, endpoint_slice({"addresses": ["10.0.0.1"]}, http=port))
+    assert slice_addresses([part], "") == ((), (f"10.0.0.1:{port}",))
+
+
+@pytest.mark.parametrize("host", BAD_HOSTS)
+def test_an_address_of_the_machine_itself_is_refused_and_counted(host: str) -> None:
+    pods = [decoded(Pod, pod(host)), decoded(Pod, pod("10.0.0.1"))]
+    found = pool_addresses(decoded(InferencePool, pool(8000, app="m")), pods)
+    assert [one.url for one in found.addresses] == ["http://10.0.0.1:8000"] and len(found.refused) == 1
+    family = "IPv6" if ":" in host else "IPv4"
+    part = decoded(EndpointSlice, endpoint_slice({"addresses": [host]}, family=family, http=8000))
+    assert not slice_addresses([part], "").addresses
+    is_loopback = host in ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1")
+    assert bool(slice_addresses([part], "", allow_loopback=True).addresses) == is_loopback
 
 
 @given(st.permutations([pod(f"10.0.{n}.1") for n in range(5)]), st.lists(st.integers(1, 65535), min_size=1, max_size=8))

@@ -28,7 +28,8 @@ from headstart.router.routing_request import Prompt, RoutingRequest, router_root
 async def picker(kubeconfig: Path) -> AsyncIterator[Front]:
     """A router whose replicas come from the stub."""
     async with front() as router:
-        discovery = KubernetesDiscovery(parse_target("service/llama"), kubeconfig=kubeconfig, log=Log(StringIO()))
+        target, log = parse_target("service/llama"), Log(StringIO())
+        discovery = KubernetesDiscovery(target, kubeconfig=kubeconfig, log=log, allow_loopback=True)
         watching = asyncio.create_task(discovery.watch(router.state.members.changed))
         try:
             yield router
@@ -97,6 +98,7 @@ def test_the_container_of_the_manifest_serves_a_pool_over_http_and_grpc(
             monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
             port = quiet_port()
             words = ["route", "--discover=kubernetes:inferencepool/llama", f"--ext-proc=127.0.0.1:{port}"]
+            words.append("--allow-loopback-endpoints")
             command = [sys.executable, "-m", "headstart", *words, "--port", "0", "--tokenizer", "none"]
             with spawn([*command, "--health-interval", "0.1"], tmp_path / "log") as router:
                 await asyncio.to_thread(router.wait_ready)

@@ -32,7 +32,7 @@ def test_event_endpoints_stand_behind_the_address() -> None:
     [
         *("", "ftp://a:1", "http://", "http://a:port", "http://a:1/path", "http://a:1?x=1", "http://u:p@a:1"),
         *("http://a:1,events=a:5557", "http://a:1,replay=tcp://a:1", "http://a:1,other=tcp://a:1", "http://[::1"),
-        "http://a:1,events=tcp://a:1,events=tcp://a:2",
+        *("http://a:1,events=tcp://a:1,events=tcp://a:2", "http://a:0", "http://a:-5", "http://a:65536"),
     ],
 )
 def test_what_is_no_address_is_said_to_be_none(text: str) -> None:

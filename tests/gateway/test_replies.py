@@ -81,7 +81,7 @@ GARBAGE = {
 def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds that a test reaches soon."""
     monkeypatch.setattr(replies, "KEPT_BYTES", 1 << 20)
-    monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 1 << 20)
+    monkeypatch.setattr(sse, "KEPT_EVENT_BYTES", 1 << 18)
     monkeypatch.setattr(sse, "MAX_COMMENT_BYTES", 1 << 20)
 
 
@@ -348,6 +348,46 @@ def test_a_long_answer_that_is_cut_cuts_the_clients_connection() -> None:
             with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
                 await router.complete([1] * 64)
             assert sum(len(replica.bodies) for replica in replicas) == 2, "it is sent to no other"
+            assert 'outcome="lost"' in (await router.client.get("/metrics")).text
+
+    run(go())
+
+
+def long_event(num_bytes: int) -> bytes:
+    return b"data: " + long_answer(num_bytes) + b"\n\n"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_long_event_is_passed_on_as_it_comes_and_is_not_kept(is_first: bool) -> None:
+    body = b"".join([b"" if is_first else chunk("a"), long_event(3 << 20), chunk("b"), b"data: [DONE]\n\n"])
+
+    async def go() -> None:
+        replica = Replica()
+        async with front(replica) as router, asyncio.timeout(SECONDS):
+            replica.script = raw(head("200 OK", length=len(body), kind="text/event-stream") + body, closes=False)
+            before, most = router.state.router.num_reported, 0
+            sent = b""
+            async with router.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+                async for piece in answer.aiter_raw():
+                    sent += piece
+                    most = max(most, router.state.proxy.held.held_bytes)
+            assert sent == body and most < 1 << 20
+            assert router.state.router.num_reported == before + 1, "its cached_tokens were read"
+        assert not router.state.proxy.held.held_bytes
+
+    run(go())
+
+
+def test_a_long_event_that_is_cut_cuts_the_clients_connection() -> None:
+    body = chunk("a") + long_event(3 << 20)
+
+    async def go() -> None:
+        replica = Replica()
+        async with front(replica) as router, asyncio.timeout(SECONDS):
+            start = head("200 OK", length=len(body), kind="text/event-stream")
+            replica.script = raw(start + body[: 2 << 20])
+            with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+                await router.complete(stream=True)
             assert 'outcome="lost"' in (await router.client.get("/metrics")).text
 
     run(go())

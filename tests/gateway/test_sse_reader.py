@@ -77,7 +77,7 @@ def test_lines_may_end_in_carriage_returns() -> None:
 
 
 def test_events_and_comments_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 1000)
+    monkeypatch.setattr(sse, "KEPT_EVENT_BYTES", 1000)
     monkeypatch.setattr(sse, "MAX_COMMENT_BYTES", 1000)
     stream = EventStream()
     assert stream.feed(b"data: " + b"x" * 900) == b""
@@ -88,6 +88,35 @@ def test_events_and_comments_without_end_are_refused(monkeypatch: pytest.MonkeyP
         assert stream.feed(b": ping\n\n" * 100 + TOKEN)
     with pytest.raises(GarbledError, match="comments"):
         stream.feed(b": ping\n\n" * 200)
+
+
+LONG_TOKEN = event({"choices": [{"text": "x" * 3_000}], "usage": None})
+LONG_LAST = event({"choices": [{"text": "y" * 3_000}], "usage": USAGE})
+
+
+@given(st.lists(st.sampled_from([TOKEN, LONG_TOKEN, LONG_LAST, b": ping\n\n"]), max_size=4), st.data())
+def test_a_long_event_is_passed_on_as_it_comes_and_its_usage_is_read(parts: list[bytes], data: st.DataObject) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sse, "KEPT_EVENT_BYTES", 1_000)
+        whole = b"".join([*parts, LAST if LONG_LAST not in parts else b"", DONE])
+        stream, passed, kept = EventStream(), b"", 0
+        at = 0
+        while at < len(whole):
+            end = at + data.draw(st.integers(1, 800))
+            passed += stream.feed(whole[at:end])
+            kept = max(kept, len(stream._rest))
+            at = end
+        assert passed + stream.close() == whole and stream.is_done and not stream.is_mid_event
+        assert stream.reported == ReportedUsage(Usage(10, 7), 4) and kept <= 1_000
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_a_long_last_event_of_a_named_stream_ends_it(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "KEPT_EVENT_BYTES", 1_000)
+    name = {"/v1/responses": "response.completed", "/v1/messages": "message_stop"}[path]
+    stream, last = EventStream(path), f"event: {name}\n".encode() + event({"text": "x" * 5_000})
+    assert stream.feed(last[:3_000]) == last[:3_000] and stream.is_mid_event and not stream.is_done
+    assert stream.feed(last[3_000:]) == last[3_000:] and stream.is_done and stream.num_events == 1
 
 
 @given(cuts())

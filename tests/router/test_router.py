@@ -376,11 +376,11 @@ def test_shadow_policies_decide_too_and_their_regret_is_counted() -> None:
     for index in range(2):
         router.add(endpoint(f"r{index}"))
     for turn in range(10):
-        serve(router, ask(1, 2, 3, 4), 10.0 * turn)
+        serve(router, ask(1, 2, 3, 5), 10.0 * turn)
     regret = router.regrets["round-robin"]
     assert regret.decisions == 10 and regret.agreed == 5
     assert regret.total_ms == pytest.approx(4 * 16.0)  # four times 16 tokens for nothing; the first was new to both
-    pick = router.pick(ask(1, 2, 3, 4), 1000.0)
+    pick = router.pick(ask(1, 2, 3, 5), 1000.0)
     assert pick.explain()["shadow_policies"].keys() == {"round-robin"}
 
 
@@ -461,3 +461,27 @@ def test_when_a_replica_leaves_only_its_own_keys_move(key: bytes, addresses: set
     assert sorted(order) == sorted(addresses)
     for gone in addresses:
         assert ranked(key, addresses - {gone}) == [name for name in order if name != gone]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_a_smaller_block_size_brings_no_requests_by_itself(size: int) -> None:
+    """Prompts that begin alike for less than a block of the others say nothing about where they belong."""
+    router = Router()
+    for index in range(4):
+        router.add(Endpoint(f"r{index}", ApproximateIndex(10_000), block_size=size if index == 0 else 16))
+    counts = dict.fromkeys(router.endpoints, 0)
+    for number in range(60):
+        tokens = [*range(12), *[1_000 * number + at for at in range(100, 300)]]
+        in_flight = router.sent(router.pick(RoutingRequest(Prompt(tokens, ROOT)), float(number)), float(number))
+        router.finished(in_flight, number + 0.5)
+        counts[in_flight.endpoint.name] += 1
+    assert max(counts.values()) <= 30, counts
+
+
+def test_hits_of_small_blocks_count_where_all_replicas_have_such() -> None:
+    router = Router()
+    for index in range(2):
+        router.add(Endpoint(f"r{index}", ApproximateIndex(10_000), block_size=1))
+    first = router.sent(router.pick(RoutingRequest(Prompt(list(range(8)), ROOT)), 0.0), 0.0)
+    router.finished(first, 0.5)
+    assert router.pick(RoutingRequest(Prompt([*range(8), 99], ROOT)), 1.0).candidate.hit_tokens == 8

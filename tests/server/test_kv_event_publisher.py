@@ -258,6 +258,26 @@ def test_a_long_replay_comes_whole(context: "zmq.Context[Any]", endpoints: dict[
     publisher.close()
 
 
+@pytest.mark.parametrize("kept", [1, 2, 5, 100, 2_000])
+def test_replays_one_after_the_other_come_whole(
+    kept: int, context: "zmq.Context[Any]", endpoints: dict[str, Any]
+) -> None:
+    """A ROUTER learns late that its client has read: what it sends before that does not fit, and is dropped."""
+    publisher = KVEventPublisher(KVEventsConfig(**endpoints, buffer_steps=kept), medium="CPU")
+    for _ in range(kept):
+        publisher.publish([AllBlocksCleared()])
+    sock = context.socket(zmq.DEALER)
+    sock.connect(publisher.replay_endpoint or "")
+    while len(replay(context, publisher.replay_endpoint or "", 0)) < kept:
+        pass
+    for _ in range(6):
+        sock.send_multipart((b"", bytes(8)))
+        frames = [receive(sock) for _ in range(kept + 1)]
+        assert [len(one[3]) > 0 for one in frames] == [True] * kept + [False]
+    sock.close(linger=0)
+    publisher.close()
+
+
 def test_nonsense_on_the_replay_socket_harms_nobody(context: "zmq.Context[Any]", endpoints: dict[str, Any]) -> None:
     publisher = KVEventPublisher(KVEventsConfig(**endpoints), medium="CPU")
     subscribe(context, publisher)

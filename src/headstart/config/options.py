@@ -327,6 +327,9 @@ class RouterOptions:
         "kubernetes:inferencepool/[NAMESPACE/]NAME or kubernetes:service/[NAMESPACE/]NAME[:PORT] (watched).",
         FLEET,
     )
+    allow_loopback_endpoints: bool = _option(
+        False, "Accept loopback addresses from --discover kubernetes: and dns:, as in tests on one machine.", FLEET
+    )
     replica_api_key: str | None = _option(None, "Key sent to replicas (default: the client's own).", FLEET, secret=True)
     replicas: int = _option(
         1, "Servers behind one router: on this machine, or on a Ray cluster (--on ray).", FLEET, minimum=1

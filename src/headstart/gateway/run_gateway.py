@@ -88,7 +88,7 @@ def discovery_of(options: RouterOptions) -> Discovery:
     if options.discover is not None and options.replica:
         raise ConfigError("give replicas by --replica or by --discover, not both")
     if options.discover is not None:
-        return make_discovery(options.discover)
+        return make_discovery(options.discover, allow_loopback=options.allow_loopback_endpoints)
     if not options.replica:
         raise ConfigError("no replicas: name them, as in headstart route --replica http://127.0.0.1:8001")
     addresses: Sequence[ReplicaAddress] = [parse_address(text) for text in options.replica]

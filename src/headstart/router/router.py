@@ -25,6 +25,7 @@ from headstart.router.routing_decision import Comparison, InFlight, RoutingDecis
 from headstart.router.routing_request import RoutingRequest, Usage
 from headstart.router.step_rates import Work
 
+HIT_TOKENS = 16  # of the beginning that prompts must share to be placed together; the usual size of a block
 OUTPUT_SHARE = 1.5  # of the prompt: estimate of an output's tokens
 
 
@@ -241,25 +242,28 @@ class Router:
         block_hashes, size = list[BlockHash](), 0
         holders: Container[int] = ()
         best = None
-        most, near = -1, 0
+        most, near, unit = -1, 0, 1
         for endpoint in endpoints:
             if endpoint.block_size != size:
                 size = endpoint.block_size
                 block_hashes = prompt.block_hashes(size)
                 holders, near = self._first_blocks.holders(block_hashes), 0
+                unit = _hit_unit(size, endpoints)
             index = endpoint.index if exact and not endpoint.miscounted else _index_for(endpoint, request)
             candidate = self._without_hit[endpoint.name]
             if index.number < 0 or index.number in holders:
-                blocks = index.match(block_hashes, now, near)
+                blocks = near = index.match(block_hashes, now, near)
+                blocks -= blocks % unit
                 if blocks:
-                    near, tokens = blocks, min(blocks * size, limit)
+                    tokens = min(blocks * size, limit)
                     candidate = Candidate(endpoint, blocks, tokens)
             if candidate.hit_tokens > most:
                 best, most = candidate, candidate.hit_tokens
             candidates.append(candidate)
         assert best is not None, "there is no replica"
-        block_hashes = prompt.block_hashes(best.endpoint.block_size)
-        key = block_hashes[min(best.hit_blocks, len(block_hashes) - 1)] if block_hashes else prompt.tail_key()
+        size = best.endpoint.block_size
+        block_hashes, new = prompt.block_hashes(size), best.hit_blocks + max(HIT_TOKENS // size, 1)
+        key = block_hashes[min(new, len(block_hashes)) - 1] if block_hashes else prompt.tail_key()
         return View(request, tuple(candidates), key, now)
 
     def _compare(self, shadow: Policy, decision: RoutingDecision) -> Comparison:
@@ -306,6 +310,18 @@ class Router:
             adapter=request.adapter,
         )
         self._log(record)
+
+
+def _hit_unit(block_size: int, endpoints: list[Endpoint]) -> int:
+    """Return the multiple of blocks in which hits of this size count.
+
+    Prompts often begin alike for a few tokens. Only replicas of small blocks could have these, or claim to, and the
+    smallest hit decides between replicas that are equal otherwise. So hits count in blocks of the largest size that
+    any replica has, up to HIT_TOKENS.
+    """
+    if block_size >= HIT_TOKENS:
+        return 1
+    return max(min(max(endpoint.block_size for endpoint in endpoints), HIT_TOKENS) // block_size, 1)
 
 
 def _output_estimate(request: RoutingRequest) -> int:

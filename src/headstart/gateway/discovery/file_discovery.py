@@ -27,7 +27,7 @@ Sight = tuple[int, int, int] | None
 
 
 class FileDiscovery:
-    """The replicas of a file. An empty list is valid: then there are no replicas."""
+    """The replicas of a file. One that becomes empty keeps its last list: `[]` says that there are no replicas."""
 
     def __init__(self, path: Path, *, log: Log | None = None, poll_seconds: float = POLL_SECONDS) -> None:
         self._path = path
@@ -51,7 +51,7 @@ class FileDiscovery:
                 continue
             read = seen
             try:
-                found = await asyncio.to_thread(read_addresses, self._path)
+                found = await asyncio.to_thread(read_addresses, self._path, may_be_empty=not known)
                 if await asyncio.to_thread(_look, self._path) != seen:
                     continue  # it changed during the read, and will differ at the next poll
             except ConfigError as error:
@@ -66,8 +66,8 @@ class FileDiscovery:
                 changed(known)
 
 
-def read_addresses(path: Path) -> tuple[ReplicaAddress, ...]:
-    """Return the replicas that a file lists, each once. Raises ConfigError."""
+def read_addresses(path: Path, *, may_be_empty: bool = True) -> tuple[ReplicaAddress, ...]:
+    """Return the replicas that a file lists, each once. Raises ConfigError, also for a file without any list."""
     try:
         text = _read(path).decode()
     except OSError as error:
@@ -79,6 +79,8 @@ def read_addresses(path: Path) -> tuple[ReplicaAddress, ...]:
         found = tuple(dict.fromkeys(parse(text)))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    if not found and not may_be_empty and parse is _from_lines:
+        raise ConfigError(f"{path} is empty; write [] if there are no replicas")
     if len(found) > MAX_REPLICAS:
         raise ConfigError(f"{path} lists {len(found)} replicas, more than {MAX_REPLICAS}; start several routers")
     return found

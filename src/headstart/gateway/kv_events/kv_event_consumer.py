@@ -260,10 +260,14 @@ class KVEventConsumer:
             await self._give_up()
 
     async def _give_up(self) -> None:
-        """Continue behind all gaps: every batch that could fill one has arrived."""
+        """Continue behind the last gap, with an empty index: every batch that could fill one has arrived.
+
+        Live batches may have come before a replay of later ones, so there may be several gaps.
+        """
+        due = Due(False, [])
         while self.is_missing:
-            await self._take(self._feed.give_up())
-            await self._intake.pause()
+            due = self._feed.give_up()
+        await self._take(due)
 
     # ------------------------------------------------------------------------------------------------------- contents
 

@@ -23,7 +23,7 @@ from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.relay import own_headers
 from headstart.gateway.proxy.replies import JSON_ROUTES
 from headstart.gateway.proxy.sse_reader import EventStream, ReportedUsage
-from headstart.gateway.proxy.upstream import AttemptError, Failure, headers_back, headers_changed
+from headstart.gateway.proxy.upstream import AttemptError, Failure, GarbledError, headers_back, headers_changed
 from headstart.http.answer_report import REPORT_HEADER, AnswerReport, decode_report
 from headstart.http.gate import identity_headers
 from headstart.http.http_errors import ClientGoneError, HttpError
@@ -193,9 +193,14 @@ class EndpointPicker:
             timer = None
 
         def read(piece: bytes) -> None:
+            nonlocal events
             if events is None or not piece:
                 return
-            events.feed(piece)
+            try:
+                events.feed(piece)
+            except GarbledError:  # Envoy passes it on all the same
+                events = None
+                return
             if in_flight.finish is not None or not events.has_data or events.num_comment_bytes:
                 return
             now = time.monotonic()

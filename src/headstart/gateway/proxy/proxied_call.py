@@ -40,6 +40,7 @@ class ProxiedCall:
     output_tokens: int | None = None
     answer_id: str = ""  # the id in the answer that the client receives
     num_events: int = 0  # relayed of a stream of named events
+    is_mid_event: bool = False  # a part of an event was relayed: nothing but the rest of it may follow
     failures: list[Failure] = field(default_factory=list[Failure])
     outcome: str = "error"  # or ok; lost: in the middle of a stream; gone: the client disconnected
 

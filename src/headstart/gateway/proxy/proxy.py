@@ -265,6 +265,8 @@ class Proxy:
             raise AttemptError(failure, f"{type(error).__name__}") from error
         call.failures.append(failure)
         call.outcome = "lost"
+        if call.is_mid_event:
+            raise replica_lost() from error  # the client's connection is cut
         await self._end_stream(call, replica_lost(), send)
 
     async def _send(self, attempt: Attempt, send: Send) -> None:

@@ -13,10 +13,10 @@ from starlette.types import Send
 from headstart.gateway.proxy.api_paths import RESPONSES, refusal_ending
 from headstart.gateway.proxy.error_responses import id_in, replica_lost
 from headstart.gateway.proxy.proxied_call import ProxiedCall
-from headstart.gateway.proxy.replies import EVENTS, error_in_first, read_answer
+from headstart.gateway.proxy.replies import EVENTS, begins_like, error_in_first, read_answer
 from headstart.gateway.proxy.response_owners import ResponseOwners
 from headstart.gateway.proxy.silence import Watched
-from headstart.gateway.proxy.sse_reader import EventStream, ReportedUsage, read_usage, read_usage_at_end
+from headstart.gateway.proxy.sse_reader import TAIL_BYTES, EventStream, ReportedUsage, read_usage, read_usage_at_end
 from headstart.gateway.proxy.upstream import (
     Answer,
     AttemptError,
@@ -33,7 +33,6 @@ from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight
 
 SLICE_BYTES = 256 << 10  # of an answer in one piece
-TAIL_BYTES = 16 << 10  # of a long answer, whose usage is at its end
 
 
 class Attempt(NamedTuple):
@@ -176,13 +175,13 @@ class Relay:
         """Record the progress that a piece of a stream shows; return the bytes that may be relayed."""
         call, in_flight, (activity, wait) = attempt
         passed = stream.feed(piece)
-        call.num_events = stream.num_events
+        call.num_events, call.is_mid_event = stream.num_events, stream.is_mid_event
         if stream.num_rest_bytes or call.num_rest_bytes:
             call.reserve_rest(stream.num_rest_bytes)
         activity.heard_at = now = time.monotonic()
         if not stream.num_comment_bytes:  # the last event was data
             activity.progress_at = now
-            if call.committed and in_flight.finish is None:
+            if call.committed and in_flight.finish is None and not stream.is_mid_event:
                 self._router.token(in_flight, now)
         if stream.has_data and not call.committed:
             self._begin(call, in_flight, stream, passed)
@@ -194,7 +193,9 @@ class Relay:
     def _begin(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream, passed: bytes) -> None:
         """Handle the first event. Raises AttemptError if it is an error that another replica may not have."""
         now = time.monotonic()
-        if not error_in_first(stream.first):
+        if stream.is_mid_event and not begins_like(stream.first, call.path):
+            raise GarbledError("the replica's first event does not begin like one of this route")
+        if stream.is_mid_event or not error_in_first(stream.first):
             call.committed = True
             call.drop_body()
             self._note_id(call, in_flight, passed)

@@ -177,6 +177,11 @@ def is_error_object(body: bytes) -> bool:
     return isinstance(error, str) or isinstance(found.get("message"), str) or "detail" in found
 
 
+def begins_like(beginning: bytes, path: str) -> bool:
+    """Return whether bytes are the beginning of a generated answer of this route, or of an event of it."""
+    return path in GENERATION and GENERATION[path][0].match(beginning) is not None
+
+
 def error_in_first(data: bytes) -> bool:
     """Return whether the first event of a stream is an error. Raises GarbledError if it is no JSON object."""
     try:

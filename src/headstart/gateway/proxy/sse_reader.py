@@ -1,7 +1,8 @@
 """Relayed event streams: complete events only, the time of the first token, and the engine's final usage.
 
-An event is relayed when it is complete; engines write complete events, so nothing waits. Only the event with the usage
-is decoded: JSON escapes quotation marks inside text, so generated text cannot fake the usage key.
+An event is relayed when it is complete; engines write complete events, so nothing waits. One that is long is relayed as
+it arrives, and only its beginning and its end are read. Of the others only the event with the usage is decoded: JSON
+escapes quotation marks inside text, so generated text cannot fake the usage key.
 """
 
 import re
@@ -13,12 +14,19 @@ from headstart.gateway.proxy.api_paths import NAMED, stream_end
 from headstart.gateway.proxy.upstream import GarbledError
 from headstart.router.routing_request import Usage
 
-MAX_EVENT_BYTES = 128 << 20  # a prompt of 128,000 tokens echoed with 20 alternatives each is one event; see HeldBytes
+KEPT_EVENT_BYTES = 1 << 20
+"""Most bytes of an event that are kept until it is complete; see HeldBytes.
+
+A prompt of 128,000 tokens echoed with 20 alternatives each is one event of 137 MB.
+"""
+BEGINNING_BYTES = 4_096  # of a long event
+TAIL_BYTES = 16 << 10  # of a long event, or of a long answer, whose usage is at its end
 MAX_COMMENT_BYTES = 1 << 20  # between two events with data; engines send a few bytes of comments every few seconds
 MAX_COUNT = 2**31 - 1  # tokens: more than any real answer has
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _DATA = re.compile(rb"^data:", re.MULTILINE)
 _END = re.compile(rb"\r?\n\r?\n")
+_LONG = re.compile(rb"(?:(?:event|id|retry):[^\n]*\n){0,3}data:\s*\{")
 
 
 class _Details(msgspec.Struct):
@@ -94,6 +102,10 @@ class EventStream:
         self.num_comment_bytes = 0  # since the last event with data
         self.num_rest_bytes = 0  # of an incomplete event
         self.num_events = 0  # with data; counted in streams of named events only
+        self.is_mid_event = False  # a part of a long event was relayed, and its end not yet
+        self._seam = b""  # the last bytes of that part
+        self._tail = bytearray()
+        self._is_last = False  # the long event ends the stream
         self._is_named = path in NAMED
         self._end = stream_end(path)
         self._hides_usage = hides_usage
@@ -102,8 +114,10 @@ class EventStream:
     def feed(self, piece: bytes) -> bytes:
         """Process a piece of the stream; return the bytes that may be relayed, perhaps none.
 
-        Raises GarbledError for an event, or comments between two events, that exceed their bounds.
+        Raises GarbledError for what is long and no event, and for comments between two events that exceed their bound.
         """
+        if self.is_mid_event:
+            return self._pass_part(piece)
         if self._rest or not piece.endswith(b"\n\n"):
             piece = self._cut(piece)
         if piece:
@@ -111,8 +125,37 @@ class EventStream:
             if self.num_comment_bytes > MAX_COMMENT_BYTES:
                 raise GarbledError(f"{MAX_COMMENT_BYTES} bytes of comments without an event")
             if b'"usage"' in piece and _USAGE.search(piece):
-                return self._without_usage(piece)
-        return piece
+                piece = self._without_usage(piece)
+        return piece + self._begin_long() if self.num_rest_bytes > KEPT_EVENT_BYTES else piece
+
+    def _begin_long(self) -> bytes:
+        """Return the beginning of an event that is too long to be kept. Raises GarbledError if it has no data."""
+        beginning, part = bytes(self._rest[:BEGINNING_BYTES]), bytes(self._rest)
+        found = _LONG.match(beginning)
+        if found is None:
+            raise GarbledError(f"more than {KEPT_EVENT_BYTES} bytes that begin like no event")
+        if not self.has_data:
+            self.has_data, self.first = True, beginning[found.end() - 1 :]
+        self.num_comment_bytes = 0
+        self.num_events += self._is_named
+        self._is_last = self._is_named and self._end.search(beginning) is not None
+        self._rest, self.num_rest_bytes = bytearray(), 0
+        self.is_mid_event, self._seam, self._tail = True, part[-3:], bytearray(part[-TAIL_BYTES:])
+        return part
+
+    def _pass_part(self, piece: bytes) -> bytes:
+        """Return a part of a long event, and what follows its end as `feed` does."""
+        found = _END.search(self._seam + piece)
+        end = len(piece) if found is None else found.end() - len(self._seam)
+        self._tail += piece[:end]
+        del self._tail[:-TAIL_BYTES]
+        if found is None:
+            self._seam = (self._seam + piece)[-3:]
+            return piece
+        self.is_mid_event, self._seam = False, b""
+        self._add(read_usage_at_end(bytes(self._tail).rstrip()))
+        self.is_done = self.is_done or self._is_last
+        return piece[:end] + (self.feed(piece[end:]) if end < len(piece) else b"")
 
     def close(self) -> bytes:
         """Return the incomplete rest at the end of the stream."""
@@ -134,8 +177,6 @@ class EventStream:
             whole = bytes(rest) + piece[:end]
             self._rest = rest = bytearray(piece[end:])
         self.num_rest_bytes = len(rest)
-        if self.num_rest_bytes > MAX_EVENT_BYTES:
-            raise GarbledError(f"an event of more than {MAX_EVENT_BYTES} bytes")
         return whole
 
     def _scan(self, piece: bytes) -> None:
@@ -169,12 +210,14 @@ class EventStream:
             decoded = _DECODER.decode(_data_of(event))
         except (msgspec.DecodeError, UnicodeDecodeError):
             return False
-        reported = _checked_usage(decoded)
+        self._add(_checked_usage(decoded))
+        return decoded.usage is not None and decoded.choices == []
+
+    def _add(self, reported: ReportedUsage) -> None:
         if reported != ReportedUsage():
             before = self.reported
             output = before.output_tokens if reported.output_tokens is None else reported.output_tokens
             self.reported = ReportedUsage(reported.usage or before.usage, output)
-        return decoded.usage is not None and decoded.choices == []
 
 
 def _data_of(event: bytes) -> bytes:

@@ -26,7 +26,7 @@ class ApproximateIndexes:
         """Return an empty index of a replica's cache, of the size and with the eviction policy that it reports."""
         metrics, url = member.metrics, member.address.url
         policy = "2q" if metrics.kind == "headstart" else "lru"
-        num_blocks = self._budget.grant(url, metrics.num_blocks)
+        num_blocks = self._budget.grant(url, member.cache_size[1])
         allow = partial(self._budget.grow, url)
         return ApproximateIndex(num_blocks, eviction_policy=policy, at_pick=self._at_pick, allow=allow)
 

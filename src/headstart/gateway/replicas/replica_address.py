@@ -1,10 +1,12 @@
 """ReplicaAddress: the URL of a replica, and the endpoints of its KV events, if it publishes any."""
 
+import ipaddress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from headstart.core.errors import ConfigError
 
+MAX_PORT = 65_535
 MAX_ADDRESS = 2_048  # characters, with its events and replay
 
 _EXAMPLE = "http://10.0.0.7:8000, or http://10.0.0.7:8000,events=tcp://10.0.0.7:5557,replay=tcp://10.0.0.7:5558"
@@ -40,6 +42,19 @@ def parse_address(text: str) -> ReplicaAddress:
     return ReplicaAddress(_checked_url(url), **found)
 
 
+def is_of_a_replica(address: str, *, allow_loopback: bool) -> bool:
+    """Return whether an IP address that a cluster or a name server reports can be that of a replica.
+
+    Link-local addresses are those of the machine's own network, as of a cloud's metadata service.
+    """
+    parsed = ipaddress.ip_address(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    found = mapped or parsed
+    if found.is_loopback:
+        return allow_loopback
+    return not (found.is_link_local or found.is_multicast or found.is_unspecified or str(found) == "255.255.255.255")
+
+
 def _checked_url(text: str) -> str:
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
@@ -54,6 +69,7 @@ def _checked_url(text: str) -> str:
         or parts.query
         or parts.fragment
         or not _is_plain(text)
+        or port == 0
     ):
         raise ConfigError(f"replica {text!r} is no address; write it like {_EXAMPLE}")
     if parts.username or parts.password:

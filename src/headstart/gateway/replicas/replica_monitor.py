@@ -58,6 +58,17 @@ class MonitoredReplica:
         self.checks_keys: bool | None = None  # whether it refuses requests without a valid key; None: unknown
 
     @property
+    def cache_size(self) -> tuple[int, int]:
+        """The size of its blocks in tokens and their number, as its cache is modelled; 0: not reported.
+
+        Smaller blocks than the usual ones are taken together, since each costs as much memory and time as a larger one.
+        Events name blocks, so a replica that publishes any is modelled in its own.
+        """
+        size, num_blocks = self.metrics.block_size, self.metrics.num_blocks
+        count = -(-DEFAULT_BLOCK // size) if size and self.address.events is None else 1
+        return size * count, num_blocks // count
+
+    @property
     def base_model(self) -> str:
         """The model whose weights it serves under all its names; "" if it does not report one."""
         return next((card.id for card in self.models if card.parent is None), "")
@@ -250,7 +261,7 @@ class ReplicaMonitor:
             member.endpoint = endpoint = Endpoint(
                 member.address.url,
                 self._observer.index_of(member),
-                block_size=member.metrics.block_size or DEFAULT_BLOCK,
+                block_size=member.cache_size[0] or DEFAULT_BLOCK,
             )
         else:
             assert member.endpoint is not None
@@ -294,7 +305,7 @@ class ReplicaMonitor:
         return found
 
     def _reset(self, member: MonitoredReplica, endpoint: Endpoint) -> None:
-        endpoint.reconfigured(member.metrics.block_size or endpoint.block_size, self._observer.index_of(member))
+        endpoint.reconfigured(member.cache_size[0] or endpoint.block_size, self._observer.index_of(member))
         url, state = member.address.url, "started again, its cache is empty"
         self._log.event("replica", {"replica": url, "state": state}, text=f"replica {url}: {state}")
 

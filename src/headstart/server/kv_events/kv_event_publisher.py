@@ -122,8 +122,9 @@ class _Sender:
         try:
             self._pub = self._open(zmq.PUB, config.endpoint, config.hwm)
             if config.replay_endpoint is not None:
-                # A whole replay must fit, or a ROUTER silently drops the rest.
-                self._replay = self._open(zmq.ROUTER, config.replay_endpoint, config.buffer_steps + 2)
+                # A whole replay must fit, or a ROUTER silently drops the rest, with the end marker. It learns that
+                # messages were read only when half of what may wait was read, so twice as many must fit.
+                self._replay = self._open(zmq.ROUTER, config.replay_endpoint, 2 * (config.buffer_steps + 2))
         except ConfigError:
             self._context.destroy(linger=0)
             raise

@@ -64,6 +64,7 @@ class Relay:
     def __init__(self, source: str, target: str, rng: Random) -> None:
         self.loss = 0.0
         self.num_lost = 0
+        self.last_number = -1  # of the batch that was forwarded or dropped last
         self._rng = rng
         self._ends = threading.Event()
         self._context = zmq.Context()
@@ -90,6 +91,7 @@ class Relay:
                 self.num_lost += 1
             else:
                 self._pub.send_multipart(frames)
+            self.last_number = int.from_bytes(frames[-2], "big")
 
 
 class Rig:
@@ -165,6 +167,12 @@ class Rig:
         await self.until(
             lambda: consumer.position == self.num_published and not (consumer.is_missing or consumer.is_taking)
         )
+
+    async def settled(self) -> None:
+        """Wait until no published batch is on its way to subscribers, of the present or of the future."""
+        relay = self.relay
+        assert relay is not None, "only a relay shows what was sent"
+        await self.until(lambda: relay.last_number == self.num_published - 1)
 
     async def until_heard(self) -> None:
         """Serve until the consumer has received the last batch and misses none before it; at least once.

@@ -11,6 +11,7 @@ from headstart.gateway.discovery.kubernetes.kubernetes_api import ApiError, Kube
 from headstart.gateway.discovery.kubernetes.kubernetes_objects import (
     EndpointSlice,
     InferencePool,
+    Listed,
     Pod,
     pool_addresses,
     port_names,
@@ -40,14 +41,19 @@ class KubernetesDiscovery:
         rng: random.Random | None = None,
         first_backoff: float = FIRST_BACKOFF,
         watch_seconds: tuple[int, int] = WATCH_SECONDS,
+        allow_loopback: bool = False,
     ) -> None:
-        """`kubeconfig` None: the service account of the pod, else the user's kubeconfig."""
+        """`kubeconfig` None: the service account of the pod, else the user's kubeconfig.
+
+        `allow_loopback`: endpoints at loopback addresses are replicas too, as in tests.
+        """
         self._target = target
         self._kubeconfig = kubeconfig
         self._log = log or Log()
         self._rng = rng or random.Random()
         self._first_backoff = first_backoff
         self._watch_seconds = watch_seconds
+        self._allow_loopback = allow_loopback
 
     def describe(self) -> str:
         return str(self._target)
@@ -69,8 +75,9 @@ class KubernetesDiscovery:
 
     async def _watch_service(self, api: KubernetesApi, listing: "ReplicaListing") -> None:
         def listed(slices: Mapping[str, EndpointSlice]) -> None:
-            found, ports = slice_addresses(slices.values(), self._target.port), port_names(slices.values())
-            if ports and not found and (self._target.port not in ports or not self._target.port):
+            found = slice_addresses(slices.values(), self._target.port, allow_loopback=self._allow_loopback)
+            ports = port_names(slices.values())
+            if ports and not any(found) and (self._target.port not in ports or not self._target.port):
                 listing.complain(f"has endpoints with the ports {', '.join(ports)}; name one of them after a colon")
             listing.update(found)
 
@@ -85,7 +92,10 @@ class KubernetesDiscovery:
         watching: asyncio.Task[None] | None = None
 
         def update() -> None:
-            listing.update(() if pool is None else pool_addresses(pool, pods.values()))
+            if pool is None:
+                listing.update(Listed())
+            else:
+                listing.update(pool_addresses(pool, pods.values(), allow_loopback=self._allow_loopback))
 
         def pods_listed(found: Mapping[str, Pod]) -> None:
             nonlocal pods
@@ -154,14 +164,17 @@ class ReplicaListing:
         """Whether any list was passed on."""
         return self._known is not None
 
-    def update(self, found: tuple[ReplicaAddress, ...]) -> None:
+    def update(self, listed: Listed) -> None:
         """Pass a list on if it differs from the last; of too many replicas those already known are kept."""
+        found, refused = listed
+        if refused:
+            self.complain(f"has {len(refused)} endpoints that no replica can have, as {refused[0]}; they are left out")
         if len(found) > MAX_REPLICAS:
             self.complain(f"has more than {MAX_REPLICAS} replicas; the rest is left out")
             before = set(self._known or ())
             kept = sorted(found, key=lambda address: address not in before)[:MAX_REPLICAS]
             found = tuple(sorted(kept, key=lambda address: address.url))
-        elif found:
+        elif found and not refused:
             self._complaint = ""
         if found == self._known:
             return

@@ -6,10 +6,11 @@ that is removed from the list loses its prefix index. Listed is every pod that h
 
 import ipaddress
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from msgspec import Raw, Struct, field
 
-from headstart.gateway.replicas.replica_address import ReplicaAddress
+from headstart.gateway.replicas.replica_address import MAX_PORT, ReplicaAddress, is_of_a_replica
 
 GONE_PHASES = ("Succeeded", "Failed")  # of pods whose containers have ended and are not started again
 ADDRESS_TYPES = ("IPv4", "IPv6")  # of endpoint slices that are read, preferred first
@@ -134,14 +135,21 @@ class EndpointSlice(Struct, frozen=True, rename="camel"):
     ports: list[SlicePort] | None = None
 
 
-def pool_addresses(pool: InferencePool, pods: Iterable[Pod]) -> tuple[ReplicaAddress, ...]:
+class Listed(NamedTuple):
+    """The replicas in some objects, and the endpoints, HOST:PORT, that no replica can have."""
+
+    addresses: tuple[ReplicaAddress, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
+def pool_addresses(pool: InferencePool, pods: Iterable[Pod], *, allow_loopback: bool = False) -> Listed:
     """Return a replica for each target port of each pod that has an address and is not terminating."""
     hosts = [host for pod in pods if _is_listed(pod) and (host := host_of(pod.status.pod_ip)) is not None]
     ports = dict.fromkeys(port.number for port in pool.spec.target_ports)
-    return _sorted(ReplicaAddress(f"http://{host}:{port}") for host in hosts for port in ports)
+    return _checked([(host, port) for host in hosts for port in ports], allow_loopback=allow_loopback)
 
 
-def slice_addresses(slices: Iterable[EndpointSlice], port: str) -> tuple[ReplicaAddress, ...]:
+def slice_addresses(slices: Iterable[EndpointSlice], port: str, *, allow_loopback: bool = False) -> Listed:
     """Return a replica for each endpoint that is not terminating.
 
     `port` is the name or number of one of the slices' ports; empty: their only one. Slices without it list nothing. A
@@ -149,8 +157,8 @@ def slice_addresses(slices: Iterable[EndpointSlice], port: str) -> tuple[Replica
     """
     slices = tuple(slices)
     if not port and len(port_names(slices)) > 1:
-        return ()
-    found: dict[tuple[str, str], ReplicaAddress] = {}
+        return Listed()
+    found: dict[tuple[str, str], tuple[str, int]] = {}
     for part in sorted(slices, key=lambda part: (_rank(part.address_type), part.metadata.name)):
         number = _port_of(part, port)
         for endpoint in part.endpoints or ():
@@ -158,8 +166,8 @@ def slice_addresses(slices: Iterable[EndpointSlice], port: str) -> tuple[Replica
             if number is None or host is None or endpoint.conditions.terminating or part.address_type == "FQDN":
                 continue
             target = endpoint.target_ref or TargetRef(name=host)
-            found.setdefault((target.kind, target.name), ReplicaAddress(f"http://{host}:{number}"))
-    return _sorted(found.values())
+            found.setdefault((target.kind, target.name), (host, number))
+    return _checked(found.values(), allow_loopback=allow_loopback)
 
 
 def port_names(slices: Iterable[EndpointSlice]) -> list[str]:
@@ -195,5 +203,11 @@ def _rank(address_type: str) -> int:
     return ADDRESS_TYPES.index(address_type) if address_type in ADDRESS_TYPES else len(ADDRESS_TYPES)
 
 
-def _sorted(addresses: Iterable[ReplicaAddress]) -> tuple[ReplicaAddress, ...]:
-    return tuple(sorted(set(addresses), key=lambda address: address.url))
+def _checked(endpoints: Iterable[tuple[str, int]], *, allow_loopback: bool) -> Listed:
+    found, refused = set[ReplicaAddress](), set[str]()
+    for host, port in endpoints:
+        if 1 <= port <= MAX_PORT and is_of_a_replica(host.strip("[]"), allow_loopback=allow_loopback):
+            found.add(ReplicaAddress(f"http://{host}:{port}"))
+        else:
+            refused.add(f"{host}:{port}")
+    return Listed(tuple(sorted(found, key=lambda address: address.url)), tuple(sorted(refused)))
