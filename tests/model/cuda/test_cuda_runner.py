@@ -206,3 +206,27 @@ def test_a_row_that_the_host_samples_again_is_continued_with_its_token(
     for step in range(2):
         outputs += runner.execute(Batch((_decode(first, outputs, step, None),))).rows[0].token_ids
     assert found == outputs[1:]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_does_not_fit_is_computed_in_several_passes(
+    llama: LoadedModel, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = [array("i", range(at, at + 9)) for at in (3, 20, 41)]
+    prompts = [Chunk(f"{at}", own, 0, (1 + at,), 0, 1, GREEDY, 9, own) for at, own in enumerate(tokens)]
+    found: list[list[list[int]]] = []
+    for most in (9, 1):  # chunks that fit
+        runner, outputs = make_runner(llama), [list[int](), list[int](), list[int]()]
+        monkeypatch.setattr(runner.planner, "fits", lambda rows, room, most=most: len(rows.indptr) - 1 <= most)
+        handle = runner.submit(Batch(tuple(prompts)))
+        for step in range(3):
+            if not ahead:
+                _take(runner.collect(handle).rows, [0, 1, 2], outputs)
+            chunks = [_decode(prompts[at], outputs[at], step, at if ahead else None) for at in range(3)]
+            after = runner.submit(Batch(tuple(chunks)))
+            if ahead:
+                _take(runner.collect(handle).rows, [0, 1, 2], outputs)
+            handle = after
+        _take(runner.collect(handle).rows, [0, 1, 2], outputs)
+        found.append(outputs)
+    assert found[0] == found[1] and len(found[0][0]) == 4

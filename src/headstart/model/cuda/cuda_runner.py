@@ -45,10 +45,10 @@ class _Pass:
     indptr: Int32s
     sampled: list[int]  # indices in `chunks`
     staged: Staged
-    logits: Tensor | None
     answer: Tensor  # pinned: the sampler's answer, then whether each token's hidden states are finite
-    num_answers: int
     done: "torch.cuda.Event | None"
+    num_answers: int = 0  # ints of the sampler's answer
+    logits: Tensor | None = None
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...] | None] = field(default_factory=dict)
 
 
@@ -244,49 +244,36 @@ class CudaRunner:
         else:
             key, capture = key._replace(kind=kind), layout._replace(total=0)
             result = self.graphs.replay(key, lambda: self._run(capture, kind))
-        return self._queue_answer(step, chunks, where, rows, sampled, staged, result, layout.total, turn)
+        one = _Pass(chunks, where, rows.indptr, sampled, staged, self._answers[turn], self._events[turn])
+        self._queue_answer(step, one, result, self._meta[layout.total :])
+        return one
 
-    def _queue_answer(
-        self, step: SubmittedStep, chunks: list[Chunk], where: list[int], rows: StepRows, sampled: list[int],
-        staged: Staged, result: PassResult, params_at: int, turn: int,
-    ) -> _Pass:  # fmt: skip
+    def _queue_answer(self, step: SubmittedStep, one: _Pass, result: PassResult, params: Tensor) -> None:
         """Sample what needs more than the best token, and queue the copy of the answer to the host."""
-        logits, answer = result.logits, result.answer
-        if logits is not None and staged.may_redo:
-            logits = logits.clone()  # the next step overwrites those of a graph
-        if logits is not None and staged.used:
-            answer = self.sampler.launch(logits, self._meta[params_at:], staged)
-            self._sampled[: len(logits)].copy_(answer[: len(logits)])
+        one.logits, answer, chunks = result.logits, result.answer, one.chunks
+        if one.logits is not None and one.staged.may_redo:
+            one.logits = one.logits.clone()  # the next step overwrites those of a graph
+            one.chunks = [chunk._replace(block_ids=tuple(chunk.block_ids)) for chunk in chunks]
+        if one.logits is not None and one.staged.used:
+            answer = self.sampler.launch(one.logits, params, one.staged)
+            self._sampled[: len(one.logits)].copy_(answer[: len(one.logits)])
+        one.num_answers = 0 if answer is None else answer.numel()
         parts = [part for part in (answer, result.finite) if part is not None]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        pinned = self._answers[turn]
-        if whole.numel() > len(pinned):
-            pinned = torch.empty(whole.numel(), dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        pinned[: whole.numel()].copy_(whole, non_blocking=True)
-        event = self._events[turn]
-        if event is not None:
-            event.record(torch.cuda.current_stream(self.device))
+        if whole.numel() > len(one.answer):
+            one.answer = torch.empty(whole.numel(), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        one.answer = one.answer[: whole.numel()]
+        one.answer.copy_(whole, non_blocking=True)
+        if one.done is not None:
+            one.done.record(torch.cuda.current_stream(self.device))
         first = 0
-        for index in sampled:
-            step.outputs[where[index]] = first + chunks[index].num_logits - 1
+        for index in one.sampled:
+            step.outputs[one.where[index]] = first + chunks[index].num_logits - 1
             first += chunks[index].num_logits
-        keep = [chunk._replace(block_ids=tuple(chunk.block_ids)) for chunk in chunks] if staged.may_redo else chunks
-        one = _Pass(
-            chunks=keep,
-            where=where,
-            indptr=rows.indptr,
-            sampled=sampled,
-            staged=staged,
-            logits=logits,
-            answer=pinned[: whole.numel()],
-            num_answers=0 if answer is None else answer.numel(),
-            done=event,
-        )
         for index, chunk in enumerate(chunks):
             if chunk.sampling.prompt_logprobs is not None:  # waits for the device
-                own = result.hidden[int(rows.indptr[index]) : int(rows.indptr[index + 1])]
+                own = result.hidden[int(one.indptr[index]) : int(one.indptr[index + 1])]
                 one.prompt_logprobs[index] = self._prompt_logprobs(own, chunk)
-        return one
 
     def _finish(self, step: SubmittedStep, one: _Pass) -> None:
         """Wait for a pass and fill in its rows."""
