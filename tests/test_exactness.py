@@ -154,11 +154,13 @@ def test_a_plan_that_cuts_segments_is_seen(tmp_path: Path) -> None:
     (folder / "attention.h").write_text(right.replace(first, "    return block;\n" + first))
     script = (
         "import sys, pytest\nfrom pathlib import Path\nfrom headstart.model.kernels import build\n"
-        "build.SOURCES = Path(sys.argv[1])\n"
+        "build.SOURCES, build.FLAGS = Path(sys.argv[1]), (*build.FLAGS, '-O1')\n"
         "sys.exit(pytest.main(['-x', '-p', 'no:cacheprovider', '-k', 'avx2', sys.argv[2]]))"
     )
-    environ = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    own = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path), library.VARIABLE: "avx2"}
     test = f"{Path(__file__).parent}/model/test_cpu_attention.py::test_no_plan_changes_a_bit"
     command = [sys.executable, "-c", script, str(folder), test]
-    done = subprocess.run(command, env=environ, cwd=SOURCES.parents[3], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=os.environ | own, cwd=SOURCES.parents[3], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1 and "FAILED" in done.stdout, (done.stdout + done.stderr)[-2000:]
