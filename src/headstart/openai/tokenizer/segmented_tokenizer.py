@@ -46,6 +46,11 @@ class SegmentedTokenizer(Tokenizer):
         """Whether texts are cut into segments: proven to leave the tokens unchanged."""
         return self._around is not None
 
+    @property
+    def tenant(self) -> str:
+        """The tenant whose requests it is for, "" for all."""
+        return self._scope.tenant
+
     def for_domain(self, tenant: str, domain: bytes, mode: CacheMode = CacheMode.READ_WRITE) -> Tokenizer:
         """Return this tokenizer with the cached segments of `domain` of `tenant`.
 

@@ -74,6 +74,11 @@ class Tokenizer:
         # "fast": without offsets of the tokens in the text, which takes a third of the time
         return array("i", self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
+    @property
+    def tenant(self) -> str:
+        """The tenant whose requests it is for, "" for all."""
+        return ""
+
     def for_domain(self, tenant: str, domain: bytes, mode: CacheMode = CacheMode.READ_WRITE) -> "Tokenizer":
         """Return the tokenizer for requests of one isolation domain: itself, since this class caches nothing."""
         return self
@@ -122,6 +127,7 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             options=options or {},
             tools=tools,
+            tenant=self.tenant,
         )
 
     def content_forms(self) -> ContentForms:
