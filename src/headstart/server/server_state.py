@@ -29,7 +29,6 @@ from headstart.openai.sandbox.sandbox_pool import MAX_PROCESSES
 from headstart.openai.structured.grammar_check import GrammarCheck
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.tokenizer.turn_memory import TurnMemory
 from headstart.server.engine.engine_client import EngineClient
 from headstart.server.generation_job import GenerationJob
 from headstart.server.prefix_requests import Prefixes
@@ -117,12 +116,9 @@ class ServerState:
     def prepare(self, info: EngineInfo) -> Model:
         """Return a Model for the engine's loaded model. Raises ConfigError without a tokenizer."""
         name = self.options.served_model_name or info.served_name
-        size = self.options.history_size
-        turns = TurnMemory(size) if size else None
-        tokenizer = SegmentedTokenizer(Tokenizer.from_folder(Path(info.model)), turns=turns)
+        tokenizer = SegmentedTokenizer(Tokenizer.from_folder(Path(info.model)))
         metrics = Metrics(name, ROUTES)
         metrics.watch(self.engine)
-        metrics.watch_turns(turns)
         self.engine.on_step = lambda stats: metrics.iteration_tokens.observe(stats.last_batch_tokens)
         bounds = Bounds.of(info, self.options, tokenizer.content_forms)
         grammars = GrammarCheck(info, info.eos_token_ids or tokenizer.eos_token_ids)

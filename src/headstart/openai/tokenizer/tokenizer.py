@@ -22,7 +22,6 @@ from headstart.gguf.metadata import text_of
 from headstart.gguf.tokenizer_json import gguf_tokenizer, named_tokens
 from headstart.openai.chat.chat_renderer import ChatRenderer
 from headstart.openai.chat.chat_template import MAX_SOURCE_CHARS, ONE_TEXT, ContentForms
-from headstart.openai.tokenizer.turn_memory import Conversation
 from headstart.openai.tokenizer.vocabulary import Vocabulary, parts_of
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -82,10 +81,6 @@ class Tokenizer:
     def for_domain(self, tenant: str, domain: bytes, mode: CacheMode = CacheMode.READ_WRITE) -> "Tokenizer":
         """Return the tokenizer for requests of one isolation domain: itself, since this class caches nothing."""
         return self
-
-    def encode_conversation(self, text: str) -> Conversation:
-        """Return the token ids of a rendered conversation; this class stores no turns."""
-        return Conversation(self.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of the tokens; ids without a token have no text."""
