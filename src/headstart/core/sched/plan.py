@@ -45,7 +45,7 @@ class Plan:
 
         A decode with forced tokens gets one token at least, and more of them like a prefill.
         """
-        want, share, cap = seq.num_tokens - start, self._shares.get(seq.request.tenant), self._prompt_tokens_left
+        want, share, cap = seq.num_tokens - start, self._share(seq), self._prompt_tokens_left
         has_row = share is None or share.num_rows > 0
         if want == 1:
             return chunk_len(1, start, self.budget, self.limits, alone=alone) if has_row else 0
@@ -56,7 +56,7 @@ class Plan:
 
     def is_beyond_share(self, seq: Sequence, start: int) -> bool:
         """Return whether its tenant has used up its share of the step for a chunk from `start` on."""
-        share = self._shares.get(seq.request.tenant)
+        share = self._share(seq)
         if share is None:
             return False
         return (share.num_rows if seq.num_tokens - start == 1 else share.num_prompt_tokens) <= 0
@@ -69,7 +69,7 @@ class Plan:
         one = decode or is_decode(seq)
         if self._num_decodes and one:
             self._num_decodes -= 1
-        share = self._shares.get(seq.request.tenant)
+        share = self._share(seq)
         if share is not None:
             share.num_rows -= one
             share.num_prompt_tokens -= 0 if decode else n
@@ -82,6 +82,9 @@ class Plan:
     def promises(self, seq: Sequence, index: int) -> bool:
         """Return whether block `index` of `seq` is promised."""
         return index < len(seq.block_hashes) and seq.block_hashes[index] in self._promised
+
+    def _share(self, seq: Sequence) -> Share | None:
+        return self._shares.get(seq.request.tenant) if self._shares else None
 
 
 def is_decode(seq: Sequence) -> bool:

@@ -143,7 +143,7 @@ class Scheduler:
             f"nothing planned for {len(self.waiting)} waiting and {len(self.running)} running sequences "
             f"with {self.pool.num_free} free blocks"
         )
-        for seq, n in plan.entries:
+        for seq, n in plan.entries if shares else ():
             self.tenants.computes(seq, n)
         planned = [(seq, self._chunk(seq, n)) for seq, n in plan.entries]
         if self.speculation is not None:

@@ -97,8 +97,7 @@ class TenantShares:
 
     def computes(self, seq: Sequence, num_tokens: int) -> None:
         """Count planned tokens."""
-        if self.num_tenants > 1:
-            self._served[seq.request.tenant] += num_tokens
+        self._served[seq.request.tenant] += num_tokens
 
     def rank(self, tenant: str) -> tuple[float, ...]:
         """Return the order of the tenants: those below their share first, then by the tokens computed for them."""
