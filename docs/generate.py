@@ -70,7 +70,6 @@ def metrics() -> str:
     """Return the table of all metrics of a server."""
     source = Metrics("m", ("/health",))
     source.watch(_Engine())
-    source.watch_turns(None)
     source.answered("/health", "GET", 200)
     source.prompts("t", PromptTokenBreakdown())
     return _metric_table(source.expose().decode())

@@ -1,4 +1,4 @@
-"""headstart serve whose history and diagnostics can be switched: SIGUSR1 turns them off, SIGUSR2 on again.
+"""headstart serve whose diagnostics can be switched: SIGUSR1 turns them off, SIGUSR2 on again.
 
     python benchmarks/prompts/switched_server.py [options of headstart serve]
 
@@ -25,11 +25,11 @@ TIME_ON = 1 / 3  # of overhead.py's requests
 
 
 class SwitchedState(ServerState):
-    """A server's state with two models, which share the engine and differ in history and diagnostics."""
+    """A server's state with two models, which share the engine and differ in diagnostics."""
 
     def prepare(self, info: EngineInfo) -> Model:
         on = replace(self.options, doctor_share=self.options.doctor_share * TIME_ON)
-        off = replace(on, history_size=0, diagnostics_size=0, doctor_share=0.0, prompt_rule=(), prompt_log_size=0)
+        off = replace(on, diagnostics_size=0, doctor_share=0.0, prompt_rule=(), prompt_log_size=0)
         models = [(options, self._prepared(info, options)) for options in (off, on)]
         for number, (options, model) in zip((signal.SIGUSR1, signal.SIGUSR2), models, strict=True):
             signal.signal(number, lambda *_, options=options, model=model: self._switch(options, model))

@@ -52,6 +52,7 @@ _TABLE: dict[tuple[str, ...], str] = {
     ("--enable-chunked-prefill", "--no-enable-chunked-prefill", "--max-num-partial-prefills"): _BUDGET,
     ("--max-long-partial-prefills",): "use --long-prefill-token-threshold",
     ("--max-total-tokens",): "use --num-blocks, in blocks of --block-size tokens, or --kv-cache-memory",
+    ("--history-size",): "removed: the prompt of a chat has the tokenizer's tokens always; leave it out",
     ("--page-size",): "use --block-size",
     ("--schedule-policy",): "use --scheduling-policy lpm, fcfs or priority",
     ("--random-seed",): "use --seed",

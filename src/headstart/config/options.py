@@ -250,12 +250,6 @@ class ServerOptions:
         CHATS,
         choices=("auto", "qwen3", "deepseek_r1", "none"),
     )
-    history_size: int = _option(
-        64 * 1024 * 1024,
-        "Bytes of generated turns kept, so that a chat that comes back has the tokens that were generated; 0: none.",
-        CHATS,
-        minimum=0,
-    )
     diagnostics_size: int = _option(
         16 * 1024 * 1024,
         "Bytes of fingerprints of prompts kept, which later requests may be compared with; 0: none.",

@@ -94,3 +94,8 @@ class RequestRecord:
 def record_of(scope: Any) -> RequestRecord:
     """Return the record that RequestRecord.of stored in the scope."""
     return scope[_SCOPE_KEY]
+
+
+def tenant_of(scope: Any) -> str:
+    """Return the tenant of a request, "" before it is authorized."""
+    return scope[_SCOPE_KEY].principal.tenant if _SCOPE_KEY in scope else ""

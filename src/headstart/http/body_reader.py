@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from starlette.requests import Request
 
+from headstart.http.access_record import tenant_of
 from headstart.http.byte_budget import Budget, Lease
 from headstart.http.http_errors import ClientGoneError, HttpError
 from headstart.http.spooled_body import SpooledBody, in_memory, spooled
@@ -49,7 +50,7 @@ class BodyReader:
 
         While it arrives it is counted as held, wherever it is. Where no file can be written it stays in memory.
         """
-        lease, body = self._budget.lease(), _Body(max_memory)
+        lease, body = self._budget.lease(tenant=tenant_of(request.scope)), _Body(max_memory)
         try:
             await self._collect(request, lease, body)
             return body.take()
@@ -60,7 +61,7 @@ class BodyReader:
     @asynccontextmanager
     async def held(self, request: Request, max_memory: int = SPOOL_BYTES) -> AsyncGenerator[bytes | SpooledBody]:
         """Yield the body as `read_spooled` returns it; it counts as held until the block ends, and is closed then."""
-        lease, body = self._budget.lease(), _Body(max_memory)
+        lease, body = self._budget.lease(tenant=tenant_of(request.scope)), _Body(max_memory)
         try:
             await self._collect(request, lease, body)
             yield body.peek()
@@ -85,7 +86,7 @@ class BodyReader:
         Meanwhile nothing is read from the connection, so its client waits too.
         """
         began = time.monotonic()
-        while not self._budget.has_room(more, lease.num_bytes):
+        while not self._budget.has_room(more, lease):
             if self._beyond in (None, lease):
                 self._beyond = lease
                 lease.resize(lease.num_bytes + more)

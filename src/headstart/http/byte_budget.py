@@ -1,9 +1,24 @@
-"""Budget: a limit on the bytes that all requests of one process hold together; each request holds a Lease."""
+"""Budget: a limit on the bytes that all requests of one process hold together; each request holds a Lease.
+
+A tenant with several requests leaves a part of the budget free for other tenants: it may hold at most LENT times what
+is free then. So one tenant may hold three quarters, two three sevenths each, and a further one always finds bytes.
+"""
 
 from types import TracebackType
 from typing import Self
 
 from headstart.core.errors import QueueFullError
+
+LENT = 3  # times the free bytes
+
+
+def has_share(total: int, own: int, more: int, limit: int, num_tenants: int) -> bool:
+    """Return whether a tenant that holds `own` of `total` may hold `more`: below the limit, or within its share of it.
+
+    `num_tenants`: those that hold anything, it included. What is lent is not taken back, so with n tenants up to
+    1 + 1/2 + ... + 1/n times the limit are held.
+    """
+    return total + more <= limit or own + more <= limit // num_tenants
 
 
 class Budget:
@@ -18,35 +33,49 @@ class Budget:
         self.num_refused = 0
         self._what = what
         self._admits_one = admits_one
+        self._held_by: dict[str, int] = {}  # tenant -> bytes; without keys there are no tenants
 
-    def lease(self, num_bytes: int = 0) -> "Lease":
+    def lease(self, num_bytes: int = 0, tenant: str = "") -> "Lease":
         """Return a lease of that size. Raises QueueFullError if that exceeds the limit."""
-        lease = Lease(self)
+        lease = Lease(self, tenant)
         if num_bytes:
             lease.grow(num_bytes)
         return lease
 
-    def has_room(self, more: int, own: int) -> bool:
-        """Return whether a request that holds `own` bytes may hold `more`."""
-        return self.held_bytes + more <= self.max_bytes or (self._admits_one and self.held_bytes <= own)
+    def has_room(self, more: int, lease: "Lease") -> bool:
+        """Return whether a request may hold `more` bytes."""
+        free = self.max_bytes - self.held_bytes - more
+        if free < 0:
+            return self._admits_one and self.held_bytes <= lease.num_bytes
+        held = self._held_by.get(lease.tenant, 0)
+        return held <= lease.num_bytes or held + more <= LENT * free
 
-    def check(self, more: int, own: int) -> None:
+    def check(self, more: int, lease: "Lease") -> None:
         """Raise QueueFullError unless `has_room`."""
-        if not self.has_room(more, own):
+        if not self.has_room(more, lease):
             self.num_refused += 1
             raise QueueFullError(
                 f"{self.held_bytes} bytes of {self._what} are held, this one needs {more} more and the limit is "
-                f"{self.max_bytes}: try again later"
+                f"{self.max_bytes}, a part of it for other tenants: try again later"
             )
+
+    def add(self, num_bytes: int, tenant: str) -> None:
+        """Count bytes, or fewer if negative."""
+        self.held_bytes += num_bytes
+        if tenant:
+            self._held_by[tenant] = self._held_by.get(tenant, 0) + num_bytes
+            if not self._held_by[tenant]:
+                del self._held_by[tenant]
 
 
 class Lease:
     """The part of a Budget that one request holds, until it is released or its `with` statement ends."""
 
-    __slots__ = ("_budget", "num_bytes")
+    __slots__ = ("_budget", "num_bytes", "tenant")
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, tenant: str = "") -> None:
         self._budget = budget
+        self.tenant = tenant
         self.num_bytes = 0
 
     def __enter__(self) -> Self:
@@ -60,7 +89,7 @@ class Lease:
     def grow(self, num_bytes: int) -> None:
         """Hold `num_bytes` more, or fewer if negative. Raises QueueFullError, and then nothing has changed."""
         if num_bytes > 0:
-            self._budget.check(num_bytes, self.num_bytes)
+            self._budget.check(num_bytes, self)
         self.resize(self.num_bytes + num_bytes)
 
     def set(self, num_bytes: int) -> None:
@@ -69,7 +98,7 @@ class Lease:
 
     def resize(self, num_bytes: int) -> None:
         """Hold exactly `num_bytes`, even over the budget."""
-        self._budget.held_bytes += num_bytes - self.num_bytes
+        self._budget.add(num_bytes - self.num_bytes, self.tenant)
         self.num_bytes = num_bytes
 
     def release(self) -> None:

@@ -6,17 +6,68 @@ when its client disconnects is dropped.
 """
 
 import asyncio
-from collections.abc import Callable
+import os
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from starlette.types import Receive
 
+from headstart.core.errors import QueueFullError
 from headstart.http.http_errors import ClientGoneError
 
 LONG_BODY_BYTES = 32 * 1024  # larger bodies are parsed and tokenized off the event loop
 HUGE_BODY_BYTES = 256 * 1024
+NUM_THREADS = min(32, (os.cpu_count() or 1) + 4) - 2  # of asyncio's; two are left for other work
 
 _Result = TypeVar("_Result")
+
+
+class TenantTurns:
+    """Places for work, of which the waiting tenants get one in turn; within a tenant in order of arrival."""
+
+    def __init__(self, num_places: int) -> None:
+        self._num_free = num_places
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the tenant whose turn is next comes first
+
+    @asynccontextmanager
+    async def turn(self, tenant: str, seconds: float | None = None) -> AsyncGenerator[None]:
+        """Hold a place while the block runs. Raises QueueFullError if there is none within `seconds`."""
+        if self._num_free:
+            self._num_free -= 1
+        else:
+            await self._wait(tenant, seconds)
+        try:
+            yield
+        finally:
+            self._release()
+
+    async def _wait(self, tenant: str, seconds: float | None) -> None:
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(place)
+        try:
+            async with asyncio.timeout(seconds):
+                await place
+        except BaseException as error:
+            if place.done() and not place.cancelled():  # it was given a place in the same moment
+                self._release()
+            if isinstance(error, TimeoutError):
+                raise QueueFullError("too many requests wait for the same work; try again later") from None
+            raise
+
+    def _release(self) -> None:
+        """Give the place to the next tenant."""
+        while self._waiting:
+            tenant, places = next(iter(self._waiting.items()))
+            place = places.popleft()
+            del self._waiting[tenant]
+            if places:
+                self._waiting[tenant] = places
+            if not place.done():
+                place.set_result(None)
+                return
+        self._num_free += 1
 
 
 class LongWork:
@@ -26,13 +77,15 @@ class LongWork:
         """Bodies above `long_bytes` go to a thread, those above `huge_bytes` one at a time."""
         self._long_bytes = long_bytes
         self._huge_bytes = huge_bytes
-        self._huge = asyncio.Semaphore(1)
+        self._long = TenantTurns(NUM_THREADS)
+        self._huge = TenantTurns(1)
 
     async def run(
         self,
         num_bytes: int,
         work: Callable[[], _Result],
         *,
+        tenant: str = "",
         waits: bool = False,
         receive: Receive | None = None,
     ) -> _Result:
@@ -52,11 +105,8 @@ class LongWork:
             return work()
 
         try:
-            if num_bytes <= self._huge_bytes:
+            async with (self._long if num_bytes <= self._huge_bytes else self._huge).turn(tenant):
                 result = await asyncio.to_thread(wanted)
-            else:
-                async with self._huge:
-                    result = await asyncio.to_thread(wanted)
         finally:
             if watcher is not None:
                 watcher.cancel()

@@ -12,7 +12,6 @@ from headstart.openai.generation_params import GenerationParams, fit
 from headstart.openai.request_bodies import ChatBody, CompletionBody, Message, Prompt
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.tokenizer.turn_memory import Conversation
 from headstart.openai.tools.chat_format import chat_format, chat_output, reasoning_at_end
 from headstart.openai.tools.default_prompt import messages_with_tools, messages_without_calls
 from headstart.openai.tools.tool_fields import ToolParams
@@ -56,11 +55,6 @@ def encode_completion(body: CompletionBody, tokenizer: Tokenizer, bounds: Bounds
 
 def encode_chat(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
     """Return the token ids of the rendered conversation. By default only the template adds special tokens."""
-    return encode_conversation(body, tokenizer, bounds).token_ids
-
-
-def encode_conversation(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> Conversation:
-    """Return the rendered conversation; the tokens of turns that were generated here are those generated."""
     messages, tools = shown_chat(body.messages, body.params.tools, tokenizer, bounds)
     options: dict[str, str | int | bool] = dict(body.params.template_options)
     effort = body.params.reasoning_effort
@@ -74,12 +68,7 @@ def encode_conversation(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) ->
         tools=tools,
     )
     try:
-        if body.params.add_special_tokens:
-            return Conversation(encode_prompt(text, tokenizer, bounds, add_special_tokens=True))
-        _check_length(text, tokenizer, bounds)
-        conversation = tokenizer.encode_conversation(text)
-        _check_not_empty(conversation.token_ids)
-        return conversation
+        return encode_prompt(text, tokenizer, bounds, add_special_tokens=bool(body.params.add_special_tokens))
     except InvalidRequestError as error:
         error.param = "messages"
         raise
@@ -115,8 +104,8 @@ def chat_requests(
 
     `tokenizer` is from `tokenizer_of`. Blocks: renders the conversation. Raises InvalidRequestError and QueueFullError.
     """
-    prompt, turn = encode_conversation(body, tokenizer, bounds)
-    params = replace(with_chat_output(body.params, prompt, tokenizer, bounds), turn=turn)
+    prompt = encode_chat(body, tokenizer, bounds)
+    params = with_chat_output(body.params, prompt, tokenizer, bounds)
     return params, build_requests([prompt], params, bounds, origin)
 
 

@@ -18,7 +18,6 @@ from headstart.openai.canonical.prompt_rules import AppliedRules
 from headstart.openai.generation_fields import ChatFields, CompletionFields, GenerationFields
 from headstart.openai.request_model import validated
 from headstart.openai.structured.structured_fields import output_grammar
-from headstart.openai.tokenizer.turn_memory import OpenTurn
 from headstart.openai.tools.chat_format import ChatOutput
 from headstart.openai.tools.tool_fields import ToolParams, tool_params
 from headstart.openai.unsupported import UNSUPPORTED, refuse_unsupported
@@ -66,7 +65,6 @@ class GenerationParams:
     tools: ToolParams | None = None  # of a chat
     reasoning_effort: str | None = None
     chat: ChatOutput | None = None  # set once the prompt is rendered; None: all output is content
-    turn: OpenTurn | None = None  # set once the prompt is rendered: where the generated tokens are stored
     applied_rules: AppliedRules = ()  # that changed the chat, or were reported about it
     ignored: tuple[str, ...] = ()  # unknown names in the request, sorted
 

@@ -220,8 +220,6 @@ class GenerationJob:
         if delta.must_abort:
             self._engine.abort((request_id,))
         generation, first = self.generations[index], self._first_token_at[index] or at
-        if self.params.turn is not None and not self.params.prewarm:
-            self.params.turn.ended(generation.kept_token_ids)
         metrics = self._metrics
         metrics.finished(delta.finish_reason or "")
         metrics.e2e_latency.observe(time.monotonic() - self.record.arrival)

@@ -23,6 +23,7 @@ from headstart.http.sse import HEADERS, PING, WRITE_SECONDS
 from headstart.openai.canonical.prompt_rules import RULES_HEADER, rules_header
 from headstart.openai.engine_requests import Origin, Prepared
 from headstart.openai.request_json import parse_json
+from headstart.openai.sandbox.sandbox_pool import WAIT_SECONDS
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.server.apis.answer_format import AnswerFormat, Api, ApiRequest, Head
 from headstart.server.generation_job import GenerationJob, News
@@ -95,7 +96,7 @@ async def _prepared(
             state.prompt_log.add(origin.tenant, KeptBody(request.scope["path"], data, origin.request_id))
         return asked.without_messages(model, origin)
 
-    run = partial(state.long_work.run, receive=request.receive)
+    run = partial(state.long_work.run, tenant=origin.tenant, receive=request.receive)
     async with state.bodies.held(request) as body:
         more = 0 if num_stored_bytes is None else await run(len(body), partial(stored, body))
         asked = await run(len(body) + more, partial(prepare, body), waits=api.renders)
@@ -103,9 +104,10 @@ async def _prepared(
         model.metrics.prompt_rules.add(params.applied_rules)
         grammar = params.sampling.grammar
         if grammar is not None and not model.grammars.is_accepted(grammar):
-            check = partial(model.grammars.check, params.grammar_field or "grammar", grammar)
-            with asked.named():
-                await run(0, check, waits=True)
+            field = params.grammar_field or "grammar"
+            async with state.checks.turn(origin.tenant, WAIT_SECONDS):
+                with asked.named():
+                    await run(0, partial(model.grammars.check, field, grammar, origin.tenant), waits=True)
     prompts = [first.prompt for first in requests[:: params.n]]
 
     def share() -> list[SharedPrompt]:

@@ -1,4 +1,4 @@
-"""Metrics of prompts beside the engine: turns that came back, rules that applied, fingerprints for comparisons."""
+"""Metrics of prompts beside the engine: rules that applied, fingerprints for comparisons."""
 
 from collections.abc import Iterable
 
@@ -8,33 +8,7 @@ from prometheus_client.registry import Collector
 from headstart.explain.lint.causes import CAUSES
 from headstart.openai.canonical.prompt_rules import RULE_TEXTS, AppliedRules
 from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
-from headstart.openai.tokenizer.turn_memory import TurnMemory, TurnStats
 from headstart.server.prompt_doctor import PromptDoctor
-
-
-class TurnCollector(Collector):
-    """The counters of a TurnMemory; zeros if there is none."""
-
-    def __init__(self, turns: TurnMemory | None, model_name: str) -> None:
-        self._turns = turns
-        self._model = [model_name]
-
-    def collect(self) -> Iterable[Metric]:
-        stats = TurnStats() if self._turns is None else self._turns.stats
-        labels = ("model_name", "match")
-        text = "Generated turns that came back in a prompt: as a whole, in part, or with another text."
-        turns = CounterMetricFamily("headstart:history_turns", text, labels=labels)
-        rows = {"whole": stats.num_whole, "partial": stats.num_partial, "changed": stats.num_changed}
-        for match, value in rows.items():
-            turns.add_metric([*self._model, match], value)
-        yield turns
-        text = "Prompt tokens that are the generated ones, not those of the text."
-        tokens = CounterMetricFamily("headstart:history_tokens", text, labels=labels[:1])
-        tokens.add_metric(self._model, stats.num_tokens)
-        yield tokens
-        held = GaugeMetricFamily("headstart:history_bytes", "Memory held for generated turns.", labels=labels[:1])
-        held.add_metric(self._model, stats.num_bytes)
-        yield held
 
 
 class FingerprintCollector(Collector):

@@ -17,9 +17,8 @@ from headstart.core.engine import EngineInfo, EngineStats
 from headstart.http.packed_metrics import Counter, Histogram, method_label
 from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
 from headstart.openai.responses import CACHE_SOURCES
-from headstart.openai.tokenizer.turn_memory import TurnMemory
 from headstart.server.prompt_doctor import PromptDoctor
-from headstart.server.prompt_metrics import DoctorCollector, FingerprintCollector, RuleCounts, TurnCollector
+from headstart.server.prompt_metrics import DoctorCollector, FingerprintCollector, RuleCounts
 from headstart.server.store_metrics import StoreCollector
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -115,10 +114,6 @@ class Metrics:
         self._registry.register(_EngineCollector(engine, self._model_name))
         self._by_tenant.register(_TenantCollector(self._model_name, self.tenants))
         self._of_store.register(StoreCollector(lambda: engine.stats, self._model_name))
-
-    def watch_turns(self, turns: TurnMemory | None) -> None:
-        """Add the counters of generated turns to every scrape."""
-        self._registry.register(TurnCollector(turns, self._model_name))
 
     def watch_fingerprints(self, memory: FingerprintMemory | None) -> None:
         """Add the memory of prompts' fingerprints to every scrape."""

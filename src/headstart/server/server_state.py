@@ -15,20 +15,20 @@ from headstart.core.request import Request
 from headstart.http.access_record import RequestRecord
 from headstart.http.auth import Authenticator
 from headstart.http.body_reader import HELD_BYTES, BodyReader
-from headstart.http.byte_budget import Budget
+from headstart.http.byte_budget import Budget, has_share
 from headstart.http.http_errors import ClientGoneError, HttpError, rendered
 from headstart.http.logs import Log
-from headstart.http.long_work import LongWork
+from headstart.http.long_work import LongWork, TenantTurns
 from headstart.http.web_pages import WebPages
 from headstart.openai.bounds import Bounds
 from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
 from headstart.openai.engine_requests import Prepared
 from headstart.openai.json_pieces import Turns
 from headstart.openai.responses_api.response_memory import ResponseMemory
+from headstart.openai.sandbox.sandbox_pool import MAX_PROCESSES
 from headstart.openai.structured.grammar_check import GrammarCheck
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.tokenizer.turn_memory import TurnMemory
 from headstart.server.engine.engine_client import EngineClient
 from headstart.server.generation_job import GenerationJob
 from headstart.server.prefix_requests import Prefixes
@@ -100,6 +100,7 @@ class ServerState:
         )
         self.bodies = BodyReader(options.max_body_bytes, HELD_BYTES // num_shares)
         self.long_work = LongWork()
+        self.checks = TenantTurns(MAX_PROCESSES)  # of grammars
         self.turns = Turns()
         self.prefixes = Prefixes(engine, self.auth.domain_of)
         self.responses = ResponseMemory(options.response_store_size, options.response_store_ttl)
@@ -115,12 +116,9 @@ class ServerState:
     def prepare(self, info: EngineInfo) -> Model:
         """Return a Model for the engine's loaded model. Raises ConfigError without a tokenizer."""
         name = self.options.served_model_name or info.served_name
-        size = self.options.history_size
-        turns = TurnMemory(size) if size else None
-        tokenizer = SegmentedTokenizer(Tokenizer.from_folder(Path(info.model)), turns=turns)
+        tokenizer = SegmentedTokenizer(Tokenizer.from_folder(Path(info.model)))
         metrics = Metrics(name, ROUTES)
         metrics.watch(self.engine)
-        metrics.watch_turns(turns)
         self.engine.on_step = lambda stats: metrics.iteration_tokens.observe(stats.last_batch_tokens)
         bounds = Bounds.of(info, self.options, tokenizer.content_forms)
         grammars = GrammarCheck(info, info.eos_token_ids or tokenizer.eos_token_ids)
@@ -188,13 +186,14 @@ class ServerState:
     def admit(self, prepared: Prepared, record: RequestRecord) -> GenerationJob:
         """Submit the requests of one client request to the engine, all or none.
 
-        Raises QueueFullError if the waiting queue or the byte budget is full. With an empty queue, every valid request
-        is admitted whatever its size.
+        Raises QueueFullError if the waiting queue or the byte budget is full. A full queue takes requests of a tenant
+        that uses less than its share of it, and every valid request of one for which nothing waits, whatever its size.
         """
         model = self.check_ready()
         try:
             self._check_queue(prepared.requests)
-            lease = self._held.lease(initial_bytes(prepared.requests, prepared.params) + prepared.num_extra_bytes)
+            num_bytes = initial_bytes(prepared.requests, prepared.params) + prepared.num_extra_bytes
+            lease = self._held.lease(num_bytes, record.principal.tenant)
         except QueueFullError:
             model.metrics.rejected()
             raise
@@ -241,12 +240,13 @@ class ServerState:
             raise QueueFullError(
                 f"{engine.num_unsent_bytes} bytes wait for the engine and {MAX_UNSENT_BYTES} may: try again later"
             )
-        if engine.num_waiting == 0:
+        own = engine.queued.get(requests[0].tenant)
+        if own is None:
             return
         num_tokens = sum(len(request.prompt) for request in requests)
-        for waiting, more, limit, what in (
-            (engine.num_waiting, len(requests), options.max_num_queued_reqs, "requests"),
-            (engine.num_waiting_tokens, num_tokens, options.max_num_queued_tokens, "prompt tokens"),
+        for waiting, mine, more, limit, what in (
+            (engine.num_waiting, own.num_requests, len(requests), options.max_num_queued_reqs, "requests"),
+            (engine.num_waiting_tokens, own.num_tokens, num_tokens, options.max_num_queued_tokens, "prompt tokens"),
         ):
-            if waiting + more > limit:
+            if not has_share(waiting, mine, more, limit, len(engine.queued)):
                 raise QueueFullError(f"{waiting} {what} are waiting and {limit} may: try again later")

@@ -1,8 +1,13 @@
 """Plan: the chunks of one step so far, its remaining budget, and the blocks it promises."""
 
+from collections.abc import Mapping
+
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.request import Sequence
 from headstart.core.sched.limits import Limits, charge, chunk_len
+from headstart.core.sched.tenant_shares import Share
+
+NO_SHARES: Mapping[str, Share] = {}
 
 
 class Plan:
@@ -14,9 +19,18 @@ class Plan:
     """
 
     def __init__(
-        self, limits: Limits, block_size: int, *, num_decodes: int, max_prompt_tokens: int | None = None
+        self,
+        limits: Limits,
+        block_size: int,
+        *,
+        num_decodes: int,
+        max_prompt_tokens: int | None = None,
+        shares: Mapping[str, Share] = NO_SHARES,
     ) -> None:
-        """Begin a plan. `max_prompt_tokens`: limit set by the step's time bound; None: no limit."""
+        """Begin a plan. `max_prompt_tokens`: limit set by the step's time bound; None: no limit.
+
+        `shares`: of tenants, if there are several.
+        """
         self.limits = limits
         self.budget = limits.max_batched_tokens
         self.entries: list[tuple[Sequence, int]] = []
@@ -24,27 +38,41 @@ class Plan:
         self._prompt_tokens_left = max_prompt_tokens
         self._num_decodes = num_decodes  # running decodes that are not planned yet
         self._promised: set[BlockHash] = set()
+        self._shares = shares
 
     def chunk_len(self, seq: Sequence, start: int, *, alone: bool) -> int:
         """Return how many tokens of `seq` to compute from `start` on; prefills leave one for each unplanned decode.
 
         A decode with forced tokens gets one token at least, and more of them like a prefill.
         """
-        want = seq.num_tokens - start
+        want, share, cap = seq.num_tokens - start, self._share(seq), self._prompt_tokens_left
+        has_row = share is None or share.num_rows > 0
         if want == 1:
-            return chunk_len(1, start, self.budget, self.limits, alone=alone)
-        n = chunk_len(
-            want, start, self.budget - self._num_decodes, self.limits, alone=alone, cap=self._prompt_tokens_left
-        )
-        return n or int(self.budget > 0 and is_decode(seq))
+            return chunk_len(1, start, self.budget, self.limits, alone=alone) if has_row else 0
+        if share is not None:
+            cap = share.num_prompt_tokens if cap is None else min(cap, share.num_prompt_tokens)
+        n = chunk_len(want, start, self.budget - self._num_decodes, self.limits, alone=alone, cap=cap)
+        return n or int(self.budget > 0 and has_row and is_decode(seq))
+
+    def is_beyond_share(self, seq: Sequence, start: int) -> bool:
+        """Return whether its tenant has used up its share of the step for a chunk from `start` on."""
+        share = self._share(seq)
+        if share is None:
+            return False
+        return (share.num_rows if seq.num_tokens - start == 1 else share.num_prompt_tokens) <= 0
 
     def add(self, seq: Sequence, start: int, n: int, *, writes: bool, extra: int = 0) -> None:
         """Plan `n` tokens of `seq`; `writes`: it publishes what it computes. `extra` is charged on top."""
         decode = seq.num_tokens - start == 1
         self.budget -= charge(start, n, self.limits, decode=decode) + extra
         self.entries.append((seq, n))
-        if self._num_decodes and (decode or is_decode(seq)):
+        one = decode or is_decode(seq)
+        if self._num_decodes and one:
             self._num_decodes -= 1
+        share = self._share(seq)
+        if share is not None:
+            share.num_rows -= one
+            share.num_prompt_tokens -= 0 if decode else n
         if not decode and self._prompt_tokens_left is not None:
             self._prompt_tokens_left = max(self._prompt_tokens_left - n, 0)
         first = start // self._block_size
@@ -54,6 +82,9 @@ class Plan:
     def promises(self, seq: Sequence, index: int) -> bool:
         """Return whether block `index` of `seq` is promised."""
         return index < len(seq.block_hashes) and seq.block_hashes[index] in self._promised
+
+    def _share(self, seq: Sequence) -> Share | None:
+        return self._shares.get(seq.request.tenant) if self._shares else None
 
 
 def is_decode(seq: Sequence) -> bool:

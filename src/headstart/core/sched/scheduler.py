@@ -8,7 +8,8 @@ from a store, waits and takes it over (promised blocks), so a prefix is computed
 """
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from headstart.core.batch import (
     UNKNOWN_TOKEN,
@@ -31,11 +32,13 @@ from headstart.core.errors import RequestTooLargeError
 from headstart.core.request import FinishReason, Request, Sequence, Status
 from headstart.core.sched.admission import MAX_CANDIDATES, Admission, non_preemptible
 from headstart.core.sched.in_flight import InFlight, is_current, needs_host
-from headstart.core.sched.plan import Plan, is_decode
+from headstart.core.sched.plan import NO_SHARES, Plan, is_decode
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import StepTimes
+from headstart.core.sched.tenant_queues import TenantQueues
+from headstart.core.sched.tenant_shares import Share, StepDemand, TenantShares
 from headstart.core.sched.token_accounting import TokenAccounting
-from headstart.core.sched.waiting_queue import POLICIES, Group, OrderedSequences, WaitingQueue
+from headstart.core.sched.waiting_queue import POLICIES, Group, OrderedSequences
 from headstart.core.speculation.speculation import Speculation
 
 
@@ -54,14 +57,15 @@ class Scheduler:
         self.cache = KVCache(
             self.pool, config.block_size, model=config.model, enabled=config.enable_prefix_caching, chain=chain
         )
-        self.waiting = WaitingQueue(self.pool, config.policy, config.lpm_k, self.cache.reads)
+        self.step_times = StepTimes(limits.step_bound)
+        self.tenants = TenantShares(limits, self.pool.num_usable, self.step_times)
+        self.waiting = TenantQueues(self.pool, config.policy, config.lpm_k, self.cache.reads, self.tenants.rank)
         order = POLICIES[config.policy]
         self.running = OrderedSequences(lambda seq: (not non_preemptible(seq), *order(seq)))
         self.admission = Admission(self.cache, limits.max_model_len)
         self.prefixes = PinnedPrefixes(self.cache, self._demands, max_share=config.max_pinned_share)
         self.transfers = Transfers(self.cache, store)
         self.trust = Trust(self.cache, self.transfers, self.admission)
-        self.step_times = StepTimes(limits.step_bound)
         self.speculation: Speculation | None = None
         if config.speculation is not None:
             self.speculation = Speculation(config.speculation, self.cache, limits.max_model_len)
@@ -88,6 +92,7 @@ class Scheduler:
         seq.needs_host = self.speculation is not None or needs_host(request.sampling)
         self.accounting.arrived(seq)
         self._sequences[request.request_id] = seq
+        self.tenants.arrived(seq)
         self.waiting.add(seq)
 
     def check(self, request: Request) -> None:
@@ -116,25 +121,30 @@ class Scheduler:
         """
         assert len(self.in_flight) < 2, "the step before the last one was not updated"
         self._now = self.pool.now = now
-        running: Iterable[Sequence] = self.running
+        running = list(self.running)
         if self.in_flight:
             if self._drains or not self.in_flight.allows_plan():
                 return Batch(())
             self.in_flight.publish_ahead()
             running = [seq for seq in running if not self.in_flight.ends(seq)]
         self._drains = False
-        num_decodes = sum(map(is_decode, running))
-        most = self.step_times.max_prompt_tokens(num_decodes, len(self._sequences) - num_decodes)
-        plan = Plan(self.limits, self.block_size, num_decodes=num_decodes, max_prompt_tokens=most)
-        preempted = self._plan_running(plan, list(running))
-        if self.waiting and not self._drains and not (preempted and plan.entries):
-            self._plan_waiting(plan)
+        shares = self._shares(running) if self.tenants.is_shared(now) else NO_SHARES
+        victims = self._reclaim() if shares else set[str]()
+        if self._drains:
+            return Batch(())
+        if victims:
+            running = list(self.running)
+        plan = self._plan(running, shares, victims)
+        if shares and not plan.entries and not self.in_flight:  # those with a share wait, and the others may run
+            plan = self._plan(running, NO_SHARES, victims)
         if not plan.entries and (self.transfers.num_outstanding or self.in_flight):
             return Batch(())
         assert plan.entries or not self._sequences, (
             f"nothing planned for {len(self.waiting)} waiting and {len(self.running)} running sequences "
             f"with {self.pool.num_free} free blocks"
         )
+        for seq, n in plan.entries if shares else ():
+            self.tenants.computes(seq, n)
         planned = [(seq, self._chunk(seq, n)) for seq, n in plan.entries]
         if self.speculation is not None:
             self._add_drafts(self.speculation, plan, planned)
@@ -162,6 +172,21 @@ class Scheduler:
         return outputs
 
     # ------------------------------------------------------------------------------------------------- planning
+
+    def _plan(self, running: list[Sequence], shares: Mapping[str, Share], victims: set[str]) -> Plan:
+        """Plan a step. `shares`: of tenants, if there are several; nothing of the tenants `victims` is admitted."""
+        num_decodes = total = sum(map(is_decode, running))
+        if shares:
+            decodes = Counter(seq.request.tenant for seq in running if is_decode(seq))
+            num_decodes = sum(min(num, shares[tenant].num_rows) for tenant, num in decodes.items())
+        most = self.step_times.max_prompt_tokens(num_decodes, len(self._sequences) - total)
+        plan = Plan(self.limits, self.block_size, num_decodes=num_decodes, max_prompt_tokens=most, shares=shares)
+        preempted = self._plan_running(plan, running)
+        if self.waiting and not self._drains and not (preempted and plan.entries):
+            for tenant in victims:
+                self.waiting.skip(tenant)
+            self._plan_waiting(plan, is_shared=bool(shares))
+        return plan
 
     def _plan_running(self, plan: Plan, running: list[Sequence]) -> bool:
         """Plan the running sequences; return whether one of them was preempted.
@@ -198,15 +223,24 @@ class Scheduler:
                 plan.add(seq, start, n, writes=self.cache.writes(seq))
         return preempted
 
-    def _plan_waiting(self, plan: Plan) -> None:
-        """Admit waiting sequences in the queue's order; stop at the first that does not fit."""
+    def _plan_waiting(self, plan: Plan, *, is_shared: bool) -> None:
+        """Admit waiting sequences in the queue's order; stop at the first that does not fit.
+
+        `is_shared`: no tenant above its share gets more while one below it waits.
+        """
         self.waiting.refresh()
         reserved = sum(map(self.admission.blocks_reserved, self.running))
         while plan.budget > 0 and len(self.running) < self.limits.max_seqs:
             group = self.waiting.next()
             if group is None:
                 break
-            seq = group.members[0]
+            seq, tenant = group.members[0], group.members[0].request.tenant
+            if (
+                is_shared
+                and self.tenants.is_above(tenant)
+                and not all(map(self.tenants.is_above, self.waiting.tenants))
+            ):
+                break
             if seq.recompute is not None and not self._may_recompute(seq, group):
                 continue
             hit = self.cache.match(seq)
@@ -216,6 +250,9 @@ class Scheduler:
                 continue
             if self._is_promised(plan, seq, depth) or self._is_loading(seq, hit, depth, reserved):
                 self.waiting.pass_over(group, hit.num_tokens)
+                continue
+            if plan.is_beyond_share(seq, hit.num_tokens):
+                self.waiting.skip(tenant)
                 continue
             if not self._admit(plan, seq, hit, reserved):
                 break
@@ -276,6 +313,7 @@ class Scheduler:
         if is_first:
             self.prefixes.admitted(seq)
         self.running.add(seq)
+        self.tenants.admitted(seq)
         seq.status = Status.RUNNING
         plan.add(seq, hit.num_tokens, n, writes=self.cache.writes(seq), extra=extra)
         return True
@@ -294,12 +332,22 @@ class Scheduler:
         return 0
 
     def _candidates(self, seq: Sequence) -> list[Sequence]:
-        """Return the preemption candidates for `seq`: the last running sequences after it, all of one priority."""
+        """Return the preemption candidates for `seq`: the last running sequences after it, all of one priority.
+
+        Those of another tenant only if that holds more than its share of the blocks, or `seq` is non-preemptible.
+        """
         candidates: list[Sequence] = []
+        others = not non_preemptible(seq) and self.tenants.num_tenants > 1
         for index in range(len(self.running) - 1, -1, -1):
             other = self.running[index]
             if other is seq or len(candidates) == MAX_CANDIDATES:
                 break
+            if (
+                others
+                and other.request.tenant != seq.request.tenant
+                and not self.tenants.has_more_blocks(other.request.tenant)
+            ):
+                continue
             if candidates and self._by_priority and other.request.priority != candidates[0].request.priority:
                 break
             candidates.append(other)
@@ -316,6 +364,7 @@ class Scheduler:
     def _requeue(self, seq: Sequence) -> None:
         """Release all blocks of a running sequence and queue it."""
         self.running.remove(seq)
+        self.tenants.preempted(seq)
         if self.cache.reads(seq):
             self.cache.hash_blocks(seq, until=seq.num_computed_tokens)
         self.in_flight.release(seq)
@@ -355,6 +404,52 @@ class Scheduler:
             if not self.cache.extend(seq, NO_HIT, end + len(draft)):
                 draft = draft[: len(seq.block_ids) * self.block_size - end]
             planned[index] = seq, chunk._replace(token_ids=chunk.token_ids + draft, num_logits=1 + len(draft))
+
+    # ------------------------------------------------------------------------------------------------- tenants
+
+    def _shares(self, running: list[Sequence]) -> dict[str, Share]:
+        """Return the share of each tenant in this step."""
+        decodes, prompts, most = Counter[str](), Counter[str](), self.limits.max_batched_tokens
+        for seq in running:
+            tenant, is_one = seq.request.tenant, is_decode(seq)
+            decodes[tenant] += is_one
+            prompts[tenant] += seq.num_tokens - seq.next_start - is_one
+        for tenant in self.waiting.tenants:
+            prompts[tenant] += self.waiting.of(tenant).num_tokens(self.block_size, most)
+        demands = {tenant: StepDemand(decodes[tenant], num) for tenant, num in prompts.items()}
+        return self.tenants.of_step(demands, len(self._sequences) - decodes.total()) if demands else {}
+
+    def _reclaim(self) -> set[str]:
+        """Preempt sequences of tenants above their share for those below it that find no place or no blocks.
+
+        Return the tenants of those preempted. While a step is in flight none is: planning goes on when it has ended.
+        """
+        victims = set[str]()
+        self.tenants.count(self.running)
+        for tenant in self.waiting.tenants:
+            group = None if self.tenants.is_above(tenant) else self.waiting.of(tenant).next()
+            if group is None:
+                continue
+            seq = group.members[0]
+            hit = self.cache.match(seq)
+            if self.tenants.has_more_blocks(tenant, self.admission.most_blocks(seq)):
+                continue  # it may need more than its share, so it waits
+            while True:
+                reserved = sum(map(self.admission.blocks_reserved, self.running))
+                needs_place = len(self.running) >= self.limits.max_seqs
+                if not needs_place and self._fits(seq, hit, reserved):
+                    break
+                victim = self.tenants.last_above(self.running, needs_place=needs_place)
+                if victim is None:
+                    break
+                if self.in_flight:
+                    self._drains = True
+                    return victims
+                victim.num_covered_tokens = max(victim.num_covered_tokens, victim.num_computed_tokens)
+                self._requeue(victim)
+                self.counters.num_preemptions += 1
+                victims.add(victim.request.tenant)
+        return victims
 
     # ------------------------------------------------------------------------------------------------- results
 
@@ -485,6 +580,7 @@ class Scheduler:
 
     def _finish(self, seq: Sequence) -> None:
         (self.running if seq.status is Status.RUNNING else self.waiting).remove(seq)
+        self.tenants.finished(seq, self._now)
         self.in_flight.release(seq)
         self.accounting.finished(seq)
         if self.speculation is not None:

@@ -44,6 +44,11 @@ class StepTimes:
         below = next((seconds for seconds in known[at::-1] if seconds), 0.0) if at >= 0 else 0.0
         return below or next((seconds for seconds in known if seconds), 0.0)
 
+    def row_seconds(self, num_decodes: int) -> float:
+        """Return the time that one more decode adds to a step of `num_decodes`; 0 while nothing is known."""
+        many, one = self.decode_seconds(num_decodes), self._decode_seconds[1] if len(self._decode_seconds) > 1 else 0.0
+        return max(many - one, 0.0) / (num_decodes - 1) if one and num_decodes > 1 else many / max(num_decodes, 1)
+
     def expected(self, num_prompt_tokens: int, num_decodes: int) -> float:
         """Return the expected duration of a step; 0 while nothing is known."""
         decodes = self.decode_seconds(num_decodes) if num_decodes else 0.0

@@ -95,7 +95,7 @@ _RECOMPUTE = BlockHash(b"//recompute")  # not a block hash (a digest); keys of s
 
 
 class WaitingQueue:
-    """The waiting sequences in the order of a policy.
+    """The waiting sequences of one tenant in the order of a policy.
 
     `lpm` is k-LPM: of every `k` admissions the first is the oldest waiting sequence, the other k - 1 are those with the
     longest match, so that a sequence with r older ones is admitted within k(r + 1) admissions (arXiv 2502.04677).
@@ -118,7 +118,6 @@ class WaitingQueue:
         self._passed: list[Group] = []  # until the end of this step
         self._published: list[BlockHash] = []
         self._num_admissions = 0
-        pool.planners.append(self)
 
     def __len__(self) -> int:
         return len(self._of)
@@ -196,16 +195,20 @@ class WaitingQueue:
         """Return its number of published leading blocks as recorded; at least the actual number."""
         return self._of[seq.request_id].depth
 
-    def published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+    def num_tokens(self, block_size: int, most: int) -> int:
+        """Return the tokens to compute for its sequences, at most `most`: no more are counted."""
+        total = 0
+        for group in self._groups.values():
+            for seq in group.members:
+                total += max(len(seq.token_ids) - group.depth * block_size, 1)
+                if total >= most:
+                    return most
+        return total
+
+    def published(self, block_hash: BlockHash) -> None:
         """Record a published block, for `refresh`."""
         if block_hash in self._groups:
             self._published.append(block_hash)
-
-    def removed(self, block_hash: BlockHash) -> None:
-        """Do nothing: the match is corrected at the group's turn."""
-
-    def cleared(self) -> None:
-        """Do nothing: matches are corrected at the groups' turns."""
 
     # ------------------------------------------------------------------------------------------------------------
 

@@ -52,13 +52,14 @@ class ChatRenderer:
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
+        tenant: str = "",
     ) -> str:
         """Return the prompt, as ChatTemplate.render does.
 
         Raises InvalidRequestError if the template rejects the messages or exceeds its limits, and QueueFullError as
         SandboxPool.
         """
-        return self._ask((messages, add_generation_prompt, continue_final_message, dict(options or {}), tools))
+        return self._ask((messages, add_generation_prompt, continue_final_message, dict(options or {}), tools), tenant)
 
     def content_forms(self) -> ContentForms:
         """Return the forms of content that the template takes, as ChatTemplate does; raises what `render` raises."""
@@ -66,9 +67,9 @@ class ChatRenderer:
             self._forms = _read_forms(self._ask(None))
         return self._forms
 
-    def _ask(self, request: Any) -> str:
+    def _ask(self, request: Any, tenant: str = "") -> str:
         try:
-            return self._pool.ask(request)
+            return self._pool.ask(request, tenant)
         except ValueError:
             raise InvalidRequestError(
                 "messages or tools hold values that are not plain JSON", param="messages"

@@ -25,6 +25,7 @@ KILL_SECONDS = 0.5  # in addition to the time limit of a request, which most han
 WAIT_SECONDS = 10.0  # for an idle process
 MAX_FAILURES = 3  # kills in a row, before a pause
 PAUSE_SECONDS = 5.0
+EVERYBODY = "/"  # no tenant's name: a failure that no request has caused pauses all
 _PLAIN = re.compile(
     r"PATH|HOME|TMPDIR|TZ|TZDIR|LANG|LC_\w+|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV"
     r"|PYTHON(HOME|HASHSEED|MALLOC|UTF8|DONTWRITEBYTECODE|PYCACHEPREFIX)|MALLOC_\w+|GLIBC_TUNABLES|OMP_NUM_THREADS"
@@ -58,50 +59,51 @@ class SandboxPool:
         self._idle: list[_Process] = []
         self._all: set[_Process] = set()
         self._num_starting = 0
-        self._failures = 0  # in a row
-        self._paused_until = 0.0
+        self._failures: dict[str, int] = {}  # in a row, by tenant
+        self._paused_until: dict[str, float] = {}
         self.close: Callable[[], object] = weakref.finalize(self, _kill_all, self._all)
 
     def start(self) -> None:
         """Start a process, so that the first request does not wait. Raises ConfigError if it cannot be built."""
-        self._give_back(self._take())
+        self._give_back(self._take(EVERYBODY), EVERYBODY)
 
-    def ask(self, request: Any) -> str:
+    def ask(self, request: Any, tenant: str = "") -> str:
         """Return the answer to `request`, which is plain data.
 
         Raises the InvalidRequestError of the handler; SandboxLostError if the process exceeds its limits; ValueError
         for data that are not plain; ConfigError if no process can be built; QueueFullError if no process is idle in
-        time, and for PAUSE_SECONDS after MAX_FAILURES consecutive failures.
+        time, and for PAUSE_SECONDS after MAX_FAILURES consecutive failures of requests of the same `tenant`.
         """
         data = marshal.dumps(request)
         try:
-            process = self._take()
+            process = self._take(tenant)
         except ConfigError:  # of a pool that was not started before
-            self._note_failure()
+            self._note_failure(EVERYBODY)
             raise
         try:
             kind, answer = process.exchange(data, time.monotonic() + self._sandbox.max_seconds + KILL_SECONDS)
         except SandboxLostError:
-            self._discard(process)
+            self._discard(process, tenant)
             raise
         except BaseException:  # an interrupt: the response of the process will not be read
-            self._discard(process, is_failure=False)
+            self._discard(process)
             raise
-        self._give_back(process)
+        self._give_back(process, tenant)
         if kind == ERROR:
             param, _, message = answer.partition("\n")
             raise InvalidRequestError(message, param=param or None)
         return answer
 
-    def _take(self) -> "_Process":
+    def _take(self, tenant: str) -> "_Process":
         """Return a process for the caller's exclusive use."""
         deadline = time.monotonic() + WAIT_SECONDS
         with self._free:
             while True:
                 now = time.monotonic()
-                if now < self._paused_until:
+                until = max(self._paused_until.get(name, 0.0) for name in (tenant, EVERYBODY))
+                if now < until:
                     message = f"{self._sandbox.subject} took too long {MAX_FAILURES} times in a row; try again later"
-                    raise QueueFullError(message, retry_after=self._paused_until - now)
+                    raise QueueFullError(message, retry_after=until - now)
                 while self._idle:
                     process = self._idle.pop()
                     if process.is_alive():
@@ -122,25 +124,27 @@ class SandboxPool:
                 self._num_starting -= 1
                 self._free.notify()
 
-    def _give_back(self, process: "_Process") -> None:
+    def _give_back(self, process: "_Process", tenant: str) -> None:
         with self._free:
-            self._failures = 0
+            self._failures.pop(tenant, None)
+            self._failures.pop(EVERYBODY, None)
             self._idle.append(process)
             self._free.notify()
 
-    def _discard(self, process: "_Process", *, is_failure: bool = True) -> None:
+    def _discard(self, process: "_Process", tenant: str | None = None) -> None:
+        """Kill a process; `tenant`: whose request is the cause."""
         process.kill()
         with self._free:
             self._all.discard(process)
             self._free.notify()
-        if is_failure:
-            self._note_failure()
+        if tenant is not None:
+            self._note_failure(tenant)
 
-    def _note_failure(self) -> None:
+    def _note_failure(self, tenant: str) -> None:
         with self._free:
-            self._failures += 1
-            if self._failures >= MAX_FAILURES:
-                self._paused_until = time.monotonic() + PAUSE_SECONDS
+            failures = self._failures[tenant] = self._failures.get(tenant, 0) + 1
+            if failures >= MAX_FAILURES:
+                self._paused_until[tenant] = time.monotonic() + PAUSE_SECONDS
                 self._free.notify_all()
 
 

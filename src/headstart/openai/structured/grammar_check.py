@@ -41,15 +41,15 @@ class GrammarCheck:
             self._accepted.move_to_end(key)
             return True
 
-    def check(self, name: str, grammar: str) -> None:
+    def check(self, name: str, grammar: str, tenant: str = "") -> None:
         """Raise InvalidRequestError unless the engine can compile the grammar that the field `name` requests. Blocks.
 
-        Raises QueueFullError while too many grammars wait.
+        Raises QueueFullError while too many grammars wait, and while grammars of `tenant` were killed repeatedly.
         """
         if self.is_accepted(grammar):
             return
         try:
-            self._processes().ask(grammar)
+            self._processes().ask(grammar, tenant)
         except SandboxLostError as error:
             raise InvalidRequestError(f"{name} {error} to compile; simplify it", param=name) from None
         except InvalidRequestError as error:

@@ -88,7 +88,6 @@ class Generation:
         self.request_id = request.request_id
         self.num_prompt_tokens = len(request.prompt)
         self._token_ids = array("i")
-        self._num_cut = 0  # tokens with text from the stop string on
         self.logprobs = LogprobTable()
         self.breakdown = PromptTokenBreakdown()  # of the prompt, once there is a token
         self.finish_reason: str | None = None
@@ -130,11 +129,6 @@ class Generation:
     def token_ids(self) -> list[int]:
         """The generated token ids."""
         return self._token_ids.tolist()
-
-    @property
-    def kept_token_ids(self) -> "array[int]":
-        """The generated token ids, without those whose text is cut off at a stop string."""
-        return self._token_ids[: len(self._token_ids) - self._num_cut]
 
     def update(self, output: Output) -> Delta:
         """Process an engine output and return the new output for the client; an empty Delta once finished."""
@@ -197,7 +191,6 @@ class Generation:
         assert 0 <= cut <= len(self._held), f"{cut} characters to cut and {len(self._held)} held back"
         self._held = self._held[: len(self._held) - cut]
         self._length = keep
-        self._num_cut = sum(token.end > keep for token in self._waiting)
 
     def _show(
         self, finish_reason: str | None, stop_reason: int | str | None = None, *, must_abort: bool = False

@@ -14,7 +14,6 @@ from headstart.core.request import CacheMode
 from headstart.openai.tokenizer.segment_memory import SegmentMemory
 from headstart.openai.tokenizer.tenant_cache import Scope
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.tokenizer.turn_memory import Conversation, OpenTurn, TokenizedPiece, TurnMemory, ending_of
 from headstart.openai.tokenizer.word_borders import BORDER, has_safe_borders
 
 SEGMENT_CHARS = 1024
@@ -31,12 +30,9 @@ class SegmentedTokenizer(Tokenizer):
         memory: SegmentMemory | None = None,
         *,
         segment_chars: int = SEGMENT_CHARS,
-        turns: TurnMemory | None = None,
     ) -> None:
-        """`turns`: where generated turns are stored, for `encode_conversation`; None: nowhere."""
         self.__dict__.update(base.__dict__)
         self.memory = SegmentMemory() if memory is None else memory
-        self.turns = turns
         self._scope = Scope()
         self._segment_chars = segment_chars
         self._around = _around(self.backend) if has_safe_borders(self.backend) else None
@@ -45,6 +41,11 @@ class SegmentedTokenizer(Tokenizer):
     def is_segmented(self) -> bool:
         """Whether texts are cut into segments: proven to leave the tokens unchanged."""
         return self._around is not None
+
+    @property
+    def tenant(self) -> str:
+        """The tenant whose requests it is for, "" for all."""
+        return self._scope.tenant
 
     def for_domain(self, tenant: str, domain: bytes, mode: CacheMode = CacheMode.READ_WRITE) -> Tokenizer:
         """Return this tokenizer with the cached segments of `domain` of `tenant`.
@@ -72,28 +73,6 @@ class SegmentedTokenizer(Tokenizer):
             token_ids += super().encode(rest, add_special_tokens=False)
         token_ids.extend(after)
         return token_ids
-
-    def encode_conversation(self, text: str) -> Conversation:
-        """Return the token ids of a rendered conversation, with the generated ones of turns that are stored.
-
-        The text of the ids is always `text`. Without stored turns they are those of the base tokenizer. Only if texts
-        may be cut into segments: otherwise a piece might have other tokens alone, such as a blank before it.
-        """
-        if self.turns is None or self._around is None:
-            return super().encode_conversation(text)
-        pieces, start, rest, key = self.turns.read(self._scope, text)
-        token_ids = array("i")
-        for piece in pieces:
-            known = piece.text_ids
-            token_ids += self.encode(piece.text, add_special_tokens=False) if known is None else known
-            token_ids += piece.token_ids
-        rest_ids = self.encode(rest, add_special_tokens=False)
-        token_ids += rest_ids
-        ending = ending_of(token_ids, text, self.vocabulary)
-        if not ending:
-            return Conversation(token_ids)
-        before = TokenizedPiece(start, rest_ids)
-        return Conversation(token_ids, OpenTurn(self.turns, self._scope, key, ending, before, self.vocabulary))
 
     def _parts(self, text: str) -> Iterator[str]:
         """Yield the segments of a text, and last the rest, possibly empty."""

@@ -22,7 +22,6 @@ from headstart.gguf.metadata import text_of
 from headstart.gguf.tokenizer_json import gguf_tokenizer, named_tokens
 from headstart.openai.chat.chat_renderer import ChatRenderer
 from headstart.openai.chat.chat_template import MAX_SOURCE_CHARS, ONE_TEXT, ContentForms
-from headstart.openai.tokenizer.turn_memory import Conversation
 from headstart.openai.tokenizer.vocabulary import Vocabulary, parts_of
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -74,13 +73,14 @@ class Tokenizer:
         # "fast": without offsets of the tokens in the text, which takes a third of the time
         return array("i", self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
+    @property
+    def tenant(self) -> str:
+        """The tenant whose requests it is for, "" for all."""
+        return ""
+
     def for_domain(self, tenant: str, domain: bytes, mode: CacheMode = CacheMode.READ_WRITE) -> "Tokenizer":
         """Return the tokenizer for requests of one isolation domain: itself, since this class caches nothing."""
         return self
-
-    def encode_conversation(self, text: str) -> Conversation:
-        """Return the token ids of a rendered conversation; this class stores no turns."""
-        return Conversation(self.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of the tokens; ids without a token have no text."""
@@ -122,6 +122,7 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             options=options or {},
             tools=tools,
+            tenant=self.tenant,
         )
 
     def content_forms(self) -> ContentForms:

@@ -19,7 +19,6 @@ class Vocabulary:
         self.byte_level = kinds == ["ByteLevel"]
         self.byte_fallback = "ByteFallback" in kinds
         added = backend.get_added_tokens_decoder()
-        self.added_ids = frozenset(added)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes: dict[int, bytes] = {}  # filled on demand
 

@@ -1,6 +1,7 @@
 """Route handlers of the generation APIs and of stored responses."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -74,4 +75,5 @@ async def run_with_body(
     """Return `work(body)`, run off the event loop if the body is long, or if `renders` and it holds messages."""
     async with state.bodies.held(request) as body:
         waits = renders and (isinstance(body, SpooledBody) or b'"messages"' in body)
-        return await state.long_work.run(len(body), lambda: work(in_memory(body)), waits=waits, receive=request.receive)
+        run = partial(state.long_work.run, tenant=record_of(request.scope).principal.tenant, receive=request.receive)
+        return await run(len(body), lambda: work(in_memory(body)), waits=waits)

@@ -1,7 +1,6 @@
 """/v1/messages: preparation of requests from content blocks, and answers as messages; /v1/messages/count_tokens."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,6 @@ from headstart.openai.engine_requests import (
     Origin,
     build_requests,
     encode_chat,
-    encode_conversation,
     tokenizer_of,
     with_chat_output,
 )
@@ -89,9 +87,9 @@ def _prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequ
         body = read.chat.parse(bounds)
         check_model(body.model, model)
         tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
-        prompt, turn = encode_conversation(body, tokenizer, bounds)
+        prompt = encode_chat(body, tokenizer, bounds)
         params = shortened(body.params, len(prompt), bounds)
-        params = replace(with_chat_output(params, prompt, tokenizer, bounds), turn=turn)
+        params = with_chat_output(params, prompt, tokenizer, bounds)
         requests = build_requests([prompt], params, bounds, origin)
     fills_context = params.max_tokens != body.params.max_tokens
     num_marked = 0

@@ -181,8 +181,8 @@ async def _parsed(state: ServerState, request: Request) -> tuple[EngineRequest, 
         return asked.requests[:: asked.params.n], values
 
     async with state.bodies.held(request) as body:
-        work = partial(prepare, body)
-        requests, values = await state.long_work.run(len(body), work, waits=True, receive=request.receive)
+        run = partial(state.long_work.run, tenant=origin.tenant, receive=request.receive)
+        requests, values = await run(len(body), partial(prepare, body), waits=True)
     if len(requests) > 1:
         raise InvalidRequestError(f"there are {len(requests)} prompts; ask about one at a time", param="prompt")
     return requests[0], values

@@ -10,8 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -42,6 +42,13 @@ from headstart.server.engine.wire import (
 Build = Callable[[EngineOptions], tuple[Engine, EngineInfo]]
 PATIENCE = 3.0  # factor on the announced duration of a long step
 STOP_SECONDS = 8.0  # for the running step, and for the store to write its pending blocks
+
+
+class Queued(NamedTuple):
+    """The submitted requests of a tenant that have no first token yet."""
+
+    num_requests: int = 0
+    num_tokens: int = 0  # of their prompts
 
 
 class OutputStream:
@@ -93,8 +100,8 @@ class EngineClient:
         self.on_step: Callable[[EngineStats], None] | None = None
         self.recorder: RequestRecorder | None = None
         self._streams: dict[str, OutputStream] = {}
-        self._waiting: dict[str, int] = {}  # requests without a first token: id -> prompt tokens
-        self._waiting_tokens = 0
+        self._waiting: dict[str, Request] = {}  # requests without a first token
+        self._queued: dict[str, Queued] = {}  # of each tenant that has any
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -140,7 +147,12 @@ class EngineClient:
     @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens of the submitted requests without a first token."""
-        return self._waiting_tokens
+        return sum(each.num_tokens for each in self._queued.values())
+
+    @property
+    def queued(self) -> Mapping[str, Queued]:
+        """The requests without a first token, by tenant; only tenants that have any."""
+        return self._queued
 
     @property
     def num_unsent_bytes(self) -> int:
@@ -155,8 +167,8 @@ class EngineClient:
         for request in requests:
             assert request.request_id not in self._streams, f"request id {request.request_id} is in use"
             self._streams[request.request_id] = stream
-            self._waiting[request.request_id] = len(request.prompt)
-            self._waiting_tokens += len(request.prompt)
+            self._waiting[request.request_id] = request
+            self._count(request, 1)
         if self.recorder is not None and self.info is not None:
             self.recorder.submitted(requests, self.info.block_size, time.monotonic())
         for message in Submit.of(requests):
@@ -243,7 +255,7 @@ class EngineClient:
             if stream is None:  # aborted while this output was in flight
                 continue
             if output.token_ids or output.finish_reason is not None:
-                self._waiting_tokens -= self._waiting.pop(output.request_id, 0)
+                self._begun(output.request_id)
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
             if self.recorder is not None:
@@ -274,8 +286,23 @@ class EngineClient:
     def _forget(self, request_id: str) -> bool:
         if self.recorder is not None:
             self.recorder.ended(request_id, time.monotonic())
-        self._waiting_tokens -= self._waiting.pop(request_id, 0)
+        self._begun(request_id)
         return self._streams.pop(request_id, None) is not None
+
+    def _begun(self, request_id: str) -> None:
+        """Note that a request does not wait any longer."""
+        request = self._waiting.pop(request_id, None)
+        if request is not None:
+            self._count(request, -1)
+
+    def _count(self, request: Request, sign: int) -> None:
+        """Add a request to those that wait, or remove it."""
+        before = self._queued.get(request.tenant, Queued())
+        after = Queued(before.num_requests + sign, before.num_tokens + sign * len(request.prompt))
+        if after.num_requests:
+            self._queued[request.tenant] = after
+        else:
+            del self._queued[request.tenant]
 
     def _die(self, reason: str) -> None:
         """Fail all streams and calls that wait for the engine; the first reason is kept."""
@@ -286,7 +313,7 @@ class EngineClient:
             stream.fail(self.dead)
         self._streams.clear()
         self._waiting.clear()
-        self._waiting_tokens = 0
+        self._queued.clear()
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(self.dead)

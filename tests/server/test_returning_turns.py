@@ -1,4 +1,4 @@
-"""A conversation that comes back reuses every full block before it, in all three chat APIs, streamed or not.
+"""Turns that come back have the tokens of their text, in all three chat APIs, streamed or not.
 
 The model's weights are random, so the tokens of its answers are seldom those of the tokenizer: `test_control` shows it.
 """
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import pytest
 from server.harness import Server, parse_events
 
-BLOCK = 16
 TOKENS = 24
 
 
@@ -68,40 +67,24 @@ def messages_api(server: Server, messages: list[dict[str, str]], stream: bool) -
     return Answer(text, usage["input_tokens"] + cached + written, cached, usage["output_tokens"])
 
 
-def num_different(server: Server) -> float:
-    """Return how many turns have come back with another text, in whole or in part."""
-    lines = [line for line in server.get("/metrics").text.splitlines() if line.startswith("headstart:history_turns")]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if 'match="whole"' not in line)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("ask", [chat, responses, messages_api])
-def test_each_turn_reuses_all_full_blocks_before_it(real_server: Server, ask: Ask, stream: bool) -> None:
+def test_a_turn_that_comes_back_has_the_tokenizers_tokens_whatever_was_generated(
+    real_server: Server, ask: Ask, stream: bool
+) -> None:
+    """Otherwise one request with odd tokens for a text would change the prompts of later ones."""
     messages = [{"role": "user", "content": f"By {ask.__name__} {stream}: name a river that ends in the sea, please."}]
-    end = num_whole = 0  # `end` of the tokens whose KV is computed: prompt and output, but for its last token
-    for turn in range(5):
-        before = num_different(real_server)
+    for _ in range(3):
         answer = ask(real_server, messages, stream)
-        if turn and num_different(real_server) == before:  # no answer has a special token amid its text
-            assert answer.num_cached_tokens == end // BLOCK * BLOCK
-            num_whole += 1
-        end = answer.num_prompt_tokens + answer.num_tokens - 1
+        assert answer.num_prompt_tokens == real_server.post("/tokenize", json={"messages": messages}).json()["count"]
         messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "And another one?"}]
-    assert num_whole >= 2
 
 
 def test_control(real_server: Server) -> None:
-    """The tokens of an answer differ from those of its text, and they are counted when they come back."""
+    """The tokens of an answer differ from those of its text."""
     messages = [{"role": "user", "content": "By the control: name a river that ends in the sea, please."}]
     body = {"messages": messages, "max_tokens": TOKENS, "temperature": 0, "return_token_ids": True}
     choice = real_server.post("/v1/chat/completions", json=body).json()["choices"][0]
     text = choice["message"]["content"]
     canonical = real_server.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
     assert canonical != choice["token_ids"]
-    before = real_server.metric("headstart:history_tokens_total")
-    later = [*messages, choice["message"], {"role": "user", "content": "Sure?"}]
-    assert real_server.post("/v1/chat/completions", json={"messages": later, "max_tokens": 1}).status_code == 200
-    assert real_server.metric("headstart:history_tokens_total") == before + TOKENS
-    assert 0 < real_server.metric("headstart:history_bytes") < 64 << 20
-    changed = [*messages, {"role": "assistant", "content": text + "!"}, {"role": "user", "content": "Sure?"}]
-    assert real_server.post("/v1/chat/completions", json={"messages": changed, "max_tokens": 1}).status_code == 200

@@ -1,0 +1,121 @@
+"""TenantQueues: a waiting queue per tenant, so that the order of a tenant's sequences depends on its own only.
+
+The scheduler says which tenant is next (`rank`); within it, the order is that of its WaitingQueue.
+"""
+
+from collections.abc import Callable, Iterator
+
+from headstart.core.cache.block_pool import BlockPool
+from headstart.core.cache.hashing import BlockHash
+from headstart.core.request import Sequence
+from headstart.core.sched.waiting_queue import WAITING, Group, WaitingQueue
+
+Rank = Callable[[str], tuple[float, ...]]
+
+
+class TenantQueues:
+    """The waiting sequences of all tenants."""
+
+    def __init__(
+        self, pool: BlockPool, policy: str, k: int, reads: Callable[[Sequence], bool], rank: Rank = lambda _: ()
+    ) -> None:
+        """`rank`: the tenant with the smallest is next."""
+        self._key = WAITING[policy]
+        self._new = lambda: WaitingQueue(pool, policy, k, reads)
+        self._rank = rank
+        self._queues: dict[str, WaitingQueue] = {}  # kept when empty: k-LPM counts admissions
+        self._waiting: dict[str, WaitingQueue] = {}  # those that are not empty
+        self._skipped: set[str] = set()  # until the end of this step
+        pool.planners.append(self)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Iterate over all sequences, by age."""
+        return iter(sorted((seq for queue in self._waiting.values() for seq in queue), key=self._key))
+
+    @property
+    def tenants(self) -> list[str]:
+        """The tenants of waiting sequences."""
+        return list(self._waiting)
+
+    def of(self, tenant: str) -> WaitingQueue:
+        """Return the queue of a tenant that has waiting sequences."""
+        return self._waiting[tenant]
+
+    def add(self, seq: Sequence) -> None:
+        """Add a sequence that has no blocks."""
+        tenant = seq.request.tenant
+        queue = self._queues.get(tenant)
+        if queue is None:
+            queue = self._queues[tenant] = self._new()
+        self._waiting[tenant] = queue
+        queue.add(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Remove a sequence that is aborted."""
+        self._queue(seq).remove(seq)
+        self._drop_if_empty(seq)
+
+    def admitted(self, seq: Sequence) -> None:
+        """Remove an admitted sequence, and count the admission for k-LPM."""
+        self._queue(seq).admitted(seq)
+        self._drop_if_empty(seq)
+
+    def next(self) -> Group | None:
+        """Return the group whose first member is next; skipped tenants and groups are left out."""
+        names = [name for name in self._waiting if name not in self._skipped]
+        for name in sorted(names, key=self._rank) if len(names) > 1 else names:
+            group = self._waiting[name].next()
+            if group is not None:
+                return group
+        return None
+
+    def skip(self, tenant: str) -> None:
+        """Skip a tenant until `end_of_turn`."""
+        self._skipped.add(tenant)
+
+    def pass_over(self, group: Group, num_hit_tokens: int) -> None:
+        """Skip a group until `end_of_turn`."""
+        self._queue(group.members[0]).pass_over(group, num_hit_tokens)
+
+    def end_of_turn(self) -> None:
+        """Make skipped tenants and groups eligible again."""
+        self._skipped.clear()
+        for queue in self._waiting.values():
+            queue.end_of_turn()
+
+    def refresh(self) -> None:
+        """Move the groups whose first missing block has been published; called before each step is planned."""
+        for queue in self._waiting.values():
+            queue.refresh()
+
+    def regroup(self, seq: Sequence, depth: int) -> None:
+        """Move a sequence whose match is only `depth` blocks long to its right group."""
+        self._queue(seq).regroup(seq, depth)
+
+    def depth_of(self, seq: Sequence) -> int:
+        """Return its number of published leading blocks as recorded; at least the actual number."""
+        return self._queue(seq).depth_of(seq)
+
+    def published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+        """Record a published block, for `refresh`."""
+        for queue in self._waiting.values():
+            queue.published(block_hash)
+
+    def removed(self, block_hash: BlockHash) -> None:
+        """Do nothing: a match is corrected at its group's turn."""
+
+    def cleared(self) -> None:
+        """Do nothing: matches are corrected at the groups' turns."""
+
+    def _queue(self, seq: Sequence) -> WaitingQueue:
+        return self._queues[seq.request.tenant]
+
+    def _drop_if_empty(self, seq: Sequence) -> None:
+        if not self._queue(seq):
+            del self._waiting[seq.request.tenant]
