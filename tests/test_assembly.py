@@ -253,7 +253,13 @@ def test_without_a_profile_steps_of_the_token_budget_are_run(
     batches: list[Batch] = []
     monkeypatch.setattr(assembly, "gpu_peak", peak)
     monkeypatch.setattr(assembly, "profile_batches", profile_batches)
-    options = EngineOptions(model=str(tiny), dtype="float32", max_num_seqs=max_num_seqs, max_num_batched_tokens=300)
+    options = EngineOptions(
+        model=str(tiny),
+        dtype="float32",
+        attention_backend="reference",
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=300,
+    )
     full = build_engine(replace(options, num_gpu_blocks_override=64), profile=lambda *_: 0)[1]
     built = build_engine(replace(options, memory_limit="128MiB"))[1]
     assert ran[0][1] == 300 and ran[1][0] == max_num_seqs and full.max_model_len >= 300

@@ -6,6 +6,7 @@ one is on its way; nothing waits for the device. A layer is two launches, up to 
 prefixes are shared.
 """
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -112,11 +113,14 @@ class TritonStep:
         queries, keys, values = queries if packed else queries.contiguous(), _adjacent(keys), _adjacent(values)
         out = torch.empty(queries.shape, dtype=dtype, device=backend.kv.device)
         scoring = Scoring(scale, window, softcap, None if sinks is None else sinks.float().contiguous())
-        for plan in plans:  # all of them first: a chunk may read what another one of this step has
-            own = slice(plan.begin, plan.end)
-            append_kv(keys[own], values[own], plan.meta[plan.layout.slots :], kv, pdl=backend.pdl)
-        for plan in plans:
-            self._attend(plan, queries[plan.begin : plan.end], kv, out[plan.begin : plan.end], scoring)
+        with (
+            torch.cuda.device(backend.kv.device) if backend.on_gpu else nullcontext()
+        ):  # Triton launches on the current
+            for plan in plans:  # all of them first: a chunk may read what another one of this step has
+                own = slice(plan.begin, plan.end)
+                append_kv(keys[own], values[own], plan.meta[plan.layout.slots :], kv, pdl=backend.pdl)
+            for plan in plans:
+                self._attend(plan, queries[plan.begin : plan.end], kv, out[plan.begin : plan.end], scoring)
         return out
 
     def _attend(self, plan: _Plan, queries: Tensor, kv: KV, out: Tensor, scoring: Scoring) -> None:
