@@ -7,6 +7,7 @@ prefixes are shared.
 """
 
 from contextlib import nullcontext
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -72,10 +73,9 @@ class TritonAttention:
 
 
 class _Plan(NamedTuple):
-    """The plan of tokens [begin, end) of a step, and its array on the device."""
+    """The plan of some chunks of a step: their tokens, and the planner's array on the device."""
 
-    begin: int
-    end: int
+    tokens: slice
     layout: Layout
     meta: Tensor
 
@@ -113,19 +113,18 @@ class TritonStep:
         queries, keys, values = queries if packed else queries.contiguous(), _adjacent(keys), _adjacent(values)
         out = torch.empty(queries.shape, dtype=dtype, device=backend.kv.device)
         scoring = Scoring(scale, window, softcap, None if sinks is None else sinks.float().contiguous())
-        with (
-            torch.cuda.device(backend.kv.device) if backend.on_gpu else nullcontext()
-        ):  # Triton launches on the current
+        # Triton launches on the current device.
+        with torch.cuda.device(backend.kv.device) if backend.on_gpu else nullcontext():
             for plan in plans:  # all of them first: a chunk may read what another one of this step has
-                own = slice(plan.begin, plan.end)
-                append_kv(keys[own], values[own], plan.meta[plan.layout.slots :], kv, pdl=backend.pdl)
+                slots = plan.meta[plan.layout.slots :]
+                append_kv(keys[plan.tokens], values[plan.tokens], slots, kv, pdl=backend.pdl)
             for plan in plans:
-                self._attend(plan, queries[plan.begin : plan.end], kv, out[plan.begin : plan.end], scoring)
+                self._attend(plan, queries[plan.tokens], kv, out[plan.tokens], scoring)
         return out
 
     def _attend(self, plan: _Plan, queries: Tensor, kv: KV, out: Tensor, scoring: Scoring) -> None:
         layout, meta, backend, kvs = plan.layout, plan.meta, self._backend, kv[0].shape[1]
-        parts = backend.parts(layout.num_parts, plan.end - plan.begin, out.shape[1])
+        parts = backend.parts(layout.num_parts, len(out), out.shape[1])
         common = (queries, kv, out, parts, meta, meta[layout.positions :], meta[layout.singles :], scoring)
         last, pdl = layout.merges_by_last, backend.pdl
         if count := layout.num_singles * kvs:
@@ -137,23 +136,18 @@ class TritonStep:
             merge(parts, out, tokens, firsts, scoring.sinks, pdl=pdl)
 
     def _plan(self, heads: int) -> list[_Plan]:
-        planner, backend = self._backend.planner(heads), self._backend
-        planned = [(part, *self._fill(planner, part)) for part in _fitting(planner, _step_rows(self._step))]
-        begins = np.cumsum([0, *(len(part.tokens) for part, *_ in planned)]).tolist()
-        places = np.cumsum([0, *(aligned(layout.total) for _, layout, _ in planned)]).tolist()
-        array = torch.empty(places[-1], dtype=torch.int32, pin_memory=backend.on_gpu)
-        for place, (_, layout, memory) in zip(places, planned, strict=False):
-            array.numpy()[place : place + layout.total] = memory[: layout.total]
-        meta = array.to(backend.kv.device, non_blocking=True)
-        return [
-            _Plan(begins[index], begins[index + 1], layout, meta[places[index] :])
-            for index, (_, layout, _) in enumerate(planned)
-        ]
-
-    def _fill(self, planner: StepPlanner, rows: StepRows) -> tuple[Layout, Ints]:
-        memory, none = np.empty(planner.bounds(rows)[1], np.int32), np.zeros(0, np.int32)
-        tile_rows = self._backend.tile.tile_rows
-        return planner.fill(memory, rows, padded=None, tile_rows=tile_rows, selected=none, outputs=0), memory
+        backend, planner, none = self._backend, self._backend.planner(heads), np.zeros(0, np.int32)
+        layouts: list[Layout] = []
+        arrays: list[Ints] = []
+        for rows in _fitting(planner, _step_rows(self._step)):
+            memory, tile = np.empty(planner.bounds(rows)[1], np.int32), backend.tile.tile_rows
+            layouts.append(planner.fill(memory, rows, padded=None, tile_rows=tile, selected=none, outputs=0))
+            arrays.append(memory[: aligned(layouts[-1].total)])
+        array = torch.from_numpy(np.concatenate(arrays))
+        meta = (array.pin_memory() if backend.on_gpu else array).to(backend.kv.device, non_blocking=True)
+        metas = meta.split([len(one) for one in arrays])
+        own = [slice(*pair) for pair in pairwise(accumulate((layout.rows for layout in layouts), initial=0))]
+        return [_Plan(*found) for found in zip(own, layouts, metas, strict=True)]
 
 
 def _shape(rows: int, keys: int, row_bytes: int, shared: int, most: int) -> Shape:
