@@ -1,5 +1,9 @@
 """The Triton attention backend against the reference in Triton's interpreter; and models on it, also on a GPU."""
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -261,6 +265,16 @@ def test_a_corrupt_block_fails_its_own_row_and_blocks_travel(tmp_path: Path) -> 
     assert rows[0] == clean[0] and rows[1].error is not None and rows[1].error.kind is RowErrorKind.NON_FINITE
     runner.zero_blocks((3,))
     assert not any(runner.read_block(3))
+
+
+@pytest.mark.long
+def test_kernels_compile_for_gpus_and_fit_their_shared_memory() -> None:
+    script = Path(__file__).with_name("compile_for_gpus.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run([sys.executable, script], env=environment, check=True, stdout=subprocess.PIPE)
+    found = json.loads(ran.stdout)
+    assert len(found) == 12 and all(len(one["shared"]) == 4 for one in found)
+    assert [one for one in found if max(one["shared"]) > one["limit"]] == []
 
 
 def test_auto_takes_it_where_it_runs_and_it_is_refused_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from headstart.model.cuda.triton_rotary import append_kv
 from headstart.model.paged_kv import KVShape
 from headstart.model.step_inputs import StepInputs
 
-_SHARED_MEMORY = 0.75  # share for queries, keys and values; the rest is the compiler's
+_SHARED_MEMORY = 0.75  # share for keys and values; the rest is the compiler's
 
 
 class TritonAttention:
@@ -40,11 +40,7 @@ class TritonAttention:
         properties = torch.cuda.get_device_properties(device) if self.on_gpu else None
         shared = properties.shared_memory_per_block_optin if properties is not None else 0
         self.processors = properties.multi_processor_count if properties is not None else 8
-        row_bytes = max(16, triton.next_power_of_2(shape.head_dim)) * dtype.itemsize
-        keys = max(16, min(64, split_tokens or 64, (1 << 14) // row_bytes))  # a part is whole tiles of keys
-        most = (1, 1) if dtype == torch.float32 else (2, 3)
-        self.single = _shape(16, keys, row_bytes, shared, most[0])
-        self.tile = _shape(max(16, min(128, (1 << 15) // row_bytes)), keys, row_bytes, shared, most[1])
+        self.single, self.tile = launch_shapes(shape.head_dim, dtype, shared, split_tokens)
         self._split = split_tokens
         self._parts: dict[int, Parts] = {}  # by the number of query heads
 
@@ -150,10 +146,14 @@ class TritonStep:
         return [_Plan(*found) for found in zip(own, layouts, metas, strict=True)]
 
 
-def _shape(rows: int, keys: int, row_bytes: int, shared: int, most: int) -> Shape:
-    """Return a launch for heads of `row_bytes`, with at most `most` tiles of keys on their way into `shared` bytes."""
-    stages = int(_SHARED_MEMORY * shared - rows * row_bytes) // (2 * keys * row_bytes)
-    return Shape(rows, keys, 4, max(1, min(most, stages)))
+def launch_shapes(dim: int, dtype: torch.dtype, shared: int, split_tokens: int = 0) -> tuple[Shape, Shape]:
+    """Return the shapes of singles and of tiles on a GPU with `shared` bytes of memory for a program."""
+    row_bytes = max(16, triton.next_power_of_2(dim)) * dtype.itemsize
+    most_rows, most_keys, most = (64, 32, 1) if dtype == torch.float32 else (128, 64, 3)
+    keys = max(16, min(most_keys, split_tokens or 64, (1 << 14) // row_bytes))  # a part is whole tiles of keys
+    stages = max(1, min(most, int(_SHARED_MEMORY * shared) // (2 * keys * row_bytes)))
+    rows = max(16, min(most_rows, (1 << 15) // row_bytes))
+    return Shape(16, keys, 4, min(2, stages)), Shape(rows, keys, 4, stages)
 
 
 def _step_rows(step: StepInputs) -> StepRows:
