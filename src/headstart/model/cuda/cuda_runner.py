@@ -7,6 +7,7 @@ step has already gone on with another token for such a row, the chunk that conti
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -129,6 +130,10 @@ class CudaRunner:
     @torch.inference_mode()
     def submit(self, batch: Batch) -> SubmittedStep:
         """See core's AsyncExecutor."""
+        with self._device():
+            return self._submit(batch)
+
+    def _submit(self, batch: Batch) -> SubmittedStep:
         began = time.perf_counter()
         step = SubmittedStep(began, batch.finished, [None] * len(batch.chunks), [], [-1] * len(batch.chunks))
         previous = self._flying[-1].outputs if self._flying else []
@@ -150,8 +155,9 @@ class CudaRunner:
         """See core's AsyncExecutor."""
         assert isinstance(handle, SubmittedStep) and self._flying[0] is handle, "steps are collected in their order"
         step = self._flying.pop(0)
-        for one in step.passes:
-            self._finish(step, one)
+        with self._device():
+            for one in step.passes:
+                self._finish(step, one)
         for index, row in step.patches.items():
             step.rows[index] = row
         self.sampler.drop(step.finished)
@@ -181,7 +187,12 @@ class CudaRunner:
             self._meta.zero_()
             self._meta[layout.slots : layout.slots + key.rows] = -1
             self._meta[layout.previous : layout.previous + key.rows] = -1
-            self.graphs.capture(key, lambda key=key, layout=layout: self._run(layout, key.kind))
+            with self._device():
+                self.graphs.capture(key, lambda key=key, layout=layout: self._run(layout, key.kind))
+
+    def _device(self) -> AbstractContextManager[object]:
+        """Return a context with this runner's GPU as the thread's own: Triton launches there."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _run(self, layout: Layout, kind: str) -> PassResult:
         """Launch a pass; its best tokens are what the next step continues, unless others are sampled."""
