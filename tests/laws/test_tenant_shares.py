@@ -1,4 +1,4 @@
-"""Invariant 12 between tenants: shares of places, blocks and steps, and the order within a tenant as if it were alone."""
+"""Invariant 12 between tenants: shares of places, blocks and steps, and the order within a tenant as if alone."""
 
 import hashlib
 from collections import Counter
@@ -159,7 +159,7 @@ COST = StepCost(step=0.012, token=0.00038)  # as of bench/experiments/engine/fai
 
 
 def p50_beside(num_connections: int, *, prompt: int = 100, output: int = 32, answers: int = 15) -> float:
-    """Return the median duration of one tenant's requests beside a tenant with that many connections, in a loop each."""
+    """Return the median duration of a tenant's requests beside another with that many connections in a loop."""
     clock, max_len = VirtualClock(), 1024
     limits = Limits(2048, 64, max_len, step_bound=StepBound())
     scheduler = Scheduler(SchedulerConfig(6000, 16, limits, policy="lpm"))
