@@ -14,6 +14,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, os.environ.get("PY
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if not Path("/dev/nvidiactl").exists():  # kernels for GPUs run in the interpreter; read when anything imports Triton
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a script runs pytest in the background
 
 import patience  # noqa: E402
