@@ -419,6 +419,8 @@ def attend(
         shape.tile_keys, single, last, split, scoring.window is not None, scoring.softcap is not None,
         scoring.sinks is not None, ITEM, *_merging(group, dim), pdl,
         num_warps=shape.warps, num_stages=shape.stages, **launch_options(pdl=pdl),
+        # The variants of an exact kernel must not differ in which products and sums a compiler fuses.
+        enable_fp_fusion=split == 0,
     )  # fmt: skip
 
 
