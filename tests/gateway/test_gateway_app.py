@@ -374,11 +374,10 @@ def test_a_large_body_whose_client_is_gone_is_not_parsed() -> None:
             read: list[bytes] = []
             original = router.state.reader.read_spooled
             router.state.reader.read_spooled = lambda *given: read.append(b"") or original(*given)  # type: ignore
-            await app._app._long_work._huge.acquire()
             body = json.dumps({"prompt": "a" * (2 << 20)}).encode()
-            asks = [asyncio.create_task(gone_at_once(app, "/v1/completions", body)) for _ in range(4)]
-            await asyncio.sleep(0.2)
-            app._app._long_work._huge.release()
+            async with app._app._long_work._huge.turn("another"):
+                asks = [asyncio.create_task(gone_at_once(app, "/v1/completions", body)) for _ in range(4)]
+                await asyncio.sleep(0.2)
             assert await asyncio.gather(*asks) == [499] * 4 and read == []
             assert router.state.bodies.held_bytes == 0 and router.state.proxy.held.held_bytes == 0
 

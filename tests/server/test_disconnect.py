@@ -152,13 +152,11 @@ def test_what_has_not_begun_when_its_client_disconnects_is_dropped(folder: str, 
 
             inference.parse_json = noted
             try:
-                await server.state.long_work._huge.acquire()
-                asks = [
-                    asyncio.create_task(gone_at_once(build_app(server.state), path, body.encode())) for _ in range(5)
-                ]
-                await until(lambda: server.state.bodies.held_bytes >= 5 * len(body))
-                await asyncio.sleep(0.05)  # all of them wait, and their clients disconnect
-                server.state.long_work._huge.release()
+                app = build_app(server.state)
+                async with server.state.long_work._huge.turn("another"):
+                    asks = [asyncio.create_task(gone_at_once(app, path, body.encode())) for _ in range(5)]
+                    await until(lambda: server.state.bodies.held_bytes >= 5 * len(body))
+                    await asyncio.sleep(0.05)  # all of them wait, and their clients disconnect
                 assert await asyncio.gather(*asks) == [499] * 5
             finally:
                 inference.parse_json = original

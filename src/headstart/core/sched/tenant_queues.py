@@ -21,6 +21,7 @@ class TenantQueues:
     ) -> None:
         """`rank`: the tenant with the smallest is next."""
         self._key = WAITING[policy]
+        self.references = policy == "fcfs"  # of each queue; see WaitingQueue
         self._new = lambda: WaitingQueue(pool, policy, k, reads)
         self._rank = rank
         self._queues: dict[str, WaitingQueue] = {}  # kept when empty: k-LPM counts admissions
@@ -53,6 +54,7 @@ class TenantQueues:
         queue = self._queues.get(tenant)
         if queue is None:
             queue = self._queues[tenant] = self._new()
+            queue.references = self.references
         self._waiting[tenant] = queue
         queue.add(seq)
 
