@@ -16,7 +16,7 @@ import pytest
 import headstart.core.engine
 import headstart.store.disk  # noqa: F401
 
-KEPT = 2000  # characters of output
+KEPT = 20_000  # characters of output; with CI=true pytest prints whole comparisons at the end
 
 
 def run(bug: str, tests: list[str]) -> tuple[int, str]:
