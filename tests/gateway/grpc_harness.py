@@ -73,7 +73,7 @@ def with_server(test: Callable[[EchoServer], Any], **limits: int) -> None:
 
 
 class Transport:
-    """What a connection writes."""
+    """The bytes that a connection writes."""
 
     def get_extra_info(self, name: str) -> None:
         """There is no socket."""

@@ -58,7 +58,7 @@ def test_text_parts_are_printed_as_the_template_prints_them(source: str, role: s
 
 
 def expected_of(template: ChatTemplate, sent: list[dict[str, Any]]) -> str:
-    """What the template makes of the parts themselves; of lines, if it refuses the parts or drops some."""
+    """Return the rendered parts; rendered lines, if the template refuses the parts or drops some."""
     with suppress(InvalidRequestError):
         if "three" in (rendered := template.render(sent)):
             return rendered
