@@ -120,7 +120,7 @@ class Pools:
         cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Any]:
-        """Return the outputs of the reference and of the backend for the rest of every sequence, and the backend's step."""
+        """Return the outputs of reference and backend for the rest of every sequence, and the backend's step."""
         step = self.step(starts, self.lengths)
         q, k, v = self.rows(starts, self.lengths)
         due = self.reference.begin(step)(1, q, k, v, scale=scale, window=window, softcap=cap, sinks=sinks)
