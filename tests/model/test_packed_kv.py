@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 from model.paged import token_writes
+from numpy.typing import NDArray
 
 from headstart.model.kernels import library as load
 from headstart.model.kernels.memory import HUGE
 from headstart.model.kv_writes import Span, Writes
-from headstart.model.packed_kv import PackedKV
+from headstart.model.packed_kv import PackedKV, PageWrites
 from headstart.model.paged_kv import KVShape, PagedKV
 
 CPU = torch.device("cpu")
@@ -128,3 +129,32 @@ def test_blocks_are_read_from_another_thread_while_others_are_written(kernels: l
         packed.write(0, keys, keys, token_writes(list(range(32, 64))))
     reader.join()
     assert found == [True] * 200
+
+
+def test_tokens_that_share_words_are_written_by_two_threads_at_once(kernels: load.Kernels) -> None:
+    """A word holds the values of two tokens, which two threads of a step may write."""
+    packed = PackedKV(kernels, KVShape(1, 4, 64), num_blocks=2, block_size=16, dtype=torch.bfloat16)
+    elements, pages = packed.pool.reshape(-1).view(np.uint16), np.zeros((0, 2), np.int32)
+    keys, values = torch.zeros(2, 4, 64).bfloat16(), torch.tensor([1.0, 2.0]).bfloat16()[:, None, None].expand(2, 4, 64)
+    values, last = values.contiguous(), int(values.view(torch.int16)[1, 0, 0])
+    places: dict[int, NDArray[np.int64]] = {}
+    lost: list[int] = []
+
+    def write_again(slot: int) -> None:
+        turns = np.array([(0, slot), (1, slot)] * 2_500, np.int32)
+        for turn in range(100):
+            packed.write_planned(0, keys, values, PageWrites(pages, turns, 2))
+            if (elements[places[slot]] != last).any():
+                lost.append(turn)
+
+    for slot in (20, 21):
+        before = elements.copy()
+        packed.write_planned(0, keys, values, PageWrites(pages, np.array([(1, slot)], np.int32), 2))
+        places[slot] = np.flatnonzero(elements != before)
+        assert len(places[slot]) == 4 * 64
+    threads = [Thread(target=write_again, args=(slot,)) for slot in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not lost, f"{len(lost)} of 200 calls were undone by the other thread"

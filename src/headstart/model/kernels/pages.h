@@ -143,7 +143,8 @@ static inline void write_page(Rows<W> keys, Rows<W> values, int head_dim, void *
     }
 }
 
-// Writes slot `place` of a page with one token. The other slots do not change, including those in the same words.
+// Writes slot `place` of a page with one token, and no byte of another: a word holds the values of two tokens in bf16, and
+// threads write neighbouring tokens at the same time.
 template <int W>
 static inline void write_token(const typename Of<W>::element *key, const typename Of<W>::element *value, int head_dim,
                                int place, uint32_t *key_page, uint32_t *value_page) {
@@ -156,9 +157,15 @@ static inline void write_token(const typename Of<W>::element *key, const typenam
     if constexpr (W == 1) {
         memcpy(words, value, sizeof(float) * head_dim);
     } else {
-        int shift = place % W * 16;
-        uint32_t keep = 0xffff0000u >> shift;
-        for (int dim = 0; dim < head_dim; dim++) words[dim] = (words[dim] & keep) | (uint32_t)value[dim] << shift;
+        int dim = 0, half = place % W;
+#if defined(__AVX512BW__)
+        for (; dim + 16 <= head_dim; dim += 16) {
+            __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(value + dim)));
+            _mm512_mask_storeu_epi16(words + dim, 0x55555555u << half, half ? _mm512_slli_epi32(wide, 16) : wide);
+        }
+#endif
+        bf16 *halves = (bf16 *)words;
+        for (; dim < head_dim; dim++) halves[W * dim + half] = value[dim];
     }
 }
 
