@@ -198,7 +198,7 @@ def _computed_by(
     attention backend, the instruction set of the kernels, the releases of Headstart, torch and (if it runs the model)
     Transformers, and the digest of the code of models and kernels, which may change between two releases: stored KV
     outlives the process, and another build must not load KV that it would compute differently. The number of threads is
-    not included: it must not change a bit of our kernels' results (see docs/invariants.md, 15).
+    not included: it changes no bit of our kernels' results.
     """
     releases = {"headstart": __version__, "torch": str(torch.__version__), "code": source_digest().hex()}
     if by_transformers:
