@@ -8,9 +8,8 @@ import time
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from headstart.core.batch import Batch, Chunk, Row, RowError, RowErrorKind, StepResult, TokenLogprob
+from headstart.core.batch import Batch, Chunk, Row, RowError, RowErrorKind, StepResult
 from headstart.core.cache.block_store import Data
 from headstart.model.attention.base import backend_factory
 from headstart.model.grammar.grammar_compiler import CompiledGrammars
@@ -21,7 +20,6 @@ from headstart.model.sampling.sampler import Sampler
 from headstart.model.step_inputs import StepBounds, StepInputs, build_step
 from headstart.model.weights.model_loader import LoadedModel
 
-PROMPT_LOGITS_BYTES = 64 << 20  # maximum bytes of prompt logits in memory at a time
 _NOT_FINITE = RowError(RowErrorKind.NON_FINITE, "the model computed no finite hidden states")
 
 
@@ -102,18 +100,6 @@ class ModelRunner:
         for index, chunk in enumerate(chunks):
             if chunk.sampling.prompt_logprobs is not None and rows[index].error is None:
                 own = hidden[int(step.qo_indptr[index]) : int(step.qo_indptr[index + 1])]
-                rows[index] = self._with_prompt_logprobs(rows[index], own, chunk)
+                found = self.sampler.prompt_row(self.loaded.model.logits, own, chunk)
+                rows[index] = found if found.error else rows[index]._replace(prompt_logprobs=found.prompt_logprobs)
         return rows
-
-    def _with_prompt_logprobs(self, row: Row, hidden: Tensor, chunk: Chunk) -> Row:
-        """Return `row` with the log-probability of the next prompt token at each position of the chunk."""
-        wanted = min(len(hidden), chunk.num_prompt_tokens - 1 - chunk.start)
-        piece = max(1, PROMPT_LOGITS_BYTES // (4 * self.loaded.vocab_size))
-        entries: list[TokenLogprob] = []
-        try:
-            for begin in range(0, wanted, piece):
-                logits = self.loaded.model.logits(hidden[begin : min(begin + piece, wanted)])
-                entries += self.sampler.prompt_logprobs(logits, chunk, offset=begin)
-        except FloatingPointError as error:
-            return Row(error=RowError(RowErrorKind.NON_FINITE, str(error)))
-        return row._replace(prompt_logprobs=tuple(entries))

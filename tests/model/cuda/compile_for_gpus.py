@@ -14,8 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from headstart.model.cuda import triton_attention, triton_rotary
-from headstart.model.cuda.triton_attention import Scoring, make_parts
-from headstart.model.cuda.triton_backend import launch_shapes
+from headstart.model.cuda.triton_attention import Scoring, launch_shapes, make_parts
 
 GPUS = {80: 166_912, 86: 101_376, 90: 232_448}  # compute capability, without its point: shared memory of a program
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}

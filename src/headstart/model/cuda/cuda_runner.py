@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.core.batch import Batch, Chunk, Row, RowError, RowErrorKind, StepResult, TokenLogprob
+from headstart.core.batch import Batch, Chunk, Row, RowError, RowErrorKind, StepResult
 from headstart.core.cache.block_store import Data
 from headstart.model.cuda.cuda_kv import CudaKV
 from headstart.model.cuda.decoder_pass import DECODES, GROUPS, MIXED, DecoderPass, PassResult
@@ -26,7 +26,6 @@ from headstart.model.grammar.grammar_compiler import CompiledGrammars
 from headstart.model.grammar.grammar_rows import GrammarRows
 from headstart.model.kv_writes import Int32s
 from headstart.model.layers.decoder import Decoder
-from headstart.model.model_runner import PROMPT_LOGITS_BYTES
 from headstart.model.step_inputs import PackedChunks, StepBounds, chunk_problems, pack_chunks
 from headstart.model.weights.model_loader import LoadedModel
 
@@ -50,7 +49,7 @@ class _Pass:
     done: "torch.cuda.Event | None"
     num_answers: int = 0  # ints of the sampler's answer
     logits: Tensor | None = None
-    prompt_logprobs: dict[int, tuple[TokenLogprob, ...] | None] = field(default_factory=dict)
+    prompt_rows: dict[int, Row] = field(default_factory=dict[int, Row])  # with log-probabilities of a prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -242,7 +241,7 @@ class CudaRunner:
         spans = [np.arange(rows.indptr[i + 1] - chunks[i].num_logits, rows.indptr[i + 1]) for i in sampled]
         selected = np.concatenate(spans).astype(np.int32) if spans and not only_decodes else np.zeros(0, np.int32)
         key = self.graphs.padded(GROUPS if only_decodes else MIXED, count, len(selected))
-        tile_rows = 64 if only_decodes or self.decoder.exact else 128
+        tile_rows = (self.decoder.group_tile if only_decodes else self.decoder.tile).tile_rows
         padded, outputs = (None, len(selected)) if key is None else (key.rows, key.outputs)
         layout = self.planner.fill(memory, rows, padded=padded, tile_rows=tile_rows, selected=selected, outputs=outputs)
         kind = (DECODES if layout.merges_by_last else GROUPS) if only_decodes else MIXED
@@ -284,7 +283,7 @@ class CudaRunner:
         for index, chunk in enumerate(chunks):
             if chunk.sampling.prompt_logprobs is not None:  # waits for the device
                 own = result.hidden[int(one.indptr[index]) : int(one.indptr[index + 1])]
-                one.prompt_logprobs[index] = self._prompt_logprobs(own, chunk)
+                one.prompt_rows[index] = self.sampler.sampler.prompt_row(self.decoder.logits, own, chunk)
 
     def _finish(self, step: SubmittedStep, one: _Pass) -> None:
         """Wait for a pass and fill in its rows."""
@@ -304,9 +303,9 @@ class CudaRunner:
                     rows[index] = row
             if one.staged.may_redo and self._flying:
                 self._continue_again(step, one, answer, rows)
-        for index, entries in one.prompt_logprobs.items():
+        for index, row in one.prompt_rows.items():
             if rows[index].error is None:
-                rows[index] = _NOT_FINITE if entries is None else rows[index]._replace(prompt_logprobs=entries)
+                rows[index] = row if row.error else rows[index]._replace(prompt_logprobs=row.prompt_logprobs)
         for index, row in zip(one.where, rows, strict=True):
             step.rows[index] = row
 
@@ -330,19 +329,6 @@ class CudaRunner:
                 following.patches[index] = again.rows[0]
                 sampled[following.outputs[index]] = self._sampled[0]
                 self._sampled.copy_(sampled)
-
-    def _prompt_logprobs(self, hidden: Tensor, chunk: Chunk) -> tuple[TokenLogprob, ...] | None:
-        """Return the log-probability of the next prompt token at each position; None if one is not finite."""
-        wanted = min(len(hidden), chunk.num_prompt_tokens - 1 - chunk.start)
-        piece = max(1, PROMPT_LOGITS_BYTES // (4 * self.loaded.vocab_size))
-        entries: list[TokenLogprob] = []
-        try:
-            for begin in range(0, wanted, piece):
-                logits = self.decoder.logits(hidden[begin : min(begin + piece, wanted)])
-                entries += self.sampler.sampler.prompt_logprobs(logits, chunk, offset=begin)
-        except FloatingPointError:
-            return None
-        return tuple(entries)
 
 
 def _step_rows(packed: PackedChunks, chunks: Sequence[Chunk], previous: list[int], block_size: int) -> StepRows:

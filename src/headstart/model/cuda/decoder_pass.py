@@ -14,8 +14,8 @@ from torch import Tensor
 
 from headstart.model.cuda import triton_attention, triton_layers
 from headstart.model.cuda.cuda_kv import CudaKV
-from headstart.model.cuda.step_plan import Layout
-from headstart.model.cuda.triton_attention import KV, Scoring, Shape, make_parts, max_parts
+from headstart.model.cuda.step_plan import Layout, split_keys
+from headstart.model.cuda.triton_attention import KV, Scoring, launch_shapes, make_parts, max_parts
 from headstart.model.cuda.triton_rotary import rotate_and_append
 from headstart.model.layers.decoder import Decoder, DecoderLayer
 from headstart.model.layers.linear import Linear
@@ -47,10 +47,12 @@ class DecoderPass:
         self.decoder, self.config, self.kv, self.exact = decoder, config, kv, exact
         self.embedding, self.device = decoder.embedding, kv.device
         self.on_gpu = self.device.type == "cuda"
-        count = torch.cuda.get_device_properties(self.device).multi_processor_count if self.on_gpu else 8
-        self.processors = count
+        properties = torch.cuda.get_device_properties(self.device) if self.on_gpu else None
+        self.processors = 8 if properties is None else properties.multi_processor_count
+        shared = 0 if properties is None else properties.shared_memory_per_block_optin
         self.pdl = self.on_gpu and torch.cuda.get_device_capability(self.device) >= (9, 0)
         self._side = torch.cuda.Stream(self.device) if self.on_gpu else None
+        self.split = split_keys(config.num_kv_heads)
         own = -(-max_positions // self.split)  # of the longest row
         self.max_parts = max(max_parts(config.num_heads, config.head_dim), own)
         shape = (config.num_heads, config.num_kv_heads, config.head_dim)
@@ -60,14 +62,13 @@ class DecoderPass:
         self.angles = (angles.cos() * factor).to(self.device), (angles.sin() * factor).to(self.device)
         self._norms = [_head_norms(layer) for layer in decoder.layers]
         self._scorings = [Scoring(config.head_dim**-0.5, layer.window) for layer in decoder.layers]
-        wide = kv.dtype == torch.float32
-        # Measured on an H100. In exact mode all kinds have one form, so that a row has one order of sums.
-        small = Shape(64, 32, 4, 1) if wide else Shape(64, 64, 4, 2)
-        self.single = small if exact else small._replace(tile_rows=16)
+        single, many = launch_shapes(config.head_dim, kv.dtype, shared)
+        # In exact mode all kinds have one form, so that a row has one order of sums.
+        self.group_tile = many._replace(tile_rows=min(64, many.tile_rows), stages=single.stages)
+        self.single = self.group_tile if exact else single
         # Of prompts: more warps where there are few tiles, fewer where there are many.
-        self.tile = small if exact else Shape(128, small.tile_keys, 8, small.stages)
-        self.tile_of_many = small if exact else Shape(128, small.tile_keys, 4, 1 if wide else 3)
-        self.group_tile = small
+        few = many._replace(warps=max(4, many.tile_rows // 16), stages=single.stages)
+        self.tile, self.tile_of_many = (self.group_tile, self.group_tile) if exact else (few, many)
 
     def run(self, meta: Tensor, sampled: Tensor, layout: Layout, kind: str) -> PassResult:
         """Launch the step in `meta`; `sampled` are the tokens of the step before, for tokens not known yet.
@@ -177,11 +178,6 @@ class DecoderPass:
         if not last and layout.merged:
             tokens, firsts = meta[layout.merged_tokens :][: layout.merged], meta[layout.firsts :]
             triton_attention.merge(self.parts, out, tokens, firsts, scoring.sinks, pdl=pdl)
-
-    @property
-    def split(self) -> int:
-        """Keys of a partial result: fewer where few kv heads would leave processors idle."""
-        return 256 if self.config.num_kv_heads > 8 else 128
 
 
 def _norm(linear: Linear) -> Tensor:

@@ -116,7 +116,7 @@ class StepPlanner:
         """`group`: query heads of a kv head. `max_parts`: partial results that fit on the device. `split`: keys of a
         partial result; it depends on the model, never on the batch. `exact`: prefills are neither cut nor grouped.
         """
-        self.split = split or (256 if kv_heads > 8 else 128)
+        self.split = split or split_keys(kv_heads)
         self._page, self._group, self._kv_heads, self._processors = page, group, kv_heads, processors
         self._max_parts, self._exact = max_parts, exact
 
@@ -305,6 +305,11 @@ class StepPlanner:
             if keys := pages * self._page // self.split * self.split:
                 groups.append((members, keys))
         return groups
+
+
+def split_keys(kv_heads: int) -> int:
+    """Return the keys of a partial result: fewer where few kv heads would leave processors idle."""
+    return 256 if kv_heads > 8 else 128
 
 
 def aligned(count: int) -> int:

@@ -18,12 +18,19 @@ from torch import Tensor
 from headstart.model.attention.cpu import check_tables
 from headstart.model.cuda.cuda_kv import CudaKV
 from headstart.model.cuda.step_plan import Ints, Layout, StepPlanner, StepRows, aligned
-from headstart.model.cuda.triton_attention import KV, Parts, Scoring, Shape, attend, make_parts, max_parts, merge
+from headstart.model.cuda.triton_attention import (
+    KV,
+    Parts,
+    Scoring,
+    attend,
+    launch_shapes,
+    make_parts,
+    max_parts,
+    merge,
+)
 from headstart.model.cuda.triton_rotary import append_kv
 from headstart.model.paged_kv import KVShape
 from headstart.model.step_inputs import StepInputs
-
-_SHARED_MEMORY = 0.75  # share for keys and values; the rest is the compiler's
 
 
 class TritonAttention:
@@ -144,16 +151,6 @@ class TritonStep:
         metas = meta.split([len(one) for one in arrays])
         own = [slice(*pair) for pair in pairwise(accumulate((layout.rows for layout in layouts), initial=0))]
         return [_Plan(*found) for found in zip(own, layouts, metas, strict=True)]
-
-
-def launch_shapes(dim: int, dtype: torch.dtype, shared: int, split_tokens: int = 0) -> tuple[Shape, Shape]:
-    """Return the shapes of singles and of tiles on a GPU with `shared` bytes of memory for a program."""
-    row_bytes = max(16, triton.next_power_of_2(dim)) * dtype.itemsize
-    most_rows, most_keys, most = (64, 32, 1) if dtype == torch.float32 else (128, 64, 3)
-    keys = max(16, min(most_keys, split_tokens or 64, (1 << 14) // row_bytes))  # a part is whole tiles of keys
-    stages = max(1, min(most, int(_SHARED_MEMORY * shared) // (2 * keys * row_bytes)))
-    rows = max(16, min(most_rows, (1 << 15) // row_bytes))
-    return Shape(16, keys, 4, min(2, stages)), Shape(rows, keys, 4, stages)
 
 
 def _step_rows(step: StepInputs) -> StepRows:

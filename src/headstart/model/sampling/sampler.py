@@ -13,7 +13,7 @@ give the same tokens unless a draw or a filter depends on a difference below 1e-
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 
@@ -33,7 +33,7 @@ from headstart.model.sampling.verification import sample_drafts
 _GREEDY_BELOW = 1e-5  # lower temperatures count as 0
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
 NOT_FINITE = RowError(RowErrorKind.NON_FINITE, "the model computed no finite logits")
-_SLICE_BYTES = 64 * 2**20  # maximum bytes of float32 log-probabilities in memory at once for a prompt
+_SLICE_BYTES = 64 * 2**20  # maximum bytes of float32 logits or log-probabilities of a prompt in memory at once
 
 
 class Sampler:
@@ -96,6 +96,22 @@ class Sampler:
             Row(error=error) if error else Row((token,), logprobs.get(i, ()))
             for i, (token, error) in enumerate(zip(chosen, errors, strict=True))
         ]
+
+    def prompt_row(self, logits_of: Callable[[Tensor], Tensor], hidden: Tensor, chunk: Chunk) -> Row:
+        """Return a row with the entry for the next prompt token at each position of a chunk, or with an error.
+
+        `logits_of` returns the logits [n, V] of rows [n, hidden]; it is called for a piece of `hidden` at a time.
+        """
+        wanted = min(len(hidden), chunk.num_prompt_tokens - 1 - chunk.start)
+        piece = max(1, _SLICE_BYTES // (4 * self.vocab_size))
+        entries: list[TokenLogprob] = []
+        try:
+            for begin in range(0, wanted, piece):
+                logits = logits_of(hidden[begin : min(begin + piece, wanted)])
+                entries += self.prompt_logprobs(logits, chunk, offset=begin)
+        except FloatingPointError as error:
+            return Row(error=RowError(RowErrorKind.NON_FINITE, str(error)))
+        return Row(prompt_logprobs=tuple(entries))
 
     def prompt_logprobs(self, logits: Tensor, chunk: Chunk, *, offset: int = 0) -> tuple[TokenLogprob, ...]:
         """Return the entries for the next prompt token at the chunk's positions `[offset, offset + n)`; logits [n, V].
