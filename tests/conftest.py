@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 SRC = str(Path(__file__).parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, os.environ.get("PYTHONPATH")]))  # for subprocesses
@@ -21,6 +23,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a script 
 import patience  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
+
+
+def only_loopback(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook: no test connects to another machine, not even to an address that is a hostile example."""
+    if event == "socket.connect" and isinstance(arguments[1], tuple):
+        host = arguments[1][0]
+        assert host == "localhost" or ip_address(host).is_loopback, f"a test connects to {arguments[1]}"
+
+
+sys.addaudithook(only_loopback)
 
 
 def has_cache() -> bool:
