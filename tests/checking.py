@@ -180,7 +180,7 @@ class Grammars:
         self._compiled = compiled
         self._pending: list[tuple[str, Future[None]]] = []
 
-    def compile(self, grammar: str) -> "Future[None]":
+    def compile(self, grammar: str, tenant: str = "") -> "Future[None]":
         future: Future[None] = Future()
         self._pending.append((grammar, future))
         if self._compiled:

@@ -123,6 +123,17 @@ class Memory(threading.Thread):
         self.current, self.peak, self.num_polls = total, max(self.peak, total), self.num_polls + 1
         return total
 
+    def by_process(self) -> dict[str, int]:
+        """Return the resident MB of each kind of process now."""
+        found: Counter[str] = Counter()
+        for process in (self._root, *_children(self._root)):
+            try:
+                name = next((word.rpartition(".")[2] for word in process.cmdline() if "headstart." in word), "server")
+            except psutil.NoSuchProcess:
+                continue
+            found[name] += round(_rss(process) / 1e6)
+        return dict(found)
+
     def stop(self) -> None:
         self._stopped.set()
 
@@ -371,6 +382,7 @@ def main() -> int:
             time.sleep(2)
             base = memory.poll()
             memory.peak, bases, memory.server_peaks = base, memory.servers, {}
+            print("warm", memory.by_process(), file=sys.stderr, flush=True)
             memory.start()
             silence = Silence(url)
             silence.start()
@@ -384,7 +396,7 @@ def main() -> int:
                     asyncio.run(fuzz.generated(kind, count, options.at_once))
                 fuzz.growth[kind] = (memory.peak - base) / 1e6
                 fuzz.silence[kind] = silence.longest
-                told = f"{fuzz.growth[kind]:+.0f} MB, silent {silence.longest:.2f} s"
+                told = f"{fuzz.growth[kind]:+.0f} MB, silent {silence.longest:.2f} s, now {memory.by_process()}"
                 print(kind, dict(fuzz.statuses[kind]), told, file=sys.stderr, flush=True)
             memory.stop()
             silence.stop()

@@ -22,6 +22,8 @@ from gateway.harness import (
 )
 from server.harness import parse_events, until
 
+from headstart.core.errors import QueueFullError
+from headstart.gateway.held_bytes import HeldBytes
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 
 
@@ -251,6 +253,44 @@ def test_more_than_may_wait_get_429_and_those_that_have_a_token_do_not_count() -
             assert [answer.status_code for answer in await asyncio.gather(*waiting, streaming_one)] == [200] * 3
 
     run(go())
+
+
+def test_a_tenant_that_fills_the_queue_takes_no_share_of_another() -> None:
+    async def go() -> None:
+        replica = Replica()
+        held = asyncio.Event()
+
+        async def hold(request: web.Request, body: dict[str, Any]) -> None:
+            await held.wait()
+
+        async with front(replica, server={"max_num_queued_reqs": 8, "api_key": ("hog", "one")}) as router:
+            replica.script = hold
+
+            async def ask(tenant: str) -> int:
+                body = {"prompt": "Hello", "stream": True}
+                headers = {"authorization": f"Bearer {tenant}"}
+                return (await router.client.post("/v1/completions", json=body, headers=headers)).status_code
+
+            hog = [asyncio.create_task(ask("hog")) for _ in range(12)]
+            await until(lambda: sum(task.done() for task in hog) == 4)
+            one = [asyncio.create_task(ask("one")) for _ in range(6)]
+            await until(lambda: sum(task.done() for task in one) == 2)  # 4 of 8 are its share
+            assert await ask("hog") == 429
+            held.set()
+            assert sorted(await asyncio.gather(*hog, *one)) == [200] * 12 + [429] * 6
+            assert not router.state.proxy.relay.pending_of
+
+    run(go())
+
+
+def test_what_a_tenant_holds_leaves_bytes_for_another() -> None:
+    held = HeldBytes(1000)
+    hog = [held.reserve("hog") for _ in range(2)]
+    hog[0].set(600)
+    with pytest.raises(QueueFullError):
+        hog[1].set(200)
+    hog[1].set(100)
+    held.reserve("one").set(200)
 
 
 def test_bodies_are_read_chunked_and_no_longer_than_allowed() -> None:

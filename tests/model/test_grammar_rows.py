@@ -1,8 +1,10 @@
 """Rows with a grammar: masks in the kernel and in torch, forced tokens, grammars that exceed their limits."""
 
 import json
+import threading
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -231,3 +233,22 @@ def test_cut_answers_are_valid_prefixes(grammars: CompiledGrammars, drawn: Rando
             outputs += row.token_ids
         valid = [token for token in outputs if token != EOS]
         assert grammars.matcher(grammar).validate_tokens(valid) == len(valid)
+
+
+def test_tenants_take_turns_in_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = CompiledGrammars(Path("/nowhere"), VOCAB, (EOS,), parser_limits())
+    begun, is_first, held = list[str](), threading.Event(), threading.Event()
+
+    def compile_one(grammar: str) -> None:
+        begun.append(grammar)
+        is_first.set()
+        held.wait(10)
+
+    monkeypatch.setattr(compiler, "_compile", compile_one)
+    first = [compiler.compile(f"hog {number}", "hog") for number in range(50)]
+    is_first.wait(10)
+    others = [compiler.compile(f"{tenant} {number}", tenant) for number in range(2) for tenant in ("one", "two")]
+    held.set()
+    wait([*first, *others], 10)
+    assert begun[:7] == ["hog 0", "hog 1", "one 0", "two 0", "hog 2", "one 1", "two 1"]
+    assert begun[7:] == [f"hog {number}" for number in range(3, 50)]

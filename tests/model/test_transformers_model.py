@@ -1,6 +1,8 @@
 """The breadth path: what it refuses, by name, and that nothing a model asks of its attention is ignored."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +147,13 @@ def test_dtype_and_device_are_resolved_or_refused() -> None:
     for device, message in (("tpu", "'tpu' is not known"), ("meta", "'meta' is not supported"), ("cuda:99", "sees")):
         with pytest.raises(ConfigError, match=message):
             resolve_device(device)
+
+
+def test_a_model_of_the_compact_decoder_imports_no_models_of_transformers(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    code = (
+        "import sys, pathlib\nfrom headstart.model.weights.model_loader import load_model\n"
+        "load_model(pathlib.Path(sys.argv[1]), device='cpu')\n"
+        "sys.exit('transformers.modeling_utils' in sys.modules or 'torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0

@@ -13,8 +13,11 @@ WAIT_SECONDS = 0.002  # for a grammar when there is nothing else to do; then mes
 class GrammarCompiler(Protocol):
     """Compiles the grammars of requests and caches them."""
 
-    def compile(self, grammar: str) -> "Future[Any]":
-        """Begin to compile a grammar unless it is cached. The future raises InvalidRequestError for an invalid one."""
+    def compile(self, grammar: str, tenant: str = "") -> "Future[Any]":
+        """Begin to compile a grammar unless it is cached. The future raises InvalidRequestError for an invalid one.
+
+        Tenants take turns: the grammars that one has asked for wait for no more than one of each other tenant.
+        """
         ...
 
 
@@ -35,7 +38,7 @@ class CompilingRequests:
         """Begin to compile the grammar of a request. Raises InvalidRequestError without a compiler."""
         grammar = request.sampling.grammar
         assert grammar is not None, f"{request.request_id} has no grammar"
-        self._waiting[request.request_id] = request, self._future(grammar)
+        self._waiting[request.request_id] = request, self._future(grammar, request.tenant)
 
     def compile(self, grammar: str) -> None:
         """Compile a grammar now. Raises InvalidRequestError for an invalid one, and without a compiler."""
@@ -55,10 +58,10 @@ class CompilingRequests:
                 raise error
             yield request, None if error is None else str(error)
 
-    def _future(self, grammar: str) -> "Future[Any]":
+    def _future(self, grammar: str, tenant: str = "") -> "Future[Any]":
         if self._compiler is None:
             raise InvalidRequestError("this engine has no grammars: leave out the structured output parameters")
-        return self._compiler.compile(grammar)
+        return self._compiler.compile(grammar, tenant)
 
     def wait(self) -> None:
         """Wait a moment for any of them."""

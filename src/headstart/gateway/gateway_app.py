@@ -20,7 +20,7 @@ from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.request_reader import ReadRequest, Sender
 from headstart.gateway.proxy.response_owners import replica_gone
 from headstart.gateway.proxy.upstream import Answer
-from headstart.http.access_record import record_of
+from headstart.http.access_record import record_of, tenant_of
 from headstart.http.body_reader import SPOOL_BYTES
 from headstart.http.gate import Gate
 from headstart.http.http_errors import ClientGoneError, HttpError, error_response, json_response
@@ -101,7 +101,7 @@ class _Front:
             message = f"this route does not take {method[:16]}; use {allow}"
             raise HttpError(405, message, code="method_not_allowed", headers={"allow": allow})
         elif method == "POST" and is_passed_on(path, is_admin=(is_admin := self._is_admin(scope))):
-            with self._state.proxy.held.reserve() as reservation:
+            with self._state.proxy.held.reserve(tenant_of(scope)) as reservation:
                 await self._proxy(scope, receive, send, reservation, is_admin=is_admin)
         else:
             others = "other paths under /v1 are passed on for administrators only"
@@ -118,7 +118,7 @@ class _Front:
     ) -> None:
         state, record = self._state, record_of(scope)
         state.check_admission()
-        state.proxy.check_queue()
+        state.proxy.check_queue(record.principal.tenant)
         path, headers = scope["path"], scope["headers"]
         sender = replace(state.sender(record.principal, headers), reads_answer=self._reads_answers)
         body = await state.bodies.read_spooled(Request(scope, receive, send))
@@ -127,9 +127,17 @@ class _Front:
         reading = await self._read(path, body, sender, reservation, watched)
         del body  # the body that is forwarded may differ
         explains = is_admin and (b"x-headstart-explain", b"1") in headers
-        domain = record.principal.domain
+        principal = record.principal
         call = ProxiedCall(
-            path, headers, _sender(scope), reading, record.request_id, explains, shows_replica=is_admin, domain=domain
+            path,
+            headers,
+            _sender(scope),
+            reading,
+            record.request_id,
+            explains,
+            shows_replica=is_admin,
+            domain=principal.domain,
+            tenant=principal.tenant,
         )
         del reading  # the call frees what it no longer needs
         try:
@@ -137,7 +145,7 @@ class _Front:
             self._check_model(call.reading)
             used = call.reading.used
             if used is not None:
-                call.only = self._holder(used.response_id, domain, used.param)
+                call.only = self._holder(used.response_id, principal.domain, used.param)
             call.reservation = reservation
             state.metrics.decide.observe(time.perf_counter() - start)
             with state.under_way():
@@ -229,7 +237,7 @@ class _Front:
         state, principal = self._state, record_of(request.scope).principal
         body = await state.bodies.read(request)
         path = CHAT if "messages" in parse_json(body) else "/v1/completions"
-        with state.proxy.held.reserve() as reservation:
+        with state.proxy.held.reserve(principal.tenant) as reservation:
             reading = await self._read(path, body, state.sender(principal, request.scope["headers"]), reservation)
             reading.drop_body()
             return json_response(state.memory.explain_prompt(path, reading, principal))

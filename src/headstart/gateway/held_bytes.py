@@ -26,9 +26,9 @@ class HeldBytes(Budget):
         super().__init__(max_bytes, "requests in flight", admits_one=False)
         self.num_answer_bytes = 0  # part of held_bytes
 
-    def reserve(self) -> "ByteReservation":
+    def reserve(self, tenant: str = "") -> "ByteReservation":
         """Return the reservation of one request, initially of 0 bytes. For use in a `with` statement."""
-        return ByteReservation(self)
+        return ByteReservation(self, tenant)
 
 
 class ByteReservation(Lease):
@@ -36,8 +36,8 @@ class ByteReservation(Lease):
 
     __slots__ = ("_total", "num_answer_bytes")
 
-    def __init__(self, total: HeldBytes) -> None:
-        super().__init__(total)
+    def __init__(self, total: HeldBytes, tenant: str) -> None:
+        super().__init__(total, tenant)
         self._total = total
         self.num_answer_bytes = 0  # part of num_bytes
 

@@ -21,6 +21,7 @@ class ProxiedCall:
     explains: bool = False
     shows_replica: bool = False  # the client is an administrator
     domain: bytes = b""  # of the router's tenant that sent it
+    tenant: str = ""  # its name; "": the router has no tenants
     writer: BodyWriter | None = None  # of the answer's parts; None: they are sent as ASGI messages
     only: str | None = None  # the one replica that can answer: it holds the response that this one continues
     reservation: ByteReservation | None = None  # of memory; None: not counted

@@ -36,6 +36,7 @@ from headstart.gateway.proxy.upstream import (
     headers_on,
 )
 from headstart.gateway.proxy.write_timeout import WriteTimeout
+from headstart.http.byte_budget import has_share
 from headstart.http.http_errors import ClientGoneError, HttpError
 from headstart.http.protocol.body_writer import writer_of
 from headstart.http.sse import WRITE_SECONDS
@@ -112,14 +113,16 @@ class Proxy:
         """The number of requests without a first token."""
         return self.relay.num_pending
 
-    def check_queue(self) -> None:
-        """Raise QueueFullError while too many requests wait for their first token."""
+    def check_queue(self, tenant: str = "") -> None:
+        """Raise QueueFullError while too many requests wait for their first token, of those beyond a tenant's share."""
         settings = self._settings
         if self.num_pending < min(settings.max_pending, settings.max_pending_in_all):
             return
         endpoints = self.router.endpoints.values()
         num_serving = sum(not (one.health.absent or one.health.draining) for one in endpoints)
-        if self.num_pending >= min(settings.max_pending * max(num_serving, 1), settings.max_pending_in_all):
+        limit = min(settings.max_pending * max(num_serving, 1), settings.max_pending_in_all)
+        pending = self.relay.pending_of
+        if not has_share(self.num_pending, pending[tenant], 1, limit, len(pending.keys() | {tenant})):
             wait = min((endpoint.backlog_ms(time.monotonic()) for endpoint in endpoints), default=0.0) / 1e3
             raise QueueFullError(
                 f"{self.num_pending} requests are waiting: try again later", retry_after=min(wait, 60.0)
@@ -162,7 +165,7 @@ class Proxy:
 
     async def serve(self, call: ProxiedCall, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Raises HttpError, NoReplicaError and ClientGoneError if nothing was sent yet."""
-        self.check_queue()
+        self.check_queue(call.tenant)
         self.budget.num_active += 1
         self.relay.begin_wait(call)
         call.writer = writer_of(scope)

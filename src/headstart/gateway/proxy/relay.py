@@ -4,6 +4,7 @@ Until the client has received part of an answer, failures raise AttemptError, so
 """
 
 import time
+from collections import Counter
 from contextlib import closing
 from typing import NamedTuple
 
@@ -44,10 +45,14 @@ class Attempt(NamedTuple):
 
 
 class Relay:
-    """Relays the answers of the replicas of one router. `num_pending`: requests without a first token."""
+    """Relays the answers of the replicas of one router.
+
+    `num_pending`: requests without a first token; `pending_of`: those of each tenant that has any.
+    """
 
     def __init__(self, router: Router) -> None:
         self.num_pending = 0
+        self.pending_of: Counter[str] = Counter()
         self.response_owners = ResponseOwners()
         self._router = router
 
@@ -55,12 +60,15 @@ class Relay:
         """Count a request as one without a first token."""
         call.is_pending = True
         self.num_pending += 1
+        self.pending_of[call.tenant] += 1
 
     def end_wait(self, call: ProxiedCall) -> None:
         """Count it so no longer. Idempotent."""
         if call.is_pending:
             call.is_pending = False
             self.num_pending -= 1
+            self.pending_of[call.tenant] -= 1
+            self.pending_of += Counter()  # drops a tenant without requests
 
     def failed(self, in_flight: InFlight, failure: Failure) -> None:
         """Record that an attempt has failed."""

@@ -5,7 +5,7 @@ of llguidance does not hold the interpreter lock. A grammar that exceeds the lim
 """
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -35,16 +35,19 @@ class CompiledGrammars:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._num_bytes = 0
+        self._pending: OrderedDict[str, deque[tuple[str, Future[LLMatcher]]]] = OrderedDict()  # by tenant, next first
         self._thread = ThreadPoolExecutor(1, "grammars")
 
-    def compile(self, grammar: str) -> "Future[LLMatcher]":
+    def compile(self, grammar: str, tenant: str = "") -> "Future[LLMatcher]":
         """Begin to compile a grammar unless it is cached. The future raises InvalidRequestError for an invalid one."""
         with self._lock:
             known = self._compiled.get(grammar)
             if known is not None:
                 self._compiled.move_to_end(grammar)
                 return known
-            future = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+            future = self._compiled[grammar] = Future()
+            self._pending.setdefault(tenant, deque()).append((grammar, future))
+            self._thread.submit(self._compile_next)
             self._num_bytes += len(grammar)
             while len(self._compiled) > MAX_GRAMMARS or (self._num_bytes > MAX_BYTES and len(self._compiled) > 1):
                 evicted, _ = self._compiled.popitem(last=False)
@@ -54,6 +57,19 @@ class CompiledGrammars:
     def matcher(self, grammar: str) -> LLMatcher:
         """Return a matcher in the initial state; compiles the grammar if it is not cached. Raises as `compile`."""
         return self.compile(grammar).result().deep_copy()
+
+    def _compile_next(self) -> None:
+        """Compile a grammar of the tenant whose turn it is."""
+        with self._lock:
+            tenant, grammars = next(iter(self._pending.items()))
+            grammar, future = grammars.popleft()
+            self._pending.move_to_end(tenant)
+            if not grammars:
+                del self._pending[tenant]
+        try:
+            future.set_result(self._compile(grammar))
+        except BaseException as error:
+            future.set_exception(error)
 
     def _compile(self, grammar: str) -> LLMatcher:
         if self._tokenizer is None:

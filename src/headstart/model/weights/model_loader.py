@@ -24,7 +24,6 @@ from headstart.model.layers.dispatch import CHOICES, chosen_kernels
 from headstart.model.layers.linear import Form
 from headstart.model.paged_kv import KVShape
 from headstart.model.source_digest import source_digest
-from headstart.model.transformers_model import load_transformers
 from headstart.model.weights.architectures import NATIVE_ARCHITECTURES, architecture_of, refuse_quantised
 from headstart.model.weights.checkpoint import Checkpoint, LoadingBar
 from headstart.model.weights.config_bounds import check_sizes
@@ -104,6 +103,9 @@ def load_model(
         raise ConfigError(f"{folder.name} is not supported in GGUF{why}; the model's folder of safetensors may be")
     checkpoint, bits, compiled = Checkpoint(folder), 16, None
     if native is None:
+        # takes two seconds: the models of Transformers import torch's compiler
+        from headstart.model.transformers_model import load_transformers
+
         try:
             model = breadth = load_transformers(folder, raw, chosen_dtype, chosen_device, checkpoint)
         except ConfigError as error:
