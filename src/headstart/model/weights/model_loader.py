@@ -7,6 +7,7 @@ refused with a ConfigError that names the reason.
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from headstart.model.weights.model_files import read_config
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 QUANTIZATIONS = ("none", "int8", "int4")
+TRANSFORMERS_MODEL = "headstart.model.transformers_model"  # imported where it is needed: brings torch's compiler
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,11 +105,9 @@ def load_model(
         raise ConfigError(f"{folder.name} is not supported in GGUF{why}; the model's folder of safetensors may be")
     checkpoint, bits, compiled = Checkpoint(folder), 16, None
     if native is None:
-        # takes two seconds: the models of Transformers import torch's compiler
-        from headstart.model.transformers_model import load_transformers
-
+        transformers_model: Any = import_module(TRANSFORMERS_MODEL)
         try:
-            model = breadth = load_transformers(folder, raw, chosen_dtype, chosen_device, checkpoint)
+            model = breadth = transformers_model.load_transformers(folder, raw, chosen_dtype, chosen_device, checkpoint)
         except ConfigError as error:
             raise ConfigError(f"{error}{why}") from error
         shape, vocab_size, max_model_len = breadth.kv_shape, breadth.vocab_size, breadth.max_model_len
