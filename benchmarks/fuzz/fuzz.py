@@ -2,11 +2,12 @@
 
     fuzz.py [--requests 100000] [--seed 1] [--replicas 2] [--max-silence 0.5]
 
-Starts `headstart serve` with the bundled model and API keys, fills its KV pool and warms it up with legal requests and
-with schemas. Exits with 1 if any answer was a 5xx, if the memory of all its processes together grew by more than 150 MB
-at any moment (200 MB with --replicas), if the server has not returned to idle afterwards, or if /livez was unanswered
-for longer than --max-silence seconds (not judged without it: other work on the machine counts, too). With --replicas
-the report also has the growth of the router and of each replica. The last line of stdout is JSON.
+Starts `headstart serve` with the bundled model and API keys, fills its KV pool, its stored responses and the prompt
+doctor's window (bounded by themselves), and warms it up with legal requests and with schemas. Exits with 1 if any
+answer was a 5xx, if the memory of all its processes together grew by more than 150 MB at any moment (200 MB with
+--replicas), if the server has not returned to idle afterwards, or if /livez was unanswered for longer than
+--max-silence seconds (not judged without it: other work on the machine counts, too). With --replicas the report also
+has the growth of the router and of each replica. The last line of stdout is JSON.
 """
 
 import argparse
@@ -30,6 +31,7 @@ import psutil
 import requests
 import schemathesis
 from fuzz_requests import (
+    THOUGHT,
     Post,
     broken_http,
     continued,
@@ -304,19 +306,29 @@ class Fuzz:
 
 
 def fill(url: str, pool_tokens: int) -> None:
-    """Fill the KV pool and every cache that grows with use, so that later growth is not due to caches."""
+    """Fill the KV pool, the stored responses and the prompt doctor's window, which are bounded in bytes by themselves.
+
+    Later growth is not due to them then.
+    """
+    rng = random.Random(0)
+    thought = {"type": "reasoning_text", "text": THOUGHT * 25_000}  # 1 MB that the chat template drops
+    items = [{"type": "reasoning", "summary": [], "content": [thought]}, {"role": "user", "content": "a"}]
+    turn = {"role": "assistant", "content": "b", "reasoning_content": THOUGHT * 15_000}
+    chat = [{"role": "user", "content": "a"}, turn, {"role": "user", "content": "c"}]
+    posts: list[tuple[str, Any]] = [("/v1/responses", {"input": items, "max_output_tokens": 1})] * 40
+    posts += [("/v1/chat/completions", {"messages": chat, "max_tokens": 1})] * 16
+    for _ in range(pool_tokens // 1500 + 1):
+        prompt = [rng.randrange(1536) for _ in range(1800)]
+        posts.append(("/v1/completions", {"prompt": prompt, "max_tokens": 1}))
 
     async def run() -> None:
         async with aiohttp.ClientSession() as session:
-            rng = random.Random(0)
-            for _ in range(pool_tokens // 1500 + 1):
-                body = {"prompt": [rng.randrange(1536) for _ in range(1800)], "max_tokens": 1}
+            for path, body in posts:
                 for key in KEYS:
-                    async with session.post(
-                        url + "/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}
-                    ) as response:
+                    headers = {"authorization": f"Bearer {key}"}
+                    async with session.post(url + path, json=body, headers=headers) as response:
+                        assert response.status == 200, await response.text()
                         await response.read()
-                        assert response.status == 200, response.status
 
     asyncio.run(run())
 
