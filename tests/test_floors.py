@@ -12,8 +12,8 @@ SRC = Path(__file__).parents[1] / "src" / "headstart"
 FLOORS = {  # any other file is on the top floor, where the concrete pieces meet
     **dict.fromkeys(["__init__", "__version__", "core", "explain", "config", "gguf", "allocator"], 0),
     **dict.fromkeys(["model", "store", "router", "workload", "bundled"], 1),
-    **dict.fromkeys(["openai", "sim"], 2),
-    "anthropic": 3,  # translated to and from OpenAI's chats
+    **dict.fromkeys(["openai", "measurement"], 2),
+    **dict.fromkeys(["anthropic", "sim"], 3),  # chats of openai, translated; a simulation is measured like an engine
     "http": 4,  # its errors are those of both APIs
     **dict.fromkeys(["server", "gateway"], 5),
 }

@@ -5,16 +5,16 @@ from random import Random
 
 import pytest
 
-from headstart.bench.experiments.intent.intent_accuracy import AccuracyConfig
-from headstart.bench.experiments.intent.intent_load import IntentConfig, Side, TooManyLate
-from headstart.bench.experiments.intent.intent_report import run_intent
-from headstart.bench.runners.engines import Setup
-from headstart.bench.runners.null_executor import NullExecutor
+from headstart.bench.intent_load import IntentConfig, Side, TooManyLate
+from headstart.bench.intent_report import run_intent
 from headstart.core.engine import Engine
 from headstart.core.request import Request
-from headstart.workload.intent import make_examples, make_preamble
+from headstart.measurement.engines import Setup
 from headstart.workload.request_record import RequestRecord, percentile
 from headstart.workload.synthetic import INTENT
+from headstart_lab.intent.intent import make_examples, make_preamble
+from headstart_lab.intent.intent_accuracy import AccuracyConfig
+from headstart_lab.runners.null_executor import NullExecutor
 
 MakeSetup = Callable[..., Setup]
 TINY = IntentConfig(

@@ -4,9 +4,9 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from bench.serial_fleet import Arrival
-from bench.serial_fleet import VirtualFleet as SerialFleet
-from bench.serial_fleet import VirtualReplica as SerialReplica
+from sim.serial_fleet import Arrival
+from sim.serial_fleet import VirtualFleet as SerialFleet
+from sim.serial_fleet import VirtualReplica as SerialReplica
 
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex

@@ -6,18 +6,18 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from headstart.bench.experiments.engine.burst_forms import Form
 from headstart.bench.rate import Load
-from headstart.bench.report import Chart, Report
 from headstart.bench.suite import Build
 from headstart.core.errors import ConfigError
 from headstart.explain.lint.log_report import report_log
 from headstart.explain.lint.logged_prompt import LoggedPrompt, Message
+from headstart.measurement.report import Chart, Report
 from headstart.workload import scenarios
 from headstart.workload.jobs import GREEDY, Sampling, make_jobs
 from headstart.workload.scenarios import Phase, Scenario
 from headstart.workload.synthetic import Shape, poisson_arrivals
 from headstart.workload.traces import Trace, read_trace
+from headstart_lab.engine.burst_forms import Form
 
 PREFIXES = ("both", "shared", "distinct")
 

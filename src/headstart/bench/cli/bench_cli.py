@@ -7,9 +7,9 @@ it needs.
 import typer
 
 from headstart.bench.cli import cli_reuse, cli_suite
-from headstart.bench.cli.engine_table import ENGINE, KERNELS, STORE
-from headstart.bench.cli.experiment_verb import Verb, add_verbs
-from headstart.bench.cli.router_table import FLEET, ROUTER
+from headstart_lab.cli.engine_table import ENGINE, KERNELS, STORE
+from headstart_lab.cli.experiment_verb import Verb, add_verbs
+from headstart_lab.cli.router_table import FLEET, ROUTER
 
 BENCH = (
     Verb("rotations", cli_reuse.rotations, "48 rotated prompts, cold and warm (vLLM #3402)."),

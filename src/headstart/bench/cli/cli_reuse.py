@@ -12,10 +12,10 @@ from headstart.bench.cli import cli_run
 from headstart.bench.cli.bench_flags import Quick, Runs, SloE2e, SloTpot, SloTtft, Where, takes_target
 
 if TYPE_CHECKING:
-    from headstart.bench.progress_bar import Bar
-    from headstart.bench.report import Report
-    from headstart.bench.runners.engines import Setup
-    from headstart.bench.runners.runner import Runner
+    from headstart.measurement.engines import Setup
+    from headstart.measurement.progress_bar import Bar
+    from headstart.measurement.report import Report
+    from headstart.measurement.runner import Runner
 
 
 @takes_target("quantization", "caching")
@@ -35,7 +35,7 @@ def rotations(
         return
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
-        from headstart.bench.experiments.engine.rotations import RotationsConfig, run_rotations
+        from headstart.bench.rotations import RotationsConfig, run_rotations
 
         config = RotationsConfig(runs=1, decode_rounds=6) if quick else RotationsConfig(runs=runs)
         return run_rotations(setup, config, bar)
@@ -84,9 +84,9 @@ def intent(
         return
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
-        from headstart.bench.experiments.intent.intent_accuracy import AccuracyConfig, bundled_answers
-        from headstart.bench.experiments.intent.intent_load import QUICK, IntentConfig
-        from headstart.bench.experiments.intent.intent_report import run_intent
+        from headstart.bench.intent_load import QUICK, IntentConfig
+        from headstart.bench.intent_report import run_intent
+        from headstart_lab.intent.intent_accuracy import AccuracyConfig, bundled_answers
 
         config = QUICK if quick else IntentConfig(runs=runs, draws=draws, seconds=seconds, min_requests=min_requests)
         asked = accuracy if accuracy is not None else schema or not where.model
@@ -120,10 +120,10 @@ def shared_burst(
 ) -> None:
     """Send simultaneous requests behind one new prefix: prompt tokens computed against the least possible."""
     if not where.is_here:
-        from headstart.bench.experiments.engine.burst_forms import Form, check_form, parse_tree
         from headstart.bench.suite import Plan
         from headstart.bench.suite_plans import twins as build
         from headstart.core.errors import ConfigError
+        from headstart_lab.engine.burst_forms import Form, check_form, parse_tree
 
         with cli_run.refusing():
             if abort or poison or every or long_prefill_token_threshold:
@@ -136,8 +136,8 @@ def shared_burst(
         return
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
-        from headstart.bench.experiments.engine.burst_forms import Form, every_form, parse_tree
-        from headstart.bench.experiments.engine.shared_burst import run_twins
+        from headstart_lab.engine.burst_forms import Form, every_form, parse_tree
+        from headstart_lab.engine.shared_burst import run_twins
 
         base = Form(requests, prefix_tokens, own_tokens, output_tokens, long_prefill_token_threshold)
         loss = "poison" if poison else "abort" if abort else ""
