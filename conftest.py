@@ -7,12 +7,38 @@ import signal
 import subprocess
 import sys
 import tempfile
+import tomllib
+from importlib.metadata import entry_points
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent
-PATHS = [str(ROOT / "src"), str(ROOT / "lab" / "src"), os.environ.get("PYTHONPATH")]
+PATHS = [str(ROOT / "src"), str(ROOT / "lab" / "src"), os.environ.get("PYTHONPATH", "")]
+
+
+def announce_laboratory() -> str:
+    """Return a folder with the entry points of lab/, as its installation would write them."""
+    project = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    folder = Path(tempfile.mkdtemp(prefix="headstart-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    written = folder / f"headstart_lab-{project['version']}.dist-info"
+    written.mkdir()
+    (written / "METADATA").write_text(
+        f"Metadata-Version: 2.4\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    lines = [
+        line
+        for group, parts in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in parts.items()))
+    ]
+    (written / "entry_points.txt").write_text("\n".join(lines))
+    return str(folder)
+
+
+if not entry_points(group="headstart.bench"):  # the laboratory is not installed; workers inherit the folder
+    PATHS.append(announce_laboratory())
+    sys.path.append(PATHS[-1])
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, PATHS))  # for subprocesses
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")

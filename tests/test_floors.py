@@ -67,6 +67,8 @@ def violations(path: str, source: str) -> list[str]:
                 found.append(f"{where}: {room} (floor {floor}) must not import {target} (floor {above})")
         elif floor == 0 and package not in sys.stdlib_module_names and package != "headstart":
             found.append(f"{where}: floor 0 is standard library only")
+        if package == "headstart_lab":
+            found.append(f"{where}: the package does without the laboratory; see bench/cli/laboratory.py")
         if any(name == bad or name.startswith(bad + ".") for bad in FORBIDDEN.get(room, ())):
             found.append(f"{where}: forbidden in {room}")
         if id(node) not in top_level and not path.startswith(LAZY) and package not in OPTIONAL:
@@ -94,6 +96,9 @@ def test_every_file_keeps_to_its_floor() -> None:
         ("server/x.py", "if True:\n import torch.nn", "forbidden in server"),
         ("model/x.py", "def f():\n  import torch", "inside a function"),
         ("model/x.py", "from . import y", "absolutely"),
+        ("bench/x.py", "from headstart_lab.engine.scan import run_scan", "without the laboratory"),
+        ("cli/x.py", "def f():\n  import headstart_lab", "without the laboratory"),
+        ("workload/x.py", "from headstart.measurement.report import Report", "must not import measurement"),
     ],
 )
 def test_a_planted_violation_is_caught(path: str, source: str, complaint: str) -> None:

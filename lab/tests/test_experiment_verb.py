@@ -8,8 +8,10 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from headstart.bench.cli.bench_cli import BENCH, LAB, app
+from headstart.bench.cli.bench_cli import app
+from headstart_lab.cli import lab_cli
 from headstart_lab.cli.experiment_verb import FOLDER, Experiment
+from headstart_lab.cli.lab_cli import BENCH, LAB
 
 EXPERIMENTS = [row for row in (*BENCH, *LAB) if isinstance(row, Experiment)]
 ALIASES = {"twins": "shared-burst", "stall": "decode-stall", "order": "queue-cost", "siblings": "shared-store"}
@@ -35,7 +37,7 @@ def test_every_verb_and_every_former_name_shows_its_help(words: list[str]) -> No
 
 
 def test_help_lists_the_verbs_in_the_order_of_the_table() -> None:
-    bench: Any = typer.main.get_command(app)
+    bench: Any = typer.main.get_command(lab_cli.app)
     lab = bench.commands["lab"]
     for group, table in ((bench, BENCH), (lab, LAB)):
         shown = [name for name, command in group.commands.items() if not command.hidden and name != "lab"]

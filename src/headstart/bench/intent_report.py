@@ -1,5 +1,6 @@
-"""The report of `bench intent`, from the measurements of `intent_load.py` and `intent_accuracy.py`."""
+"""The report of `bench intent`, from the measurements of `intent_load.py`, and answers that the laboratory checks."""
 
+from collections.abc import Callable
 from typing import Any
 
 from headstart.bench.intent_load import NUM_BLOCKS, IntentBench, IntentConfig, Point
@@ -7,34 +8,24 @@ from headstart.measurement.engines import BUNDLED, Setup, describe
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Chart, Report, Sheet, spread
 from headstart.workload.request_record import RequestRecord, median, summarize
-from headstart_lab.intent.intent_accuracy import AccuracyConfig, Answer, measure_accuracy
 
+AddAccuracy = Callable[[Report, Bar], None]
+"""Measures the bundled model's answers, and adds its figures, problems and table to a report."""
 Pair = dict[str, Any]  # side ("off", "on") -> figure
 
 
 def run_intent(
-    setup: Setup,
-    config: IntentConfig | None,
-    questions: AccuracyConfig | None = None,
-    bar: Bar = QUIET,
-    *,
-    answer: Answer | None = None,
+    setup: Setup, config: IntentConfig | None, bar: Bar = QUIET, *, add_accuracy: AddAccuracy | None = None
 ) -> Report:
-    """Measure load on `setup`'s model if `config` is given, and the bundled one's answers if `questions` is."""
+    """Measure load on `setup`'s model if `config` is given, and the bundled one's answers by `add_accuracy`."""
     if config is None:
         report = Report("intent", {}, model=BUNDLED, seed=setup.seed, runs=1, threads=setup.threads)
     else:
         bench = IntentBench(setup, config, bar)
         bench.run()
         report = _report(bench) if bench.qps["on"] else _failed(bench)
-    if questions is not None:
-        assert answer is not None, "an accuracy config needs an answer function"
-        accuracy = measure_accuracy(answer, questions, bar)
-        report.values.update(accuracy.values)
-        report.setup["accuracy_model"] = BUNDLED
-        report.setup["accuracy_dtype"] = "float32"
-        report.problems += accuracy.problems
-        report.sheets.append(_answers(accuracy.values))
+    if add_accuracy is not None:
+        add_accuracy(report, bar)
     return report
 
 
@@ -148,18 +139,6 @@ def _figures(report: Report) -> Sheet:
         ("figure", "caching off", "caching on", "ratio"),
         tuple((name, values[key.format("off")], values[key.format("on")], values.get(r)) for name, key, r in rows),
     )
-
-
-def _answers(values: dict[str, Any]) -> Sheet:
-    columns = ("bundled model, float32", "caching off", "caching on")
-    rows = (
-        ("exact answers", values["accuracy_off"], values["accuracy_on"]),
-        ("prompt tokens cached", 0.0, values["cached_share"]),
-    )
-    if "accuracy_schema" in values:
-        rows += (("exact with a schema", None, values["accuracy_schema"]),)
-        rows += (("valid with a schema", None, values["valid_schema"]),)
-    return Sheet(f"{values['examples']} held-out sentences, {values['preambles']} preambles", columns, rows)
 
 
 def _points(bench: IntentBench) -> Sheet:

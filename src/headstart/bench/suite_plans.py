@@ -17,7 +17,6 @@ from headstart.workload.jobs import GREEDY, Sampling, make_jobs
 from headstart.workload.scenarios import Phase, Scenario
 from headstart.workload.synthetic import Shape, poisson_arrivals
 from headstart.workload.traces import Trace, read_trace
-from headstart_lab.engine.burst_forms import Form
 
 PREFIXES = ("both", "shared", "distinct")
 
@@ -135,15 +134,6 @@ def add_length_chart(report: Report, lengths: Sequence[int]) -> Report:
 def rotations(count: int, length: int, passes: int) -> Build:
     def build(vocab_size: int, rng: Random) -> Scenario:
         return scenarios.rotations(vocab_size, rng, count=count, length=length, passes=passes)
-
-    return build
-
-
-def twins(form: Form) -> Build:
-    """Return the scenario of a burst of any form in which no request is aborted or fails."""
-
-    def build(vocab_size: int, rng: Random) -> Scenario:
-        return Scenario("twins", (Phase("cold", tuple(make_jobs(form.prompts(vocab_size, rng), form.output))),))
 
     return build
 

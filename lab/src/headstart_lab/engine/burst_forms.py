@@ -4,7 +4,10 @@ from array import array
 from dataclasses import dataclass, replace
 from random import Random
 
+from headstart.bench.suite import Build
 from headstart.core.errors import ConfigError
+from headstart.workload.jobs import make_jobs
+from headstart.workload.scenarios import Phase, Scenario
 from headstart.workload.synthetic import random_tokens, with_prefix
 
 BLOCK_SIZE = 16
@@ -101,3 +104,12 @@ def every_form(base: Form) -> list[Form]:
         *(replace(capped, loss="abort"), replace(capped, loss="poison")),
         replace(capped, tree=(4, 8), loss="abort"),
     ]
+
+
+def twins(form: Form) -> Build:
+    """Return the scenario of a burst of any form in which no request is aborted or fails."""
+
+    def build(vocab_size: int, rng: Random) -> Scenario:
+        return Scenario("twins", (Phase("cold", tuple(make_jobs(form.prompts(vocab_size, rng), form.output))),))
+
+    return build

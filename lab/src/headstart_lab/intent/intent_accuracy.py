@@ -3,12 +3,14 @@
 Computed in float32, so that the order of additions cannot decide between two tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headstart.llm import LLM, Completion
+from headstart.measurement.engines import BUNDLED
 from headstart.measurement.progress_bar import QUIET, Bar
+from headstart.measurement.report import Report, Sheet
 from headstart_lab.intent.intent import Example, answer_schema, is_correct, is_valid, make_examples, make_preamble
 
 MAX_TOKENS = 192  # an answer has about 30; with a schema it ends before, whatever the model writes
@@ -103,6 +105,25 @@ def _measure_with_schema(answer: Answer, config: AccuracyConfig, found: Accuracy
         found.problems.append("fewer answers are exact with a schema than without")
 
 
+def bundled_accuracy(examples: int, schema: bool, threads: int) -> Callable[[Report, Bar], None]:
+    """Return a function that adds the accuracy of the bundled model to a report: `headstart bench intent` calls it."""
+
+    def add(report: Report, bar: Bar) -> None:
+        add_accuracy(report, AccuracyConfig(examples=examples, schema=schema), bundled_answers(threads, bar), bar)
+
+    return add
+
+
+def add_accuracy(report: Report, config: AccuracyConfig, answer: Answer, bar: Bar = QUIET) -> None:
+    """Measure the answers, and add their figures, problems and table to a report."""
+    accuracy = measure_accuracy(answer, config, bar)
+    report.values.update(accuracy.values)
+    report.setup["accuracy_model"] = BUNDLED
+    report.setup["accuracy_dtype"] = "float32"
+    report.problems += accuracy.problems
+    report.sheets.append(_table(accuracy.values))
+
+
 def bundled_answers(threads: int, bar: Bar = QUIET) -> Answer:
     """Return the answer function of the bundled model, in float32, through the Python API and its chat template."""
 
@@ -149,3 +170,15 @@ def _shares(config: AccuracyConfig) -> list[tuple[str, int]]:
         )
         for index in range(config.preambles)
     ]
+
+
+def _table(values: dict[str, Any]) -> Sheet:
+    columns = ("bundled model, float32", "caching off", "caching on")
+    rows = (
+        ("exact answers", values["accuracy_off"], values["accuracy_on"]),
+        ("prompt tokens cached", 0.0, values["cached_share"]),
+    )
+    if "accuracy_schema" in values:
+        rows += (("exact with a schema", None, values["accuracy_schema"]),)
+        rows += (("valid with a schema", None, values["valid_schema"]),)
+    return Sheet(f"{values['examples']} held-out sentences, {values['preambles']} preambles", columns, rows)
