@@ -9,7 +9,7 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.policies.policy import Candidate, Choice, View
-from headstart.router.policies.policy_table import POLICIES, make_policy
+from headstart.router.policies.policy_table import make_policy, policy_names
 from headstart.router.router import Router
 from headstart.router.routing_request import Prompt, RoutingRequest
 from headstart.router.step_rates import StepRates
@@ -75,7 +75,7 @@ class LongestPrefix:
         pass
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", policy_names())
 def test_a_first_block_that_all_share_does_not_send_all_to_one_replica(policy: str) -> None:
     fleet = VirtualFleet(replicas(4, 2048))
     fleet.run(trap(600), [router(4, 2048, policy)])
@@ -92,7 +92,7 @@ def test_without_a_load_term_the_trap_is_one() -> None:
 
 def test_least_cost_answers_sooner_than_policies_that_do_not_know_prefixes() -> None:
     mean: dict[str, float] = {}
-    for policy in POLICIES:
+    for policy in policy_names():
         fleet = VirtualFleet(replicas(4, 512))
         summary = summarize(fleet.run(trap(600), [router(4, 512, policy)]))
         assert summary.ttft is not None and summary.errors == 0

@@ -18,7 +18,7 @@ from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Report, Sheet
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.policies.policy_table import POLICIES, make_policy
+from headstart.router.policies.policy_table import make_policy, policy_names
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight
 from headstart.router.routing_request import Prompt, RoutingRequest, router_root
@@ -56,8 +56,8 @@ def run_pick(seed: int, config: PickConfig = PickConfig(), bar: Bar = QUIET) -> 
     router, long_prompts, index_bytes = full_router(config, rng, bar)
     gc.collect()
     gc.freeze()  # excludes garbage collection of a million index entries from the timing
-    bar.stage("decisions", len(POLICIES))
-    for name in POLICIES:
+    bar.stage("decisions", len(policy_names()))
+    for name in policy_names():
         router.policy = make_policy(name)
         times = decision_times(router, long_prompts, config, rng)
         key = f"{name.replace('-', '_')}_pick"

@@ -4,7 +4,7 @@ from dataclasses import astuple, dataclass, field
 
 from headstart.core.errors import ConfigError
 from headstart.measurement.machine import ContentionLog
-from headstart.router.policies.policy_table import POLICIES
+from headstart.router.policies.policy_table import policy_names
 from headstart.workload.request_record import RequestRecord
 from headstart.workload.synthetic import Shape
 from headstart_lab.runners.route_process import Entrant
@@ -87,9 +87,9 @@ class FleetConfig:
 
     def entrants(self) -> list[Entrant]:
         """Return all routers, in the order of the report. Raises ConfigError."""
-        unknown = [name for name in self.policies if name not in POLICIES]
+        unknown = [name for name in self.policies if name not in policy_names()]
         if unknown:
-            raise ConfigError(f"routing policy {unknown[0]!r} is unknown; use one of {', '.join(POLICIES)}")
+            raise ConfigError(f"routing policy {unknown[0]!r} is unknown; use one of {', '.join(policy_names())}")
         return [*(Entrant(name, policy=name) for name in self.policies), *self.peers]
 
 

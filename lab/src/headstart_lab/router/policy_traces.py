@@ -17,7 +17,7 @@ from headstart.measurement.report import Report, Sheet
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.policies.policy import Policy
-from headstart.router.policies.policy_table import POLICIES, make_policy
+from headstart.router.policies.policy_table import make_policy, policy_names
 from headstart.router.router import Router
 from headstart.router.routing_request import pack_text
 from headstart.sim.profile import SERIAL
@@ -54,7 +54,7 @@ class _Case:
 
 
 CASES = (
-    *(_Case(name.replace("-", "_"), lambda name=name: make_policy(name)) for name in POLICIES),
+    *(_Case(name.replace("-", "_"), lambda name=name: make_policy(name)) for name in policy_names()),
     _Case("cost_at_response", lambda: make_policy("cost"), at_pick=False),
     _Case("cost_index_x4", lambda: make_policy("cost"), size=4.0),
     _Case("cost_index_x4_uncorrected", lambda: make_policy("cost"), size=4.0, corrects=False),

@@ -9,7 +9,7 @@ from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Report, Sheet
 from headstart.sim.capacity_plan import FleetSize, PlanLimits, smallest_fleet
 from headstart.sim.profiles.profile_file import load_profile
-from headstart.sim.reports.fleet_sweep import policy_names
+from headstart.sim.reports.fleet_sweep import expand_policies
 from headstart.sim.scenarios.scenario import NOTHING_HAPPENS, read_scenario
 from headstart.sim.simulation import Simulation
 from headstart.sim.sweep import MakeRequests
@@ -37,7 +37,7 @@ def run_fleet_plan(config: PlanConfig, bar: Bar = QUIET) -> Report:
     requests = config.workload(config.speed, config.seed)
     limits = PlanLimits(config.slo, config.max_replicas)
     found: list[FleetSize] = []
-    for policy in policy_names(config.policies):
+    for policy in expand_policies(config.policies):
         bar.stage(policy)
         base = Simulation(profile, policy=policy, seed=config.seed, scenario=scenario)
 

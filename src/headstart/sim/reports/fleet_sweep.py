@@ -9,7 +9,7 @@ from headstart.core.cache.free_blocks import EVICTION_POLICIES
 from headstart.core.errors import ConfigError
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Chart, Report, Sheet
-from headstart.router.policies.policy_table import POLICIES, make_policy
+from headstart.router.policies.policy_table import make_policy, policy_names
 from headstart.sim.oracle_policy import ORACLE
 from headstart.sim.profile import Profile
 from headstart.sim.profiles.profile_file import load_profile
@@ -71,7 +71,7 @@ class SweepConfig:
 
 def run_fleet_sweep(config: SweepConfig, bar: Bar = QUIET) -> Report:
     """Run all combinations. Raises ConfigError for names, files and sizes that cannot be."""
-    policies = policy_names(config.policies)
+    policies = expand_policies(config.policies)
     bounds = _Bounds(config)
     profiles = [profile for name in config.profiles for profile in _profiles(name, config, bounds)]
     scenario = read_scenario(config.scenario) if config.scenario is not None else NOTHING_HAPPENS
@@ -100,9 +100,9 @@ def run_fleet_sweep(config: SweepConfig, bar: Bar = QUIET) -> Report:
     )
 
 
-def policy_names(names: Sequence[str]) -> list[str]:
+def expand_policies(names: Sequence[str]) -> list[str]:
     """Return policy names, with `all` expanded. Raises ConfigError for an unknown one."""
-    found = [name for given in names for name in ((*POLICIES, ORACLE) if given == ALL else [given])]
+    found = [name for given in names for name in ((*policy_names(), ORACLE) if given == ALL else [given])]
     for name in found:
         if name != ORACLE:
             make_policy(name)

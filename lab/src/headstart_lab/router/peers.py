@@ -1,4 +1,4 @@
-"""Policies of other routers on the same index and load: `llm-d`, `dynamo`, `smg`, `ray`; and `work`, their core.
+"""Policies of other routers on the same index and load: `llm-d`, `dynamo`, `smg`, `ray`.
 
 They repeat the decision of each project's default settings, as read in its source in August 2026 (see each class), not
 its index, its tokenizer or its sources of load. Random choices are drawn from the prompt, so a run can be repeated.
@@ -10,21 +10,7 @@ from headstart.router.endpoint import Endpoint
 from headstart.router.policies.policy import Candidate, Choice, View, by_number
 from headstart.router.policies.rendezvous import weight
 from headstart.router.policies.scorers import MAX_INFLIGHT_TOKENS
-
-
-class WorkPolicy:
-    """The least uncached tokens: those of requests without a first token, and the request's own."""
-
-    name = "work"
-    lower_is_better = True
-
-    def choose(self, view: View) -> Choice:
-        """Rank by tokens to compute."""
-        numbers = [float(c.endpoint.load.pending_tokens + _uncached(view, c)) for c in view.candidates]
-        return by_number(view, numbers, "least uncached tokens")
-
-    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
-        """Do nothing."""
+from headstart.router.policies.simple import uncached_tokens
 
 
 class LlmdPolicy:
@@ -45,7 +31,7 @@ class LlmdPolicy:
 
     def choose(self, view: View) -> Choice:
         """Rank by tokens in flight, replicas with the prefix first."""
-        loads = [float(c.endpoint.load.inflight_tokens + _uncached(view, c)) for c in view.candidates]
+        loads = [float(c.endpoint.load.inflight_tokens + uncached_tokens(view, c)) for c in view.candidates]
         enough = self.threshold * max(view.prompt_tokens, 1)
         sticky = [c.hit_tokens >= enough for c in view.candidates]
         inside = [c.endpoint.load.inflight_tokens for c, is_in in zip(view.candidates, sticky, strict=True) if is_in]
@@ -78,7 +64,7 @@ class DynamoPolicy:
             endpoint = candidate.endpoint
             size = endpoint.block_size
             block_hashes = view.request.prompt.block_hashes(size)
-            prefill = (endpoint.load.pending_tokens + _uncached(view, candidate)) / size
+            prefill = (endpoint.load.pending_tokens + uncached_tokens(view, candidate)) / size
             held, own = endpoint.index.held(block_hashes)
             return prefill + held + len(block_hashes) - own
 
@@ -165,7 +151,3 @@ class RayPolicy:
     def picked(self, choice: Choice, endpoint: Endpoint) -> None:
         """Count the decision: the next one draws again."""
         self._count += 1
-
-
-def _uncached(view: View, candidate: Candidate) -> int:
-    return max(view.prompt_tokens - candidate.hit_tokens, 1)

@@ -3,11 +3,12 @@
 from router.fleets import ask, endpoint
 
 from headstart.router.endpoint import Reported
-from headstart.router.policies.peers import DynamoPolicy, LlmdPolicy, RayPolicy, SmgPolicy, WorkPolicy
 from headstart.router.policies.policy import Policy
+from headstart.router.policies.simple import WorkPolicy
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight
 from headstart.router.routing_request import RoutingRequest
+from headstart_lab.router.peers import DynamoPolicy, LlmdPolicy, RayPolicy, SmgPolicy
 
 
 def fleet(policy: Policy, count: int = 3) -> Router:
