@@ -18,7 +18,7 @@ QUIET := $(if $(MAKE_TERMOUT),,--quiet)
 QUIET_CORES := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup install serve test check tests test-long test-gpu format bench docs dist sbom clean
+.PHONY: help setup install serve test check tests test-lab test-long test-gpu format bench docs dist sbom clean
 
 help:           ## this list
 	@awk -F ':|## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, substr($$0, index($$0, "## ") + 3) }' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ test: setup check tests ## all of it: setup, check and the test suite
 
 tests: $(DEV)   ## the test suite alone: make tests [ARGS="tests/core -k prefix"]
 	$(QUIET_CORES) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-lab: $(DEV) ## the tests of lab/ alone: make test-lab [ARGS="-k fleet"]
+	$(QUIET_CORES) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) lab/tests
 
 check: $(DEV)   ## format, lint and types, changing nothing
 	$(BIN)/ruff format --check .
@@ -75,7 +78,7 @@ sbom: dist      ## CycloneDX lists of what the wheel brings along, without and w
 
 clean:          ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
-	find src tests benchmarks examples training -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find src lab tests benchmarks examples training -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) here; install Python 3.11 or newer, or: make PYTHON=/path/to/python3.12" >&2; exit 2; }
@@ -96,9 +99,10 @@ $(RUN): pyproject.toml | $(BIN)/python
 	$(BIN)/pip install $(QUIET) -e '.[engine]'
 	@touch $@
 
-$(DEV): pyproject.toml $(RUN)
+$(DEV): pyproject.toml lab/pyproject.toml $(RUN)
 	@echo "== tools for tests, checks and plots"
 	$(BIN)/pip install $(QUIET) -e '.[dev]'
+	$(BIN)/pip install $(QUIET) --no-index --no-deps --no-build-isolation -e lab
 	@touch $@
 
 $(DIST): pyproject.toml | $(BIN)/python

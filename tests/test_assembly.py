@@ -11,7 +11,7 @@ import torch
 
 from headstart import assembly
 from headstart.assembly import build_engine, check_options, model_folder
-from headstart.bench.experiments.engine.rotations import CacheUnawareScheduler
+from headstart.bench.rotations import CacheUnawareScheduler
 from headstart.config.options import EngineOptions
 from headstart.core import warm_up
 from headstart.core.batch import Batch, StepResult

@@ -91,8 +91,8 @@ def test_a_router_and_a_picker_route(replica: Server, tmp_path: Path, flags: lis
 
 
 def test_benchmarks_run_against_a_server(replica: Server) -> None:
-    sizes = ["--requests", "2", "--prefix-tokens", "16", "--vocab-size", "256"]
-    assert document(run("bench", "twins", "--against", replica.url, *sizes))["bench"] == "twins"
+    sizes = ["--groups", "1", "--prompts", "2", "--prefix-tokens", "16", "--vocab-size", "256", "--runs", "1"]
+    assert document(run("bench", "shared-prefix", "--against", replica.url, *sizes))["bench"] == "shared-prefix"
 
 
 def test_a_fleet_is_simulated_and_planned() -> None:

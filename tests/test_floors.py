@@ -12,8 +12,8 @@ SRC = Path(__file__).parents[1] / "src" / "headstart"
 FLOORS = {  # any other file is on the top floor, where the concrete pieces meet
     **dict.fromkeys(["__init__", "__version__", "core", "explain", "config", "gguf", "allocator"], 0),
     **dict.fromkeys(["model", "store", "router", "workload", "bundled"], 1),
-    **dict.fromkeys(["openai", "sim"], 2),
-    "anthropic": 3,  # translated to and from OpenAI's chats
+    **dict.fromkeys(["openai", "measurement"], 2),
+    **dict.fromkeys(["anthropic", "sim"], 3),  # chats of openai, translated; a simulation is measured like an engine
     "http": 4,  # its errors are those of both APIs
     **dict.fromkeys(["server", "gateway"], 5),
 }
@@ -67,6 +67,8 @@ def violations(path: str, source: str) -> list[str]:
                 found.append(f"{where}: {room} (floor {floor}) must not import {target} (floor {above})")
         elif floor == 0 and package not in sys.stdlib_module_names and package != "headstart":
             found.append(f"{where}: floor 0 is standard library only")
+        if package == "headstart_lab":
+            found.append(f"{where}: the package does without the laboratory; see bench/cli/laboratory.py")
         if any(name == bad or name.startswith(bad + ".") for bad in FORBIDDEN.get(room, ())):
             found.append(f"{where}: forbidden in {room}")
         if id(node) not in top_level and not path.startswith(LAZY) and package not in OPTIONAL:
@@ -94,6 +96,9 @@ def test_every_file_keeps_to_its_floor() -> None:
         ("server/x.py", "if True:\n import torch.nn", "forbidden in server"),
         ("model/x.py", "def f():\n  import torch", "inside a function"),
         ("model/x.py", "from . import y", "absolutely"),
+        ("bench/x.py", "from headstart_lab.engine.scan import run_scan", "without the laboratory"),
+        ("cli/x.py", "def f():\n  import headstart_lab", "without the laboratory"),
+        ("workload/x.py", "from headstart.measurement.report import Report", "must not import measurement"),
     ],
 )
 def test_a_planted_violation_is_caught(path: str, source: str, complaint: str) -> None:

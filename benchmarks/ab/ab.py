@@ -35,7 +35,8 @@ IN_PROCESS = (
 
 def environment(checkout: Path) -> dict[str, str]:
     """Return the environment in which `headstart` is the one of a checkout."""
-    return {**os.environ, "PYTHONPATH": str(checkout.resolve() / "src")}
+    folders = (checkout.resolve() / "src", checkout.resolve() / "lab" / "src")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
 class Worker:
@@ -153,7 +154,7 @@ def served_burst(old: Served, new: Served) -> Callable[[int, int], float]:
 @contextlib.contextmanager
 def fake_replica() -> Generator[str]:
     """Run a replica that computes nothing; both sides use the same one."""
-    words = [sys.executable, "-m", "headstart.bench.runners.fake_replica", "--ttft-ms", "1", "--token-ms", "1"]
+    words = [sys.executable, "-m", "headstart_lab.runners.fake_replica", "--ttft-ms", "1", "--token-ms", "1"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

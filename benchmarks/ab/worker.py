@@ -14,11 +14,15 @@ from typing import Any
 
 from headstart import LLM
 
-try:
-    from headstart.bench.experiments.engine import scheduler_cost as lab_scheduler
-    from headstart.bench.experiments.router import decision_cost as lab_pick
-except ImportError:  # a checkout from before the folders
+try:  # the oldest place first: an installed laboratory is none of an older checkout
     from headstart.bench import lab_pick, lab_scheduler
+except ImportError:
+    try:
+        from headstart.bench.experiments.engine import scheduler_cost as lab_scheduler
+        from headstart.bench.experiments.router import decision_cost as lab_pick
+    except ImportError:
+        from headstart_lab.engine import scheduler_cost as lab_scheduler
+        from headstart_lab.router import decision_cost as lab_pick
 
 VOCABULARY = 32000
 

@@ -11,8 +11,8 @@ import torch
 from attention_cases import Case, make_case, run_case  # tests/model/cuda
 from random_model import BLOCK, make_engine, random_model
 
-from headstart.bench.runners.inprocess import drive
 from headstart.core.request import Request, SamplingParams
+from headstart.measurement.inprocess import drive
 from headstart.model.cuda.cuda_runner import CudaRunner
 from headstart.model.cuda.step_graphs import GraphKey
 from headstart.model.cuda.triton_layers import exact_product

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from headstart.bench.runners.inprocess import Run, drive, make_requests
 from headstart.core.engine import Engine
 from headstart.core.request import SamplingParams
+from headstart.measurement.inprocess import Run, drive, make_requests
 from headstart.workload.synthetic import random_tokens, rotations
 
 

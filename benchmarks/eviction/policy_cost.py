@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 from statistics import median
 
-from headstart.bench.experiments.cache.eviction_replay import replay
-from headstart.bench.machine import print_document
 from headstart.core.cache.free_blocks import EVICTION_POLICIES
+from headstart.measurement.machine import print_document
 from headstart.workload.block_paths import block_paths
 from headstart.workload.traces import read_trace
+from headstart_lab.cache.eviction_replay import replay
 
 
 def main() -> int:

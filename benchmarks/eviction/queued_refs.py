@@ -31,8 +31,8 @@ from virtual_serving import (
     spread,
 )
 
-from headstart.bench.machine import print_document
-from headstart.bench.progress_bar import QUIET, Bar, progress_bar
+from headstart.measurement.machine import print_document
+from headstart.measurement.progress_bar import QUIET, Bar, progress_bar
 from headstart.workload.jobs import Job
 from headstart.workload.synthetic import random_tokens
 from headstart.workload.traces import CHAIN_BLOCK, Trace, read_trace

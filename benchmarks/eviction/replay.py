@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headstart.bench.experiments.cache.eviction_replay import replay
-from headstart.bench.machine import print_document
 from headstart.core.cache.eviction import PROTECTED_SHARE, EvictionOrder, TwoQueue
 from headstart.core.cache.free_blocks import EVICTION_POLICIES
+from headstart.measurement.machine import print_document
 from headstart.workload.block_paths import block_paths
 from headstart.workload.traces import read_trace
+from headstart_lab.cache.eviction_replay import replay
 
 POOLS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)  # of the distinct blocks of the trace
 SHARES = (0.3, 0.8)  # other shares of the pool that 2q might protect

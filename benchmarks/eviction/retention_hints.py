@@ -31,9 +31,9 @@ from virtual_serving import (
     spread,
 )
 
-from headstart.bench.machine import print_document
-from headstart.bench.progress_bar import QUIET, Bar, progress_bar
 from headstart.core.request import DEFAULT_RETENTION, Retention
+from headstart.measurement.machine import print_document
+from headstart.measurement.progress_bar import QUIET, Bar, progress_bar
 from headstart.openai.cache_params import KEYED_PRIORITY, MAX_TTL, TIMED_PRIORITY
 from headstart.workload.jobs import Job
 from headstart.workload.traces import CHAIN_BLOCK, Trace, read_trace

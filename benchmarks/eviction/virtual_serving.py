@@ -10,13 +10,13 @@ from heapq import heapify, heappop, heappush
 from statistics import median
 from typing import Any, NamedTuple
 
-from headstart.bench.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
 from headstart.core.engine import Engine
 from headstart.core.request import DEFAULT_RETENTION, Request, Retention, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.workload.jobs import Job
+from headstart_lab.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
 
 VOCAB_SIZE = 32_000
 BLOCK_SIZE = 16

@@ -16,8 +16,8 @@ from plan import MOST_ROOM, POISSON, Estimate, Plan
 from poisson import ALONE, COARSE, LOAD, THOROUGH, measure_alone, measure_load, next_rate, slo_of, time_of
 from roster import ROSTER, SPIN_COUNT, Entrant, Room, command_of, variables_of
 
-from headstart.bench.comparison import Outcome, measure_row
-from headstart.bench.machine import CONTENDED_ABOVE, ContentionMeter
+from headstart.measurement.machine import CONTENDED_ABOVE, ContentionMeter
+from headstart_lab.comparison import Outcome, measure_row
 
 DEATHS = 3
 FUTILE = 3  # consecutive contended repetitions after which nothing is repeated any more

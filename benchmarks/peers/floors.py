@@ -14,9 +14,9 @@ the figure of interest.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from headstart.bench.comparison import SAMPLED
 from headstart.workload.scenarios import BURST, GENERATED, STREAMS
 from headstart.workload.synthetic import INTENT
+from headstart_lab.comparison import SAMPLED
 
 ROTATIONS, LENGTH = 48, 1025
 GROUPS, PROMPTS = 8, 8

@@ -28,10 +28,10 @@ import httpx
 import zmq
 
 from headstart import bundled
-from headstart.bench.machine import describe_machine, describe_versions
 from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
 from headstart.gateway.kv_events.kv_event_decoding import event_domain
 from headstart.gateway.replicas.replica_address import ReplicaAddress
+from headstart.measurement.machine import describe_machine, describe_versions
 from headstart.router.index.kv_event_index import KVEventIndex
 from headstart.router.routing_request import Prompt, router_root
 

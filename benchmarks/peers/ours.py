@@ -8,10 +8,10 @@ from typing import Any
 
 from serve import Job, News, Sampling, claim_stdout, drive, serve
 
-from headstart.bench.machine import describe_versions
 from headstart.config.options import EngineOptions
 from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
+from headstart.measurement.machine import describe_versions
 from headstart.model.setup.threads import prepare_threads
 
 TOKEN_BUDGET = 4096  # per step, as vLLM has

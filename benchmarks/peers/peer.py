@@ -1,4 +1,4 @@
-"""Peer: an engine behind a driver process in its own environment, as a Runner (bench/runners/runner.py)."""
+"""Peer: an engine behind a driver process in its own environment, as a Runner (measurement/runner.py)."""
 
 import json
 import os
@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from headstart.bench.progress_bar import QUIET, Bar
-from headstart.bench.runners.runner import Trial
+from headstart.measurement.progress_bar import QUIET, Bar
+from headstart.measurement.runner import Trial
 from headstart.workload.jobs import Job
 from headstart.workload.request_record import RequestRecord
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from roster import Entrant, Room
 
-from headstart.bench.comparison import ROWS, SAMPLED
 from headstart.workload.synthetic import INTENT
+from headstart_lab.comparison import ROWS, SAMPLED
 
 POISSON = "poisson"
 ROW_NAMES = (*ROWS, POISSON)

@@ -12,11 +12,11 @@ from journal import Entry, find
 from peer import GivenUpError, Peer
 from roster import ROSTER
 
-from headstart.bench.comparison import Outcome, unloaded_e2e
 from headstart.bench.load_search import highest_rate
 from headstart.bench.rate import RateConfig, behind_prefix, measure_rate
 from headstart.workload.request_record import percentile
 from headstart.workload.slo import SHARE, Slo
+from headstart_lab.comparison import Outcome, unloaded_e2e
 
 ALONE, LOAD = "poisson_alone", "poisson"
 HELD, P90 = "held", "p90"

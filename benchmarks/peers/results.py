@@ -14,10 +14,10 @@ from journal import Entry, find
 from poisson import COARSE, LOAD, THOROUGH, found_rate, slo_of
 from roster import ROSTER
 
-from headstart.bench.comparison import ROWS
-from headstart.bench.machine import CONTENDED_ABOVE
-from headstart.bench.report import spread
+from headstart.measurement.machine import CONTENDED_ABOVE
+from headstart.measurement.report import spread
 from headstart.workload.request_record import median
+from headstart_lab.comparison import ROWS
 
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # 97.5 % of Student's t, by degrees
 REFERENCE = "vllm"

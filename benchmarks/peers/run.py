@@ -26,7 +26,7 @@ from roster import HERE, ROSTER, SPIN_COUNT, variables_of
 from table import draw_all
 
 from headstart.bench.bench_models import find_model
-from headstart.bench.machine import describe_machine
+from headstart.measurement.machine import describe_machine
 
 ARCHITECTURE = "llama-100m"
 INTERRUPTED = 130  # exit code

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from headstart.bench.experiments.engine.int8 import logits
 from headstart.model.setup.sizing import apply_threads
 from headstart.model.weights.model_loader import load_model
+from headstart_lab.engine.int8 import logits
 
 FORMS = {"float32": ("float32", 16), "16 bits": ("bfloat16", 16), "8 bits": ("bfloat16", 8)}
 TEXT = 40_000  # characters of a trace that are enough

@@ -12,9 +12,9 @@ import sys
 from random import Random
 from typing import Any
 
-from headstart.bench.experiments.router.decision_cost import PickConfig, decision_times, full_router
-from headstart.bench.machine import print_document
+from headstart.measurement.machine import print_document
 from headstart.workload.request_record import percentile
+from headstart_lab.router.decision_cost import PickConfig, decision_times, full_router
 
 SIZES = ((16, 32_768, 16_384), (16, 131_072, 16_384), (256, 2_048, 16_384), (256, 8_192, 16_384), (1000, 2_048, 4_096))
 """(replicas, tokens of a prompt, blocks per replica)."""

@@ -14,10 +14,10 @@ from array import array
 
 import torch
 
-from headstart.bench.machine import describe_machine
-from headstart.bench.progress_bar import progress_bar
 from headstart.core.batch import Chunk
 from headstart.core.request import SamplingParams
+from headstart.measurement.machine import describe_machine
+from headstart.measurement.progress_bar import progress_bar
 from headstart.model.kernels.library import find
 from headstart.model.sampling.sampler import Sampler
 

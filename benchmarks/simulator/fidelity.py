@@ -23,9 +23,8 @@ from typing import Any
 
 import psutil
 
-from headstart.bench.runners.endpoint_runner import EndpointRunner
-from headstart.bench.runners.served_replica import Launch, replica
-from headstart.bench.runners.streamed_request import Target
+from headstart.bench.endpoint_runner import EndpointRunner
+from headstart.bench.streamed_request import Target
 from headstart.sim.profile import Profile
 from headstart.sim.profiles.profile_file import read_profile
 from headstart.sim.sim_report import report
@@ -35,6 +34,7 @@ from headstart.sim.step_cost import SumCost
 from headstart.workload.jobs import Job
 from headstart.workload.request_record import RequestRecord, summarize
 from headstart.workload.synthetic import random_tokens, unit_arrivals
+from headstart_lab.runners.served_replica import Launch, replica
 
 VOCAB = 32_000
 BUSY = 0.3  # share of the time in steps at the simple load; measured is twice the rate

@@ -32,15 +32,10 @@ from fidelity import simulated, tpot, ttft, with_overhead
 
 from headstart.assembly import build_engine
 from headstart.bench.bench_models import find_model
-from headstart.bench.experiments.router.fleet import WARM_UPS, measure_fleet, replica_launch, send_all
-from headstart.bench.experiments.router.fleet_trial import BASELINE, BLOCK_SIZE, TITLES, FleetConfig, Trial
-from headstart.bench.experiments.router.fleet_workload import Question, Words, make_questions
-from headstart.bench.machine import describe_machine, describe_versions
-from headstart.bench.progress_bar import progress_bar
-from headstart.bench.runners.engines import Setup
-from headstart.bench.runners.route_process import Entrant, running_router
-from headstart.bench.runners.served_replica import replica
-from headstart.bench.runners.streamed_request import Target
+from headstart.bench.streamed_request import Target
+from headstart.measurement.engines import Setup
+from headstart.measurement.machine import describe_machine, describe_versions
+from headstart.measurement.progress_bar import progress_bar
 from headstart.sim.profile import Profile
 from headstart.sim.profiles.profile_file import read_profile
 from headstart.sim.sim_fleet import FleetOptions
@@ -49,6 +44,11 @@ from headstart.sim.simulation import Simulation
 from headstart.sim.step_cost import StepWork
 from headstart.workload.jobs import Job
 from headstart.workload.request_record import RequestRecord, percentile
+from headstart_lab.router.fleet import WARM_UPS, measure_fleet, replica_launch, send_all
+from headstart_lab.router.fleet_trial import BASELINE, BLOCK_SIZE, TITLES, FleetConfig, Trial
+from headstart_lab.router.fleet_workload import Question, Words, make_questions
+from headstart_lab.runners.route_process import Entrant, running_router
+from headstart_lab.runners.served_replica import replica
 
 CORES = 2
 SEED = 1  # of texts and arrivals; the figures in benchmarks/fleet are of seed 0

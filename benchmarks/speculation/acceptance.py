@@ -17,12 +17,12 @@ from typing import Any
 from texts import Case, Texts
 from tokenizers import Tokenizer
 
-from headstart.bench.machine import print_document
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.kv_cache import KVCache
 from headstart.core.request import Request, SamplingParams
 from headstart.core.speculation.speculation import Speculation
 from headstart.core.speculation.speculation_config import SpeculationConfig
+from headstart.measurement.machine import print_document
 
 KINDS = ("miniswe", "taubench", "quotes", "json", "shuffled", "random")
 SLOPES = (0.024, 0.085, 0.2)

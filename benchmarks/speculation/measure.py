@@ -80,7 +80,7 @@ def _bench(args: argparse.Namespace) -> None:
     from texts import Texts
     from tokenizers import Tokenizer
 
-    from headstart.bench.machine import print_document
+    from headstart.measurement.machine import print_document
 
     with tempfile.TemporaryDirectory() as scratch:
         engines = Engines(long_context(Path(args.model), Path(scratch)), args)

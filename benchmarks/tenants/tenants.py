@@ -18,8 +18,8 @@ from typing import Any
 
 import httpx
 
-from headstart.bench.machine import describe_machine
-from headstart.bench.runners.served_replica import Launch, replica
+from headstart.measurement.machine import describe_machine
+from headstart_lab.runners.served_replica import Launch, replica
 
 CONNECTIONS = (0, 12, 300)
 ROUNDS, REQUESTS = 5, 20  # of the single tenant in each turn

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from headstart.allocator import trim
-from headstart.bench.progress_bar import progress_bar
 from headstart.bundled import BUNDLED_NAME
 from headstart.config.options import EngineOptions
 from headstart.core.engine import Engine, EngineInfo
@@ -22,6 +21,7 @@ from headstart.core.speculation.speculation_config import parse_speculative_conf
 from headstart.core.warm_up import measure_drafts, measure_steps, profile_batches
 from headstart.engine_checks import check_options, limits_of, model_folder, store_bytes
 from headstart.gguf.gguf_reader import is_gguf
+from headstart.measurement.progress_bar import progress_bar
 from headstart.model.grammar.grammar_compiler import CompiledGrammars
 from headstart.model.kernels.block_hashes import compiled_chain
 from headstart.model.kernels.library import kernels

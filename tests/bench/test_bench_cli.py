@@ -11,19 +11,17 @@ import pytest
 from bench.stub_endpoint import Stub, serving
 from typer.testing import CliRunner
 
-import headstart
-from headstart.bench import rate_report
+from headstart.bench import rate_report, rotations
 from headstart.bench.cli import cli_run
 from headstart.bench.cli.bench_cli import app
-from headstart.bench.experiments.engine import rotations
-from headstart.bench.progress_bar import Bar
+from headstart.bench.endpoint_runner import EndpointRunner
 from headstart.bench.rate import Load, RateConfig, RateSearch, measure_rate
-from headstart.bench.report import Report
-from headstart.bench.runners.endpoint_runner import EndpointRunner
-from headstart.bench.runners.engines import Setup
-from headstart.bench.runners.null_executor import NullExecutor
-from headstart.bench.runners.runner import Runner
+from headstart.measurement.engines import Setup
+from headstart.measurement.progress_bar import Bar
+from headstart.measurement.report import Report
+from headstart.measurement.runner import Runner
 from headstart.workload.slo import Slo
+from headstart_lab.runners.null_executor import NullExecutor
 
 MakeSetup = Callable[..., Setup]
 Bench = Callable[[Setup, Bar], Report]
@@ -100,8 +98,8 @@ def test_every_verb_ends_with_its_keys_and_exit_code_zero(
 
 
 def test_intent_ends_with_its_keys(monkeypatch: pytest.MonkeyPatch, make_setup: MakeSetup) -> None:
-    tiny = "headstart.bench.experiments.intent.intent_load.QUICK"
-    from headstart.bench.experiments.intent.intent_load import IntentConfig
+    tiny = "headstart.bench.intent_load.QUICK"
+    from headstart.bench.intent_load import IntentConfig
 
     monkeypatch.setattr(tiny, IntentConfig(runs=1, requests=2, seconds=0.01, min_requests=3, precision=8.0))
     code, document = run_verb(monkeypatch, make_setup(), "intent", "--model", "null", "--quick")
@@ -254,5 +252,5 @@ def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_importing_the_cli_imports_no_torch() -> None:
     code = "import sys, headstart.bench.cli.bench_cli; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": str(Path(headstart.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], check=False, env=environment).returncode == 0

@@ -10,11 +10,11 @@ from random import Random
 import pytest
 from bench.stub_endpoint import Stub, serving
 
+from headstart.bench.endpoint_runner import EndpointRunner
 from headstart.bench.measure import measure
-from headstart.bench.runners.endpoint_runner import EndpointRunner
-from headstart.bench.runners.runner import Trial
-from headstart.bench.runners.streamed_request import Target, body_of, cached_tokens
+from headstart.bench.streamed_request import Target, body_of, cached_tokens
 from headstart.core.errors import ConfigError
+from headstart.measurement.runner import Trial
 from headstart.workload import scenarios
 from headstart.workload.jobs import Job, Sampling, make_jobs
 from headstart.workload.request_record import RequestRecord

@@ -1,51 +1,27 @@
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import pytest
 
-from headstart.bench.experiments.intent.intent_accuracy import AccuracyConfig
-from headstart.bench.experiments.intent.intent_load import IntentConfig, Side, TooManyLate
-from headstart.bench.experiments.intent.intent_report import run_intent
-from headstart.bench.runners.engines import Setup
-from headstart.bench.runners.null_executor import NullExecutor
+from headstart.bench.intent_load import IntentConfig, Side, TooManyLate
+from headstart.bench.intent_report import run_intent
 from headstart.core.engine import Engine
 from headstart.core.request import Request
-from headstart.workload.intent import make_examples, make_preamble
+from headstart.measurement.engines import Setup
 from headstart.workload.request_record import RequestRecord, percentile
 from headstart.workload.synthetic import INTENT
+from headstart_lab.runners.null_executor import NullExecutor
 
 MakeSetup = Callable[..., Setup]
 TINY = IntentConfig(
     runs=1, requests=2, seconds=0.01, min_requests=3, precision=8.0, limit_factor=1e6, load_rate=1000.0
 )  # a limit that is kept however busy the machine is
-ASKED = AccuracyConfig(examples=6, preambles=2)
 KEYS = {
     *("ttft_off_ms", "ttft_on_ms", "ttft_ratio", "tpot_p90_off_ms", "tpot_p90_on_ms"),
     *("qps_off", "qps_on", "qps_ratio", "limit_ms", "unloaded_on_ms", "unloaded_off_ms", "points"),
 }
-
-
-@dataclass(frozen=True)
-class Completed:
-    text: str
-    token_ids: Sequence[int]
-    prompt_token_ids: Sequence[int]
-    num_cached_tokens: int
-
-
-def knowing(conversations: list[list[dict[str, str]]], caching: bool) -> list[Completed]:
-    """Answers every sentence right, from the bench's own examples."""
-    answers = {}
-    for index in range(ASKED.preambles):
-        name = f"bench/{ASKED.seed}/{index}"
-        preamble = make_preamble(name)
-        answers |= {(preamble.text, e.sentence): e.answer for e in make_examples("heldout", 3, preamble, name)}
-    return [
-        Completed(answers[system["content"], user["content"]], [1, 2], list(range(10)), 5 * caching)
-        for system, user in conversations
-    ]
 
 
 @pytest.mark.long
@@ -99,25 +75,3 @@ def test_giving_up_is_decided_exactly_when_p90_can_no_longer_hold(count: int) ->
     assert percentile([1.5] * (late + 1) + in_time, 90) > 1.0  # sure to miss when it gives up
     if late:
         assert percentile([1.0 + 1e-9] * late + [0.0] * (count - late), 90) < 1.5  # one fewer might not
-
-
-def test_a_knowing_model_scores_one_with_and_without_caching(make_setup: MakeSetup) -> None:
-    report = run_intent(make_setup(), None, ASKED, answer=knowing)
-    figures = {key: report.values[key] for key in ("accuracy", "accuracy_on", "accuracy_off", "cached_share")}
-    assert figures == {"accuracy": 1.0, "accuracy_on": 1.0, "accuracy_off": 1.0, "cached_share": 0.5}
-    assert report.problems == [] and report.values["examples"] == 6
-
-
-def test_one_different_token_between_off_and_on_invalidates_the_run(make_setup: MakeSetup) -> None:
-    def wavering(conversations: list[list[dict[str, str]]], caching: bool) -> list[Completed]:
-        first, *others = knowing(conversations, caching)
-        return [Completed("{}", [1, 3], first.prompt_token_ids, 0) if caching else first, *others]
-
-    report = run_intent(make_setup(), None, ASKED, answer=wavering)
-    assert report.values["accuracy_on"] == pytest.approx(5 / 6) and report.values["accuracy_off"] == 1.0
-    assert "1 of 6 answers differ" in report.problems[0]
-
-
-def test_cached_tokens_with_caching_off_invalidate_the_run(make_setup: MakeSetup) -> None:
-    report = run_intent(make_setup(), None, ASKED, answer=lambda asked, caching: knowing(asked, True))
-    assert "with caching off" in report.problems[0]

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from bench.stub_endpoint import Stub, serving
 
-import headstart
-
 # As from a terminal: what runs in the background of a shell, tests included, inherits that SIGINT is ignored.
 HEADSTART = """
 import signal, sys
@@ -31,7 +29,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = 120.0) -> bool:
 
 def interrupted(arguments: tuple[str, ...], is_measuring: Callable[[Path], bool], folder: Path) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of a verb that gets SIGINT once it measures."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(headstart.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     out, err = folder / "out", folder / "err"
     with out.open("wb") as stdout, err.open("wb") as stderr:
         process = subprocess.Popen(

@@ -5,20 +5,20 @@ from random import Random
 
 import pytest
 
-from headstart.bench.comparison import ROWS, measure_poisson, measure_row
 from headstart.bench.measure import measure
 from headstart.bench.rate import RateConfig, behind_prefix, measure_rate, search_rate
-from headstart.bench.runners.engine_runner import EngineRunner
-from headstart.bench.runners.engines import Setup
-from headstart.bench.runners.inprocess import drive
-from headstart.bench.runners.null_executor import NullExecutor
-from headstart.bench.runners.runner import Trial
 from headstart.core.request import Request
+from headstart.measurement.engine_runner import EngineRunner
+from headstart.measurement.engines import Setup
+from headstart.measurement.inprocess import drive
+from headstart.measurement.runner import Trial
 from headstart.workload import scenarios
 from headstart.workload.jobs import Sampling
 from headstart.workload.request_record import RequestRecord
 from headstart.workload.slo import Slo
 from headstart.workload.synthetic import Shape
+from headstart_lab.comparison import ROWS, measure_poisson, measure_row
+from headstart_lab.runners.null_executor import NullExecutor
 
 MakeSetup = Callable[..., Setup]
 SHAPE = Shape(shared=48, own=16, output=3)

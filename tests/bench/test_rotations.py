@@ -2,9 +2,9 @@ from collections.abc import Callable
 
 import pytest
 
-from headstart.bench.experiments.engine.rotations import RotationsConfig, run_rotations
-from headstart.bench.runners.engines import Setup
-from headstart.bench.runners.null_executor import NullExecutor
+from headstart.bench.rotations import RotationsConfig, run_rotations
+from headstart.measurement.engines import Setup
+from headstart_lab.runners.null_executor import NullExecutor
 
 MakeSetup = Callable[..., Setup]
 QUICK = RotationsConfig(runs=1, warm_passes=1, decode_rounds=1, decode_steps=2)

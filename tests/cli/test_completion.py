@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-SRC = Path(__file__).parents[2] / "src"
-
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
@@ -20,7 +18,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     command.chmod(0o755)
     (tmp_path / "models" / "first").mkdir(parents=True)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(SRC), "HOME": str(tmp_path)}
+    return {**os.environ, "PATH": path, "HOME": str(tmp_path)}
 
 
 def run(command: list[str], environment: dict[str, str], **more: str) -> str:

@@ -11,8 +11,6 @@ from checking_async import AsyncCheckingExecutor
 from model.paged import change_block
 from model.tiny import make_checkpoint
 
-from headstart.bench.runners.null_executor import NullExecutor
-from headstart.bench.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
 from headstart.core.batch import UNKNOWN_TOKEN, Batch, Chunk
 from headstart.core.cache.block_store import Data
 from headstart.core.engine import Engine
@@ -25,6 +23,8 @@ from headstart.model.model_runner import ModelRunner
 from headstart.model.weights.model_loader import load_model
 from headstart.sim.sim_executor import SimExecutor
 from headstart.sim.step_cost import SumCost
+from headstart_lab.runners.null_executor import NullExecutor
+from headstart_lab.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
 
 BLOCK = 16
 NUM_BLOCKS = 20

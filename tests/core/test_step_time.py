@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.bench.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
 from headstart.core.batch import Batch, StepResult
 from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
@@ -19,6 +18,7 @@ from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import DECODE_STEPS, LEAST_SECONDS, LEAST_TOKENS, MOST_SECONDS, StepBound, StepTimes
 from headstart.core.speculation.draft_length import DecodeCost
 from headstart.core.warm_up import DRAFT_LENGTHS, PROMPT_TOKENS, measure_drafts, measure_steps
+from headstart_lab.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
 
 BLOCK = 16
 

@@ -53,7 +53,7 @@ def documented() -> list[tuple[str, str]]:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     """Two real servers of one model that computes nothing."""
     room = tmp_path_factory.mktemp("api")
-    code = "import sys; from headstart.bench.runners.null_replica import main; sys.exit(main())"
+    code = "import sys; from headstart_lab.runners.null_replica import main; sys.exit(main())"
     with spawn([sys.executable, "-c", code], room / "one") as one, spawn([sys.executable, "-c", code], room / "b") as b:
         yield [one.wait_ready(), b.wait_ready()]
 
@@ -103,7 +103,7 @@ def test_every_documented_path_answers_behind_a_router_as_at_a_server(servers: l
 
 
 def test_kept_bodies_are_not_shown_through_a_router(tmp_path: Path) -> None:
-    code = "import sys; from headstart.bench.runners.null_replica import main; sys.exit(main())"
+    code = "import sys; from headstart_lab.runners.null_replica import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "--prompt-log-size", "1000000"]
 
     async def through_a_router(server: Server) -> httpx.Response:

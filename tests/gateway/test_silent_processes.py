@@ -19,7 +19,7 @@ NUM_REQUESTS = 20
 def null_server(log_path: Path, heartbeat_timeout: float) -> Iterator[Server]:
     """A `headstart serve` whose engine computes nothing and counts as silent after so many seconds."""
     source = (
-        "import sys; from headstart.bench.runners.null_replica import build_null; "
+        "import sys; from headstart_lab.runners.null_replica import build_null; "
         "from headstart.config.options import EngineOptions, ServerOptions; "
         "from headstart.server.run_server import serve; "
         "sys.exit(serve(build_null, EngineOptions(), ServerOptions(port=0, heartbeat_timeout=float(sys.argv[1]))))"

@@ -3,7 +3,7 @@
 import pytest
 from checking import executor_of, expected_tokens, generate, make_engine, make_request, run
 
-from headstart.bench.experiments.engine.rotations import CacheUnawareScheduler
+from headstart.bench.rotations import CacheUnawareScheduler
 from headstart.core.batch import Chunk
 from headstart.core.errors import ConfigError, RequestTooLargeError
 from headstart.core.request import CacheMode, FinishReason

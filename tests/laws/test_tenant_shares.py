@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_order import HOT, admissions
 
-from headstart.bench.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
 from headstart.core.engine import Engine
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
@@ -18,6 +17,7 @@ from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import StepBound
 from headstart.core.warm_up import measure_steps
 from headstart.workload.request_record import percentile
+from headstart_lab.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
 
 SCHEDULES = {  # of the code before there were shares
     "fcfs": "bc808877e78c9350",
@@ -155,7 +155,7 @@ def test_requests_of_all_tenants_finish_in_any_pool(
     assert engine.stats().num_running == engine.stats().num_waiting == 0
 
 
-COST = StepCost(step=0.012, token=0.00038)  # as of bench/experiments/engine/fairness.py
+COST = StepCost(step=0.012, token=0.00038)  # as of headstart_lab/engine/fairness.py
 
 
 def p50_beside(num_connections: int, *, prompt: int = 100, output: int = 32, answers: int = 15) -> float:

@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router.fleets import BLOCK, names
 
-from headstart.bench.runners.inprocess import drive, make_requests
-from headstart.bench.runners.null_executor import NullExecutor
 from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from headstart.core.cache.hashing import BlockHash, root_hash
 from headstart.core.engine import Engine
@@ -17,10 +15,12 @@ from headstart.core.request import SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
+from headstart.measurement.inprocess import drive, make_requests
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.event_sequencer import Due, EventSequencer
 from headstart.router.index.kv_event_index import SILENCE, SPECULATION, SPECULATION_COMPUTED, KVEventIndex
 from headstart.router.routing_request import Prompt, router_root
+from headstart_lab.runners.null_executor import NullExecutor
 
 
 def new() -> KVEventIndex:

@@ -11,9 +11,10 @@ from router.fleets import RATES, ask, endpoint, serve
 from headstart.config.options import RouterOptions
 from headstart.core.errors import ConfigError
 from headstart.router.endpoint import Reported
+from headstart.router.policies import policy_table
 from headstart.router.policies.cost import CostPolicy
 from headstart.router.policies.policy import Policy
-from headstart.router.policies.policy_table import POLICIES, make_policy
+from headstart.router.policies.policy_table import make_policy, policy_names
 from headstart.router.policies.rendezvous import ranked
 from headstart.router.policies.scorers import SessionScorer
 from headstart.router.policies.simple import PrefixThresholdPolicy
@@ -48,13 +49,20 @@ def send(router: Router, request: RoutingRequest, now: float = 0.0, to: str | No
 
 
 def test_policies_have_the_names_in_the_table() -> None:
-    peers = {"work", "llm-d", "dynamo", "smg", "ray"}
-    assert set(POLICIES) == {"cost", "weighted", "prefix-threshold", "least-load", "round-robin"} | peers
+    own = {"cost", "weighted", "work", "prefix-threshold", "least-load", "round-robin"}
+    assert set(policy_names()) == own | {"llm-d", "dynamo", "smg", "ray"}
     choices = next(field for field in fields(RouterOptions) if field.name == "routing_policy").metadata["choices"]
-    assert set(choices) == set(POLICIES)
-    assert all(make_policy(name).name == name for name in POLICIES)
+    assert set(choices) == set(policy_names())
+    assert all(make_policy(name).name == name for name in policy_names())
     with pytest.raises(ConfigError, match="no routing policy 'best'"):
         make_policy("best")
+
+
+def test_policies_of_other_routers_need_the_laboratory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_table, "entry_points", lambda **_: ())
+    assert "llm-d" not in policy_names() and "cost" in policy_names()
+    with pytest.raises(ConfigError, match="llm-d is part of Headstart's laboratory"):
+        make_policy("llm-d")
 
 
 @pytest.mark.parametrize("name", ["cost", "weighted", "prefix-threshold", "work", "llm-d", "dynamo", "smg", "ray"])
@@ -320,7 +328,7 @@ def test_own_requests_in_a_report_are_not_those_of_other_routers_once_they_are_a
 Served = tuple[list[int], int, bool]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", policy_names())
 @given(
     st.integers(1, 5), st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=5), st.integers(0, 9), st.booleans()))
 )

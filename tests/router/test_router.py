@@ -14,7 +14,7 @@ from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.cached_tokens import cached_blocks
 from headstart.router.index.kv_event_index import SILENCE, KVEventIndex
-from headstart.router.policies.policy_table import POLICIES, make_policy
+from headstart.router.policies.policy_table import make_policy, policy_names
 from headstart.router.policies.rendezvous import ranked
 from headstart.router.router import Router
 from headstart.router.routing_decision import RoutingDecision
@@ -419,7 +419,7 @@ def test_a_pick_that_is_not_sent_is_in_no_book() -> None:
 act = st.tuples(st.integers(0, 5), st.lists(st.integers(0, 3), max_size=5), st.integers(0, 7))
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", policy_names())
 @given(st.booleans(), st.lists(act, max_size=60))
 def test_when_all_is_over_no_replica_has_anything_to_do(
     name: str, at_pick: bool, acts: list[tuple[int, list[int], int]]

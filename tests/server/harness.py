@@ -17,13 +17,13 @@ from typing import Any
 import httpx
 from server.fake_engine import build_fake
 
-from headstart.bench.experiments.router.failover_processes import quiet_ports
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.http.logs import Log
 from headstart.server.app import build_app
 from headstart.server.engine.engine_client import Build, EngineClient
 from headstart.server.prefix_warmup import warm_prefixes
 from headstart.server.server_state import ServerState
+from headstart_lab.router.failover_processes import quiet_ports
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 300.0  # seconds; a wait this long has failed, on however busy a machine
@@ -100,7 +100,10 @@ def wait_for(probe: Any) -> Any:
 @contextmanager
 def spawn(command: list[str], log_path: Path) -> Iterator[Server]:
     """Starts a process that serves, and kills it at the end if it still runs."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(ROOT / path) for path in ("src", "lab/src", "tests")),
+    }
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:

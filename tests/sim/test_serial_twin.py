@@ -4,13 +4,13 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from bench.serial_fleet import Arrival
-from bench.serial_fleet import VirtualFleet as SerialFleet
-from bench.serial_fleet import VirtualReplica as SerialReplica
+from sim.serial_fleet import Arrival
+from sim.serial_fleet import VirtualFleet as SerialFleet
+from sim.serial_fleet import VirtualReplica as SerialReplica
 
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.policies.policy_table import POLICIES, make_policy
+from headstart.router.policies.policy_table import make_policy, policy_names
 from headstart.router.router import Router
 from headstart.router.routing_request import RoutingRequest
 from headstart.router.step_rates import StepRates
@@ -65,7 +65,7 @@ def serial(asked: list[SimRequest], num: int, num_blocks: int, policy: str) -> l
     return sorted(records, key=lambda record: int(record.request_id))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", policy_names())
 def test_without_evictions_every_request_has_the_same_times_and_hits(policy: str) -> None:
     asked = sessions(300)
     for one, other in zip(simulated(asked, 4, 8192, policy), serial(asked, 4, 8192, policy), strict=True):

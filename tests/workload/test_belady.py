@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.bench.experiments.cache.eviction_replay import replay
 from headstart.core.cache.free_blocks import EVICTION_POLICIES
 from headstart.workload.belady import infinite_hits, optimal_hits
 from headstart.workload.block_paths import BlockPaths
+from headstart_lab.cache.eviction_replay import replay
 
 Paths = list[list[int]]
 

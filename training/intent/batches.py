@@ -14,7 +14,7 @@ from network import Batch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from headstart.workload.intent import Example, Preamble, make_examples, make_preamble
+from headstart_lab.intent.intent import Example, Preamble, make_examples, make_preamble
 
 IGNORED = -100
 COPY_LENGTH = 16

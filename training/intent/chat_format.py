@@ -11,7 +11,7 @@ from random import Random
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from headstart.workload.intent import INTENTS, make_examples, make_preamble
+from headstart_lab.intent.intent import INTENTS, make_examples, make_preamble
 
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD, END = SPECIAL[:2]

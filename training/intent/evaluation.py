@@ -7,7 +7,7 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headstart.workload.intent import Example, Preamble, Split, is_correct, make_examples, make_preamble, swap_codes
+from headstart_lab.intent.intent import Example, Preamble, Split, is_correct, make_examples, make_preamble, swap_codes
 
 NUM_PREAMBLES = 8
 MAX_NEW_TOKENS = 64

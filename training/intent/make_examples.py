@@ -7,7 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-from headstart.workload.intent import make_examples, make_preamble, swap_codes
+from headstart_lab.intent.intent import make_examples, make_preamble, swap_codes
 
 SEED = "example"
 NUM_SENTENCES = 300

@@ -23,7 +23,7 @@ from torch.nn import functional
 from tqdm import tqdm
 from wiring import wire
 
-from headstart.workload.intent import NUM_LISTED
+from headstart_lab.intent.intent import NUM_LISTED
 
 VOCAB_SIZE = 1536
 STAGES = (

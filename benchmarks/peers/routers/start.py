@@ -2,7 +2,7 @@
 
 `PYTHON STARTER.py --environment FOLDER --port N --folder DIR [--policy NAME] --replica URL ... [-- FLAG ...]` prints
 one JSON line (name, version, `ready`: the path of the readiness check) and then replaces itself with that router.
-Standard library only: any interpreter works. The counterpart is `headstart.bench.runners.route_process`.
+Standard library only: any interpreter works. The counterpart is `headstart_lab.runners.route_process`.
 """
 
 import argparse

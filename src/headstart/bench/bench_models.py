@@ -4,8 +4,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from headstart.bench.progress_bar import QUIET, Bar
 from headstart.core.errors import ConfigError
+from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.model.weights.init_model import init_model
 from headstart.model.weights.shapes import SHAPES
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from headstart.bench.progress_bar import QUIET, Bar
-from headstart.bench.runners.runner import Runner, Trial
+from headstart.measurement.progress_bar import QUIET, Bar
+from headstart.measurement.runner import Runner, Trial
 from headstart.workload.jobs import ideal_tokens
 from headstart.workload.request_record import RequestRecord
 from headstart.workload.scenarios import Phase, Scenario

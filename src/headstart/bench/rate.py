@@ -10,8 +10,8 @@ from random import Random
 
 from headstart.bench.load_search import LEAST_LOAD, START_LOAD, highest_rate
 from headstart.bench.measure import PhaseResult, measure
-from headstart.bench.progress_bar import QUIET, Bar
-from headstart.bench.runners.runner import Runner
+from headstart.measurement.progress_bar import QUIET, Bar
+from headstart.measurement.runner import Runner
 from headstart.workload import scenarios
 from headstart.workload.scenarios import Scenario
 from headstart.workload.slo import Slo, TooManyLate

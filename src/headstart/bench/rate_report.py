@@ -4,13 +4,13 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from headstart.bench.machine import ContentionLog, uncontended
 from headstart.bench.measure import Measured, measure
-from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.rate import DEFAULTS, Load, Point, RateConfig, RateSearch, search_rate
-from headstart.bench.report import Chart, Report, Sheet
-from headstart.bench.runners.runner import Runner
 from headstart.bench.suite import by_phase, check_lengths, latencies, redundancy_sheet, redundancy_text
+from headstart.measurement.machine import ContentionLog, uncontended
+from headstart.measurement.progress_bar import QUIET, Bar
+from headstart.measurement.report import Chart, Report, Sheet
+from headstart.measurement.runner import Runner
 from headstart.workload.request_record import median, summarize
 from headstart.workload.scenarios import Scenario
 from headstart.workload.slo import Slo

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from headstart.bench.machine import ContentionLog, uncontended
 from headstart.bench.measure import Measured, PhaseResult, measure
-from headstart.bench.progress_bar import QUIET, Bar
-from headstart.bench.report import Chart, Report, Sheet, spread
-from headstart.bench.runners.runner import Runner
 from headstart.core.errors import ConfigError
+from headstart.measurement.machine import ContentionLog, uncontended
+from headstart.measurement.progress_bar import QUIET, Bar
+from headstart.measurement.report import Chart, Report, Sheet, spread
+from headstart.measurement.runner import Runner
 from headstart.workload.request_record import Percentiles, RequestRecord, Summary, median, percentile, summarize
 from headstart.workload.scenarios import Scenario
 from headstart.workload.slo import Slo

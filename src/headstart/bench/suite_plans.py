@@ -6,13 +6,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from headstart.bench.experiments.engine.burst_forms import Form
 from headstart.bench.rate import Load
-from headstart.bench.report import Chart, Report
 from headstart.bench.suite import Build
 from headstart.core.errors import ConfigError
 from headstart.explain.lint.log_report import report_log
 from headstart.explain.lint.logged_prompt import LoggedPrompt, Message
+from headstart.measurement.report import Chart, Report
 from headstart.workload import scenarios
 from headstart.workload.jobs import GREEDY, Sampling, make_jobs
 from headstart.workload.scenarios import Phase, Scenario
@@ -135,15 +134,6 @@ def add_length_chart(report: Report, lengths: Sequence[int]) -> Report:
 def rotations(count: int, length: int, passes: int) -> Build:
     def build(vocab_size: int, rng: Random) -> Scenario:
         return scenarios.rotations(vocab_size, rng, count=count, length=length, passes=passes)
-
-    return build
-
-
-def twins(form: Form) -> Build:
-    """Return the scenario of a burst of any form in which no request is aborted or fails."""
-
-    def build(vocab_size: int, rng: Random) -> Scenario:
-        return Scenario("twins", (Phase("cold", tuple(make_jobs(form.prompts(vocab_size, rng), form.output))),))
 
     return build
 

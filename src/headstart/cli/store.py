@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headstart.bench.progress_bar import progress_bar
 from headstart.cli.help_text import GroupedCommand
 from headstart.cli.prefix import ago
 from headstart.core.errors import ConfigError
+from headstart.measurement.progress_bar import progress_bar
 from headstart.store import inspect
 
 _MIB = 2**20

@@ -1,6 +1,6 @@
 """Jobs: requests by their token ids, lengths and due times; a workload before it is served.
 
-Not here: the runners that serve them (`bench/runners/runner.py`) and the records of the results (`request_record.py`).
+Not here: the runners that serve them (`measurement/runner.py`) and the records of the results (`request_record.py`).
 """
 
 from array import array

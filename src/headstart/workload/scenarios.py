@@ -1,7 +1,7 @@
 """Scenarios: every workload of the suite as phases of jobs, defined once for all runners.
 
 Pure: chance is the `rng` argument, so one seed is one set of prompts. A scenario is one repetition; the next one draws
-new prompts, so that it is cold even if a cache cannot be reset. Not here: the runners (`bench/runners/runner.py`), the
+new prompts, so that it is cold even if a cache cannot be reset. Not here: the runners (`measurement/runner.py`), the
 measurement of a phase (`bench/measure.py`), and traces (`traces.py`).
 """
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from tiny import make_checkpoint
 
-from headstart.bench.runners import inprocess
 from headstart.core.engine import Engine
 from headstart.core.executor import Executor
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
+from headstart.measurement import inprocess
 from headstart.model.cuda.cuda_runner import CudaRunner
 from headstart.model.weights.model_loader import LoadedModel, load_model
 from headstart.workload.synthetic import random_tokens

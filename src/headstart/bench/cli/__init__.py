@@ -1,1 +1,1 @@
-"""The commands of `headstart bench ...`: a table of experiments, and the verbs made from it or written by hand."""
+"""The commands of `headstart bench ...`."""

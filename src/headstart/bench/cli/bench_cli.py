@@ -1,39 +1,71 @@
-"""The verbs of `headstart bench ...` and `headstart bench lab ...`, in the order of --help.
+"""The verbs of `headstart bench ...`, in the order of --help: the package's own, and those of the laboratory.
 
 Importing this module must stay cheap and free of torch: each verb sets the thread settings first, then imports what
-it needs.
+it needs. The laboratory is imported when one of its verbs, or the list of verbs, is asked for.
 """
 
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 
-from headstart.bench.cli import cli_reuse, cli_suite
-from headstart.bench.cli.engine_table import ENGINE, KERNELS, STORE
-from headstart.bench.cli.experiment_verb import Verb, add_verbs
-from headstart.bench.cli.router_table import FLEET, ROUTER
+from headstart.bench.cli import cli_reuse, cli_suite, laboratory
 
-BENCH = (
-    Verb("rotations", cli_reuse.rotations, "48 rotated prompts, cold and warm (vLLM #3402)."),
-    Verb("intent", cli_reuse.intent, "900 shared + 100 own tokens, caching off and on."),
-    Verb("shared-prefix", cli_suite.shared_prefix, "Groups of prompts with a shared prefix each; any rate."),
-    Verb("shared-burst", cli_reuse.shared_burst, "A burst behind one new prefix: prefill redundancy.", alias="twins"),
-    Verb("decode", cli_suite.decode, "Streams behind one cached prefix, or one each."),
-    Verb("prefill", cli_suite.prefill, "Time to the first token by length, cold and warm."),
-    Verb("trace", cli_suite.trace, "Recorded traffic: Mooncake, agents, Azure."),
-    FLEET,
-)
-LAB = (*ENGINE, *STORE, *KERNELS, *ROUTER)
+BENCH = {
+    "rotations": (cli_reuse.rotations, "48 rotated prompts, cold and warm (vLLM #3402)."),
+    "intent": (cli_reuse.intent, "900 shared + 100 own tokens, caching off and on."),
+    "shared-prefix": (cli_suite.shared_prefix, "Groups of prompts with a shared prefix each; any rate."),
+    "decode": (cli_suite.decode, "Streams behind one cached prefix, or one each."),
+    "prefill": (cli_suite.prefill, "Time to the first token by length, cold and warm."),
+    "trace": (cli_suite.trace, "Recorded traffic: Mooncake, agents, Azure."),
+}
+LAB = {
+    "shared-burst": "A burst behind one new prefix: prefill redundancy.",
+    "twins": "Former name of shared-burst.",
+    "fleet": "Real replicas behind our router and others.",
+    "lab": "Experiments on engine, store and router.",
+}
+ORDER = ("rotations", "intent", "shared-prefix", "shared-burst", "twins", "decode", "prefill", "trace", "fleet", "lab")
+
+
+class BenchVerbs(TyperGroup):
+    """The verbs of `headstart bench`. Without the laboratory, its verbs name the command that installs it."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all verbs."""
+        return list(ORDER)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a verb; None: there is none of that name."""
+        own = super().get_command(ctx, cmd_name)
+        if own is not None or cmd_name not in LAB:
+            return own
+        verbs = laboratory.find("verbs")
+        group: Any = typer.main.get_command(_without(cmd_name) if verbs is None else verbs.load())
+        return group.get_command(ctx, cmd_name)
+
+
 app = typer.Typer(
+    cls=BenchVerbs,
     help="Measure an engine in this process, or any OpenAI endpoint (--against URL). Tables for people go to stderr; "
     "the last line of stdout is one JSON document.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
 )
-lab = typer.Typer(
-    help="Experiments on engine, store and router: small, exact, most of them without a real model.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-add_verbs(app, BENCH)
-add_verbs(lab, LAB)
-app.add_typer(lab, name="lab", short_help="Experiments on engine, store and router.")
+for _name, (_run, _summary) in BENCH.items():
+    app.command(_name, short_help=_summary)(_run)
+
+
+def _without(name: str) -> typer.Typer:
+    """Return an app with a verb that says how the laboratory is installed, whatever its arguments are."""
+    found = typer.Typer(rich_markup_mode=None)
+    found.callback()(lambda: None)  # a group, although it has only one verb
+
+    def refuse() -> None:
+        raise laboratory.not_installed(f"headstart bench {name}")
+
+    refuse.__doc__ = str(laboratory.not_installed(f"headstart bench {name}"))
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+    found.command(name, short_help=LAB[name], hidden=name == "twins", context_settings=anything)(refuse)
+    return found

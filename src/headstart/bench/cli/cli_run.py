@@ -21,11 +21,11 @@ from headstart.model.setup.threads import prepare_threads
 from headstart.model.weights.shapes import SHAPES
 
 if TYPE_CHECKING:
-    from headstart.bench.progress_bar import Bar
-    from headstart.bench.report import Report
-    from headstart.bench.runners.engines import Setup
-    from headstart.bench.runners.runner import Runner
     from headstart.bench.suite import Plan
+    from headstart.measurement.engines import Setup
+    from headstart.measurement.progress_bar import Bar
+    from headstart.measurement.report import Report
+    from headstart.measurement.runner import Runner
     from headstart.workload.slo import Slo
 
 MAX_BLOCKS = 16_384
@@ -65,7 +65,7 @@ def run_on_runner(bench: "Callable[[Runner, int, Bar], Report]", where: Where, n
     if where.is_here:
 
         def on_engine(setup: "Setup", bar: "Bar") -> "Report":
-            from headstart.bench.runners.engine_runner import EngineRunner
+            from headstart.measurement.engine_runner import EngineRunner
 
             bar.stage("loading the model", None)
             options = setup.options(num_blocks=min(num_blocks + 64, MAX_BLOCKS), caching=where.caching)
@@ -76,8 +76,8 @@ def run_on_runner(bench: "Callable[[Runner, int, Bar], Report]", where: Where, n
         return
 
     def on_server(bar: "Bar") -> "Report":
-        from headstart.bench.runners.endpoint_runner import EndpointRunner
-        from headstart.bench.runners.streamed_request import Target
+        from headstart.bench.endpoint_runner import EndpointRunner
+        from headstart.bench.streamed_request import Target
 
         target = Target(where.against, where.model, where.api_key, where.timeout)
         bar.stage(f"connecting to {where.against}", None)
@@ -95,7 +95,7 @@ def run_on_model(bench: "Callable[[Setup, Bar], Report]", where: Where) -> None:
         _check(where.model, EngineOptions(dtype=where.dtype, threads=where.threads, quantization=where.quantization))
         from headstart.assembly import build_engine
         from headstart.bench.bench_models import find_model
-        from headstart.bench.runners.engines import BUNDLED, Setup
+        from headstart.measurement.engines import BUNDLED, Setup
 
         found = find_model(where.model, _cache_folder(), seed, bar)
         return bench(
@@ -114,8 +114,8 @@ def _check(model: str, options: EngineOptions) -> None:
 
 def finish(bench: "Callable[[Bar], Report]", plot: Path | None) -> None:
     """Run a benchmark under its progress bar; exit code 1: invalid, 2: cannot run, 130: interrupted."""
-    from headstart.bench.progress_bar import progress_bar
-    from headstart.bench.report import check_plot, publish
+    from headstart.measurement.progress_bar import progress_bar
+    from headstart.measurement.report import check_plot, publish
 
     try:
         with refusing():

@@ -13,9 +13,9 @@ from headstart.bench.cli import cli_run
 from headstart.bench.cli.bench_flags import Runs, SloE2e, SloTpot, SloTtft, Where, takes_target
 
 if TYPE_CHECKING:
-    from headstart.bench.progress_bar import Bar
-    from headstart.bench.report import Report
-    from headstart.bench.runners.runner import Runner
+    from headstart.measurement.progress_bar import Bar
+    from headstart.measurement.report import Report
+    from headstart.measurement.runner import Runner
 
 PrefixTokens = Annotated[int, typer.Option(min=0, help="Shared tokens.")]
 OwnTokens = Annotated[int, typer.Option(min=1, help="Unshared tokens of each prompt.")]

@@ -20,8 +20,8 @@ from headstart.cli.simulation.workload_flags import (
 from headstart.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headstart.bench.progress_bar import Bar
-    from headstart.bench.report import Report
+    from headstart.measurement.progress_bar import Bar
+    from headstart.measurement.report import Report
 
 EXAMPLES = """Examples:
   headstart plan --trace conversation_trace.jsonl --slo-ttft 2s --slo-tpot 50ms
@@ -60,7 +60,7 @@ def plan(
         policies = names_of("--policy", policy)
 
     def run(bar: "Bar") -> "Report":
-        from headstart.bench.experiments.simulation.fleet_plan import PlanConfig, run_fleet_plan
+        from headstart.sim.reports.fleet_plan import PlanConfig, run_fleet_plan
         from headstart.workload.slo import Slo
 
         config = PlanConfig(

@@ -1,7 +1,7 @@
-"""Policies with little or no use of prefixes: `round-robin`, `least-load`, and SGLang's `prefix-threshold`."""
+"""Policies of one rule: `round-robin`, `least-load`, `work`, and SGLang's `prefix-threshold`."""
 
 from headstart.router.endpoint import Endpoint
-from headstart.router.policies.policy import Candidate, Choice, View
+from headstart.router.policies.policy import Candidate, Choice, View, by_number
 
 
 class RoundRobinPolicy:
@@ -74,6 +74,26 @@ class PrefixThresholdPolicy:
 
     def picked(self, choice: Choice, endpoint: Endpoint) -> None:
         """Do nothing."""
+
+
+class WorkPolicy:
+    """The least uncached tokens: those of requests without a first token, and the request's own."""
+
+    name = "work"
+    lower_is_better = True
+
+    def choose(self, view: View) -> Choice:
+        """Rank by tokens to compute."""
+        numbers = [float(c.endpoint.load.pending_tokens + uncached_tokens(view, c)) for c in view.candidates]
+        return by_number(view, numbers, "least uncached tokens")
+
+    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+        """Do nothing."""
+
+
+def uncached_tokens(view: View, candidate: Candidate) -> int:
+    """Return the prompt tokens that a replica would have to compute, one at least."""
+    return max(view.prompt_tokens - candidate.hit_tokens, 1)
 
 
 def _by_load(view: View, reason: str) -> Choice:

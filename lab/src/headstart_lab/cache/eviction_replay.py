@@ -1,0 +1,142 @@
+"""Experiment: eviction policies over recorded traffic, beside the best that any policy can do.
+
+The prompts of a trace, in order, on the engine's own BlockPool; no model and no clock. Redundancy is prompt tokens
+computed over those that an infinite cache would compute; the bound is that of Belady's policy (workload/belady.py),
+which knows the future.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headstart.core.cache.block_pool import BlockPool
+from headstart.core.cache.free_blocks import EVICTION_POLICIES
+from headstart.core.cache.hashing import BlockHash
+from headstart.core.errors import ConfigError
+from headstart.measurement.progress_bar import QUIET, Bar
+from headstart.measurement.report import Chart, Report, Sheet
+from headstart.workload.belady import infinite_hits, optimal_hits
+from headstart.workload.block_paths import BlockPaths, block_paths, overlapped
+from headstart.workload.traces import Trace, read_trace
+
+ROOT = BlockHash(b"root")
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionConfig:
+    """`pools` in per cent of the trace's distinct blocks; `concurrency`: requests that hold their blocks at a time.
+
+    `at_once` > 0: the sessions of an agent trace overlap, so many at a time, with `stretch` times the recorded pauses.
+    """
+
+    pools: tuple[float, ...] = (1.0, 2.0, 5.0, 10.0, 20.0)
+    concurrency: int = 1
+    at_once: int = 0
+    stretch: float = 1.0
+
+
+def run_eviction(trace: Path, config: EvictionConfig = EvictionConfig(), bar: Bar = QUIET) -> Report:
+    """Replay a trace with every eviction policy and pool. Raises ConfigError for an unreadable trace."""
+    recorded = _read(trace)
+    if config.at_once:
+        recorded = overlapped(recorded, config.at_once, config.stretch)
+    prompts = block_paths(recorded)
+    bar.stage(trace.name, len(config.pools))
+    rows: list[dict[str, Any]] = []
+    for share in config.pools:
+        rows.append(measure(prompts, max(int(share / 100 * prompts.num_distinct), 1), config.concurrency))
+        rows[-1] = {"pool_percent": share, **rows[-1]}
+        bar.advance()
+    longest = max(map(len, prompts.paths))
+    return Report(
+        "lab eviction",
+        {
+            "requests": len(prompts.paths),
+            "blocks": sum(map(len, prompts.paths)),
+            "distinct_blocks": prompts.num_distinct,
+            "longest_prompt_blocks": longest,
+            "infinite_hit_tokens": sum(prompts.lengths) - prompts.computed_tokens(infinite_hits(prompts.paths)),
+            "prompt_tokens": sum(prompts.lengths),
+            "pools": rows,
+        },
+        threads=1,
+        setup={
+            "trace": trace.name,
+            "block_size": prompts.block_size,
+            "concurrency": config.concurrency,
+            "sessions_at_once": config.at_once,
+            "pauses_times": config.stretch,
+        },
+        sheets=[_sheet(trace.name, rows, longest)],
+        charts=[_chart(rows)],
+    )
+
+
+def measure(prompts: BlockPaths, num_blocks: int, concurrency: int = 1) -> dict[str, Any]:
+    """Return the redundancy of the bound and of every policy in a pool of `num_blocks`, and each over the bound."""
+    least = prompts.computed_tokens(infinite_hits(prompts.paths))
+    bound = prompts.computed_tokens(optimal_hits(prompts.paths, num_blocks)) / least
+    redundancy = {
+        policy: prompts.computed_tokens(replay(prompts, policy, num_blocks, concurrency)) / least
+        for policy in EVICTION_POLICIES
+    }
+    return {
+        "pool_blocks": num_blocks,
+        "bound": round(bound, 4),
+        "redundancy": {policy: round(value, 4) for policy, value in redundancy.items()},
+        "over_bound": {policy: round(value / bound, 4) for policy, value in redundancy.items()},
+    }
+
+
+def replay(prompts: BlockPaths, policy: str, num_blocks: int, concurrency: int = 1) -> list[int]:
+    """Return the leading blocks of each prompt found in a pool of `num_blocks`, the longest of them cut to the pool.
+
+    `concurrency` requests hold their blocks at a time, fewer if there is no space; each publishes its blocks before the
+    lookup of the next one.
+    """
+    pool = BlockPool(num_blocks + 1, eviction_policy=policy)
+    held: deque[list[int]] = deque()
+    hits: list[int] = []
+    for path in prompts.paths:
+        hashes = [BlockHash(block.to_bytes(8, "little")) for block in path[:num_blocks]]
+        while held and len(held) >= concurrency:
+            pool.release(held.popleft())
+        hit = pool.lookup(hashes, ROOT, b"", 0)
+        hits.append(len(hit))
+        new = len(hashes) - len(hit)
+        while held and new > pool.num_available(hit):
+            pool.release(held.popleft())
+        pool.acquire(hit)
+        blocks = hit + pool.allocate(new)
+        for index in range(len(hit), len(blocks)):
+            pool.publish(blocks[index], hashes[index], hashes[index - 1] if index else ROOT, b"")
+        held.append(blocks)
+    while held:
+        pool.release(held.popleft())
+    return hits
+
+
+def _read(path: Path) -> Trace:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            return read_trace(lines)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--trace {path}: {error}") from error
+
+
+def _sheet(name: str, rows: Sequence[dict[str, Any]], longest: int) -> Sheet:
+    columns = ("pool, % of distinct", "blocks", "bound", *(f"{policy} / bound" for policy in EVICTION_POLICIES))
+    return Sheet(
+        f"{name}: prompt tokens computed, over those of an infinite cache; longest prompt {longest:,} blocks",
+        columns,
+        tuple((row["pool_percent"], row["pool_blocks"], row["bound"], *row["over_bound"].values()) for row in rows),
+    )
+
+
+def _chart(rows: Sequence[dict[str, Any]]) -> Chart:
+    series = {name: tuple(row["redundancy"][name] for row in rows) for name in EVICTION_POLICIES}
+    x = tuple(row["pool_percent"] for row in rows)
+    bound = tuple(row["bound"] for row in rows)
+    return Chart("prefill redundancy", "pool, % of distinct blocks", "", x, {"bound": bound, **series})

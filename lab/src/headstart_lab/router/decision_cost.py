@@ -1,0 +1,202 @@
+"""Experiment: cost of a routing decision. Pure Python, one thread, no sockets; the index is full before timing starts.
+
+Microseconds of CPU time of the one thread. `pick` decides, given the block hashes; `sent` records the request and adds
+its blocks to the index, with evictions; a whole request also hashes its blocks and finishes.
+"""
+
+import gc
+import sys
+import tracemalloc
+from collections import deque
+from dataclasses import dataclass
+from random import Random
+from time import thread_time
+from typing import Any
+
+from headstart.core.cache.hashing import BlockHash
+from headstart.measurement.progress_bar import QUIET, Bar
+from headstart.measurement.report import Report, Sheet
+from headstart.router.endpoint import Endpoint
+from headstart.router.index.approximate_index import ApproximateIndex
+from headstart.router.policies.policy_table import make_policy, policy_names
+from headstart.router.router import Router
+from headstart.router.routing_decision import InFlight
+from headstart.router.routing_request import Prompt, RoutingRequest, router_root
+from headstart.workload.request_record import percentile
+from headstart.workload.synthetic import random_tokens
+
+BLOCK_SIZE = 16
+VOCAB_SIZE = 32_000
+P99_US = 1000.0  # of a decision on the long prompt
+RATE = 2000.0  # requests per second with the short prompt
+
+
+@dataclass(frozen=True, slots=True)
+class PickConfig:
+    """Sizes: replicas, blocks per replica, tokens of the long and the short prompt, decisions timed."""
+
+    replicas: int = 16
+    blocks: int = 62_500
+    long_prompt: int = 32_768
+    short_prompt: int = 2_048
+    decisions: int = 1000
+    unique: int = 100_000  # prompts that are not repeated, of one block each
+
+
+QUICK = PickConfig(replicas=4, blocks=2048, long_prompt=4096, decisions=50, unique=20_000)
+
+
+def run_pick(seed: int, config: PickConfig = PickConfig(), bar: Bar = QUIET) -> Report:
+    """Measure decisions over full indexes, the rate of whole requests, and an index under unrepeated prompts."""
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    rows: list[tuple[Any, ...]] = []
+    bar.stage("filling the index", config.replicas)
+    rng = Random(seed)
+    router, long_prompts, index_bytes = full_router(config, rng, bar)
+    gc.collect()
+    gc.freeze()  # excludes garbage collection of a million index entries from the timing
+    bar.stage("decisions", len(policy_names()))
+    for name in policy_names():
+        router.policy = make_policy(name)
+        times = decision_times(router, long_prompts, config, rng)
+        key = f"{name.replace('-', '_')}_pick"
+        values[f"{key}_p50_us"], values[f"{key}_p99_us"] = percentile(times, 50), percentile(times, 99)
+        rows.append((f"pick, {name}", values[f"{key}_p50_us"], values[f"{key}_p99_us"]))
+        bar.advance()
+    router.policy = make_policy("cost")
+    cold = _sent(router, config, rng)
+    values["sent_cold_p50_us"], values["sent_cold_p99_us"] = percentile(cold, 50), percentile(cold, 99)
+    rows.append(("sent, all blocks new", values["sent_cold_p50_us"], values["sent_cold_p99_us"]))
+    values["requests_per_second"] = _whole(router, config, rng)
+    bar.stage("unique prompts", config.unique)
+    before = sum(len(index_of(endpoint)) for endpoint in router.endpoints.values())
+    _unique(router, config, rng, bar)
+    after = sum(len(index_of(endpoint)) for endpoint in router.endpoints.values())
+    gc.unfreeze()
+    values |= {"blocks_before": before, "blocks_after": after, "bytes_per_block": index_bytes / max(before, 1)}
+    if after > config.replicas * config.blocks:
+        problems.append(f"{after:,} blocks in an index of {config.replicas * config.blocks:,}")
+    if config.replicas == PickConfig().replicas:
+        if values["cost_pick_p99_us"] > P99_US:
+            problems.append(f"a decision takes {values['cost_pick_p99_us']:.0f} us at p99; the maximum is {P99_US:.0f}")
+        if values["requests_per_second"] < RATE:
+            problems.append(f"{values['requests_per_second']:.0f} requests per second; the minimum is {RATE:.0f}")
+    title = f"{config.long_prompt:,} tokens, {config.replicas} replicas, {before:,} blocks; microseconds"
+    return Report(
+        "lab pick",
+        values,
+        seed=seed,
+        runs=config.decisions,
+        threads=1,
+        setup={
+            "replicas": config.replicas,
+            "blocks_per_replica": config.blocks,
+            "block_size": BLOCK_SIZE,
+            "long_prompt_tokens": config.long_prompt,
+            "short_prompt_tokens": config.short_prompt,
+            "unique_prompts": config.unique,
+            "switch_interval": sys.getswitchinterval(),
+        },
+        sheets=[Sheet(title, ("what", "p50", "p99"), tuple(rows))],
+        problems=problems,
+    )
+
+
+def full_router(config: PickConfig, rng: Random, bar: Bar = QUIET) -> tuple[Router, list[list[BlockHash]], int]:
+    """Return a router with full approximate indexes, chains cached on half of the replicas, and the index bytes."""
+    router, length = Router(), config.long_prompt // BLOCK_SIZE
+    tracemalloc.start()
+    shared = [_chain(length, rng) for _ in range(4)]
+    for index in range(config.replicas):
+        cached = ApproximateIndex(config.blocks)
+        router.add(Endpoint(f"http://replica-{index}:8000", cached, block_size=BLOCK_SIZE))
+        for _ in range(config.blocks // length + 1):
+            _take(cached, _chain(length, rng))
+        for number, chain in enumerate(shared):
+            if (index + number) % 2:
+                _take(cached, chain)
+        bar.advance()
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return router, shared, size
+
+
+def decision_times(router: Router, shared: list[list[BlockHash]], config: PickConfig, rng: Random) -> list[float]:
+    """Return the microseconds of each decision: prompts are cached, new from the middle on, or completely new.
+
+    Between decisions the request is sent, an older one is answered and another ends, as in service: nothing is as the
+    last decision left it.
+    """
+    times: list[float] = []
+    in_flight: deque[InFlight] = deque()
+    for number in range(config.decisions):
+        chain = shared[number % len(shared)]
+        keep = rng.choice((0, len(chain) // 2, len(chain)))
+        block_hashes = chain[:keep] + _chain(len(chain) - keep, rng)
+        request = RoutingRequest(Prompt.of_block_hashes(block_hashes, config.long_prompt, BLOCK_SIZE))
+        start = thread_time()
+        decision = router.pick(request, float(number))
+        times.append((thread_time() - start) * 1e6)
+        in_flight.append(router.sent(decision, float(number)))
+        if len(in_flight) > config.replicas:
+            router.first_token(in_flight[-1 - config.replicas], float(number))
+        if len(in_flight) > 2 * config.replicas:
+            router.finished(in_flight.popleft(), float(number))
+    for one in in_flight:
+        router.failed(one, float(config.decisions), blame=False)
+    return times
+
+
+def _sent(router: Router, config: PickConfig, rng: Random) -> list[float]:
+    """Return the microseconds to add a new long prompt to the index."""
+    times: list[float] = []
+    for number in range(max(config.decisions // 10, 10)):
+        block_hashes = _chain(config.long_prompt // BLOCK_SIZE, rng)
+        decision = router.pick(
+            RoutingRequest(Prompt.of_block_hashes(block_hashes, config.long_prompt, BLOCK_SIZE)), float(number)
+        )
+        start = thread_time()
+        decision = router.sent(decision, float(number))
+        times.append((thread_time() - start) * 1e6)
+        router.first_token(decision, number + 0.5)
+        router.finished(decision, number + 0.5)
+    return times
+
+
+def _whole(router: Router, config: PickConfig, rng: Random) -> float:
+    """Return the requests per second from token ids to the end of the answer; half of each prompt is cached."""
+    root = router_root("m")
+    prefix = random_tokens(config.short_prompt // 2, VOCAB_SIZE, rng)
+    prompts = [prefix + random_tokens(config.short_prompt // 2, VOCAB_SIZE, rng) for _ in range(config.decisions)]
+    start = thread_time()
+    for number, tokens in enumerate(prompts):
+        decision = router.pick(RoutingRequest(Prompt(tokens, root)), 1e6 + number)
+        decision = router.sent(decision, 1e6 + number)
+        router.first_token(decision, 1e6 + number + 0.1)
+        router.finished(decision, 1e6 + number + 0.2)
+    return config.decisions / (thread_time() - start)
+
+
+def _unique(router: Router, config: PickConfig, rng: Random, bar: Bar) -> None:
+    for number in range(config.unique):
+        decision = router.pick(
+            RoutingRequest(Prompt.of_block_hashes(_chain(1, rng), BLOCK_SIZE, BLOCK_SIZE)), 2e6 + number
+        )
+        decision = router.sent(decision, 2e6 + number)
+        router.finished(decision, 2e6 + number + 0.1)
+        bar.advance()
+
+
+def _take(index: ApproximateIndex, block_hashes: list[BlockHash]) -> None:
+    reservation = index.sent(block_hashes)
+    index.finished(reservation, block_hashes)
+
+
+def _chain(length: int, rng: Random) -> list[BlockHash]:
+    return [BlockHash(rng.randbytes(32)) for _ in range(length)]
+
+
+def index_of(endpoint: Endpoint) -> ApproximateIndex:
+    assert isinstance(endpoint.index, ApproximateIndex)
+    return endpoint.index

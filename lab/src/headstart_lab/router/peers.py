@@ -1,0 +1,153 @@
+"""Policies of other routers on the same index and load: `llm-d`, `dynamo`, `smg`, `ray`.
+
+They repeat the decision of each project's default settings, as read in its source in August 2026 (see each class), not
+its index, its tokenizer or its sources of load. Random choices are drawn from the prompt, so a run can be repeated.
+"""
+
+from math import sqrt
+
+from headstart.router.endpoint import Endpoint
+from headstart.router.policies.policy import Candidate, Choice, View, by_number
+from headstart.router.policies.rendezvous import weight
+from headstart.router.policies.scorers import MAX_INFLIGHT_TOKENS
+from headstart.router.policies.simple import uncached_tokens
+
+
+class LlmdPolicy:
+    """llm-d's `optimized-baseline`, its default since July 2026 (llm-d-router, prefix-cache-affinity-filter).
+
+    Replicas with at least `threshold` of the prompt cached, or all if there is none; of these, the one with the fewest
+    tokens in flight (token-load-scorer): uncached prompt tokens, and an output of 1.5 times the prompt, or the
+    request's limit if less. The filter is left if that saves more than `max_penalty` seconds at `rate` tokens/s.
+    """
+
+    name = "llm-d"
+    lower_is_better = True
+
+    def __init__(self, threshold: float = 0.8, max_penalty: float = 18.0, rate: float = 15_928.0) -> None:
+        self.threshold = threshold
+        self.max_penalty = max_penalty
+        self.rate = rate
+
+    def choose(self, view: View) -> Choice:
+        """Rank by tokens in flight, replicas with the prefix first."""
+        loads = [float(c.endpoint.load.inflight_tokens + uncached_tokens(view, c)) for c in view.candidates]
+        enough = self.threshold * max(view.prompt_tokens, 1)
+        sticky = [c.hit_tokens >= enough for c in view.candidates]
+        inside = [c.endpoint.load.inflight_tokens for c, is_in in zip(view.candidates, sticky, strict=True) if is_in]
+        outside = [
+            c.endpoint.load.inflight_tokens for c, is_in in zip(view.candidates, sticky, strict=True) if not is_in
+        ]
+        if not inside or (outside and min(inside) - min(outside) > self.max_penalty * self.rate):
+            return by_number(view, loads, "fewest tokens in flight")
+        ranks = [load + (0 if is_in else MAX_INFLIGHT_TOKENS) for load, is_in in zip(loads, sticky, strict=True)]
+        return by_number(view, ranks, "has the prefix, fewest tokens in flight")
+
+    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+        """Do nothing."""
+
+
+class DynamoPolicy:
+    """NVIDIA Dynamo 1.6's KV router with its defaults (its docs/components/router): the fewest blocks.
+
+    Blocks to prefill are those of requests without a first token and the request's own that are not cached. Blocks to
+    decode are those that requests in flight hold, shared ones once, the request's own included.
+    """
+
+    name = "dynamo"
+    lower_is_better = True
+
+    def choose(self, view: View) -> Choice:
+        """Rank by blocks."""
+
+        def blocks(candidate: Candidate) -> float:
+            endpoint = candidate.endpoint
+            size = endpoint.block_size
+            block_hashes = view.request.prompt.block_hashes(size)
+            prefill = (endpoint.load.pending_tokens + uncached_tokens(view, candidate)) / size
+            held, own = endpoint.index.held(block_hashes)
+            return prefill + held + len(block_hashes) - own
+
+        return by_number(view, [blocks(candidate) for candidate in view.candidates], "fewest blocks")
+
+    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+        """Do nothing."""
+
+
+class SmgPolicy:
+    """SMG 1.13's `cache_aware` with its defaults (smg/router_args.py): the longest match, unless it is loaded.
+
+    Replicas with 8 waiting requests or 80 % of their KV in use are left out while others are not. The longest match
+    above `threshold` of the prompt wins, ties by load; it is skipped for the fewest requests if its load exceeds the
+    mean by two standard deviations of a count (4 to `balance_abs` requests) and by `balance_rel` times.
+    """
+
+    name = "smg"
+    lower_is_better = True
+    MAX_WAITING = 8
+    MAX_KV_USAGE = 0.8
+    MIN_MARGIN = 4.0
+
+    def __init__(self, threshold: float = 0.3, balance_abs: int = 64, balance_rel: float = 1.5) -> None:
+        self.threshold = threshold
+        self.balance_abs = balance_abs
+        self.balance_rel = balance_rel
+
+    def choose(self, view: View) -> Choice:
+        """Rank by overload, by match where it counts, and by load."""
+        loads = [candidate.endpoint.num_requests(view.now) for candidate in view.candidates]
+        mean = sum(loads) / len(loads)
+        margin = min(float(self.balance_abs), max(2 * sqrt(mean), self.MIN_MARGIN))
+        enough = self.threshold * view.prompt_tokens
+
+        def rank(item: tuple[Candidate, int]) -> tuple[bool, int, int, int, bytes]:
+            candidate, load = item
+            is_spilled = load > mean + margin and load > self.balance_rel * mean
+            match = candidate.hit_tokens if candidate.hit_tokens > enough and not is_spilled else 0
+            tie = weight(view.key, candidate.name)
+            return self._is_overloaded(candidate.endpoint, view.now), -match, load, len(candidate.endpoint.index), tie
+
+        ranked = sorted(zip(view.candidates, loads, strict=True), key=rank)
+        reason = "longest match" if rank(ranked[0])[1] else "fewest requests"
+        return Choice(tuple(c for c, _ in ranked), tuple(map(float, range(len(ranked)))), reason)
+
+    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+        """Do nothing."""
+
+    def _is_overloaded(self, endpoint: Endpoint, now: float) -> bool:
+        report = endpoint.fresh(now)
+        return report is not None and (report.waiting >= self.MAX_WAITING or report.kv_usage >= self.MAX_KV_USAGE)
+
+
+class RayPolicy:
+    """Ray Serve 2.60's PrefixCacheAffinityRouter with its defaults: power of two choices among the longest matches.
+
+    If less than `threshold` of the prompt is matched, among the replicas with the least in the index instead. Its
+    threshold of imbalance is infinite (ray #59390), so a loaded replica is not left.
+    """
+
+    name = "ray"
+    lower_is_better = True
+
+    def __init__(self, threshold: float = 0.1) -> None:
+        self.threshold = threshold
+        self._count = 0
+
+    def choose(self, view: View) -> Choice:
+        """Rank two random replicas of the group by load, then the rest of it, then all others."""
+        longest = max(candidate.hit_tokens for candidate in view.candidates)
+        if longest >= self.threshold * max(view.prompt_tokens, 1):
+            group, reason = {c.name for c in view.candidates if c.hit_tokens == longest}, "longest match"
+        else:
+            least = min(len(candidate.endpoint.index) for candidate in view.candidates)
+            group, reason = {c.name for c in view.candidates if len(c.endpoint.index) == least}, "smallest index"
+        key = view.key + self._count.to_bytes(8, "little")
+        drawn = sorted(view.candidates, key=lambda c: (c.name not in group, weight(key, c.name)))
+        pair = [candidate for candidate in drawn[:2] if candidate.name in group]
+        pair.sort(key=lambda candidate: candidate.endpoint.num_requests(view.now))
+        ranked = (*pair, *drawn[len(pair) :])
+        return Choice(ranked, tuple(map(float, range(len(ranked)))), reason)
+
+    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+        """Count the decision: the next one draws again."""
+        self._count += 1

@@ -1,1 +1,0 @@
-"""Experiments: each measures one figure and reports it as one JSON document."""

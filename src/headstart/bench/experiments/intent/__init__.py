@@ -1,1 +1,0 @@
-"""The intent-recognition benchmark: latency, throughput and accuracy with and without prefix caching."""

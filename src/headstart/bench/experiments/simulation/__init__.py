@@ -1,1 +1,0 @@
-"""Experiments with the simulator: sweeps, capacity plans, calibration on real steps."""

@@ -1,1 +1,0 @@
-"""Runners: an engine, a server or a router under load, and the processes that a benchmark starts."""

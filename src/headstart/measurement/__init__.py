@@ -1,0 +1,1 @@
+"""Measurement: an engine under load in this process, the machine, progress bars and reports."""

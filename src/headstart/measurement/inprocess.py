@@ -1,0 +1,190 @@
+"""Drives one Engine in this process: adds each request at its arrival time, steps, records the results.
+
+Time is real unless another clock is given, such as the one moved by a `virtual_time.VirtualExecutor`.
+"""
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from headstart.core.batch import Output
+from headstart.core.engine import Engine, EngineStats
+from headstart.core.request import Request, SamplingParams
+from headstart.measurement.progress_bar import QUIET, Bar
+from headstart.workload.request_record import RequestRecord
+
+Tokens = tuple[int, ...]
+
+
+class Clock(Protocol):
+    """A clock in seconds, with a way to wait."""
+
+    def now(self) -> float: ...
+
+    def wait(self, seconds: float) -> None: ...
+
+
+class RealClock:
+    """The system clock."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+REAL = RealClock()
+
+
+class Step(NamedTuple):
+    """One engine step: its duration in seconds, and the tokens it computed."""
+
+    seconds: float
+    executor_seconds: float  # part of `seconds` spent in the executor; the rest is scheduling
+    computed_tokens: int
+
+
+@dataclass(slots=True)
+class Run:
+    """The results of a list of requests, in order."""
+
+    records: list[RequestRecord]
+    outputs: list[Tokens]  # token ids generated, per request
+    steps: list[Step]
+    seconds: float
+    computed_tokens: int
+    preemptions: int = 0
+    given_up: bool = False  # `give_up` ended the run: records are those finished by then
+
+    @property
+    def errors(self) -> list[str]:
+        return [record.error for record in self.records if record.error is not None]
+
+    def problems(self, label: str) -> list[str]:
+        """Return the reasons why this run is invalid; empty if it is valid."""
+        if self.errors:
+            return [f"{label}: {len(self.errors)} requests failed, the first with: {self.errors[0]}"]
+        due = sum(record.prompt_tokens - record.cached_tokens + record.output_tokens - 1 for record in self.records)
+        if due == self.computed_tokens or self.given_up or self.preemptions:
+            return []
+        return [f"{label}: {self.computed_tokens} tokens computed, but the requests account for {due}"]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A request in flight."""
+
+    arrival: float
+    prompt_tokens: int
+    token_ids: list[int] = field(default_factory=list[int])
+    first_token: float | None = None
+    last_token: float | None = None
+    longest_gap: float = 0.0
+    cached_tokens: int = 0
+
+    def take(self, output: Output, now: float) -> None:
+        """Record the output of one step."""
+        self.cached_tokens = output.num_cached_tokens
+        if not output.token_ids:
+            return
+        self.token_ids += output.token_ids
+        if self.first_token is None:
+            self.first_token = now
+        elif self.last_token is not None:
+            self.longest_gap = max(self.longest_gap, now - self.last_token)
+        self.last_token = now
+
+    def record(self, request_id: str, error: str | None) -> RequestRecord:
+        return RequestRecord(
+            request_id,
+            self.arrival,
+            self.first_token,
+            self.last_token if error is None else None,
+            self.prompt_tokens,
+            self.cached_tokens,
+            len(self.token_ids),
+            self.longest_gap,
+            error,
+        )
+
+
+def make_requests(prompts: "Sequence[array[int]]", sampling: SamplingParams, label: str) -> list[Request]:
+    """Return one request per prompt with the id `label-i`; no request with such an id may be running on the engine."""
+    return [Request(f"{label}-{index}", prompt, sampling) for index, prompt in enumerate(prompts)]
+
+
+def drive(
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    due: Sequence[float] | None = None,
+    concurrency: int = 0,
+    bar: Bar = QUIET,
+    give_up: Callable[[RequestRecord], bool] | None = None,
+    on_step: Callable[[int], None] | None = None,
+    clock: Clock = REAL,
+) -> Run:
+    """Run all requests to completion.
+
+    `due` is the arrival time of each request in seconds after the start, ascending (None: all at once). With
+    `concurrency`, at most that many are in flight: the next one arrives when one ends. `give_up` receives every
+    finished record and may end the run early: requests in flight are aborted. Ctrl-C aborts them too.
+    `on_step` receives the number of finished steps after each step; requests it aborts have no record.
+    """
+    flights: dict[str, _Flight] = {}
+    finished: dict[str, tuple[RequestRecord, Tokens]] = {}
+    steps: list[Step] = []
+    times = [0.0] * len(requests) if due is None else due
+    before = stats = engine.stats()
+    given_up, added, start = False, 0, clock.now()
+    try:
+        while (added < len(requests) or engine.has_work) and not given_up:
+            now = clock.now() - start
+            while added < len(requests) and times[added] <= now and not 0 < concurrency <= len(flights):
+                request = requests[added]
+                arrival = now if concurrency else times[added]
+                flights[request.request_id] = _Flight(arrival, len(request.prompt))
+                engine.add_request(request)
+                added += 1
+            if not engine.has_work:
+                clock.wait(max(times[added] - now, 0.0))
+                continue
+            begin = clock.now()
+            outputs = engine.step(begin)
+            end = clock.now()
+            last, stats = stats, engine.stats()
+            steps.append(_step(end - begin, last, stats))
+            for output in outputs:
+                flight = flights[output.request_id]
+                flight.take(output, end - start)
+                if output.finish_reason is not None:
+                    record = flights.pop(output.request_id).record(output.request_id, output.error)
+                    finished[output.request_id] = (record, tuple(flight.token_ids))
+                    given_up = given_up or (give_up is not None and give_up(record))
+                    bar.advance()
+            if on_step is not None:
+                on_step(len(steps))
+    finally:
+        for request_id in flights:
+            engine.abort(request_id)
+    done = [finished[request.request_id] for request in requests if request.request_id in finished]
+    return Run(
+        records=[record for record, _ in done],
+        outputs=[tokens for _, tokens in done],
+        steps=steps,
+        seconds=clock.now() - start,
+        computed_tokens=stats.counters.computed_tokens - before.counters.computed_tokens,
+        preemptions=stats.counters.num_preemptions - before.counters.num_preemptions,
+        given_up=given_up,
+    )
+
+
+def _step(seconds: float, before: EngineStats, after: EngineStats) -> Step:
+    return Step(
+        seconds,
+        after.step_seconds - before.step_seconds,
+        after.counters.computed_tokens - before.counters.computed_tokens,
+    )

@@ -1,0 +1,94 @@
+"""The Runner protocol: one interface for an engine in this process, an OpenAI endpoint and a peer in another process.
+
+One definition of every workload measures all of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from headstart.measurement.progress_bar import QUIET, Bar
+from headstart.workload.jobs import Job
+from headstart.workload.request_record import RequestRecord, median
+
+
+@dataclass(slots=True)
+class Trial:
+    """The results of a list of jobs, in order."""
+
+    records: list[RequestRecord]  # times in seconds after the start
+    seconds: float  # from the start to the last token
+    is_cut: bool = False  # `give_up` ended the run: records are those finished by then
+    reports_cached: bool = True  # False: cached tokens are not reported; 0 in the records has no meaning
+    problems: list[str] = field(default_factory=list[str])  # problems other than the errors of the records
+
+    @property
+    def errors(self) -> list[str]:
+        return [record.error for record in self.records if record.error is not None]
+
+    @property
+    def computed_tokens(self) -> int | None:
+        """Return the prompt tokens computed, from outside: sent minus reported as cached. None: not reported."""
+        if not self.reports_cached:
+            return None
+        return sum(record.prompt_tokens - record.cached_tokens for record in self.records if record.ok)
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Return the output tokens per second while all streams decode: after the last first token. None: no such time.
+
+        A stream's tokens count as evenly spread between its first and its last.
+        """
+        done = [record for record in self.records if record.ok and record.output_tokens > 1]
+        if not done:
+            return None
+        start = max(record.first_token or 0.0 for record in done)
+        end = max(record.finish or 0.0 for record in done)
+        tokens = 0.0
+        for record in done:
+            first, last = record.first_token or 0.0, record.finish or 0.0
+            if last > first:
+                tokens += (record.output_tokens - 1) * max(last - start, 0.0) / (last - first)
+        return tokens / (end - start) if end > start else None
+
+    @property
+    def ttft(self) -> float | None:
+        """Return the median seconds to the first token; None: nothing finished."""
+        known = [record.ttft for record in self.records if record.ok and record.ttft is not None]
+        return median(known) if known else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Return the median over the requests of the mean seconds per token after the first."""
+        known = [record.tpot for record in self.records if record.ok and record.tpot is not None]
+        return median(known) if known else None
+
+
+class Runner(Protocol):
+    """A target that serves jobs, one run at a time: `run` returns when all jobs have ended."""
+
+    label: str  # short name for tables
+    vocab_size: int  # prompts are drawn from ids below this
+    about: dict[str, Any]  # for the report: versions, settings; model and max_model_len where they are known
+
+    def reset(self) -> bool:
+        """Clear the prefix cache; False: not supported, so prompts must be new to be cold."""
+        ...
+
+    def run(
+        self,
+        jobs: Sequence[Job],
+        *,
+        concurrency: int = 0,
+        bar: Bar = QUIET,
+        give_up: Callable[[RequestRecord], bool] | None = None,
+    ) -> Trial:
+        """Serve all jobs: each at its arrival time, or in order with at most `concurrency` in flight.
+
+        `give_up` receives every finished record and may end the run early.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release everything the runner started. Idempotent."""
+        ...

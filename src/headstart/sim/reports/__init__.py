@@ -1,0 +1,1 @@
+"""Simulated fleets and capacity plans as reports: `headstart simulate` and `headstart plan`."""

@@ -1,0 +1,73 @@
+from array import array
+from collections.abc import Callable
+
+import pytest
+
+from headstart.core.engine import Engine
+from headstart.core.request import SamplingParams
+from headstart.measurement.engines import Setup
+from headstart.measurement.inprocess import drive, make_requests
+from headstart_lab.runners.null_executor import NullExecutor
+from headstart_lab.runners.virtual_time import VirtualClock
+
+MakeSetup = Callable[..., Setup]
+
+
+def make_engine(setup: Setup) -> Engine:
+    return setup.build(setup.options(num_blocks=64))[0]
+
+
+def prompts(*lengths: int) -> "list[array[int]]":
+    return [array("i", range(start, start + length)) for start, length in enumerate(lengths)]
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0)
+
+
+def test_records_come_in_the_order_of_the_requests_with_their_token_counts(make_setup: MakeSetup) -> None:
+    run = drive(make_engine(make_setup()), make_requests(prompts(40, 7), greedy(3), "r"))
+    assert [record.request_id for record in run.records] == ["r-0", "r-1"]
+    assert [(record.prompt_tokens, record.output_tokens) for record in run.records] == [(40, 3), (7, 3)]
+    assert [len(tokens) for tokens in run.outputs] == [3, 3]
+    assert run.computed_tokens == 40 + 7 + 2 * 2 and sum(step.computed_tokens for step in run.steps) == 51
+    assert run.problems("r") == []
+
+
+def test_a_request_is_not_added_before_it_is_due(make_setup: MakeSetup) -> None:
+    requests, clock = make_requests(prompts(8, 8), greedy(1), "r"), VirtualClock()
+    first, second = drive(make_engine(make_setup()), requests, due=[0.0, 0.05], clock=clock).records
+    assert first.finish is not None and first.finish < 0.05
+    assert second.arrival == 0.05 and second.first_token is not None and second.first_token >= 0.05
+
+
+def test_giving_up_leaves_an_idle_engine_and_the_finished_records(make_setup: MakeSetup) -> None:
+    engine = make_engine(make_setup())
+    requests = make_requests(prompts(8, 8), greedy(1), "short") + make_requests(prompts(8), greedy(50), "long")
+    run = drive(engine, requests, give_up=lambda record: record.request_id == "short-1")
+    assert run.given_up and [record.request_id for record in run.records] == ["short-0", "short-1"]
+    assert not engine.has_work
+
+
+def test_an_interrupt_aborts_what_is_under_way(make_setup: MakeSetup) -> None:
+    engine = make_engine(make_setup())
+
+    def interrupt(record: object) -> bool:
+        raise KeyboardInterrupt
+
+    requests = make_requests(prompts(8), greedy(1), "short") + make_requests(prompts(8), greedy(50), "long")
+    with pytest.raises(KeyboardInterrupt):
+        drive(engine, requests, give_up=interrupt)
+    assert not engine.has_work
+
+
+def test_failed_rows_are_a_problem(make_setup: MakeSetup, failing: type[NullExecutor]) -> None:
+    run = drive(make_engine(make_setup(failing)), make_requests(prompts(8, 8), greedy(1), "r"))
+    assert [record.ok for record in run.records] == [False, False]
+    assert run.problems("r") == ["r: 2 requests failed, the first with: planted"]
+
+
+def test_tokens_that_do_not_add_up_are_a_problem(make_setup: MakeSetup) -> None:
+    run = drive(make_engine(make_setup()), make_requests(prompts(8), greedy(1), "r"))
+    run.computed_tokens += 1
+    assert run.problems("r") == ["r: 9 tokens computed, but the requests account for 8"]
