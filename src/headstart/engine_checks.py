@@ -20,7 +20,7 @@ from headstart.model.weights.hub import local_folder, resolve_model
 from headstart.server.kv_events.kv_event_publisher import parse_kv_events_config
 
 MIN_STORE_BYTES = 64 * 2**20
-ENGINE_PACKAGES = ("torch", "transformers", "safetensors", "fastapi")  # the extra [engine]
+ENGINE_PACKAGES = ("torch", "transformers", "safetensors")  # the extra [engine]
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
 
 

@@ -6,10 +6,11 @@ from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import TypeVar
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from headstart import __version__
@@ -28,7 +29,7 @@ from headstart.openai.api_schema.model_schema import DetokenizeAnswer, Model, Mo
 from headstart.openai.bounds import Bounds
 from headstart.openai.engine_requests import encode_prompt, shown_chat
 from headstart.openai.json_pieces import SLICE_ITEMS
-from headstart.openai.openapi import Answers, Operation, describe
+from headstart.openai.openapi import Answers, Operation, document
 from headstart.openai.request_bodies import (
     ChatRequest,
     CompletionRequest,
@@ -63,12 +64,10 @@ _Result = TypeVar("_Result")
 
 def build_app(state: ServerState) -> ASGIApp:
     """Return the ASGI application of one server."""
-    app = FastAPI(
-        title="Headstart", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, debug=False
-    )
     routes, apis = _Routes(state), GenerationRoutes(state)
     token_count = Answers(TokenCount, error=MessagesError)
     operations: list[Operation] = []
+    table: list[Route] = []
     for method, path, handler, answers, *bodies in (
         ("POST", "/v1/completions", apis.completions, Answers(Completion, CompletionChunk), CompletionRequest),
         ("POST", "/v1/chat/completions", apis.chat_completions, Answers(ChatCompletion, ChatChunk), ChatRequest),
@@ -102,17 +101,20 @@ def build_app(state: ServerState) -> ASGIApp:
         ("GET", "/v1/cache/requests", routes.recent_requests, Answers(RecentRequestList)),
         ("POST", "/v1/cache/explain", routes.explain_prompt, Answers(CacheExplanation), CompletionRequest, ChatRequest),
     ):
-        app.add_api_route(
-            path,
-            _guarded(state, handler),
-            methods=[method],
-            response_model=None,
-            summary=handler.__doc__,
-            operation_id=f"{handler.__name__}{path.replace('/', '_')}" if path == "/readyz" else handler.__name__,
-        )
-        operations.append(Operation(method, path, answers, tuple(bodies)))
-    app.openapi = cache(lambda: describe(FastAPI.openapi(app), operations))
-    app.add_exception_handler(HTTPException, _framework_error)
+        route = Route(path, _guarded(state, handler))
+        route.methods = {method}
+        table.append(route)
+        operation_id = f"{handler.__name__}{path.replace('/', '_')}" if path == "/readyz" else handler.__name__
+        operations.append(Operation(method, path, operation_id, handler.__doc__ or "", answers, tuple(bodies)))
+    described = cache(lambda: document("Headstart", __version__, operations))
+
+    async def openapi(request: Request) -> Response:
+        return json_response(described())
+
+    app = Starlette(
+        routes=[Route("/openapi.json", openapi), *table], exception_handlers={HTTPException: _framework_error}
+    )
+    app.router.redirect_slashes = False
     return Gate(app, state)
 
 
@@ -126,12 +128,11 @@ def _guarded(state: ServerState, handler: Handler) -> Handler:
             state.note(record_of(request.scope), error)
             return error_response(error, request.scope["path"], record_of(request.scope).request_id)
 
-    guarded.__doc__ = handler.__doc__
     return guarded
 
 
 async def _framework_error(request: Request, error: Exception) -> Response:
-    """Return the error response for requests that FastAPI's router refuses: unknown paths and methods."""
+    """Return the error response for requests that Starlette's router refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return error_response(HttpError(404, "there is no such route; see /openapi.json", code="unknown_route"))
