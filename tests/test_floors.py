@@ -13,8 +13,8 @@ FLOORS = {  # any other file is on the top floor, where the concrete pieces meet
     **dict.fromkeys(["__init__", "__version__", "core", "explain", "config", "gguf", "allocator"], 0),
     **dict.fromkeys(["model", "store", "router", "workload", "bundled"], 1),
     **dict.fromkeys(["openai", "sim"], 2),
-    "anthropic": 3,  # translated to and from OpenAI's chats
-    "http": 4,  # its errors are those of both APIs
+    **dict.fromkeys(["anthropic", "http"], 3),  # translated to and from OpenAI's chats; HTTP without any API's rules
+    "apis": 4,
     **dict.fromkeys(["server", "gateway"], 5),
 }
 TOP = 6
@@ -24,7 +24,7 @@ NO_TORCH = {"torch", "headstart.model"}
 FORBIDDEN = {
     **dict.fromkeys(["core", "explain"], IMPURE),
     "router": IMPURE - {"random"},
-    **dict.fromkeys(["openai", "anthropic", "http", "server", "gateway"], NO_TORCH),
+    **dict.fromkeys(["openai", "anthropic", "http", "apis", "server", "gateway"], NO_TORCH),
 }
 # Lazy on purpose: the command line (Ctrl-C while it is imported), its verbs (fast --help, threads before torch), the
 # attention table, `headstart.LLM`.

@@ -1,57 +1,22 @@
-"""The APIs that a router understands, by path: ends and errors of their streams, and their prompts as chats."""
+"""Api: what HTTP processes know of one generation API. Its requests and answers are in openai/ and anthropic/."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
-from headstart.anthropic.anthropic_errors import anthropic_error
-from headstart.anthropic.messages_request import MessagesRequest, read_body
 from headstart.http.http_errors import rendered
-from headstart.http.sse import DONE, error_event, named_event
+from headstart.http.sse import DONE
 from headstart.openai.bounds import Bounds
-from headstart.openai.request_json import json_value
-from headstart.openai.responses import Json, error_object
-from headstart.openai.responses_api.item_references import first_referenced_response
-from headstart.openai.responses_api.response_events import error_data
-from headstart.openai.responses_api.responses_request import parse_responses, translate_responses
+from headstart.openai.responses import Json, encode
 
-CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-CHAT_PATHS = frozenset((CHAT, RESPONSES, MESSAGES))  # their prompts are rendered by the chat template
-NAMED = frozenset((RESPONSES, MESSAGES))  # their streams have named events, always with usage, and no [DONE]
-_DONE = re.compile(rb"^data:\s*\[DONE\]", re.MULTILINE)
-_NAMED_END = re.compile(
-    rb"^event:\s*(?:response\.(?:completed|incomplete|failed)|message_stop|error)\s*$", re.MULTILINE
-)
+OBJECT_BEGINNING = re.compile(rb'\s*\{\s*"')
 
 
-def stream_end(path: str) -> re.Pattern[bytes]:
-    """Return the pattern of the last event of a stream."""
-    return _NAMED_END if path in NAMED else _DONE
-
-
-def error_ending(path: str, error: Exception, request_id: str, num_events: int) -> bytes:
-    """Return the events that end a stream with an error; `num_events` were sent before."""
-    if path not in NAMED:
-        return error_event(error) + DONE
-    status, body, _ = rendered(error)
-    return _named_error(path, status, body, request_id, num_events)
-
-
-def refusal_ending(path: str, status: int, body: bytes, request_id: str, num_events: int) -> bytes:
-    """Return the same for a replica's error object, as it was received."""
-    if path == RESPONSES:
-        return _named_error(path, status, _error_object(status, body), request_id, num_events)
-    line = b"event: error\ndata: " + body.replace(b"\n", b" ") + b"\n\n"
-    return line if path in NAMED else line + DONE
-
-
-def chat_values(path: str, values: Mapping[str, Any], bounds: Bounds) -> Mapping[str, Any]:
-    """Return the values of a chat request for a body of any of CHAT_PATHS. Raises InvalidRequestError."""
-    if path == RESPONSES:
-        return translate_responses(parse_responses(values, bounds), values).values
-    return read_body(MessagesRequest, values, bounds).chat.values if path == MESSAGES else values
+class AnyObject(msgspec.Struct):
+    """An answer that is a JSON object."""
 
 
 class UsedResponse(NamedTuple):
@@ -61,29 +26,64 @@ class UsedResponse(NamedTuple):
     param: str
 
 
-def used_response(path: str, values: Mapping[str, Any]) -> UsedResponse | None:
-    """Return the stored response that a request continues, or whose items it refers to. Its replica has it alone."""
-    if path != RESPONSES:
-        return None
-    previous = values.get("previous_response_id")
-    if isinstance(previous, str):
-        return UsedResponse(previous, "previous_response_id")
-    referenced = first_referenced_response(values.get("input"))
-    return None if referenced is None else UsedResponse(referenced, "input")
+@dataclass(frozen=True, slots=True)
+class StreamEnd:
+    """The end of a stream of events.
+
+    `last`: finds the last event. `failed` and `refused` return the events that end a stream with an error: with status
+    and OpenAI's error object, or with status and body of a replica's refusal, then the request's id, and the number of
+    events before.
+    """
+
+    last: re.Pattern[bytes]
+    failed: Callable[[int, Json, str, int], bytes]
+    refused: Callable[[int, bytes, str, int], bytes]
+    is_named: bool = False  # events have names and always usage, and there is no [DONE]
 
 
-def _named_error(path: str, status: int, body: Json, request_id: str, num_events: int) -> bytes:
-    if path == MESSAGES:
-        return named_event(anthropic_error(status, body, request_id))
-    return named_event(error_data(body, num_events))
+def _no_body_of_its_own(status: int, body: Json, request_id: str) -> Json:
+    return body
 
 
-def _error_object(status: int, body: bytes) -> Json:
-    """Return a replica's error object with all its fields."""
-    try:
-        error = json_value(body)
-        error = error.get("error", error)
-        message, code, param = (error.get(name) for name in ("message", "code", "param"))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError):
-        message = code = param = None
-    return error_object(str(message or "the replica refused the request"), status=status, code=code, param=param)
+def _done_after_error(status: int, body: Json, request_id: str, num_events: int) -> bytes:
+    return b"event: error\ndata: " + encode(body) + b"\n\n" + DONE
+
+
+def _done_after_refusal(status: int, body: bytes, request_id: str, num_events: int) -> bytes:
+    return refusal_event(body) + DONE
+
+
+def refusal_event(body: bytes) -> bytes:
+    """Return a replica's error object as an event."""
+    return b"event: error\ndata: " + body.replace(b"\n", b" ") + b"\n\n"
+
+
+OPENAI_END = StreamEnd(re.compile(rb"^data:\s*\[DONE\]", re.MULTILINE), _done_after_error, _done_after_refusal)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api:
+    """One generation API.
+
+    `chat_values` returns the values of a chat request for a body, and raises InvalidRequestError; None: its prompts are
+    no chats. `used_response` returns the stored response that a body continues or refers to: its replica has it alone.
+    `error_body` returns the body of an error for status, OpenAI's error object and the request's id.
+    """
+
+    path: str  # of generation
+    other_paths: tuple[str, ...] = ()  # POST routes that neither use nor fill a cache and answer with JSON objects
+    answer: "msgspec.json.Decoder[Any]"  # of the fields that a whole answer must have
+    beginning: re.Pattern[bytes] = OBJECT_BEGINNING  # of an answer, or of the data of an event
+    chat_values: Callable[[Mapping[str, Any], Bounds], Mapping[str, Any]] | None = None
+    used_response: Callable[[Mapping[str, Any]], UsedResponse | None] = lambda values: None
+    error_body: Callable[[int, Json, str], Json] = _no_body_of_its_own
+    end: StreamEnd = OPENAI_END
+    default_max_tokens: int | None = None  # of an answer whose request sets no limit; None: what the context leaves
+    is_stored: bool = False  # its answers can be continued by their ids
+    takes_x_api_key: bool = False
+    id_header: bytes | None = None  # of the request's id, beside x-request-id
+
+    def error_ending(self, error: Exception, request_id: str, num_events: int) -> bytes:
+        """Return the events that end a stream with an error; `num_events` were sent before."""
+        status, body, _ = rendered(error)
+        return self.end.failed(status, body, request_id, num_events)

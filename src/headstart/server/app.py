@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from headstart import __version__
 from headstart.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from headstart.anthropic.messages_schema import Message, MessageEvent, MessagesError, TokenCount
+from headstart.apis.api_table import api_of
 from headstart.core.errors import InvalidRequestError
 from headstart.http.access_record import record_of
 from headstart.http.gate import Gate
@@ -115,7 +116,7 @@ def build_app(state: ServerState) -> ASGIApp:
         routes=[Route("/openapi.json", openapi), *table], exception_handlers={HTTPException: _framework_error}
     )
     app.router.redirect_slashes = False
-    return Gate(app, state)
+    return Gate(app, state, api_of)
 
 
 def _guarded(state: ServerState, handler: Handler) -> Handler:
@@ -126,7 +127,7 @@ def _guarded(state: ServerState, handler: Handler) -> Handler:
             return await handler(request)
         except Exception as error:
             state.note(record_of(request.scope), error)
-            return error_response(error, request.scope["path"], record_of(request.scope).request_id)
+            return error_response(error, api_of(request.scope["path"]), record_of(request.scope).request_id)
 
     return guarded
 

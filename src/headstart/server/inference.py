@@ -25,7 +25,7 @@ from headstart.openai.engine_requests import Origin, Prepared
 from headstart.openai.request_json import parse_json
 from headstart.openai.sandbox.sandbox_pool import WAIT_SECONDS
 from headstart.openai.text.shared_prompt import SharedPrompt
-from headstart.server.apis.answer_format import AnswerFormat, Api, ApiRequest, Head
+from headstart.server.apis.answer_format import AnswerFormat, ApiRequest, Head, ServedApi
 from headstart.server.generation_job import GenerationJob, News
 from headstart.server.prompt_log import KeptBody
 from headstart.server.request_limits import check_size
@@ -37,7 +37,7 @@ LARGE_ANSWER_ENTRIES = 4096  # larger responses are encoded and sent in pieces
 FEW_CHUNKS = 32  # events that are encoded without yielding to the event loop
 
 
-async def infer(state: ServerState, api: Api, request: Request) -> Response:
+async def infer(state: ServerState, api: ServedApi, request: Request) -> Response:
     """Return the response of one request. Raises HttpError, HeadstartError, ClientGoneError before anything is sent."""
     model = state.check_ready()
     record = record_of(request.scope)
@@ -79,7 +79,7 @@ def _report(request: Request, job: GenerationJob, answer_id: str) -> dict[str, s
 
 
 async def _prepared(
-    state: ServerState, api: Api, model: Model, origin: Origin, request: Request
+    state: ServerState, api: ServedApi, model: Model, origin: Origin, request: Request
 ) -> tuple[ApiRequest, Prepared]:
     """Return the client request in the engine's form; its body, JSON and messages are not referenced afterwards."""
     num_stored_bytes = api.num_stored_bytes

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from starlette.types import Receive, Scope, Send
 
+from headstart.apis.api_table import api_of
 from headstart.core.errors import NoReplicaError
 from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
 from headstart.gateway.picker.ext_proc_messages import CHUNK_BYTES
 from headstart.gateway.picker.ext_proc_stream import EXTENSION, AnswerHead, ExtProcStream
-from headstart.gateway.proxy.api_paths import RESPONSES
 from headstart.gateway.proxy.error_responses import no_answer, no_replicas
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.relay import own_headers
@@ -112,7 +112,7 @@ class EndpointPicker:
         changed, removed = headers_changed(call.headers, own)
         addresses = [address for name in names if (address := self._addresses.address(name)) is not None]
         body = call.reading.body
-        told = [*identity_headers(call.path, call.request_id), *own_headers(call, 200, decision.endpoint.name)]
+        told = [*identity_headers(api_of(call.path), call.request_id), *own_headers(call, 200, decision.endpoint.name)]
         shown = {name.decode("latin-1"): value.decode("latin-1") for name, value in told}
         call.reading.body = b""  # the picker sends it once; Envoy keeps it for its own retries
         try:
@@ -186,7 +186,7 @@ class EndpointPicker:
         stream: ExtProcStream,
     ) -> None:
         is_stream = _is_stream(head) and head.status < 300
-        events = EventStream(call.path, hides_usage=False) if is_stream and stream.reads_answers else None
+        events = EventStream(call.api.end, hides_usage=False) if is_stream and stream.reads_answers else None
         if is_stream and report is None and events is None and in_flight.first_token is None:
             timer = self._first_token_timer(call, in_flight)
         else:
@@ -232,7 +232,7 @@ class EndpointPicker:
         """Record the beginning of an answer."""
         if report is not None:
             call.answer_id = report.answer_id
-            if call.path == RESPONSES:
+            if call.api.is_stored:
                 self._proxy.relay.response_owners.add(report.answer_id, in_flight.endpoint.name, call.domain)
         if is_stream and report is not None:  # such a head comes with the first token
             self._router.first_token(in_flight, now)  # its usage counts at its end, as in the router's own proxy

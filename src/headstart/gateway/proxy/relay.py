@@ -10,7 +10,6 @@ from typing import NamedTuple
 import aiohttp
 from starlette.types import Send
 
-from headstart.gateway.proxy.api_paths import RESPONSES, refusal_ending
 from headstart.gateway.proxy.error_responses import id_in, replica_lost
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.replies import EVENTS, begins_like, error_in_first, read_answer
@@ -136,7 +135,7 @@ class Relay:
     async def relay_stream(self, attempt: Attempt, response: aiohttp.ClientResponse, send: Send) -> None:
         """Relay a stream of events as they arrive."""
         call, in_flight, _ = attempt
-        stream, writer = EventStream(call.path, hides_usage=call.reading.hides_usage), call.writer
+        stream, writer = EventStream(call.api.end, hides_usage=call.reading.hides_usage), call.writer
 
         def relay_now(piece: bytes) -> bool:
             """Relay a piece while the client already reads the answer and its connection takes more."""
@@ -193,7 +192,7 @@ class Relay:
     def _begin(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream, passed: bytes) -> None:
         """Handle the first event. Raises AttemptError if it is an error that another replica may not have."""
         now = time.monotonic()
-        if stream.is_mid_event and not begins_like(stream.first, call.path):
+        if stream.is_mid_event and not begins_like(stream.first, call.api):
             raise GarbledError("the replica's first event does not begin like one of this route")
         if stream.is_mid_event or not error_in_first(stream.first):
             call.committed = True
@@ -225,7 +224,7 @@ class Relay:
     def _note_id(self, call: ProxiedCall, in_flight: InFlight, beginning: bytes) -> None:
         """Note the id in the answer, before the client sees it: it may continue the response at once."""
         call.answer_id = id_in(beginning)
-        if call.path == RESPONSES:
+        if call.api.is_stored:
             self.response_owners.add(call.answer_id, in_flight.endpoint.name, call.domain)
 
     def _first_token(self, call: ProxiedCall, now: float) -> None:
@@ -242,7 +241,7 @@ class Relay:
     async def send_whole(self, call: ProxiedCall, answer: Answer, send: Send) -> None:
         """Send a complete answer or refusal, as an event if the client already reads a stream."""
         if call.started:  # a stream had begun with comments: the client now reads events
-            ending = refusal_ending(call.path, answer.status, answer.body, call.request_id, call.num_events)
+            ending = call.api.end.refused(answer.status, answer.body, call.request_id, call.num_events)
             await write(send, ending, more=False)
             return
         length = (b"content-length", str(len(answer.body)).encode())

@@ -1,4 +1,4 @@
-"""AnswerFormat: the form in which one API sends an answer; Api: the preparation of its requests.
+"""AnswerFormat: the form in which one API sends an answer; ServedApi: the preparation of its requests.
 
 inference.py sends every answer in the same way, whatever its format.
 """
@@ -90,7 +90,7 @@ class ApiRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Api:
+class ServedApi:
     """One of the generation APIs. `renders`: its prompts are rendered by the chat template, which may take seconds.
 
     `num_stored_bytes`: the bytes of stored responses that a body of a tenant continues or refers to.
