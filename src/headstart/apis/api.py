@@ -12,11 +12,17 @@ from headstart.http.sse import DONE
 from headstart.openai.bounds import Bounds
 from headstart.openai.responses import Json, encode
 
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 OBJECT_BEGINNING = re.compile(rb'\s*\{\s*"')
 
 
 class AnyObject(msgspec.Struct):
     """An answer that is a JSON object."""
+
+
+def content_type(media_type: str) -> str:
+    """Return the Content-Type of a stream; JSON has no parameter for its charset."""
+    return f"{media_type}; charset=utf-8" if media_type == EVENTS else media_type
 
 
 class UsedResponse(NamedTuple):
@@ -39,6 +45,12 @@ class StreamEnd:
     failed: Callable[[int, Json, str, int], bytes]
     refused: Callable[[int, bytes, str, int], bytes]
     is_named: bool = False  # events have names and always usage, and there is no [DONE]
+    media_type: str = EVENTS  # LINES: one object of JSON on each line, usage always in the last one
+
+    @property
+    def content_type(self) -> str:
+        """The header of a stream."""
+        return content_type(self.media_type)
 
 
 def _no_body_of_its_own(status: int, body: Json, request_id: str) -> Json:
@@ -72,6 +84,7 @@ class Api:
 
     path: str  # of generation
     other_paths: tuple[str, ...] = ()  # POST routes that neither use nor fill a cache and answer with JSON objects
+    get_paths: tuple[str, ...] = ()  # its GET routes, which a router answers itself
     answer: "msgspec.json.Decoder[Any]"  # of the fields that a whole answer must have
     beginning: re.Pattern[bytes] = OBJECT_BEGINNING  # of an answer, or of the data of an event
     chat_values: Callable[[Mapping[str, Any], Bounds], Mapping[str, Any]] | None = None
@@ -79,6 +92,7 @@ class Api:
     error_body: Callable[[int, Json, str], Json] = _no_body_of_its_own
     end: StreamEnd = OPENAI_END
     default_max_tokens: int | None = None  # of an answer whose request sets no limit; None: what the context leaves
+    streams_by_default: bool = False
     is_stored: bool = False  # its answers can be continued by their ids
     takes_x_api_key: bool = False
     id_header: bytes | None = None  # of the request's id, beside x-request-id

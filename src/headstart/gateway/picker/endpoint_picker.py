@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from starlette.types import Receive, Scope, Send
 
+from headstart.apis.api import EVENTS, LINES
 from headstart.apis.api_table import api_of
 from headstart.core.errors import NoReplicaError
 from headstart.gateway.gateway_state import GatewayState
@@ -19,10 +20,11 @@ from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
 from headstart.gateway.picker.ext_proc_messages import CHUNK_BYTES
 from headstart.gateway.picker.ext_proc_stream import EXTENSION, AnswerHead, ExtProcStream
 from headstart.gateway.proxy.error_responses import no_answer, no_replicas
+from headstart.gateway.proxy.line_reader import stream_reader
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.relay import own_headers
 from headstart.gateway.proxy.replies import JSON_ROUTES
-from headstart.gateway.proxy.sse_reader import EventStream, ReportedUsage
+from headstart.gateway.proxy.sse_reader import ReportedUsage
 from headstart.gateway.proxy.upstream import AttemptError, Failure, GarbledError, headers_back, headers_changed
 from headstart.http.answer_report import REPORT_HEADER, AnswerReport, decode_report
 from headstart.http.gate import identity_headers
@@ -30,8 +32,8 @@ from headstart.http.http_errors import ClientGoneError, HttpError
 from headstart.router.routing_decision import InFlight, RoutingDecision
 from headstart.router.routing_request import Usage
 
-_EVENTS = b"text/event-stream"
-_OF_API = frozenset((b"application/json", _EVENTS))
+_STREAMS = frozenset((EVENTS.encode(), LINES.encode()))
+_OF_API = _STREAMS | {b"application/json"}
 _OF_PROXY = frozenset((502, 503, 504))
 
 
@@ -186,7 +188,7 @@ class EndpointPicker:
         stream: ExtProcStream,
     ) -> None:
         is_stream = _is_stream(head) and head.status < 300
-        events = EventStream(call.api.end, hides_usage=False) if is_stream and stream.reads_answers else None
+        events = stream_reader(call.api.end, hides_usage=False) if is_stream and stream.reads_answers else None
         if is_stream and report is None and events is None and in_flight.first_token is None:
             timer = self._first_token_timer(call, in_flight)
         else:
@@ -259,7 +261,7 @@ class EndpointPicker:
 
 
 def _is_stream(head: AnswerHead) -> bool:
-    return _content_type(head) == _EVENTS
+    return _content_type(head) in _STREAMS
 
 
 def _content_type(head: AnswerHead) -> bytes:

@@ -11,11 +11,12 @@ import aiohttp
 from starlette.types import Send
 
 from headstart.gateway.proxy.error_responses import id_in, replica_lost
+from headstart.gateway.proxy.line_reader import LineStream, answer_usage, stream_reader
 from headstart.gateway.proxy.proxied_call import ProxiedCall
-from headstart.gateway.proxy.replies import EVENTS, begins_like, error_in_first, read_answer
+from headstart.gateway.proxy.replies import begins_like, error_in_first, read_answer
 from headstart.gateway.proxy.response_owners import ResponseOwners
 from headstart.gateway.proxy.silence import Watched
-from headstart.gateway.proxy.sse_reader import TAIL_BYTES, EventStream, ReportedUsage, read_usage, read_usage_at_end
+from headstart.gateway.proxy.sse_reader import TAIL_BYTES, EventStream, ReportedUsage, read_usage_at_end
 from headstart.gateway.proxy.upstream import (
     Answer,
     AttemptError,
@@ -85,7 +86,7 @@ class Relay:
             if not answer.is_whole:
                 await self._relay_long(attempt, answer, response, send)
                 return
-            self._answered(call, in_flight, read_usage(answer.body))
+            self._answered(call, in_flight, answer_usage(call.api.end, answer.body))
         else:
             router.failed(in_flight, time.monotonic(), blame=response.status >= 500)
         await self.send_whole(call, answer, send)
@@ -135,7 +136,7 @@ class Relay:
     async def relay_stream(self, attempt: Attempt, response: aiohttp.ClientResponse, send: Send) -> None:
         """Relay a stream of events as they arrive."""
         call, in_flight, _ = attempt
-        stream, writer = EventStream(call.api.end, hides_usage=call.reading.hides_usage), call.writer
+        stream, writer = stream_reader(call.api.end, hides_usage=call.reading.hides_usage), call.writer
 
         def relay_now(piece: bytes) -> bool:
             """Relay a piece while the client already reads the answer and its connection takes more."""
@@ -160,7 +161,12 @@ class Relay:
                 if not passed or not (call.committed or call.reading.stream):
                     continue  # a client that requested no stream gets no comments
                 if not call.started:
-                    await self._start(call, 200, headers_back(response.raw_headers, EVENTS), send)
+                    await self._start(
+                        call,
+                        200,
+                        headers_back(response.raw_headers, call.api.end.content_type.encode()),
+                        send,
+                    )
                 await send({"type": "http.response.body", "body": passed, "more_body": True})
         rest = stream.close()
         if not call.committed and (stream.is_done or stream.has_data):
@@ -170,7 +176,7 @@ class Relay:
         self._finished(call, in_flight, stream)
         await write(send, rest, more=False)
 
-    def _read(self, attempt: Attempt, stream: EventStream, piece: bytes) -> bytes:
+    def _read(self, attempt: Attempt, stream: EventStream | LineStream, piece: bytes) -> bytes:
         """Record the progress that a piece of a stream shows; return the bytes that may be relayed."""
         call, in_flight, (activity, wait) = attempt
         passed = stream.feed(piece)
@@ -189,7 +195,7 @@ class Relay:
             self._finished(call, in_flight, stream)  # before it is relayed: clients disconnect after it
         return passed
 
-    def _begin(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream, passed: bytes) -> None:
+    def _begin(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream | LineStream, passed: bytes) -> None:
         """Handle the first event. Raises AttemptError if it is an error that another replica may not have."""
         now = time.monotonic()
         if stream.is_mid_event and not begins_like(stream.first, call.api):
@@ -208,7 +214,7 @@ class Relay:
         call.committed = True
         self._router.failed(in_flight, now, blame=status >= 500)
 
-    def _finished(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream) -> None:
+    def _finished(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream | LineStream) -> None:
         """Record that the answer is complete; only the first call counts."""
         if in_flight.finish is None:
             call.output_tokens, call.outcome = stream.reported.output_tokens, "ok"

@@ -30,7 +30,6 @@ UNCOUNTED_BYTES = 16 << 10  # of an answer that arrived at once; not counted as 
 MAX_INTERIM = 32  # responses of status 1xx before the final one
 _JSON = b"application/json"
 _SLICE_BYTES = 64 << 10
-EVENTS = b"text/event-stream; charset=utf-8"
 
 
 def session_options() -> dict[str, Any]:
@@ -74,7 +73,7 @@ def check_head(response: aiohttp.ClientResponse, path: str) -> bool:
         raise GarbledError("the replica answered in an encoding that it was not asked for")
     if generation_api(path) is not OTHER and status < 300 and status != 200:
         raise GarbledError(f"the replica answered with status {status}")
-    return status == 200 and response.content_type == "text/event-stream"
+    return status == 200 and response.content_type == generation_api(path).end.media_type
 
 
 def _keep_all(num_bytes: int) -> bool:

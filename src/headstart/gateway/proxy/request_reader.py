@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from headstart.apis.api import Api, UsedResponse
+from headstart.apis.api import EVENTS, Api, UsedResponse
 from headstart.apis.api_table import COMPLETIONS, UNCACHED, generation_api
 from headstart.core.cache.hashing import HashChain
 from headstart.core.errors import InvalidRequestError, QueueFullError, RequestTooLargeError
@@ -147,8 +147,9 @@ class RequestReader:
         else:
             packed = pack_text((text or "")[: limit * LONGEST_TOKEN].encode())
             prompt = Prompt(packed, root, exact=False, chain=self._chain)
-        stream = values.get("stream") is True
-        asks_usage = stream and not api.end.is_named and sender.reads_answer
+        sent_stream = values.get("stream")
+        stream = api.streams_by_default if sent_stream is None else sent_stream is True
+        asks_usage = stream and not api.end.is_named and api.end.media_type == EVENTS and sender.reads_answer
         sent, hides_usage = _asking_for_usage(body, values) if asks_usage else (body, False)
         if sender.is_salted and path not in UNCACHED:
             sent = _with(sent, "cache_salt", salt)

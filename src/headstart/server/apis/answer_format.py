@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
+from headstart.apis.api import EVENTS
 from headstart.core.request import CacheMode
 from headstart.core.request import Request as EngineRequest
 from headstart.explain.lint.prompt_window import WindowEntry
@@ -93,12 +94,14 @@ class ApiRequest:
 class ServedApi:
     """One of the generation APIs. `renders`: its prompts are rendered by the chat template, which may take seconds.
 
+    `media_type`: of a stream; lines of JSON have no comments between them.
     `num_stored_bytes`: the bytes of stored responses that a body of a tenant continues or refers to.
     """
 
     id_prefix: str
     prepare: Callable[[Mapping[str, Any], Model, Origin], ApiRequest]
     renders: bool = True
+    media_type: str = EVENTS
     num_stored_bytes: Callable[[Mapping[str, Any], str], int] | None = None
 
 
