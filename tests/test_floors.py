@@ -13,7 +13,9 @@ FLOORS = {  # any other file is on the top floor, where the concrete pieces meet
     **dict.fromkeys(["__init__", "__version__", "core", "explain", "config", "gguf", "allocator"], 0),
     **dict.fromkeys(["model", "store", "router", "workload", "bundled"], 1),
     **dict.fromkeys(["openai", "sim"], 2),
-    **dict.fromkeys(["anthropic", "http"], 3),  # translated to and from OpenAI's chats; HTTP without any API's rules
+    **dict.fromkeys(
+        ["anthropic", "ollama", "http"], 3
+    ),  # translated to and from OpenAI's chats; HTTP without any API's rules
     "apis": 4,
     **dict.fromkeys(["server", "gateway"], 5),
 }
@@ -24,7 +26,7 @@ NO_TORCH = {"torch", "headstart.model"}
 FORBIDDEN = {
     **dict.fromkeys(["core", "explain"], IMPURE),
     "router": IMPURE - {"random"},
-    **dict.fromkeys(["openai", "anthropic", "http", "apis", "server", "gateway"], NO_TORCH),
+    **dict.fromkeys(["openai", "anthropic", "ollama", "http", "apis", "server", "gateway"], NO_TORCH),
 }
 # Lazy on purpose: the command line (Ctrl-C while it is imported), its verbs (fast --help, threads before torch), the
 # attention table, `headstart.LLM`.

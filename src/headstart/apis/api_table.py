@@ -9,6 +9,7 @@ import msgspec
 from headstart.anthropic.anthropic_errors import anthropic_error
 from headstart.anthropic.messages_request import MessagesRequest, read_body
 from headstart.apis.api import OPENAI_END, AnyObject, Api, StreamEnd, UsedResponse, refusal_event
+from headstart.apis.ollama_api import OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_TREE
 from headstart.http.sse import named_event
 from headstart.openai.bounds import Bounds
 from headstart.openai.request_json import json_value
@@ -101,7 +102,7 @@ MESSAGES = Api(
     takes_x_api_key=True,
     id_header=b"request-id",
 )
-APIS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
+APIS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, OLLAMA_CHAT, OLLAMA_GENERATE)
 OTHER = Api(path="", other_paths=("/tokenize", "/detokenize"), answer=msgspec.json.Decoder(AnyObject), end=OPENAI_END)
 """Of all other routes, also of routes that only a router's replicas have: errors and streams are OpenAI's."""
 _BY_PATH = {path: api for api in (*APIS, OTHER) for path in (api.path, *api.other_paths)}
@@ -112,7 +113,7 @@ UNCACHED = frozenset(path for api in (*APIS, OTHER) for path in api.other_paths)
 
 def api_of(path: str) -> Api:
     """Return the API that a path belongs to, else OTHER."""
-    return _BY_PATH.get(path, OTHER)
+    return _BY_PATH.get(path, OLLAMA_CHAT if path.startswith(OLLAMA_TREE) else OTHER)
 
 
 def generation_api(path: str) -> Api:

@@ -27,6 +27,7 @@ from headstart.http.http_errors import ClientGoneError, HttpError, error_respons
 from headstart.http.long_work import LongWork
 from headstart.http.packed_metrics import CONTENT_TYPE
 from headstart.http.spooled_body import SpooledBody
+from headstart.ollama.ollama_answers import model_list as ollama_models
 from headstart.openai.request_json import parse_json
 from headstart.openai.responses import Json, model_list
 from headstart.openai.value_checks import shown
@@ -67,6 +68,8 @@ class _Front:
             "/livez": ("GET", self._livez),
             "/metrics": ("GET", self._metrics),
             "/version": ("GET", self._version),
+            "/api/version": ("GET", self._version),
+            **dict.fromkeys(("/api/tags", "/api/ps"), ("GET", self._ollama_models)),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -206,6 +209,9 @@ class _Front:
 
     async def _models(self, request: Request) -> Response:
         return json_response(model_list([dict(card.fields) for card in self._state.members.cards()]))
+
+    async def _ollama_models(self, request: Request) -> Response:
+        return json_response(ollama_models([card.fields for card in self._state.members.cards()]))
 
     def _model(self, name: str) -> Response:
         for card in self._state.members.cards():
