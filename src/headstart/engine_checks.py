@@ -12,7 +12,7 @@ from headstart.bundled.packaged_models import PACKAGED_MODELS, fetch_model
 from headstart.config.options import EngineOptions, check_values
 from headstart.core.errors import ConfigError
 from headstart.core.sched.limits import Limits
-from headstart.core.sched.step_time import StepBound
+from headstart.core.sched.step_time import MaxStepTime
 from headstart.core.speculation.speculation_config import parse_speculative_config
 from headstart.model.setup.sizes import format_bytes, parse_bytes
 from headstart.model.weights.architectures import check_model_folder
@@ -125,7 +125,7 @@ def limits_of(options: EngineOptions, max_model_len: int, *, on_cpu: bool) -> Li
         long_prefill_threshold=options.long_prefill_token_threshold,
         align=options.block_size if options.page_aligned_scheduling else 1,
         charge_ceil=options.page_charge == "ceil",
-        step_bound=StepBound(seconds) if is_bounded else None,
+        max_step_time=MaxStepTime(seconds) if is_bounded else None,
     )
 
 
