@@ -82,7 +82,11 @@ def test_python_in_the_pages_compiles_and_imports_what_exists() -> None:
 
 def test_parameters_and_paths_of_the_api_page_are_known_to_the_server() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    files = [path for folder in ("openai", "server") for path in (ROOT / "src/headstart" / folder).rglob("*.py")]
+    files = [
+        path
+        for folder in ("openai", "ollama", "apis", "server")
+        for path in (ROOT / "src/headstart" / folder).rglob("*.py")
+    ]
     bodies = json.dumps(request_body(CompletionRequest, ChatRequest))
     sources = "\n".join([bodies, *(path.read_text(encoding="utf-8") for path in files)])
     rows = re.findall(r"^\| (.*?) \|", page.split("## Usage")[0], re.MULTILINE)

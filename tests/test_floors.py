@@ -13,8 +13,9 @@ FLOORS = {  # any other file is on the top floor, where the concrete pieces meet
     **dict.fromkeys(["__init__", "__version__", "core", "explain", "config", "gguf", "allocator"], 0),
     **dict.fromkeys(["model", "store", "router", "workload", "bundled"], 1),
     **dict.fromkeys(["openai", "measurement"], 2),
-    **dict.fromkeys(["anthropic", "sim"], 3),  # chats of openai, translated; a simulation is measured like an engine
-    "http": 4,  # its errors are those of both APIs
+    # chats of openai, translated; a simulation, measured like an engine; HTTP without any API's rules
+    **dict.fromkeys(["anthropic", "ollama", "sim", "http"], 3),
+    "apis": 4,
     **dict.fromkeys(["server", "gateway"], 5),
 }
 TOP = 6
@@ -24,7 +25,7 @@ NO_TORCH = {"torch", "headstart.model"}
 FORBIDDEN = {
     **dict.fromkeys(["core", "explain"], IMPURE),
     "router": IMPURE - {"random"},
-    **dict.fromkeys(["openai", "anthropic", "http", "server", "gateway"], NO_TORCH),
+    **dict.fromkeys(["openai", "anthropic", "ollama", "http", "apis", "server", "gateway"], NO_TORCH),
 }
 # Lazy on purpose: the command line (Ctrl-C while it is imported), its verbs (fast --help, threads before torch), the
 # attention table, `headstart.LLM`.

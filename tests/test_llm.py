@@ -285,7 +285,7 @@ def test_steps_of_a_batch_are_not_bounded_in_time_unless_asked_for() -> None:
 
 
 def test_the_real_engine_has_no_step_bound(real: LLM) -> None:
-    assert real.engine.scheduler.limits.step_bound is None
+    assert real.engine.scheduler.limits.max_step_time is None
 
 
 def test_importing_headstart_imports_no_torch() -> None:

@@ -12,7 +12,7 @@ from headstart.bundled.packaged_models import PACKAGED_MODELS, fetch_model
 from headstart.config.options import EngineOptions, check_values
 from headstart.core.errors import ConfigError
 from headstart.core.sched.limits import Limits
-from headstart.core.sched.step_time import StepBound
+from headstart.core.sched.step_time import MaxStepTime
 from headstart.core.speculation.speculation_config import parse_speculative_config
 from headstart.model.setup.sizes import format_bytes, parse_bytes
 from headstart.model.weights.architectures import check_model_folder
@@ -20,7 +20,7 @@ from headstart.model.weights.hub import local_folder, resolve_model
 from headstart.server.kv_events.kv_event_publisher import parse_kv_events_config
 
 MIN_STORE_BYTES = 64 * 2**20
-ENGINE_PACKAGES = ("torch", "transformers", "safetensors", "fastapi")  # the extra [engine]
+ENGINE_PACKAGES = ("torch", "transformers", "safetensors")  # the extra [engine]
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
 
 
@@ -125,7 +125,7 @@ def limits_of(options: EngineOptions, max_model_len: int, *, on_cpu: bool) -> Li
         long_prefill_threshold=options.long_prefill_token_threshold,
         align=options.block_size if options.page_aligned_scheduling else 1,
         charge_ceil=options.page_charge == "ceil",
-        step_bound=StepBound(seconds) if is_bounded else None,
+        max_step_time=MaxStepTime(seconds) if is_bounded else None,
     )
 
 

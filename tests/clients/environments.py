@@ -61,6 +61,7 @@ CLIENTS = (
     Client("openai-agents", "use_openai_agents.py", ("openai-agents==0.24.0",)),
     Client("langchain", "use_langchain.py", _LANGCHAIN),
     Client("litellm", "use_litellm.py", ("litellm==1.106.2", "mcp==2.3.0")),
+    Client("ollama", "use_ollama.py", ("ollama==0.6.3",)),
     Client("npm-openai", "use_openai.mjs", ("openai@7.57.0", "zod@4.6.7")),
     Client("npm-ai", "use_ai_sdk.mjs", ("ai@7.0.173", *_AI_SDK, "zod@4.6.7")),
 )

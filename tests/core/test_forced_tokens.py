@@ -12,7 +12,7 @@ from headstart.core.request import FinishReason
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.core.sched.step_time import StepBound
+from headstart.core.sched.step_time import MaxStepTime
 
 BLOCK = 4
 
@@ -90,7 +90,7 @@ def test_tokens_are_cut_at_max_tokens_and_at_the_end_of_the_context() -> None:
 
 
 def test_a_decode_with_forced_tokens_advances_though_a_prompt_uses_the_time_of_the_step() -> None:
-    limits = Limits(64, 4, 200, step_bound=StepBound(seconds=1.0, least_tokens=1))
+    limits = Limits(64, 4, 200, max_step_time=MaxStepTime(seconds=1.0, least_tokens=1))
     engine = make_forcing(100, [6], limits)
     engine.scheduler.step_times.seconds_per_token = 1.0
     engine.add_request(make_request("prompt", range(100), 1, priority=0))

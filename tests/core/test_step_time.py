@@ -15,7 +15,14 @@ from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.core.sched.step_time import DECODE_STEPS, LEAST_SECONDS, LEAST_TOKENS, MOST_SECONDS, StepBound, StepTimes
+from headstart.core.sched.step_time import (
+    DECODE_STEPS,
+    LEAST_SECONDS,
+    LEAST_TOKENS,
+    MOST_SECONDS,
+    MaxStepTime,
+    StepTimes,
+)
 from headstart.core.speculation.draft_length import DecodeCost
 from headstart.core.warm_up import DRAFT_LENGTHS, PROMPT_TOKENS, measure_drafts, measure_steps
 from headstart_lab.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
@@ -23,12 +30,12 @@ from headstart_lab.runners.virtual_time import StepCost, VirtualClock, VirtualEx
 BLOCK = 16
 
 
-def engine_of(cost: StepCost, bound: StepBound | None) -> tuple[Engine, VirtualClock]:
+def engine_of(cost: StepCost, bound: MaxStepTime | None) -> tuple[Engine, VirtualClock]:
     """An engine that has measured its steps, in virtual time."""
     clock = VirtualClock()
     executor = VirtualExecutor(1001, BLOCK, 100, cost, clock)
     scheduler = Scheduler(
-        SchedulerConfig(1001, BLOCK, Limits(max_model_len=8192, step_bound=bound), enable_prefix_caching=False)
+        SchedulerConfig(1001, BLOCK, Limits(max_model_len=8192, max_step_time=bound), enable_prefix_caching=False)
     )
     measure_steps(executor, scheduler.step_times, max_tokens=8192)
     return Engine(scheduler, executor), clock
@@ -39,7 +46,7 @@ def request(name: str, num_tokens: int, max_tokens: int) -> Request:
 
 
 def test_nothing_is_bounded_before_anything_is_known_or_if_it_was_not_asked() -> None:
-    assert StepTimes(StepBound()).max_prompt_tokens(3) is None
+    assert StepTimes(MaxStepTime()).max_prompt_tokens(3) is None
     unbounded = StepTimes(None)
     unbounded.learn(100, 0, 1.0)
     assert unbounded.max_prompt_tokens(0) is None
@@ -47,25 +54,25 @@ def test_nothing_is_bounded_before_anything_is_known_or_if_it_was_not_asked() ->
 
 
 def test_a_bound_is_six_decode_steps_within_its_limits_and_the_most_without_decodes() -> None:
-    times = StepTimes(StepBound())
+    times = StepTimes(MaxStepTime())
     times.learn(0, 4, 0.020)
     times.learn(100, 4, 0.120)  # 1 ms a token
     assert times.max_prompt_tokens(4) == 96  # 6 x 20 - 20 ms
     assert times.max_prompt_tokens(0) == int(MOST_SECONDS / 0.001) // 16 * 16
     assert times.max_prompt_tokens(4, num_prompts=4) == 96
     assert times.max_prompt_tokens(4, num_prompts=16) == 208  # twice as long: 240 - 20 ms, in sixteens
-    slow = StepTimes(StepBound())
+    slow = StepTimes(MaxStepTime())
     slow.learn(0, 1, 0.5)
     slow.learn(16, 1, 1.0)
     assert slow.max_prompt_tokens(1) == LEAST_TOKENS  # however long it takes
-    quick = StepTimes(StepBound())
+    quick = StepTimes(MaxStepTime())
     quick.learn(0, 1, 0.001)
     quick.learn(100, 1, 0.011)
     assert quick.max_prompt_tokens(1) == int((LEAST_SECONDS - 0.001) / 0.0001) // 16 * 16
 
 
 def test_decodes_are_known_by_their_number_and_else_by_the_closest() -> None:
-    times = StepTimes(StepBound(0.1))
+    times = StepTimes(MaxStepTime(0.1))
     times.learn(0, 8, 0.016)
     assert times.decode_seconds(1) == times.decode_seconds(15) == times.decode_seconds(200) == 0.016
     times.learn(0, 32, 0.050)
@@ -73,7 +80,7 @@ def test_decodes_are_known_by_their_number_and_else_by_the_closest() -> None:
 
 
 def test_one_step_on_a_busy_machine_changes_little() -> None:
-    times = StepTimes(StepBound())
+    times = StepTimes(MaxStepTime())
     for _ in range(5):
         times.learn(100, 0, 0.1)
     times.learn(100, 0, 30.0)
@@ -85,7 +92,7 @@ def test_one_step_on_a_busy_machine_changes_little() -> None:
 
 
 def test_on_a_machine_that_is_disturbed_all_the_time_chunks_stay_as_long_as_they_may_be() -> None:
-    rng, times, lengths = Random(1), StepTimes(StepBound()), list[int]()
+    rng, times, lengths = Random(1), StepTimes(MaxStepTime()), list[int]()
     cost = StepCost(0.025, 0.0006)
     times.learn(0, 16, cost.seconds(0))
     times.learn(64, 0, cost.seconds(64))
@@ -105,7 +112,7 @@ def test_no_step_lasts_longer_than_its_bound_and_every_prompt_ends(
     step: float, token: float, decodes: int, prompts: list[int]
 ) -> None:
     cost = StepCost(step, token)
-    engine, clock = engine_of(cost, StepBound())
+    engine, clock = engine_of(cost, MaxStepTime())
     for index in range(decodes):
         engine.add_request(request(f"decode-{index}", 1, 4000))
     for _ in range(4):
@@ -128,7 +135,7 @@ def test_no_step_lasts_longer_than_its_bound_and_every_prompt_ends(
 
 
 def test_a_machine_that_becomes_slower_is_followed() -> None:
-    engine, clock = engine_of(StepCost(0.01, 0.0005), StepBound())
+    engine, clock = engine_of(StepCost(0.01, 0.0005), MaxStepTime())
     engine.add_request(request("one", 8000, 1))
     lengths: list[float] = []
     while engine.has_work:
@@ -178,7 +185,7 @@ class Executor(VirtualExecutor):
 
 def test_the_first_steps_of_a_process_are_not_counted() -> None:
     cost = StepCost(0.01, 0.001)
-    times = StepTimes(StepBound())
+    times = StepTimes(MaxStepTime())
     measure_steps(Executor(100, BLOCK, 100, cost, VirtualClock()), times, max_tokens=4096)
     assert times.decode_seconds(1) == pytest.approx(cost.seconds(1))
     assert times.seconds_per_token == pytest.approx(cost.seconds(PROMPT_TOKENS) / PROMPT_TOKENS)
@@ -186,7 +193,7 @@ def test_the_first_steps_of_a_process_are_not_counted() -> None:
 
 def test_an_engine_learns_what_its_machine_costs() -> None:
     cost = StepCost(0.01, 0.001)
-    engine, _ = engine_of(cost, StepBound(0.2))
+    engine, _ = engine_of(cost, MaxStepTime(0.2))
     for index in range(40):
         engine.add_request(request(f"decode-{index}", 1, 4000))
     for _ in range(4):
@@ -201,7 +208,7 @@ def test_an_engine_learns_what_its_machine_costs() -> None:
 def test_warming_up_needs_no_more_room_than_there_is() -> None:
     for num_blocks, max_tokens in ((2, 4096), (2, 5), (100, 2), (100, 4)):
         executor = Executor(num_blocks, BLOCK, 100, StepCost(0.01, 0.001), VirtualClock())
-        times = StepTimes(StepBound())
+        times = StepTimes(MaxStepTime())
         measure_steps(executor, times, max_tokens=max_tokens)
         assert bool(times.expected(0, 1)) == (max_tokens > 3)
         assert not executor.dirty  # what a broken model wrote would spoil whoever gets the block next

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headstart.apis.api_table import api_of
 from headstart.gateway.proxy import sse_reader as sse
 from headstart.gateway.proxy.sse_reader import EventStream, ReportedUsage, read_usage
 from headstart.gateway.proxy.upstream import GarbledError
@@ -114,7 +115,7 @@ def test_a_long_event_is_passed_on_as_it_comes_and_its_usage_is_read(parts: list
 def test_a_long_last_event_of_a_named_stream_ends_it(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "KEPT_EVENT_BYTES", 1_000)
     name = {"/v1/responses": "response.completed", "/v1/messages": "message_stop"}[path]
-    stream, last = EventStream(path), f"event: {name}\n".encode() + event({"text": "x" * 5_000})
+    stream, last = EventStream(api_of(path).end), f"event: {name}\n".encode() + event({"text": "x" * 5_000})
     assert stream.feed(last[:3_000]) == last[:3_000] and stream.is_mid_event and not stream.is_done
     assert stream.feed(last[3_000:]) == last[3_000:] and stream.is_done and stream.num_events == 1
 

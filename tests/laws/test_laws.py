@@ -20,7 +20,7 @@ from headstart.core.engine import Engine
 from headstart.core.request import CacheMode, Request, Retention, Status
 from headstart.core.sched.admission import MAX_PREEMPTIONS
 from headstart.core.sched.limits import charge
-from headstart.core.sched.step_time import StepBound
+from headstart.core.sched.step_time import MaxStepTime
 from headstart.core.sched.token_accounting import TokenAccounting
 from headstart.core.speculation.speculation_config import SpeculationConfig
 
@@ -108,7 +108,7 @@ class SchedulerLaws(RuleBasedStateMachine):
             charge_ceil=ceil,
             max_model_len=28,
             speculation=None if drafts is None else SpeculationConfig(drafts, 3, 1),
-            step_bound=None if bound is None else StepBound(0.5, least_tokens=bound),  # a step takes 1 s here
+            max_step_time=None if bound is None else MaxStepTime(0.5, least_tokens=bound),  # a step takes 1 s here
         )
         self.engine = self.build()
         self.requests: dict[str, Request] = {}

@@ -14,7 +14,7 @@ from headstart.core.engine import Engine
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.core.sched.step_time import StepBound
+from headstart.core.sched.step_time import MaxStepTime
 from headstart.core.warm_up import measure_steps
 from headstart.workload.request_record import percentile
 from headstart_lab.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
@@ -161,7 +161,7 @@ COST = StepCost(step=0.012, token=0.00038)  # as of headstart_lab/engine/fairnes
 def p50_beside(num_connections: int, *, prompt: int = 100, output: int = 32, answers: int = 15) -> float:
     """Return the median duration of a tenant's requests beside another with that many connections in a loop."""
     clock, max_len = VirtualClock(), 1024
-    limits = Limits(2048, 64, max_len, step_bound=StepBound())
+    limits = Limits(2048, 64, max_len, max_step_time=MaxStepTime())
     scheduler = Scheduler(SchedulerConfig(6000, 16, limits, policy="lpm"))
     executor = VirtualExecutor(6000, 16, 1000, COST, clock)
     engine = Engine(scheduler, executor)

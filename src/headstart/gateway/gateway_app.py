@@ -11,11 +11,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headstart import __version__
+from headstart.apis.api_table import CHAT, COMPLETIONS, api_of, generation_api
 from headstart.core.errors import InvalidRequestError
 from headstart.gateway.gateway_routes import PROXIED, ROUTES, is_passed_on
 from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.held_bytes import ByteReservation, bytes_of
-from headstart.gateway.proxy.api_paths import CHAT, CHAT_PATHS
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.request_reader import ReadRequest, Sender
 from headstart.gateway.proxy.response_owners import replica_gone
@@ -27,6 +27,7 @@ from headstart.http.http_errors import ClientGoneError, HttpError, error_respons
 from headstart.http.long_work import LongWork
 from headstart.http.packed_metrics import CONTENT_TYPE
 from headstart.http.spooled_body import SpooledBody
+from headstart.ollama.ollama_answers import model_list as ollama_models
 from headstart.openai.request_json import parse_json
 from headstart.openai.responses import Json, model_list
 from headstart.openai.value_checks import shown
@@ -46,7 +47,7 @@ def build_front(state: GatewayState, forward: Forward | None = None) -> ASGIApp:
 
     `forward` None: the router's own proxy; else one of which the router does not read the answers.
     """
-    return Gate(_Front(state, forward), state)
+    return Gate(_Front(state, forward), state, api_of)
 
 
 class _Front:
@@ -67,6 +68,8 @@ class _Front:
             "/livez": ("GET", self._livez),
             "/metrics": ("GET", self._metrics),
             "/version": ("GET", self._version),
+            "/api/version": ("GET", self._version),
+            **dict.fromkeys(("/api/tags", "/api/ps"), ("GET", self._ollama_models)),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,7 +82,7 @@ class _Front:
                 if isinstance(error, ClientGoneError):
                     return
                 raise  # part of the answer has been sent: the connection must be cut
-            await error_response(error, record.path, record.request_id)(scope, receive, send)
+            await error_response(error, api_of(record.path), record.request_id)(scope, receive, send)
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
@@ -174,7 +177,7 @@ class _Front:
                 body.close()
                 raise
         reservation.set(len(body))  # other requests may be served while it is parsed
-        renders = path in CHAT_PATHS and reader.tokenizer is not None
+        renders = generation_api(path).chat_values is not None and reader.tokenizer is not None
         return await run(len(body), lambda: reader.read(path, body, sender), waits=renders)
 
     def _check_model(self, reading: ReadRequest) -> None:
@@ -215,6 +218,9 @@ class _Front:
     async def _models(self, request: Request) -> Response:
         return json_response(model_list([dict(card.fields) for card in self._state.members.cards()]))
 
+    async def _ollama_models(self, request: Request) -> Response:
+        return json_response(ollama_models([card.fields for card in self._state.members.cards()]))
+
     def _model(self, name: str) -> Response:
         for card in self._state.members.cards():
             if card.id == name:
@@ -236,7 +242,7 @@ class _Front:
     async def _explain_prompt(self, request: Request) -> Response:
         state, principal = self._state, record_of(request.scope).principal
         body = await state.bodies.read(request)
-        path = CHAT if "messages" in parse_json(body) else "/v1/completions"
+        path = (CHAT if "messages" in parse_json(body) else COMPLETIONS).path
         with state.proxy.held.reserve(principal.tenant) as reservation:
             reading = await self._read(path, body, state.sender(principal, request.scope["headers"]), reservation)
             reading.drop_body()

@@ -8,18 +8,20 @@ forwarded for administrators.
 import re
 from collections.abc import Mapping
 
+from headstart.apis.api_table import APIS, OTHER
 from headstart.http.auth import ACCESS, Access
 
 PROXIED = frozenset(  # generation routes of Headstart, vLLM and SGLang; each takes a JSON object
     (
-        *("/v1/completions", "/v1/completions/render", "/v1/chat/completions", "/v1/chat/completions/batch"),
-        *("/v1/chat/completions/render", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+        *(path for api in (*APIS, OTHER) for path in (api.path, *api.other_paths) if path),
+        *("/v1/completions/render", "/v1/chat/completions/batch", "/v1/chat/completions/render"),
         *("/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/classify", "/v1/moderations", "/v1/decisions"),
         *("/v1/audio/speech", "/v1/images/generations"),
-        *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"),
+        *("/v1/tokenize", "/v1/detokenize"),
     )
 )
 OWN = (
+    *(path for api in APIS for path in api.get_paths),
     *("/v1/models", "/v1/fleet", "/v1/cache/stats", "/v1/cache/explain", "/v1/prefixes", "/reset_prefix_cache"),
     *("/health", "/readyz", "/livez", "/metrics", "/version"),
 )

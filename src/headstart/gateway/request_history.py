@@ -3,8 +3,8 @@
 import time
 from collections import OrderedDict
 
+from headstart.apis.api_table import generation_api
 from headstart.core.errors import NoReplicaError
-from headstart.gateway.proxy.api_paths import CHAT_PATHS
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.request_reader import ReadRequest
 from headstart.gateway.recent_routings import MAX_REQUESTS, RecentRoutings, Seen
@@ -67,7 +67,7 @@ def _seen(
         request_id,
         principal.tenant,
         prompt,
-        is_chat=path in CHAT_PATHS,
+        is_chat=generation_api(path).chat_values is not None,
         domain=reading.domain,
         model=reading.request.model,
         adapter=reading.request.adapter,

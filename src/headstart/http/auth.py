@@ -18,7 +18,7 @@ from typing import Any
 
 from headstart.config.options import TenantEntry
 from headstart.core.errors import ConfigError, InvalidRequestError
-from headstart.http.http_errors import HttpError, is_anthropic
+from headstart.http.http_errors import HttpError
 from headstart.http.web_pages import has_known_host, is_forwarding, is_loopback
 
 Scope = Any  # starlette's: a mutable mapping
@@ -106,14 +106,14 @@ class Authenticator:
             )
         return self._domains[tenant]
 
-    def authorise(self, scope: Scope) -> Principal:
+    def authorise(self, scope: Scope, *, takes_x_api_key: bool = False) -> Principal:
         """Return the client's Principal for `scope["path"]`. Raises HttpError 401 or 403 if access is denied."""
         access = (
             Access.ADMIN if scope["path"].startswith(_ADMIN_TREE) else self._access.get(scope["path"], Access.TENANT)
         )
         if access is Access.PUBLIC:
             return ANYONE
-        principal = self._identify(scope["headers"], takes_x_api_key=is_anthropic(scope["path"]))
+        principal = self._identify(scope["headers"], takes_x_api_key=takes_x_api_key)
         if access is Access.OWN:
             access = Access.TENANT if self._has_tenants else Access.ADMIN
         if access is Access.MONITOR:

@@ -1,13 +1,14 @@
 """Gate: ASGI middleware that gives every request a record and an id, checks host and key, and logs it."""
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart.http.access_record import RequestRecord
 from headstart.http.auth import Authenticator
-from headstart.http.http_errors import HttpError, error_response, is_anthropic
+from headstart.http.http_errors import ApiRules, HttpError, error_response
 from headstart.http.logs import Log
 from headstart.http.web_pages import WebPages
 
@@ -36,15 +37,18 @@ class Host(Protocol):
 class Gate:
     """ASGI middleware: creates each request's record and id, checks its key, and writes its access line."""
 
-    def __init__(self, app: ASGIApp, state: Host) -> None:
+    def __init__(self, app: ASGIApp, state: Host, api_of: Callable[[str], ApiRules]) -> None:
+        """`api_of` returns the rules of the API that a path belongs to."""
         self._app = app
+        self._api_of = api_of
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         record = RequestRecord.of(scope)
-        own = [*identity_headers(record.path, record.request_id), *self._state.pages.cors(scope)]
+        api = self._api_of(record.path)
+        own = [*identity_headers(api, record.request_id), *self._state.pages.cors(scope)]
 
         async def send_identified(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -53,19 +57,19 @@ class Gate:
             await send(message)
 
         try:
-            await self._serve(record, scope, receive, send_identified)
+            await self._serve(api, record, scope, receive, send_identified)
         finally:
             self._settle(record)
 
-    async def _serve(self, record: RequestRecord, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, api: ApiRules, record: RequestRecord, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._state.pages.check_host(scope)
             preflight = self._state.pages.preflight(scope)
             if preflight is None:
-                record.principal = self._state.auth.authorise(scope)
+                record.principal = self._state.auth.authorise(scope, takes_x_api_key=api.takes_x_api_key)
         except HttpError as error:
             record.error = error.code
-            await error_response(error, record.path, record.request_id)(scope, receive, send)
+            await error_response(error, api, record.request_id)(scope, receive, send)
             return
         if preflight is not None:
             await preflight(scope, receive, send)
@@ -76,7 +80,7 @@ class Gate:
             self._state.note(record, error)
             if record.status is not None:
                 raise  # the response has started: the server must cut the connection
-            await error_response(error, record.path, record.request_id)(scope, receive, send)
+            await error_response(error, api, record.request_id)(scope, receive, send)
 
     def _settle(self, record: RequestRecord) -> None:
         status = 499 if record.error == "client_closed" else record.status
@@ -86,8 +90,8 @@ class Gate:
             self._state.log.event("request", record.fields(now), text=record.text(now))
 
 
-def identity_headers(path: str, request_id: str) -> list[tuple[bytes, bytes]]:
+def identity_headers(api: ApiRules, request_id: str) -> list[tuple[bytes, bytes]]:
     """Return the headers by which every answer names its request."""
     value = request_id.encode("latin-1")
     named = [(b"x-request-id", value)]
-    return [*named, (b"request-id", value)] if is_anthropic(path) else named
+    return named if api.id_header is None else [*named, (api.id_header, value)]

@@ -3,14 +3,34 @@
 Messages contain only limits and what the client itself sent: no paths, no addresses, no tracebacks.
 """
 
+from collections.abc import Callable
+from typing import Protocol
+
 from starlette.responses import Response
 
-from headstart.anthropic.anthropic_errors import anthropic_error
 from headstart.core.errors import DrainingError, HeadstartError, QueueFullError, RequestFailedError
 from headstart.openai.responses import Json, encode, error_object, error_of
 
 Headers = dict[str, str]
-ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+
+
+class ApiRules(Protocol):
+    """The rules of an API that hold before its requests are read."""
+
+    @property
+    def takes_x_api_key(self) -> bool:
+        """Whether a key may also be in x-api-key."""
+        ...
+
+    @property
+    def id_header(self) -> bytes | None:
+        """The header of the request's id, beside x-request-id."""
+        ...
+
+    @property
+    def error_body(self) -> Callable[[int, Json, str], Json]:
+        """Returns the body of an error for its status, OpenAI's error object and the request's id."""
+        ...
 
 
 class HttpError(Exception):
@@ -58,17 +78,8 @@ def json_response(value: object, status: int = 200, headers: Headers | None = No
     return Response(encode(value), status, headers, media_type="application/json")
 
 
-def error_response(error: Exception, path: str = "", request_id: str = "") -> Response:
-    """Return the error response for `error`, in the form of the API of `path`."""
+def error_response(error: Exception, api: ApiRules | None = None, request_id: str = "") -> Response:
+    """Return the error response for `error`, in the form of an API; None: OpenAI's."""
     status, body, headers = rendered(error)
-    return json_response(error_body(path, status, body, request_id), status, headers)
-
-
-def error_body(path: str, status: int, body: Json, request_id: str) -> Json:
-    """Return OpenAI's error object in the form of the API of `path`."""
-    return anthropic_error(status, body, request_id) if is_anthropic(path) else body
-
-
-def is_anthropic(path: str) -> bool:
-    """Return whether a path belongs to Anthropic's API."""
-    return path in ANTHROPIC_PATHS
+    body = body if api is None else api.error_body(status, body, request_id)
+    return json_response(body, status, headers)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from headstart import __version__
 
-PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "aiohttp")
+PACKAGES = ("torch", "transformers", "tokenizers", "starlette", "uvicorn", "aiohttp")
 T = TypeVar("T")
 CONTENDED_ABOVE = 0.10
 """Average number of cores that other processes may use before a repetition counts as contended."""

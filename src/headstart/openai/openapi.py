@@ -1,4 +1,4 @@
-"""Request and response bodies for /openapi.json, generated from their models."""
+"""/openapi.json, generated from the table of routes and the models of their bodies."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,18 +34,21 @@ class Operation:
 
     method: str
     path: str
+    operation_id: str
+    summary: str
     answers: Answers
     bodies: tuple[type[RequestModel], ...] = ()
 
 
-def describe(document: Schema, operations: Iterable[Operation]) -> Schema:
-    """Add the bodies of requests and responses to an OpenAPI document, and return it."""
+def document(title: str, version: str, operations: Iterable[Operation]) -> Schema:
+    """Return the OpenAPI document of these operations."""
+    paths: Schema = {}
     for operation in operations:
-        path = operation.path.replace(":path}", "}")
-        described = document["paths"][path][operation.method.lower()]
+        described: Schema = {"summary": operation.summary, "description": operation.summary}
+        described |= {"operationId": operation.operation_id, "responses": responses_of(operation.answers)}
         described |= request_body(*operation.bodies) if operation.bodies else {}
-        described["responses"] = responses_of(operation.answers)
-    return document
+        paths.setdefault(operation.path.replace(":path}", "}"), {})[operation.method.lower()] = described
+    return {"openapi": "3.1.0", "info": {"title": title, "version": version}, "paths": paths}
 
 
 def responses_of(answers: Answers) -> dict[str, Schema]:

@@ -6,15 +6,18 @@ from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import TypeVar
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from headstart import __version__
 from headstart.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from headstart.anthropic.messages_schema import Message, MessageEvent, MessagesError, TokenCount
+from headstart.apis.api_table import api_of
+from headstart.apis.ollama_api import OLLAMA_TREE
 from headstart.core.errors import InvalidRequestError
 from headstart.http.access_record import record_of
 from headstart.http.gate import Gate
@@ -28,7 +31,7 @@ from headstart.openai.api_schema.model_schema import DetokenizeAnswer, Model, Mo
 from headstart.openai.bounds import Bounds
 from headstart.openai.engine_requests import encode_prompt, shown_chat
 from headstart.openai.json_pieces import SLICE_ITEMS
-from headstart.openai.openapi import Answers, Operation, describe
+from headstart.openai.openapi import Answers, Operation, document
 from headstart.openai.request_bodies import (
     ChatRequest,
     CompletionRequest,
@@ -44,6 +47,7 @@ from headstart.openai.tools.tool_fields import tool_params
 from headstart.openai.value_checks import shown
 from headstart.server.apis.choice_apis import check_model
 from headstart.server.apis.generation_routes import GenerationRoutes, run_with_body
+from headstart.server.apis.ollama_format import OllamaRoutes
 from headstart.server.cache_api.cache_routes import cache_stats, explain, recent_requests
 from headstart.server.cache_api.cache_schema import (
     CacheExplanation,
@@ -63,12 +67,10 @@ _Result = TypeVar("_Result")
 
 def build_app(state: ServerState) -> ASGIApp:
     """Return the ASGI application of one server."""
-    app = FastAPI(
-        title="Headstart", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, debug=False
-    )
     routes, apis = _Routes(state), GenerationRoutes(state)
     token_count = Answers(TokenCount, error=MessagesError)
     operations: list[Operation] = []
+    table: list[Route] = []
     for method, path, handler, answers, *bodies in (
         ("POST", "/v1/completions", apis.completions, Answers(Completion, CompletionChunk), CompletionRequest),
         ("POST", "/v1/chat/completions", apis.chat_completions, Answers(ChatCompletion, ChatChunk), ChatRequest),
@@ -102,18 +104,26 @@ def build_app(state: ServerState) -> ASGIApp:
         ("GET", "/v1/cache/requests", routes.recent_requests, Answers(RecentRequestList)),
         ("POST", "/v1/cache/explain", routes.explain_prompt, Answers(CacheExplanation), CompletionRequest, ChatRequest),
     ):
-        app.add_api_route(
-            path,
-            _guarded(state, handler),
-            methods=[method],
-            response_model=None,
-            summary=handler.__doc__,
-            operation_id=f"{handler.__name__}{path.replace('/', '_')}" if path == "/readyz" else handler.__name__,
-        )
-        operations.append(Operation(method, path, answers, tuple(bodies)))
-    app.openapi = cache(lambda: describe(FastAPI.openapi(app), operations))
-    app.add_exception_handler(HTTPException, _framework_error)
-    return Gate(app, state)
+        route = Route(path, _guarded(state, handler))
+        route.methods = {method}
+        table.append(route)
+        operation_id = f"{handler.__name__}{path.replace('/', '_')}" if path == "/readyz" else handler.__name__
+        operations.append(Operation(method, path, operation_id, handler.__doc__ or "", answers, tuple(bodies)))
+    # Ollama's routes are documented by Ollama.
+    for method, path, handler in OllamaRoutes(state, routes.card).table():
+        route = Route(path, _guarded(state, handler))
+        route.methods = {method}
+        table.append(route)
+    described = cache(lambda: document("Headstart", __version__, operations))
+
+    async def openapi(request: Request) -> Response:
+        return JSONResponse(described())
+
+    app = Starlette(
+        routes=[Route("/openapi.json", openapi), *table], exception_handlers={HTTPException: _framework_error}
+    )
+    app.router.redirect_slashes = False
+    return Gate(app, state, api_of)
 
 
 def _guarded(state: ServerState, handler: Handler) -> Handler:
@@ -124,22 +134,23 @@ def _guarded(state: ServerState, handler: Handler) -> Handler:
             return await handler(request)
         except Exception as error:
             state.note(record_of(request.scope), error)
-            return error_response(error, request.scope["path"], record_of(request.scope).request_id)
+            return error_response(error, api_of(request.scope["path"]), record_of(request.scope).request_id)
 
-    guarded.__doc__ = handler.__doc__
     return guarded
 
 
 async def _framework_error(request: Request, error: Exception) -> Response:
-    """Return the error response for requests that FastAPI's router refuses: unknown paths and methods."""
+    """Return the error response for requests that Starlette's router refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
+    path = request.scope["path"]
+    api = api_of(path) if path.startswith(OLLAMA_TREE) else None
     if error.status_code == 404:
-        return error_response(HttpError(404, "there is no such route; see /openapi.json", code="unknown_route"))
+        return error_response(HttpError(404, "there is no such route; see /openapi.json", code="unknown_route"), api)
     if error.status_code == 405:
         allow = (error.headers or {}).get("Allow", "")
         message = f"this route does not take {request.method[:16]}; use {allow}"
-        return error_response(HttpError(405, message, code="method_not_allowed", headers={"allow": allow}))
-    return error_response(HttpError(error.status_code, "the request was refused", code="invalid_value"))
+        return error_response(HttpError(405, message, code="method_not_allowed", headers={"allow": allow}), api)
+    return error_response(HttpError(error.status_code, "the request was refused", code="invalid_value"), api)
 
 
 class _Routes:
@@ -150,13 +161,13 @@ class _Routes:
 
     async def models(self, request: Request) -> Response:
         """List the served model."""
-        return json_response(responses.model_list([self._model_object()]))
+        return json_response(responses.model_list([self.card()]))
 
     async def model(self, request: Request) -> Response:
         """Describe the served model."""
         name = request.path_params["model_id"]
         check_model(name, self._state.loaded_model)
-        return json_response(self._model_object())
+        return json_response(self.card())
 
     async def tokenize(self, request: Request) -> Response:
         """Convert a text or a conversation to token ids."""
@@ -257,7 +268,8 @@ class _Routes:
         """Explain why a completion or chat with this body would have no more prefix cache hits."""
         return json_response(await explain(self._state, request))
 
-    def _model_object(self) -> responses.Json:
+    def card(self) -> responses.Json:
+        """Return the object of the served model."""
         model = self._state.loaded_model
         info = model.info
         return responses.model_object(

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from headstart.apis.api import EVENTS, content_type
 from headstart.core.request import CacheMode
 from headstart.http.access_record import RequestRecord, record_of
 from headstart.http.answer_report import REPORT_HEADER
@@ -25,7 +26,7 @@ from headstart.openai.engine_requests import Origin, Prepared
 from headstart.openai.request_json import parse_json
 from headstart.openai.sandbox.sandbox_pool import WAIT_SECONDS
 from headstart.openai.text.shared_prompt import SharedPrompt
-from headstart.server.apis.answer_format import AnswerFormat, Api, ApiRequest, Head
+from headstart.server.apis.answer_format import AnswerFormat, ApiRequest, Head, ServedApi
 from headstart.server.generation_job import GenerationJob, News
 from headstart.server.prompt_log import KeptBody
 from headstart.server.request_limits import check_size
@@ -37,7 +38,7 @@ LARGE_ANSWER_ENTRIES = 4096  # larger responses are encoded and sent in pieces
 FEW_CHUNKS = 32  # events that are encoded without yielding to the event loop
 
 
-async def infer(state: ServerState, api: Api, request: Request) -> Response:
+async def infer(state: ServerState, api: ServedApi, request: Request) -> Response:
     """Return the response of one request. Raises HttpError, HeadstartError, ClientGoneError before anything is sent."""
     model = state.check_ready()
     record = record_of(request.scope)
@@ -47,13 +48,14 @@ async def infer(state: ServerState, api: Api, request: Request) -> Response:
     job.diagnosis, job.examined = asked.diagnosis, asked.examined
     if job.examined is not None:
         model.doctor.note(job.examined)
-    answer = _Answer(state, job, asked.answer(job, Head(origin.request_id, int(time.time()), model)))
+    form = asked.answer(job, Head(origin.request_id, int(time.time()), model))
+    answer = _Answer(state, job, form, PING if api.media_type == EVENTS else b"")
     watcher = asyncio.create_task(_watch(request.receive, job))
     try:
         if job.params.stream:
             body = answer.events(await answer.next_news())
             headers = HEADERS | _report(request, job, origin.request_id)
-            return _Sent(answer, body, watcher, "text/event-stream; charset=utf-8", headers)
+            return _Sent(answer, body, watcher, content_type(api.media_type), headers)
         whole = await answer.whole()
         headers = _report(request, job, origin.request_id)
     except BaseException:
@@ -79,7 +81,7 @@ def _report(request: Request, job: GenerationJob, answer_id: str) -> dict[str, s
 
 
 async def _prepared(
-    state: ServerState, api: Api, model: Model, origin: Origin, request: Request
+    state: ServerState, api: ServedApi, model: Model, origin: Origin, request: Request
 ) -> tuple[ApiRequest, Prepared]:
     """Return the client request in the engine's form; its body, JSON and messages are not referenced afterwards."""
     num_stored_bytes = api.num_stored_bytes
@@ -128,7 +130,9 @@ async def _watch(receive: Receive, job: GenerationJob) -> None:
 class _Answer:
     """Builder of the response of one job, whole or as a stream."""
 
-    def __init__(self, state: ServerState, job: GenerationJob, form: AnswerFormat) -> None:
+    def __init__(self, state: ServerState, job: GenerationJob, form: AnswerFormat, waiting: bytes) -> None:
+        """`waiting` is sent while a stream has not begun."""
+        self._waiting = waiting
         self.state = state
         self.job = job
         self._form = form
@@ -159,7 +163,7 @@ class _Answer:
         try:
             while True:
                 if not news:
-                    yield form.ping if opened else PING
+                    yield form.ping if opened else self._waiting
                 elif opened and len(news) <= FEW_CHUNKS:
                     yield b"".join(form.events(choice, delta) for choice, delta in news)
                 else:

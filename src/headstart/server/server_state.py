@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from headstart.apis.api_table import APIS, OTHER
 from headstart.config.options import ServerOptions
 from headstart.core.engine import EngineInfo
 from headstart.core.errors import DrainingError, HeadstartError, QueueFullError, RequestFailedError
@@ -39,8 +40,8 @@ from headstart.server.server_metrics import Metrics
 
 MAX_UNSENT_BYTES = 16 << 20  # queued for sending to the engine; above this, requests are rejected
 ROUTES = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize"),
-    *("/v1/messages", "/v1/messages/count_tokens"),
+    *(path for api in (*APIS, OTHER) for path in (api.path, *api.other_paths, *api.get_paths) if path),
+    "/v1/models",
     *("/health", "/readyz", "/livez", "/metrics", "/version", "/reset_prefix_cache", "/openapi.json"),
     *("/v1/cache/stats", "/v1/cache/explain", "/v1/cache/requests", "/v1/prefixes"),
 )

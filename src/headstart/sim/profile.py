@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.core.sched.step_time import StepBound
+from headstart.core.sched.step_time import MaxStepTime
 from headstart.sim.sim_store import Offload
 from headstart.sim.step_cost import StepCost, SumCost
 
@@ -24,7 +24,7 @@ class Profile:
     noise: float = 0.0  # of a step's duration: standard deviation of its logarithm
     scheduling_policy: str = "fcfs"
     eviction_policy: str = "2q"
-    step_bound: StepBound | None = None  # of steps with prompt tokens, as on a CPU; None: unbounded
+    step_bound: MaxStepTime | None = None  # of steps with prompt tokens, as on a CPU; None: unbounded
     offload: Offload | None = None  # a second, larger cache
 
     @property
@@ -41,7 +41,7 @@ class Profile:
                 max_batched_tokens=self.max_batched_tokens,
                 max_seqs=self.max_seqs,
                 max_model_len=self.max_model_len or self.capacity,
-                step_bound=self.step_bound,
+                max_step_time=self.step_bound,
             ),
             policy=self.scheduling_policy,
             eviction_policy=self.eviction_policy,

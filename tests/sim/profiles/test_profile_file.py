@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headstart.core.errors import ConfigError
-from headstart.core.sched.step_time import StepBound
+from headstart.core.sched.step_time import MaxStepTime
 from headstart.sim.profile import REFERENCE, Profile
 from headstart.sim.profiles.datasheet import GPUS, LABEL, MODELS, datasheet_profile
 from headstart.sim.profiles.profile_file import load_profile, read_profile, write_profile
@@ -24,7 +24,7 @@ COSTS = (
 @pytest.mark.parametrize("cost", COSTS)
 def test_what_is_written_is_read(cost: SumCost, tmp_path: Path) -> None:
     profile = Profile(
-        "mine", "made up", cost, 99, block_size=16, step_bound=StepBound(0.5), offload=Offload(7, 8.0, 0.5)
+        "mine", "made up", cost, 99, block_size=16, step_bound=MaxStepTime(0.5), offload=Offload(7, 8.0, 0.5)
     )
     write_profile(profile, tmp_path / "mine.json", {"p50": 0.1})
     assert read_profile(tmp_path / "mine.json") == profile

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from headstart.core.errors import ConfigError
-from headstart.core.sched.step_time import StepBound
+from headstart.core.sched.step_time import MaxStepTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Limits:
     long_prefill_threshold: int = 0  # cap on a chunk while other sequences want the step too; 0: none
     align: int = 1  # non-final chunks end on a multiple of this; 1: anywhere
     charge_ceil: bool = False  # charge whole blocks of `align` tokens instead of exact tokens
-    step_bound: StepBound | None = None  # maximum duration of a step with prompt tokens; None: unbounded
+    max_step_time: MaxStepTime | None = None  # maximum duration of a step with prompt tokens; None: unbounded
 
     def __post_init__(self) -> None:
         for name in ("max_batched_tokens", "max_seqs", "max_model_len", "align"):

@@ -57,7 +57,7 @@ class Scheduler:
         self.cache = KVCache(
             self.pool, config.block_size, model=config.model, enabled=config.enable_prefix_caching, chain=chain
         )
-        self.step_times = StepTimes(limits.step_bound)
+        self.step_times = StepTimes(limits.max_step_time)
         self.tenants = TenantShares(limits, self.pool.num_usable, self.step_times)
         self.waiting = TenantQueues(self.pool, config.policy, config.lpm_k, self.cache.reads, self.tenants.rank)
         order = POLICIES[config.policy]

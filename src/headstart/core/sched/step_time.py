@@ -16,8 +16,8 @@ _TRUSTED = 2.0  # an outlier counts as at most this many times slower or faster 
 
 
 @dataclass(frozen=True, slots=True)
-class StepBound:
-    """Bound on the duration of a step with prompt tokens, in seconds.
+class MaxStepTime:
+    """The longest step with prompt tokens, in seconds: --max-step-time.
 
     None: DECODE_STEPS times the duration of its decodes alone, at least LEAST_SECONDS, and at most MOST_SECONDS. Where
     more prompts wait than decodes run, it is larger by the root of their ratio: short steps delay many prompts for few
@@ -31,7 +31,7 @@ class StepBound:
 class StepTimes:
     """The measured step durations of an engine, in seconds."""
 
-    def __init__(self, bound: StepBound | None) -> None:
+    def __init__(self, bound: MaxStepTime | None) -> None:
         """Begin without measurements. `bound` None: steps are unlimited; durations are still measured."""
         self.bound = bound
         self.seconds_per_token = 0.0  # added to a step by one more prompt token; 0: not known yet

@@ -12,17 +12,19 @@ from dataclasses import replace
 
 from starlette.types import Receive, Scope, Send
 
+from headstart.apis.api import EVENTS, LINES
+from headstart.apis.api_table import api_of
 from headstart.core.errors import NoReplicaError
 from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
 from headstart.gateway.picker.ext_proc_messages import CHUNK_BYTES
 from headstart.gateway.picker.ext_proc_stream import EXTENSION, AnswerHead, ExtProcStream
-from headstart.gateway.proxy.api_paths import RESPONSES
 from headstart.gateway.proxy.error_responses import no_answer, no_replicas
+from headstart.gateway.proxy.line_reader import stream_reader
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.relay import own_headers
 from headstart.gateway.proxy.replies import JSON_ROUTES
-from headstart.gateway.proxy.sse_reader import EventStream, ReportedUsage
+from headstart.gateway.proxy.sse_reader import ReportedUsage
 from headstart.gateway.proxy.upstream import AttemptError, Failure, GarbledError, headers_back, headers_changed
 from headstart.http.answer_report import REPORT_HEADER, AnswerReport, decode_report
 from headstart.http.gate import identity_headers
@@ -30,8 +32,8 @@ from headstart.http.http_errors import ClientGoneError, HttpError
 from headstart.router.routing_decision import InFlight, RoutingDecision
 from headstart.router.routing_request import Usage
 
-_EVENTS = b"text/event-stream"
-_OF_API = frozenset((b"application/json", _EVENTS))
+_STREAMS = frozenset((EVENTS.encode(), LINES.encode()))
+_OF_API = _STREAMS | {b"application/json"}
 _OF_PROXY = frozenset((502, 503, 504))
 
 
@@ -112,7 +114,7 @@ class EndpointPicker:
         changed, removed = headers_changed(call.headers, own)
         addresses = [address for name in names if (address := self._addresses.address(name)) is not None]
         body = call.reading.body
-        told = [*identity_headers(call.path, call.request_id), *own_headers(call, 200, decision.endpoint.name)]
+        told = [*identity_headers(api_of(call.path), call.request_id), *own_headers(call, 200, decision.endpoint.name)]
         shown = {name.decode("latin-1"): value.decode("latin-1") for name, value in told}
         call.reading.body = b""  # the picker sends it once; Envoy keeps it for its own retries
         try:
@@ -186,7 +188,7 @@ class EndpointPicker:
         stream: ExtProcStream,
     ) -> None:
         is_stream = _is_stream(head) and head.status < 300
-        events = EventStream(call.path, hides_usage=False) if is_stream and stream.reads_answers else None
+        events = stream_reader(call.api.end, hides_usage=False) if is_stream and stream.reads_answers else None
         if is_stream and report is None and events is None and in_flight.first_token is None:
             timer = self._first_token_timer(call, in_flight)
         else:
@@ -232,7 +234,7 @@ class EndpointPicker:
         """Record the beginning of an answer."""
         if report is not None:
             call.answer_id = report.answer_id
-            if call.path == RESPONSES:
+            if call.api.is_stored:
                 self._proxy.relay.response_owners.add(report.answer_id, in_flight.endpoint.name, call.domain)
         if is_stream and report is not None:  # such a head comes with the first token
             self._router.first_token(in_flight, now)  # its usage counts at its end, as in the router's own proxy
@@ -259,7 +261,7 @@ class EndpointPicker:
 
 
 def _is_stream(head: AnswerHead) -> bool:
-    return _content_type(head) == _EVENTS
+    return _content_type(head) in _STREAMS
 
 
 def _content_type(head: AnswerHead) -> bytes:

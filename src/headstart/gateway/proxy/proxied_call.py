@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from headstart.apis.api import Api
+from headstart.apis.api_table import generation_api
 from headstart.gateway.held_bytes import LARGE_BYTES, ByteReservation, bytes_of
 from headstart.gateway.proxy.request_reader import ReadRequest
 from headstart.gateway.proxy.upstream import Failure
@@ -44,6 +46,11 @@ class ProxiedCall:
     is_mid_event: bool = False  # a part of an event was relayed: nothing but the rest of it may follow
     failures: list[Failure] = field(default_factory=list[Failure])
     outcome: str = "error"  # or ok; lost: in the middle of a stream; gone: the client disconnected
+
+    @property
+    def api(self) -> Api:
+        """The API whose generation route it was sent to, else OTHER."""
+        return generation_api(self.path)
 
     def trim(self) -> None:
         """Free the text and tokens of a large request's prompt once its block hashes are computed."""

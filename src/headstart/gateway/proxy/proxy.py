@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 
 from headstart.core.errors import NoReplicaError, QueueFullError
 from headstart.gateway.held_bytes import MAX_HELD_BYTES, HeldBytes
-from headstart.gateway.proxy.api_paths import error_ending
 from headstart.gateway.proxy.error_responses import (
     decision_header,
     no_answer,
@@ -315,7 +314,7 @@ class Proxy:
         await self._end_stream(call, failure, send)
 
     async def _end_stream(self, call: ProxiedCall, error: HttpError, send: Send) -> None:
-        await write(send, error_ending(call.path, error, call.request_id, call.num_events), more=False)
+        await write(send, call.api.error_ending(error, call.request_id, call.num_events), more=False)
 
 
 def _retry_failed_connections(call: ProxiedCall) -> None:

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import aiohttp
 from starlette.types import Send
 
-from headstart.gateway.proxy.api_paths import RESPONSES, refusal_ending
 from headstart.gateway.proxy.error_responses import id_in, replica_lost
+from headstart.gateway.proxy.line_reader import LineStream, answer_usage, stream_reader
 from headstart.gateway.proxy.proxied_call import ProxiedCall
-from headstart.gateway.proxy.replies import EVENTS, begins_like, error_in_first, read_answer
+from headstart.gateway.proxy.replies import begins_like, error_in_first, read_answer
 from headstart.gateway.proxy.response_owners import ResponseOwners
 from headstart.gateway.proxy.silence import Watched
-from headstart.gateway.proxy.sse_reader import TAIL_BYTES, EventStream, ReportedUsage, read_usage, read_usage_at_end
+from headstart.gateway.proxy.sse_reader import TAIL_BYTES, EventStream, ReportedUsage, read_usage_at_end
 from headstart.gateway.proxy.upstream import (
     Answer,
     AttemptError,
@@ -94,7 +94,7 @@ class Relay:
             if not answer.is_whole:
                 await self._relay_long(attempt, answer, response, send)
                 return
-            self._answered(call, in_flight, read_usage(answer.body))
+            self._answered(call, in_flight, answer_usage(call.api.end, answer.body))
         else:
             router.failed(in_flight, time.monotonic(), blame=response.status >= 500)
         await self.send_whole(call, answer, send)
@@ -144,7 +144,7 @@ class Relay:
     async def relay_stream(self, attempt: Attempt, response: aiohttp.ClientResponse, send: Send) -> None:
         """Relay a stream of events as they arrive."""
         call, in_flight, _ = attempt
-        stream, writer = EventStream(call.path, hides_usage=call.reading.hides_usage), call.writer
+        stream, writer = stream_reader(call.api.end, hides_usage=call.reading.hides_usage), call.writer
 
         def relay_now(piece: bytes) -> bool:
             """Relay a piece while the client already reads the answer and its connection takes more."""
@@ -169,7 +169,12 @@ class Relay:
                 if not passed or not (call.committed or call.reading.stream):
                     continue  # a client that requested no stream gets no comments
                 if not call.started:
-                    await self._start(call, 200, headers_back(response.raw_headers, EVENTS), send)
+                    await self._start(
+                        call,
+                        200,
+                        headers_back(response.raw_headers, call.api.end.content_type.encode()),
+                        send,
+                    )
                 await send({"type": "http.response.body", "body": passed, "more_body": True})
         rest = stream.close()
         if not call.committed and (stream.is_done or stream.has_data):
@@ -179,7 +184,7 @@ class Relay:
         self._finished(call, in_flight, stream)
         await write(send, rest, more=False)
 
-    def _read(self, attempt: Attempt, stream: EventStream, piece: bytes) -> bytes:
+    def _read(self, attempt: Attempt, stream: EventStream | LineStream, piece: bytes) -> bytes:
         """Record the progress that a piece of a stream shows; return the bytes that may be relayed."""
         call, in_flight, (activity, wait) = attempt
         passed = stream.feed(piece)
@@ -198,10 +203,10 @@ class Relay:
             self._finished(call, in_flight, stream)  # before it is relayed: clients disconnect after it
         return passed
 
-    def _begin(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream, passed: bytes) -> None:
+    def _begin(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream | LineStream, passed: bytes) -> None:
         """Handle the first event. Raises AttemptError if it is an error that another replica may not have."""
         now = time.monotonic()
-        if stream.is_mid_event and not begins_like(stream.first, call.path):
+        if stream.is_mid_event and not begins_like(stream.first, call.api):
             raise GarbledError("the replica's first event does not begin like one of this route")
         if stream.is_mid_event or not error_in_first(stream.first):
             call.committed = True
@@ -217,7 +222,7 @@ class Relay:
         call.committed = True
         self._router.failed(in_flight, now, blame=status >= 500)
 
-    def _finished(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream) -> None:
+    def _finished(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream | LineStream) -> None:
         """Record that the answer is complete; only the first call counts."""
         if in_flight.finish is None:
             call.output_tokens, call.outcome = stream.reported.output_tokens, "ok"
@@ -233,7 +238,7 @@ class Relay:
     def _note_id(self, call: ProxiedCall, in_flight: InFlight, beginning: bytes) -> None:
         """Note the id in the answer, before the client sees it: it may continue the response at once."""
         call.answer_id = id_in(beginning)
-        if call.path == RESPONSES:
+        if call.api.is_stored:
             self.response_owners.add(call.answer_id, in_flight.endpoint.name, call.domain)
 
     def _first_token(self, call: ProxiedCall, now: float) -> None:
@@ -250,7 +255,7 @@ class Relay:
     async def send_whole(self, call: ProxiedCall, answer: Answer, send: Send) -> None:
         """Send a complete answer or refusal, as an event if the client already reads a stream."""
         if call.started:  # a stream had begun with comments: the client now reads events
-            ending = refusal_ending(call.path, answer.status, answer.body, call.request_id, call.num_events)
+            ending = call.api.end.refused(answer.status, answer.body, call.request_id, call.num_events)
             await write(send, ending, more=False)
             return
         length = (b"content-length", str(len(answer.body)).encode())

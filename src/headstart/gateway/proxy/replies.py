@@ -7,16 +7,15 @@ object.
 """
 
 import codecs
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from headstart.gateway.proxy.api_paths import CHAT, MESSAGES, RESPONSES
+from headstart.apis.api import Api
+from headstart.apis.api_table import APIS, OTHER, UNCACHED, api_of, generation_api
 from headstart.gateway.proxy.upstream import Answer, GarbledError, headers_back
-from headstart.http.http_errors import error_body
 from headstart.openai.request_json import json_value
 from headstart.openai.responses import encode, error_object
 
@@ -29,12 +28,8 @@ A longer one is relayed as it arrives, and no other replica is tried then.
 MAX_ERROR_BYTES = 1 << 20
 UNCOUNTED_BYTES = 16 << 10  # of an answer that arrived at once; not counted as held
 MAX_INTERIM = 32  # responses of status 1xx before the final one
-_OBJECTS = frozenset(("/tokenize", "/detokenize", "/v1/messages/count_tokens"))  # their answers are JSON objects
 _JSON = b"application/json"
-_BEGINNING = re.compile(rb'\s*\{[^{}]{0,2048}"choices"\s*:\s*\[\s*\{')  # of a generated answer
-_OBJECT_BEGINNING = re.compile(rb'\s*\{\s*"')
 _SLICE_BYTES = 64 << 10
-EVENTS = b"text/event-stream; charset=utf-8"
 
 
 def session_options() -> dict[str, Any]:
@@ -42,31 +37,8 @@ def session_options() -> dict[str, Any]:
     return {"auto_decompress": False, "response_class": Reply, "cookie_jar": aiohttp.DummyCookieJar()}
 
 
-class _Choices(msgspec.Struct):
-    choices: list[msgspec.Raw]
-
-
-class _Output(msgspec.Struct):
-    output: list[msgspec.Raw]
-
-
-class _Content(msgspec.Struct):
-    content: list[msgspec.Raw]
-
-
-class _Object(msgspec.Struct):
-    pass
-
-
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_ANSWER, _ANYTHING = msgspec.json.Decoder(_Choices), msgspec.json.Decoder(_Object)
-GENERATION: Mapping[str, tuple[re.Pattern[bytes], "msgspec.json.Decoder[Any]"]] = {
-    **dict.fromkeys(("/v1/completions", CHAT), (_BEGINNING, _ANSWER)),
-    RESPONSES: (_OBJECT_BEGINNING, msgspec.json.Decoder(_Output)),
-    MESSAGES: (_OBJECT_BEGINNING, msgspec.json.Decoder(_Content)),
-}
-"""The generation routes: the beginning of a long answer, and the fields that an answer must have."""
-JSON_ROUTES = _OBJECTS | GENERATION.keys()
+JSON_ROUTES = UNCACHED | {api.path for api in APIS}
 """The routes whose answers are JSON objects, or streams of them."""
 
 
@@ -99,9 +71,9 @@ def check_head(response: aiohttp.ClientResponse, path: str) -> bool:
         raise GarbledError(f"the replica answered with status {status}")
     if response.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise GarbledError("the replica answered in an encoding that it was not asked for")
-    if path in GENERATION and status < 300 and status != 200:
+    if generation_api(path) is not OTHER and status < 300 and status != 200:
         raise GarbledError(f"the replica answered with status {status}")
-    return status == 200 and response.content_type == "text/event-stream"
+    return status == 200 and response.content_type == generation_api(path).end.media_type
 
 
 def _keep_all(num_bytes: int) -> bool:
@@ -148,17 +120,17 @@ async def read_answer(response: aiohttp.ClientResponse, path: str, keep: Callabl
         body = await read_bounded(response, MAX_ERROR_BYTES)
         if not is_error_object(body):
             told = error_object(f"the replica answered {status}", status=status)
-            body = encode(error_body(path, status, told, ""))
+            body = encode(api_of(path).error_body(status, told, ""))
         return Answer(status, headers_back(response.raw_headers, _JSON), body)
-    beginning, decoder = GENERATION.get(path) or (_OBJECT_BEGINNING, _ANYTHING)
+    api = generation_api(path)
     if path not in JSON_ROUTES:
         return Answer(status, headers_back(response.raw_headers), await read_bounded(response, MAX_ANSWER_BYTES, keep))
     body, is_whole = await _read_up_to(response, KEPT_BYTES, keep)
     if not is_whole:
-        if not beginning.match(body):
+        if not api.beginning.match(body):
             raise GarbledError("the replica's answer does not begin like one of this route")
         return Answer(status, headers_back(response.raw_headers, _JSON), body, is_whole=False)
-    _check_object(body, decoder)
+    _check_object(body, api.answer)
     return Answer(status, headers_back(response.raw_headers, _JSON), body)
 
 
@@ -177,9 +149,9 @@ def is_error_object(body: bytes) -> bool:
     return isinstance(error, str) or isinstance(found.get("message"), str) or "detail" in found
 
 
-def begins_like(beginning: bytes, path: str) -> bool:
-    """Return whether bytes are the beginning of a generated answer of this route, or of an event of it."""
-    return path in GENERATION and GENERATION[path][0].match(beginning) is not None
+def begins_like(beginning: bytes, api: Api) -> bool:
+    """Return whether bytes are the beginning of a generated answer of an API, or of an event of it."""
+    return api is not OTHER and api.beginning.match(beginning) is not None
 
 
 def error_in_first(data: bytes) -> bool:

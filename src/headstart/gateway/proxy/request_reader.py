@@ -16,10 +16,11 @@ from typing import Any
 
 import msgspec
 
+from headstart.apis.api import EVENTS, Api, UsedResponse
+from headstart.apis.api_table import COMPLETIONS, UNCACHED, generation_api
 from headstart.core.cache.hashing import HashChain
 from headstart.core.errors import InvalidRequestError, QueueFullError, RequestTooLargeError
 from headstart.gateway.kv_events.kv_event_decoding import event_domain
-from headstart.gateway.proxy.api_paths import CHAT_PATHS, NAMED, UsedResponse, chat_values, used_response
 from headstart.http.spooled_body import SpooledBody, spooled
 from headstart.openai.bounds import MAX_JSON_VALUES, Bounds
 from headstart.openai.canonical.canonical_body import canonical_body
@@ -44,9 +45,6 @@ _OPENING = re.compile(rb"\s*\{")
 _RUN = re.compile(r"\w+|[^\w\s]+|\s+")
 _WINDOW = 32 * 1024  # characters; a run of twice as many contains a whole window
 LONGEST_TOKEN = 64  # characters; a longer text than this for each token of the context is taken as too long for it
-UNCACHED = frozenset(
-    ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
-)  # no cache is used or filled: any replica will do
 _LONG_BYTES = 256 << 10  # of a body
 _SHORT_BYTES = 16 << 10  # of a field
 _ANY_PROMPTS = 128  # in one body; the default of --max-prompts is 64
@@ -126,7 +124,7 @@ class RequestReader:
 
     def read(self, path: str, body: bytes, sender: Sender) -> ReadRequest:
         """Parse the body of a POST. Raises InvalidRequestError if it is no JSON object, or has fields of replicas."""
-        values = self._values(path, body)
+        api, values = generation_api(path), self._values(path, body)
         if values.get(_OF_REPLICAS):
             unsupported(
                 _OF_REPLICAS, "it makes a replica fetch KV from an address of the client's choice; leave it out"
@@ -143,14 +141,15 @@ class RequestReader:
         root = router_root(served.model, adapter=served.adapter, domain=domain)
         scoped = None if self.tokenizer is None else self.tokenizer.for_domain(sender.domain.hex(), domain)
         limit = model_info.max_model_len or sys.maxsize  # the replica refuses a longer prompt
-        tokens, text, count = self._prompt(path, values, scoped, limit)
+        tokens, text, count = self._prompt(path, api, values, scoped, limit)
         if tokens is not None:
             prompt = Prompt(tokens if len(tokens) <= limit else tokens[:limit], root, chain=self._chain)
         else:
             packed = pack_text((text or "")[: limit * LONGEST_TOKEN].encode())
             prompt = Prompt(packed, root, exact=False, chain=self._chain)
-        stream = values.get("stream") is True
-        asks_usage = stream and path not in NAMED and sender.reads_answer
+        sent_stream = values.get("stream")
+        stream = api.streams_by_default if sent_stream is None else sent_stream is True
+        asks_usage = stream and not api.end.is_named and api.end.media_type == EVENTS and sender.reads_answer
         sent, hides_usage = _asking_for_usage(body, values) if asks_usage else (body, False)
         if sender.is_salted and path not in UNCACHED:
             sent = _with(sent, "cache_salt", salt)
@@ -162,9 +161,9 @@ class RequestReader:
             adapter=served.adapter,
             session=_session(sender, values),
             max_tokens=min(most, limit) if isinstance(most, int) and most > 0 else 0,
-            form="chat" if path in CHAT_PATHS else "ids" if text is None else "text",
+            form="chat" if api.chat_values is not None else "ids" if text is None else "text",
         )
-        used = used_response(path, values)
+        used = api.used_response(values)
         return ReadRequest(request, sent, stream, hides_usage, text, domain, count == 1, used, applied)
 
     def _values(self, path: str, body: bytes) -> Mapping[str, Any]:
@@ -182,20 +181,20 @@ class RequestReader:
             return _short_fields(body)
 
     def _prompt(
-        self, path: str, values: Mapping[str, Any], tokenizer: Tokenizer | None, limit: int
+        self, path: str, api: Api, values: Mapping[str, Any], tokenizer: Tokenizer | None, limit: int
     ) -> "tuple[array[int] | None, str | None, int]":
         """Return the first prompt's token ids if known, its text if it has one, and the number of prompts.
 
         A text that is too long for `limit` tokens is not tokenized.
         """
-        if used_response(path, values) is not None:
+        if api.used_response(values) is not None:
             return None, "", 0  # only its replica knows the prompt
-        if path in CHAT_PATHS:
+        if api.chat_values is not None:
             try:
-                return self._chat(dict(chat_values(path, values, _ANYTHING)), tokenizer, limit)
+                return self._chat(dict(api.chat_values(values, _ANYTHING)), tokenizer, limit)
             except InvalidRequestError:  # another engine's API, or invalid: the replica decides
                 return None, msgspec.json.encode(values).decode(), 1
-        if path == "/v1/completions":
+        if api is COMPLETIONS:
             return self._completion(values, tokenizer, limit)
         return None, "" if path in UNCACHED else msgspec.json.encode(values).decode(), 1
 

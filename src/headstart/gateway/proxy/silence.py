@@ -32,7 +32,6 @@ LATE = 10.0
 MIN_LATE = 30.0  # seconds; prefills of 30 to 60 s were seen on CPUs, where rates are known after a few requests
 MIN_LATE_YOUNG = 120.0  # for a replica with too few observations to predict its times
 TOKEN_SECONDS = 1.0  # an answer in one piece may take this long per token
-DEFAULT_TOKENS = {"/v1/completions": 16}  # of an answer whose request sets no limit
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +85,7 @@ class Wait:
         """The longest time that its answer may take to be generated, if it comes in one piece."""
         if self.call.reading.stream:
             return 0.0
-        tokens = self.decision.view.request.max_tokens or DEFAULT_TOKENS.get(self.call.path)
+        tokens = self.decision.view.request.max_tokens or self.call.api.default_max_tokens
         return inf if tokens is None else tokens * TOKEN_SECONDS
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headstart.gateway.proxy.api_paths import NAMED, stream_end
+from headstart.apis.api import OPENAI_END, StreamEnd
 from headstart.gateway.proxy.upstream import GarbledError
 from headstart.router.routing_request import Usage
 
@@ -92,9 +92,12 @@ def read_usage_at_end(tail: bytes) -> ReportedUsage:
 
 
 class EventStream:
-    """One event stream. `hides_usage`: the router requested the usage event, not the client."""
+    """One event stream with an end as `end` says.
 
-    def __init__(self, path: str = "", *, hides_usage: bool = False) -> None:
+    `hides_usage`: the router requested the usage event, not the client.
+    """
+
+    def __init__(self, end: StreamEnd = OPENAI_END, *, hides_usage: bool = False) -> None:
         self.reported = ReportedUsage()
         self.has_data = False  # an event with data was seen: from now on the client has part of this answer
         self.is_done = False
@@ -106,8 +109,8 @@ class EventStream:
         self._seam = b""  # the last bytes of that part
         self._tail = bytearray()
         self._is_last = False  # the long event ends the stream
-        self._is_named = path in NAMED
-        self._end = stream_end(path)
+        self._is_named = end.is_named
+        self._end = end.last
         self._hides_usage = hides_usage
         self._rest = bytearray()
 

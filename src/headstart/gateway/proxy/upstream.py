@@ -117,7 +117,7 @@ class _Error(msgspec.Struct):
 
 
 class _ErrorBody(_Error):
-    error: _Error | None = None
+    error: _Error | str | None = None  # Ollama's is a text
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -176,7 +176,7 @@ def _failure_by_code(code: str | int | None) -> Failure | None:
 def _error_in(document: bytes) -> _Error:
     try:
         body = msgspec.json.decode(document, type=_ErrorBody)
-        return body.error or body  # an error event of the Responses API is flat
+        return body.error if isinstance(body.error, _Error) else body  # that of the Responses API and of Ollama is flat
     except (msgspec.DecodeError, UnicodeDecodeError):
         return _Error()
 

@@ -26,7 +26,7 @@ from headstart.model.setup.sizing import GPU_CONTEXT_BYTES, KV_SHARE, gpu_budget
 from headstart.model.setup.threads import SPIN_COUNT, available_cores
 
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
-_PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "fastapi", "uvicorn")
+_PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "starlette", "uvicorn")
 _SMALL_MEMORY = 2 * 2**30
 _NOT_INSTALLED = "not installed"
 _DISPLAY, _NVIDIA = "0x03", "0x10de"  # class and vendor on the PCI bus

@@ -1,4 +1,4 @@
-"""AnswerFormat: the form in which one API sends an answer; Api: the preparation of its requests.
+"""AnswerFormat: the form in which one API sends an answer; ServedApi: the preparation of its requests.
 
 inference.py sends every answer in the same way, whatever its format.
 """
@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
+from headstart.apis.api import EVENTS
 from headstart.core.request import CacheMode
 from headstart.core.request import Request as EngineRequest
 from headstart.explain.lint.prompt_window import WindowEntry
@@ -90,15 +91,17 @@ class ApiRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Api:
+class ServedApi:
     """One of the generation APIs. `renders`: its prompts are rendered by the chat template, which may take seconds.
 
+    `media_type`: of a stream; lines of JSON have no comments between them.
     `num_stored_bytes`: the bytes of stored responses that a body of a tenant continues or refers to.
     """
 
     id_prefix: str
     prepare: Callable[[Mapping[str, Any], Model, Origin], ApiRequest]
     renders: bool = True
+    media_type: str = EVENTS
     num_stored_bytes: Callable[[Mapping[str, Any], str], int] | None = None
 
 

@@ -13,7 +13,7 @@ from headstart.openai.request_bodies import parse_chat, parse_completion
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
 from headstart.openai.text.shared_prompt import SharedPrompt
-from headstart.server.apis.answer_format import Api, ApiRequest, Head, diagnosis_of
+from headstart.server.apis.answer_format import ApiRequest, Head, ServedApi, diagnosis_of
 from headstart.server.generation_job import GenerationJob
 from headstart.server.server_state import Model
 
@@ -162,5 +162,5 @@ _CHAT_SHAPES = ChoiceShapes(
     responses.chat_chunk_choice,
     responses.chat_first_choice,
 )
-COMPLETIONS = Api("cmpl-", _prepare_completion, renders=False)
-CHAT = Api("chatcmpl-", _prepare_chat)
+COMPLETIONS = ServedApi("cmpl-", _prepare_completion, renders=False)
+CHAT = ServedApi("chatcmpl-", _prepare_chat)

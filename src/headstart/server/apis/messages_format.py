@@ -21,7 +21,7 @@ from headstart.openai.engine_requests import (
 from headstart.openai.generation_params import shortened
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
-from headstart.server.apis.answer_format import Api, ApiRequest, Head, diagnosis_of
+from headstart.server.apis.answer_format import ApiRequest, Head, ServedApi, diagnosis_of
 from headstart.server.apis.choice_apis import check_model
 from headstart.server.generation_job import GenerationJob
 from headstart.server.server_state import Model
@@ -103,7 +103,7 @@ def _prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequ
     return ApiRequest(params, requests, form, named=named, diagnosis=diagnosis, messages=body.messages)
 
 
-MESSAGES = Api("msg_", _prepare)
+MESSAGES = ServedApi("msg_", _prepare)
 
 
 def count_tokens(values: Mapping[str, Any], model: Model, origin: Origin) -> Json:

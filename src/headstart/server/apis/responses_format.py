@@ -20,7 +20,7 @@ from headstart.openai.responses_api.response_memory import Conversation, Respons
 from headstart.openai.responses_api.response_objects import ResponseShape, echo_of, response_usage
 from headstart.openai.responses_api.responses_request import ResponsesRequest, parse_responses, translate_responses
 from headstart.openai.text.generation import Delta
-from headstart.server.apis.answer_format import Api, ApiRequest, Head, diagnosis_of
+from headstart.server.apis.answer_format import ApiRequest, Head, ServedApi, diagnosis_of
 from headstart.server.apis.choice_apis import check_model
 from headstart.server.generation_job import GenerationJob
 from headstart.server.request_limits import object_bytes
@@ -113,7 +113,7 @@ class ResponseFormat:
         return response
 
 
-def responses_api(memory: ResponseMemory) -> Api:
+def responses_api(memory: ResponseMemory) -> ServedApi:
     """Return the Responses API of a server that stores responses in `memory`."""
 
     def prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequest:
@@ -147,7 +147,7 @@ def responses_api(memory: ResponseMemory) -> Api:
         now = time.monotonic()
         return sum(memory.conversation_bytes(tenant, name, now) for name in ids)
 
-    return Api("resp_", prepare, num_stored_bytes=num_stored_bytes)
+    return ServedApi("resp_", prepare, num_stored_bytes=num_stored_bytes)
 
 
 def _conversation(memory: ResponseMemory, tenant: str, response_id: str | None) -> Conversation | None:

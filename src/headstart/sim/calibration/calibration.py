@@ -20,7 +20,7 @@ from headstart.core.engine import EngineInfo
 from headstart.core.errors import ConfigError
 from headstart.core.executor import Executor
 from headstart.core.request import Request, SamplingParams
-from headstart.core.sched.step_time import StepBound
+from headstart.core.sched.step_time import MaxStepTime
 from headstart.measurement.engine_runner import EngineRunner
 from headstart.measurement.engines import Setup, describe
 from headstart.measurement.inprocess import drive
@@ -132,7 +132,7 @@ def _profile(label: str, fit: StepFit, info: EngineInfo, options: EngineOptions)
         noise=fit.noise,
         scheduling_policy=options.scheduling_policy,
         eviction_policy=options.eviction_policy,
-        step_bound=StepBound() if info.device == "cpu" else None,
+        step_bound=MaxStepTime() if info.device == "cpu" else None,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.core.errors import ConfigError
-from headstart.core.sched.step_time import StepBound
+from headstart.core.sched.step_time import MaxStepTime
 from headstart.sim.profile import REFERENCE, SERIAL, Profile
 from headstart.sim.profiles.datasheet import datasheet_profile
 from headstart.sim.sim_store import Offload
@@ -48,7 +48,7 @@ def read_profile(path: Path) -> Profile:
         if values.get("offload") is not None:
             values["offload"] = Offload(**values["offload"])
         if values.get("step_bound") is not None:
-            values["step_bound"] = StepBound(**values["step_bound"])
+            values["step_bound"] = MaxStepTime(**values["step_bound"])
         values = {field.name: values[field.name] for field in fields(Profile) if field.name in values}
         unknown = [name for name in document if name not in values and name != "error"]
         if unknown:

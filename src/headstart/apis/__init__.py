@@ -1,0 +1,1 @@
+"""The generation APIs as server and router know them: paths, errors, the end of a stream, prompts as chats."""

@@ -1,0 +1,121 @@
+"""The table of the generation APIs. A new one is added here, and to the routes of the server."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headstart.anthropic.anthropic_errors import anthropic_error
+from headstart.anthropic.messages_request import MessagesRequest, read_body
+from headstart.apis.api import OPENAI_END, AnyObject, Api, StreamEnd, UsedResponse, refusal_event
+from headstart.apis.ollama_api import OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_TREE
+from headstart.http.sse import named_event
+from headstart.openai.bounds import Bounds
+from headstart.openai.request_json import json_value
+from headstart.openai.responses import Json, error_object
+from headstart.openai.responses_api.item_references import first_referenced_response
+from headstart.openai.responses_api.response_events import error_data
+from headstart.openai.responses_api.responses_request import parse_responses, translate_responses
+
+_CHOICES = re.compile(rb'\s*\{[^{}]{0,2048}"choices"\s*:\s*\[\s*\{')
+_LAST_NAMED = re.compile(
+    rb"^event:\s*(?:response\.(?:completed|incomplete|failed)|message_stop|error)\s*$", re.MULTILINE
+)
+
+
+class _Choices(msgspec.Struct):
+    choices: list[msgspec.Raw]
+
+
+class _Output(msgspec.Struct):
+    output: list[msgspec.Raw]
+
+
+class _Content(msgspec.Struct):
+    content: list[msgspec.Raw]
+
+
+def _response_used(values: Mapping[str, Any]) -> UsedResponse | None:
+    previous = values.get("previous_response_id")
+    if isinstance(previous, str):
+        return UsedResponse(previous, "previous_response_id")
+    referenced = first_referenced_response(values.get("input"))
+    return None if referenced is None else UsedResponse(referenced, "input")
+
+
+def _response_failed(status: int, body: Json, request_id: str, num_events: int) -> bytes:
+    return named_event(error_data(body, num_events))
+
+
+def _response_refused(status: int, body: bytes, request_id: str, num_events: int) -> bytes:
+    """Return the event for a replica's error object with all its fields."""
+    try:
+        error = json_value(body)
+        error = error.get("error", error)
+        message, code, param = (error.get(name) for name in ("message", "code", "param"))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError):
+        message = code = param = None
+    told = error_object(str(message or "the replica refused the request"), status=status, code=code, param=param)
+    return _response_failed(status, told, request_id, num_events)
+
+
+def _responses_chat(values: Mapping[str, Any], bounds: Bounds) -> Mapping[str, Any]:
+    return translate_responses(parse_responses(values, bounds), values).values
+
+
+def _message_failed(status: int, body: Json, request_id: str, num_events: int) -> bytes:
+    return named_event(anthropic_error(status, body, request_id))
+
+
+def _message_refused(status: int, body: bytes, request_id: str, num_events: int) -> bytes:
+    return refusal_event(body)
+
+
+COMPLETIONS = Api(
+    path="/v1/completions",
+    answer=msgspec.json.Decoder(_Choices),
+    beginning=_CHOICES,
+    default_max_tokens=16,
+)
+CHAT = Api(
+    path="/v1/chat/completions",
+    answer=msgspec.json.Decoder(_Choices),
+    beginning=_CHOICES,
+    chat_values=lambda values, bounds: values,
+)
+RESPONSES = Api(
+    path="/v1/responses",
+    answer=msgspec.json.Decoder(_Output),
+    chat_values=_responses_chat,
+    used_response=_response_used,
+    end=StreamEnd(_LAST_NAMED, _response_failed, _response_refused, is_named=True),
+    is_stored=True,
+)
+MESSAGES = Api(
+    path="/v1/messages",
+    other_paths=("/v1/messages/count_tokens",),
+    answer=msgspec.json.Decoder(_Content),
+    chat_values=lambda values, bounds: read_body(MessagesRequest, values, bounds).chat.values,
+    error_body=anthropic_error,
+    end=StreamEnd(_LAST_NAMED, _message_failed, _message_refused, is_named=True),
+    takes_x_api_key=True,
+    id_header=b"request-id",
+)
+APIS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, OLLAMA_CHAT, OLLAMA_GENERATE)
+OTHER = Api(path="", other_paths=("/tokenize", "/detokenize"), answer=msgspec.json.Decoder(AnyObject), end=OPENAI_END)
+"""Of all other routes, also of routes that only a router's replicas have: errors and streams are OpenAI's."""
+_BY_PATH = {path: api for api in (*APIS, OTHER) for path in (api.path, *api.other_paths)}
+_GENERATION = {api.path: api for api in APIS}
+UNCACHED = frozenset(path for api in (*APIS, OTHER) for path in api.other_paths)
+"""Routes that neither use nor fill a cache: any replica will do."""
+
+
+def api_of(path: str) -> Api:
+    """Return the API that a path belongs to, else OTHER."""
+    return _BY_PATH.get(path, OLLAMA_CHAT if path.startswith(OLLAMA_TREE) else OTHER)
+
+
+def generation_api(path: str) -> Api:
+    """Return the API whose generation route this path is, else OTHER."""
+    return _GENERATION.get(path, OTHER)

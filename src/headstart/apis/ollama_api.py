@@ -1,0 +1,50 @@
+"""Ollama's API as server and router know it: errors are one text, streams are lines of JSON."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headstart.apis.api import LINES, AnyObject, Api, StreamEnd
+from headstart.ollama.ollama_answers import encoded, error_body
+from headstart.ollama.ollama_request import is_raw, read_chat, read_generate
+from headstart.openai.bounds import Bounds
+from headstart.openai.responses import Json
+
+OLLAMA_TREE = "/api/"
+
+
+def _failed(status: int, body: Json, request_id: str, num_events: int) -> bytes:
+    return encoded([error_body(status, body, request_id)])
+
+
+def _refused(status: int, body: bytes, request_id: str, num_events: int) -> bytes:
+    return body.replace(b"\n", b" ") + b"\n"
+
+
+def _generate(values: Mapping[str, Any], bounds: Bounds) -> Mapping[str, Any]:
+    """Return the chat of a body; a raw prompt is the text of a chat whose template adds nothing."""
+    return read_generate({**values, "raw": False} if is_raw(values) else values, bounds).values
+
+
+_END = StreamEnd(re.compile(rb'"done"\s*:\s*true|^\s*\{\s*"error"'), _failed, _refused, media_type=LINES)
+_ANSWER = msgspec.json.Decoder(AnyObject)
+OLLAMA_CHAT = Api(
+    path="/api/chat",
+    other_paths=("/api/show", "/api/embed", "/api/embeddings"),
+    get_paths=("/api/tags", "/api/ps", "/api/version"),
+    answer=_ANSWER,
+    chat_values=lambda values, bounds: read_chat(values, bounds).values,
+    error_body=error_body,
+    end=_END,
+    streams_by_default=True,
+)
+OLLAMA_GENERATE = Api(
+    path="/api/generate",
+    answer=_ANSWER,
+    chat_values=_generate,
+    error_body=error_body,
+    end=_END,
+    streams_by_default=True,
+)

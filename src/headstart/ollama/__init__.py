@@ -1,0 +1,1 @@
+"""Ollama's API, translated to and from chats. Without HTTP."""
