@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import typer
+from typer.core import TyperGroup
 
 from headstart.cli import main as cli
 from headstart.core.errors import ConfigError
@@ -111,8 +112,9 @@ def every_command(command: Any = None, path: tuple[str, ...] = ()) -> list[list[
     """Every group and verb of the command line."""
     command = typer.main.get_command(cli.app) if command is None else command
     found = [list(path)]
-    for name, below in getattr(command, "commands", {}).items():
-        found += every_command(below, (*path, name))
+    if isinstance(command, TyperGroup):
+        for name in command.list_commands(None):
+            found += every_command(command.get_command(None, name), (*path, name))
     return found
 
 
