@@ -185,18 +185,18 @@ def one_point(runner: Runner, load: Load, slo: Slo, *_: object) -> RateSearch:
 
 def test_a_trace_is_replayed_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    rows = [{"timestamp": t, "input_length": 600, "output_length": 2, "hash_ids": [0, t]} for t in (1, 2, 3)]
+    rows = [{"timestamp": 20 * t, "input_length": 1024, "output_length": 2, "hash_ids": [0, t]} for t in (1, 2, 3)]
     path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    code, document, _ = against(Stub(), "trace", "--trace", str(path), "--limit", "2", "--max-prompt-tokens", "300")
+    code, document, _ = against(Stub(), "trace", "--trace", str(path), "--limit", "2", "--max-prompt-tokens", "512")
     assert code == 0 and document["requests"] == 2
     assert (document["setup"]["kind"], document["setup"]["factor"]) == ("mooncake", 0.5)
-    assert document["prompt_tokens"] == 600 and document["ideal"] == 300 + 44
+    assert document["prompt_tokens"] == 1024 and document["ideal"] == 512 + 256
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("trace", "--trace", "no-such-file"), "cannot read --trace"),
+        (("trace", "--trace", "no-such-file"), "--trace no-such-file: "),
         (("shared-prefix", "--rate", "fast"), "--rate 'fast'"),
         (("prefill", "--lengths", "10,x"), "--lengths '10,x'"),
         (("decode", "--prefixes", "none"), "--prefixes 'none'"),

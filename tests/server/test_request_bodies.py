@@ -69,7 +69,7 @@ def test_a_body_that_is_no_sound_json_object_is_refused(text: bytes, code: str) 
 def test_a_body_in_latin_1_is_refused_with_the_position_in_the_body(field: str) -> None:
     """The decoder counts from the beginning of a string, and of strings in strings."""
     for text in ('{"%s": [{"content": "', '{"%s": 1,\n "messages": [{"role": "user", "content": "Le caf'):
-        body = (text % field).encode() + "\u00e9 noir\"}]}".encode("latin-1")
+        body = (text % field).encode() + '\u00e9 noir"}]}'.encode("latin-1")
         at = len((text % field).encode())
         for form in (body, bytearray(body), memoryview(body)):
             with pytest.raises(InvalidRequestError, match=f"at byte {at} .0xe9, line {1 + text.count(chr(10))}.; send"):

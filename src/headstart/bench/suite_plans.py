@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,7 +15,7 @@ from headstart.workload import scenarios
 from headstart.workload.jobs import GREEDY, Sampling, make_jobs
 from headstart.workload.scenarios import Phase, Scenario
 from headstart.workload.synthetic import Shape, poisson_arrivals
-from headstart.workload.traces import Trace, read_trace
+from headstart.workload.traces import Trace
 
 PREFIXES = ("both", "shared", "distinct")
 
@@ -136,20 +135,6 @@ def rotations(count: int, length: int, passes: int) -> Build:
         return scenarios.rotations(vocab_size, rng, count=count, length=length, passes=passes)
 
     return build
-
-
-def open_trace(path: Path, skip_above: int, limit: int) -> Trace:
-    """Return the first `limit` requests of a trace whose prompts have at most `skip_above` tokens (0: no limit).
-
-    Raises ConfigError.
-    """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            return read_trace(file).up_to(skip_above).first(limit)
-    except OSError as error:
-        raise ConfigError(f"cannot read --trace {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--trace {path} is no UTF-8 text: {error}") from error
 
 
 def avoidable_share(trace: Trace) -> float | None:
