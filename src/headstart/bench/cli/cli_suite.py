@@ -168,9 +168,9 @@ def trace(
     runs: Runs = 1,
 ) -> None:
     """Replay recorded traffic: its arrivals, its lengths and its shared prefixes, with synthetic tokens."""
-    from headstart.measurement.progress_bar import progress_bar
     from headstart.bench.suite import Plan
     from headstart.bench.suite_plans import avoidable_share, replay
+    from headstart.measurement.progress_bar import progress_bar
     from headstart.workload.recorded.trace_files import TraceOptions
     from headstart.workload.recorded.trace_units import TraceUnits
 
