@@ -193,6 +193,27 @@ def test_a_trace_is_replayed_from_a_file(tmp_path: Path) -> None:
     assert document["prompt_tokens"] == 1024 and document["ideal"] == 512 + 256
 
 
+def test_sessions_of_agents_are_replayed_with_their_pauses_and_stated(tmp_path: Path) -> None:
+    calls = [
+        {"t": 0.1 * turn, "in": 64 * (4 + turn), "out": 64, "hash_ids": list(range(4 + turn)), "api_time": 0.05}
+        for turn in range(3)
+    ]
+    for name in ("x", "y"):
+        session = {"id": name, "block_size": 64, "hash_id_scope": "local", "requests": calls}
+        (tmp_path / f"{name}.json").write_text(json.dumps(session), encoding="utf-8")
+    code, document, shown = against(Stub(), "trace", "--trace", str(tmp_path), "--divide-lengths", "4")
+    assert code == 0, shown
+    setup = document["setup"]
+    assert (setup["kind"], setup["tokens_per_id"], setup["divisor"], setup["dropped_requests"]) == (
+        "sessions",
+        16,
+        4,
+        0,
+    )
+    assert setup["loop"] == "closed, each request a recorded pause after the answers that it needs"
+    assert document["prompt_tokens"] == 2 * 16 * (4 + 5 + 6) and document["ideal"] == 2 * 16 * 6
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

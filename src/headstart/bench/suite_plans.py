@@ -1,7 +1,7 @@
 """Plans of the suite from the options of a verb: one plan per verb, for an engine in this process or a server."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -149,11 +149,22 @@ def avoidable_share(trace: Trace) -> float | None:
     return round(report_log(prompts).avoidable_share, 4)
 
 
+def loop_of(trace: Trace, concurrency: int) -> str:
+    """Return the words for the loop in which `replay` sends a trace."""
+    if concurrency:
+        return f"closed, {concurrency} at a time"
+    if any(request.after for request in trace.requests):
+        return "closed, each request a recorded pause after the answers that it needs"
+    return "open, as recorded"
+
+
 def replay(trace: Trace, *, speed: float, factor: float, concurrency: int) -> Build:
-    """Return the scenario of a trace's requests, at their arrival times or with a fixed concurrency."""
+    """Return the scenario of a trace's requests: when they came, after the answers they need, or so many at a time."""
 
     def build(vocab_size: int, rng: Random) -> Scenario:
         jobs = trace.jobs(vocab_size, rng.getrandbits(64), factor=factor, speed=speed)
+        if concurrency:
+            jobs = [replace(job, after=()) for job in jobs]
         return Scenario("trace", (Phase(trace.kind, tuple(jobs), concurrency),))
 
     return build

@@ -108,6 +108,8 @@ class Trace:
     def jobs(self, vocab_size: int, seed: int | str, *, factor: float = 1.0, speed: float = 1.0) -> list[Job]:
         """Return jobs with all lengths, outputs too, multiplied by `factor`, arriving `speed` times as fast.
 
+        Jobs that come after others are due a pause after these, which is shortened alike.
+
         A seed is a set of prompts: other seeds have the same sharing among themselves, and share nothing with these.
         """
         blocks: dict[tuple[int, int], array[int]] = {}
@@ -120,6 +122,7 @@ class Trace:
             return blocks[name, num_tokens]
 
         jobs: list[Job] = []
+        indices = {request.number: index for index, request in enumerate(self.requests)}
         for index, request in enumerate(self.requests):
             length = max(int(request.length * factor), 1)
             if request.hash_ids:
@@ -129,7 +132,9 @@ class Trace:
                 prompt = _text_tokens(request.text, CHARS_PER_TOKEN / factor, vocab_size, str(seed))
             else:
                 prompt = random_tokens(length, vocab_size, Random(f"{seed}/request/{index}"))
-            jobs.append(Job(prompt, max(round(request.output * factor), 1), request.at / speed))
+            output = max(round(request.output * factor), 1)
+            after = tuple(indices[number] for number in request.after if number in indices)
+            jobs.append(Job(prompt, output, request.at / speed, after=after, pause=request.pause / speed))
         return jobs
 
 

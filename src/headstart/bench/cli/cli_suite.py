@@ -169,7 +169,7 @@ def trace(
 ) -> None:
     """Replay recorded traffic: its arrivals, its lengths and its shared prefixes, with synthetic tokens."""
     from headstart.bench.suite import Plan
-    from headstart.bench.suite_plans import avoidable_share, replay
+    from headstart.bench.suite_plans import avoidable_share, loop_of, replay
     from headstart.measurement.progress_bar import progress_bar
     from headstart.workload.recorded.trace_files import TraceOptions
     from headstart.workload.recorded.trace_units import TraceUnits
@@ -187,7 +187,7 @@ def trace(
         "avoidable_share": avoidable_share(found),
         "speed": speed,
         "factor": factor,
-        "loop": f"closed, {concurrency} at a time" if concurrency else "open, as recorded",
+        "loop": loop_of(found, concurrency),
     }
     made = replay(found, speed=speed, factor=factor, concurrency=concurrency)
     slo = cli_run.limits(slo_ttft, slo_tpot, slo_e2e)
