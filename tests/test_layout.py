@@ -43,9 +43,9 @@ BUDGETS = {
     "HTTP, server, engine": Budget(("http", "server", "llm.py", "assembly.py", "engine_checks.py"), 7_500, 7_500),
     "store": Budget(("store",), 2_600, 2_300),
     "sim": Budget(("sim",), 2_900, 2_900),
-    "all": Budget(("",), 66_200, 58_900),
+    "all": Budget(("",), 67_400, 58_900),
 }
-REST = Budget(("",), 9_700, 8_800)  # what no other budget but that of all includes
+REST = Budget(("",), 10_900, 8_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
 
 
@@ -200,7 +200,6 @@ KNOWN_SPLINTERS: set[str] = {
     "core/grammars.py",
     "core/sched/queued_block_refs.py",
     "explain/lint/diagnosis.py",
-    "explain/lint/miss_ratios.py",
     "explain/lint/report_text.py",
     "explain/lint/tool_changes.py",
     "explain/repeated_tokens.py",
@@ -225,7 +224,6 @@ KNOWN_SPLINTERS: set[str] = {
     "model/weights/gguf/gguf_tensors.py",
     "openai/api_schema/model_schema.py",
     "openai/canonical/canonical_chat.py",
-    "openai/canonical/nonces.py",
     "openai/canonical/stable_json.py",
     "openai/chat/chat_message.py",
     "openai/prefix_tokens.py",

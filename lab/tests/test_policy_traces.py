@@ -25,7 +25,7 @@ def test_a_trace_of_block_ids_is_served_by_every_policy(tmp_path: Path) -> None:
 def test_agent_texts_are_served_and_predicted(tmp_path: Path) -> None:
     rows = [
         {
-            "timestamp": i,
+            "timestamp": 1_700_000_000_000_000 + i,
             "input": f"session {i % 3} " * 20 + "more " * (i // 3),
             "output": "x",
             "session_id": str(i % 3),

@@ -37,7 +37,7 @@ def made_up(path: Path, sessions: int = 12, calls: int = 8) -> Path:
         text = "You are an agent who books travel. " * 4
         for call in range(calls):
             text += " ".join(rng.choices(WORDS, k=60)) + "\n"
-            at = 1_000_000 * (session * calls + call)
+            at = 1_700_000_000_000_000 + 1_000_000 * (session * calls + call)
             rows.append({"timestamp": at, "input": text, "output": "done " * 6, "session_id": str(session)})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -69,7 +69,7 @@ def test_calls_that_fit_no_cache_are_left_out_and_counted(tmp_path: Path) -> Non
 
 
 def test_a_trace_without_texts_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "trace").write_text('{"timestamp": 0, "input_length": 10, "output_length": 4, "hash_ids": [0]}\n')
+    (tmp_path / "trace").write_text('{"timestamp": 0, "input_length": 1000, "output_length": 4, "hash_ids": [0, 1]}\n')
     with pytest.raises(ConfigError, match="has no texts"):
         run_predict([tmp_path / "trace"])
 

@@ -185,18 +185,39 @@ def one_point(runner: Runner, load: Load, slo: Slo, *_: object) -> RateSearch:
 
 def test_a_trace_is_replayed_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    rows = [{"timestamp": t, "input_length": 600, "output_length": 2, "hash_ids": [0, t]} for t in (1, 2, 3)]
+    rows = [{"timestamp": 20 * t, "input_length": 1024, "output_length": 2, "hash_ids": [0, t]} for t in (1, 2, 3)]
     path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    code, document, _ = against(Stub(), "trace", "--trace", str(path), "--limit", "2", "--max-prompt-tokens", "300")
+    code, document, _ = against(Stub(), "trace", "--trace", str(path), "--limit", "2", "--max-prompt-tokens", "512")
     assert code == 0 and document["requests"] == 2
     assert (document["setup"]["kind"], document["setup"]["factor"]) == ("mooncake", 0.5)
-    assert document["prompt_tokens"] == 600 and document["ideal"] == 300 + 44
+    assert document["prompt_tokens"] == 1024 and document["ideal"] == 512 + 256
+
+
+def test_sessions_of_agents_are_replayed_with_their_pauses_and_stated(tmp_path: Path) -> None:
+    calls = [
+        {"t": 0.1 * turn, "in": 64 * (4 + turn), "out": 64, "hash_ids": list(range(4 + turn)), "api_time": 0.05}
+        for turn in range(3)
+    ]
+    for name in ("x", "y"):
+        session = {"id": name, "block_size": 64, "hash_id_scope": "local", "requests": calls}
+        (tmp_path / f"{name}.json").write_text(json.dumps(session), encoding="utf-8")
+    code, document, shown = against(Stub(), "trace", "--trace", str(tmp_path), "--divide-lengths", "4")
+    assert code == 0, shown
+    setup = document["setup"]
+    assert (setup["kind"], setup["tokens_per_id"], setup["divisor"], setup["dropped_requests"]) == (
+        "sessions",
+        16,
+        4,
+        0,
+    )
+    assert setup["loop"] == "closed, each request a recorded pause after the answers that it needs"
+    assert document["prompt_tokens"] == 2 * 16 * (4 + 5 + 6) and document["ideal"] == 2 * 16 * 6
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("trace", "--trace", "no-such-file"), "cannot read --trace"),
+        (("trace", "--trace", "no-such-file"), "--trace no-such-file: "),
         (("shared-prefix", "--rate", "fast"), "--rate 'fast'"),
         (("prefill", "--lengths", "10,x"), "--lengths '10,x'"),
         (("decode", "--prefixes", "none"), "--prefixes 'none'"),

@@ -67,6 +67,15 @@ def test_an_open_loop_sends_when_due_and_counts_from_then() -> None:
     assert all((record.first_token or 0.0) > at for record, at in zip(trial.records, due, strict=True))
 
 
+def test_a_job_comes_a_pause_after_those_it_waits_for() -> None:
+    first, second, third = jobs(3, due=[0.0, 9.0, 9.0])
+    asked = [first, replace(second, after=(0,), pause=0.1), replace(third, after=(0, 1), pause=0.05)]
+    with connected(Stub()) as runner:
+        one, two, last = runner.run(asked).records
+    assert one.finish is not None and two.finish is not None
+    assert one.finish + 0.1 <= two.arrival < 9.0 and two.finish + 0.05 <= last.arrival < 9.0
+
+
 def test_redundancy_is_counted_from_what_was_sent_and_what_was_reported() -> None:
     with connected(Stub()) as runner:
         found = measure(runner, scenarios.rotations(runner.vocab_size, Random(1), count=4, length=33, passes=1))

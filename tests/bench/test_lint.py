@@ -156,9 +156,9 @@ KEYS = st.sampled_from(["messages", "tools", "input", "prompt", "system", "respo
     st.lists(st.dictionaries(KEYS, JSON | st.lists(st.dictionaries(KEYS, JSON, max_size=3), max_size=3)), max_size=4)
 )
 def test_any_json_is_read_or_skipped(bodies: list[Any]) -> None:
-    prompts, num_skipped = read_log([*map(json.dumps, bodies), "no json", "[1]", ""])
-    assert len(prompts) + num_skipped == len(bodies) + 2
-    report_log(prompts, num_skipped).as_dict()
+    found = read_log([*map(json.dumps, bodies), "no json", "[1]", ""])
+    assert len(found.prompts) + len(found.id_prompts) + found.num_skipped == len(bodies) + 2
+    report_log(found.prompts, found.num_skipped).as_dict()
 
 
 # -------------------------------------------------------------------------------------------------------- command line

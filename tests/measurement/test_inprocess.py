@@ -1,5 +1,7 @@
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -7,6 +9,7 @@ from headstart.core.engine import Engine
 from headstart.core.request import SamplingParams
 from headstart.measurement.engines import Setup
 from headstart.measurement.inprocess import drive, make_requests
+from headstart.workload.jobs import Job, Waits
 from headstart_lab.runners.null_executor import NullExecutor
 from headstart_lab.runners.virtual_time import VirtualClock
 
@@ -39,6 +42,16 @@ def test_a_request_is_not_added_before_it_is_due(make_setup: MakeSetup) -> None:
     first, second = drive(make_engine(make_setup()), requests, due=[0.0, 0.05], clock=clock).records
     assert first.finish is not None and first.finish < 0.05
     assert second.arrival == 0.05 and second.first_token is not None and second.first_token >= 0.05
+
+
+def test_a_request_arrives_a_pause_after_those_it_waits_for(make_setup: MakeSetup) -> None:
+    requests, clock = make_requests(prompts(8, 8, 8), greedy(2), "r"), VirtualClock()
+    asked = [Job(request.prompt, 2) for request in requests]
+    waits = Waits([asked[0], replace(asked[1], after=(0,), pause=0.5), replace(asked[2], after=(0, 1), pause=0.25)])
+    run = drive(make_engine(make_setup()), requests, due=[0.0, inf, inf], waits=waits, clock=clock)
+    first, second, third = run.records
+    assert first.finish is not None and second.finish is not None
+    assert second.arrival == first.finish + 0.5 and third.arrival == second.finish + 0.25
 
 
 def test_giving_up_leaves_an_idle_engine_and_the_finished_records(make_setup: MakeSetup) -> None:

@@ -65,6 +65,17 @@ def test_a_body_that_is_no_sound_json_object_is_refused(text: bytes, code: str) 
     assert caught.value.code == code and len(str(caught.value)) < 200
 
 
+@pytest.mark.parametrize("field", ["a", "h\u00e9", "x" * 3000])
+def test_a_body_in_latin_1_is_refused_with_the_position_in_the_body(field: str) -> None:
+    """The decoder counts from the beginning of a string, and of strings in strings."""
+    for text in ('{"%s": [{"content": "', '{"%s": 1,\n "messages": [{"role": "user", "content": "Le caf'):
+        body = (text % field).encode() + '\u00e9 noir"}]}'.encode("latin-1")
+        at = len((text % field).encode())
+        for form in (body, bytearray(body), memoryview(body)):
+            with pytest.raises(InvalidRequestError, match=f"at byte {at} .0xe9, line {1 + text.count(chr(10))}.; send"):
+                parse_json(form)
+
+
 def test_a_sound_body_is_read() -> None:
     assert parse_json('{"a": [1, 2.5, null, "é"]}'.encode()) == {"a": [1, 2.5, None, "é"]}
     assert parse_json(b'{"a": ' + b"[" * 60 + b"]" * 60 + b"}")

@@ -106,3 +106,49 @@ def test_calibration_writes_a_profile_that_can_be_simulated(capsys: pytest.Captu
     azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
     simulated = run(capsys, "simulate", "--trace", str(azure), "--profile", str(path), "--replicas", "1")
     assert simulated["valid"] and simulated["points"][0]["requests"] == 30  # type: ignore[index]
+
+
+def test_a_plan_has_a_fleet_for_each_size_of_the_pools(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SYNTHETIC[:-2], "--slo-ttft", "30s", "--max-replicas", "4"]
+    found = run(capsys, "plan", *words, "--blocks", "400,50%,0", "--policy", "cost,least-load")
+    fleets = found["fleets"]
+    assert isinstance(fleets, list)
+    sizes = [fleet["blocks"] for fleet in fleets]
+    assert sizes[:4] == [400, 400, 2930, 2930] and sizes[4] == sizes[5] < 240  # in the order: counts, then shares
+    assert found["blocks"] in sizes and found["replicas"] == min(fleet["replicas"] for fleet in fleets)
+
+
+def test_calibration_names_each_of_its_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["simulate", "calibrate", "tiny", "--out", str(tmp_path / "p.json"), "--blocks", "256"]) == 0
+    stages = [line for line in capsys.readouterr().err.splitlines() if line.startswith("... ")]
+    for stage in (
+        "loading the model",
+        "measuring steps with 1 ",
+        "measuring steps with 32 ",
+        "fitting",
+        "searching a rate",
+    ):
+        assert any(stage in line for line in stages), (stage, stages)
+    assert "checking the profile" in stages[-1]
+
+
+def test_a_folder_of_sessions_is_simulated_and_stated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("x", "y", "long"):
+        calls = [
+            {"t": 20 * turn, "type": "n", "in": 64 * (80 + turn), "out": 8, "hash_ids": list(range(80 + turn))}
+            for turn in range(5 if name != "long" else 900)
+        ]
+        session = {"id": name, "block_size": 64, "hash_id_scope": "local", "requests": calls}
+        (tmp_path / f"{name}.json").write_text(json.dumps(session))
+    words = ["--trace", str(tmp_path), "--skip-above", "20000", "--divide-lengths", "4", "--sessions-at-once", "1"]
+    found = run(capsys, "simulate", *words, "--replicas", "1", "--policy", "cost")
+    assert found["setup"]["trace"] == {  # type: ignore[index]
+        "kind": "sessions",
+        "tokens_per_id": 16,
+        "divisor": 4,
+        "skip_above": 20000,
+        "dropped_requests": 900,
+        "sessions_at_once": 1,
+    }
+    (point,) = found["points"]  # type: ignore[misc]
+    assert point["requests"] == 10 and point["hit_rate"] > 0

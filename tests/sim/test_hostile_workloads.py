@@ -11,10 +11,11 @@ import pytest
 from headstart.cli import main as cli
 from headstart.router.decision_log import DecisionRecord
 from headstart.sim.sim_request import from_trace
+from headstart.workload.recorded.trace_units import TraceUnits
 from headstart.workload.traces import MAX_TOKENS, read_trace
 
-MOONCAKE: dict[str, Any] = {"timestamp": 0, "input_length": 600, "output_length": 4, "hash_ids": [1, 2]}
-AGENT: dict[str, Any] = {"timestamp": 0, "input": "some text", "output": "more", "session_id": "s"}
+MOONCAKE: dict[str, Any] = {"timestamp": 0, "input_length": 1000, "output_length": 4, "hash_ids": [1, 2]}
+AGENT: dict[str, Any] = {"timestamp": 1_700_000_000_000_000, "input": "some text", "output": "more", "session_id": "s"}
 DECISION: dict[str, Any] = asdict(DecisionRecord(0.0, "r", "", {}, {}, 32, 16, "00" * 16, 4, 0, 1.0))
 DEEP = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
 
@@ -22,7 +23,7 @@ DEEP = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
 def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     code = cli.main(["simulate", "--replicas", "1", *arguments])
     *progress, told = capsys.readouterr().err.strip().split("\n")
-    assert code == 2 and told.startswith(("headstart: ", "error: ")) and len(progress) < 2 and len(told) < 600, told
+    assert code == 2 and told.startswith(("headstart: ", "error: ")) and len(progress) < 3 and len(told) < 600, told
     return told
 
 
@@ -71,7 +72,7 @@ def test_flags_that_are_no_number_to_simulate_with_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str
 ) -> None:
     path = tmp_path / "lines.jsonl"
-    path.write_text("".join(json.dumps({**MOONCAKE, "timestamp": at}) + "\n" for at in (0, 5)), encoding="utf-8")
+    path.write_text("".join(json.dumps({**MOONCAKE, "timestamp": at}) + "\n" for at in (0, 500)), encoding="utf-8")
     source = ["--synthetic", "decode-heavy", "--requests", "2"] if "rate" in flags else ["--trace", str(path)]
     failed(capsys, *source, *flags.split())
 
@@ -97,11 +98,11 @@ def test_a_scenario_that_never_ends_is_refused(
 
 def test_hash_ids_may_be_of_any_size_and_only_those_of_the_prompt_are_kept() -> None:
     rows = [{**MOONCAKE, "hash_ids": [2**70, 7, -5]}, {**MOONCAKE, "hash_ids": [2**70, 8]}]
-    first, second = from_trace(read_trace(map(json.dumps, rows)))
+    first, second = from_trace(read_trace(map(json.dumps, rows), TraceUnits(512)))
     assert first.tokens()[:512] == second.tokens()[:512] and first.tokens()[512:] != second.tokens()[512:]
     many = json.dumps({**MOONCAKE, "hash_ids": list(range(200_000))})
-    read_trace([many])
+    read_trace([many], TraceUnits(512))
     tracemalloc.start()
-    (trace,) = from_trace(read_trace([many]))
+    (trace,) = from_trace(read_trace([many], TraceUnits(512)))
     assert len(trace.block_ids) == 2 and tracemalloc.get_traced_memory()[0] < 1 << 20
     tracemalloc.stop()

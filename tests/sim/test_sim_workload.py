@@ -15,7 +15,7 @@ from headstart.sim.sim_workload import SYNTHETIC, read_decisions, read_requests,
 
 def mooncake(path: Path) -> Path:
     rows = [
-        {"timestamp": 1000 * i, "input_length": 700, "output_length": 3 * i, "hash_ids": [0, 10 + i]} for i in range(5)
+        {"timestamp": 1000 * i, "input_length": 1000, "output_length": 3 * i, "hash_ids": [0, 10 + i]} for i in range(5)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -24,16 +24,21 @@ def mooncake(path: Path) -> Path:
 def test_a_window_of_a_trace_begins_at_zero_and_arrives_faster(tmp_path: Path) -> None:
     found = read_requests(mooncake(tmp_path / "trace"), speed=2.0, skip=1, count=3)
     assert [(one.at, one.prompt_tokens, one.output_tokens, one.block_ids) for one in found] == [
-        (0.0, 700, 3, (0, 11)),
-        (0.5, 700, 6, (0, 12)),
-        (1.0, 700, 9, (0, 13)),
+        (0.0, 1000, 3, (0, 11)),
+        (0.5, 1000, 6, (0, 12)),
+        (1.0, 1000, 9, (0, 13)),
     ]
     assert read_requests(tmp_path / "trace")[0].output_tokens == 1, "an answer has at least one token"
 
 
 def test_texts_and_lengths_become_tokens(tmp_path: Path) -> None:
     texts = [
-        {"timestamp": i, "input": "the same beginning " * 4 + str(i), "output": "abcd", "session_id": "s"}
+        {
+            "timestamp": 1_700_000_000_000_000 + i,
+            "input": "the same beginning " * 4 + str(i),
+            "output": "abcd",
+            "session_id": "s",
+        }
         for i in (0, 1)
     ]
     (tmp_path / "agent").write_text("".join(json.dumps(row) + "\n" for row in texts))

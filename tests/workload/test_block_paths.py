@@ -13,7 +13,7 @@ AZURE = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03.9799600
 
 def mooncake(*rows: tuple[int, list[int]]) -> Trace:
     lines = [
-        json.dumps({"timestamp": at, "input_length": length, "output_length": 1, "hash_ids": ids})
+        json.dumps({"timestamp": 1000 * at, "input_length": length, "output_length": 1, "hash_ids": ids})
         for at, (length, ids) in enumerate(rows)
     ]
     return read_trace(lines)
@@ -21,7 +21,8 @@ def mooncake(*rows: tuple[int, list[int]]) -> Trace:
 
 def agents(*rows: tuple[float, str, str]) -> Trace:
     lines = [
-        json.dumps({"timestamp": at * 1e6, "input": text, "output": "", "session_id": name}) for at, name, text in rows
+        json.dumps({"timestamp": 1.7e15 + at * 1e6, "input": text, "output": "", "session_id": name})
+        for at, name, text in rows
     ]
     return read_trace(lines)
 

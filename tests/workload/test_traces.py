@@ -18,8 +18,8 @@ MOONCAKE = [
     {"timestamp": 1500, "input_length": 1024, "output_length": 40, "hash_ids": [0, 1]},
 ]
 AGENT = [
-    {"timestamp": 1_000_000, "input": "a" * 40, "output": "done", "session_id": "x"},
-    {"timestamp": 3_000_000, "input": "a" * 40 + "b" * 20, "output": "", "session_id": "x"},
+    {"timestamp": 1_700_000_001_000_000, "input": "a" * 40, "output": "done", "session_id": "x"},
+    {"timestamp": 1_700_000_003_000_000, "input": "a" * 40 + "b" * 20, "output": "", "session_id": "x"},
 ]
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:46.6805900,374,44\r\n2023-11-16 18:15:50.9,96,9"
 
@@ -104,7 +104,7 @@ def test_long_prompts_can_be_left_out() -> None:
         ('{"hash_ids": [1], "input_length": 5\n', "line 1 of the trace is no JSON"),
         (json.dumps(MOONCAKE[0]) + "\n\n[1]\n", "line 3 of the trace is no JSON object"),
         (json.dumps(MOONCAKE[0]) + '\n{"timestamp": 1}\n', "line 2 of the trace is no mooncake request"),
-        (json.dumps(MOONCAKE[0] | {"input_length": 1025}), "2 blocks of 512 for 1025 tokens"),
+        (json.dumps(MOONCAKE[0] | {"hash_ids": []}) + "\n" + json.dumps(MOONCAKE[0]), "no number of tokens per id"),
         (json.dumps(MOONCAKE[0] | {"input_length": 0}), "prompt of 0 tokens"),
         (json.dumps(AGENT[0] | {"input": ""}), "prompt of 0 tokens"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no requests"),

@@ -28,7 +28,7 @@ from headstart.bench.streamed_request import (
 from headstart.core.errors import ConfigError
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.runner import Trial
-from headstart.workload.jobs import Job
+from headstart.workload.jobs import Job, Waits
 from headstart.workload.request_record import RequestRecord
 from headstart.workload.synthetic import random_tokens
 
@@ -107,16 +107,24 @@ class EndpointRunner:
         slots = asyncio.Semaphore(concurrency) if concurrency else None
         replies: dict[int, Reply] = {}
         enough = asyncio.Event()
+        waits = Waits([call.job for call in calls])
+        due: list[asyncio.Future[float]] = [asyncio.get_running_loop().create_future() for _ in calls]
+        for call, future in zip(calls, due, strict=True):
+            if not call.job.after:
+                future.set_result(call.job.at)
 
         async def serve(index: int, call: Call) -> None:
             if slots is None:
-                await asyncio.sleep(max(start + call.job.at - time.perf_counter(), 0.0))
-                reply = await send(session, self.target, call, call.job.at, start)
+                at = await due[index]
+                await asyncio.sleep(max(start + at - time.perf_counter(), 0.0))
+                reply = await send(session, self.target, call, at, start)
             else:
                 async with slots:
                     reply = await send(session, self.target, call, time.perf_counter() - start, start)
             replies[index] = reply
             bar.advance()
+            for at, waiting in waits.ended(index, time.perf_counter() - start):
+                due[waiting].set_result(at)
             if give_up is not None and give_up(reply.record):
                 enough.set()
 

@@ -1,8 +1,7 @@
 """Plans of the suite from the options of a verb: one plan per verb, for an engine in this process or a server."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -16,7 +15,7 @@ from headstart.workload import scenarios
 from headstart.workload.jobs import GREEDY, Sampling, make_jobs
 from headstart.workload.scenarios import Phase, Scenario
 from headstart.workload.synthetic import Shape, poisson_arrivals
-from headstart.workload.traces import Trace, read_trace
+from headstart.workload.traces import Trace
 
 PREFIXES = ("both", "shared", "distinct")
 
@@ -138,20 +137,6 @@ def rotations(count: int, length: int, passes: int) -> Build:
     return build
 
 
-def open_trace(path: Path, skip_above: int, limit: int) -> Trace:
-    """Return the first `limit` requests of a trace whose prompts have at most `skip_above` tokens (0: no limit).
-
-    Raises ConfigError.
-    """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            return read_trace(file).up_to(skip_above).first(limit)
-    except OSError as error:
-        raise ConfigError(f"cannot read --trace {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--trace {path} is no UTF-8 text: {error}") from error
-
-
 def avoidable_share(trace: Trace) -> float | None:
     """Return the share of a trace's prompt tokens that other prompts with the same text would have spared.
 
@@ -164,11 +149,22 @@ def avoidable_share(trace: Trace) -> float | None:
     return round(report_log(prompts).avoidable_share, 4)
 
 
+def loop_of(trace: Trace, concurrency: int) -> str:
+    """Return the words for the loop in which `replay` sends a trace."""
+    if concurrency:
+        return f"closed, {concurrency} at a time"
+    if any(request.after for request in trace.requests):
+        return "closed, each request a recorded pause after the answers that it needs"
+    return "open, as recorded"
+
+
 def replay(trace: Trace, *, speed: float, factor: float, concurrency: int) -> Build:
-    """Return the scenario of a trace's requests, at their arrival times or with a fixed concurrency."""
+    """Return the scenario of a trace's requests: when they came, after the answers they need, or so many at a time."""
 
     def build(vocab_size: int, rng: Random) -> Scenario:
         jobs = trace.jobs(vocab_size, rng.getrandbits(64), factor=factor, speed=speed)
+        if concurrency:
+            jobs = [replace(job, after=()) for job in jobs]
         return Scenario("trace", (Phase(trace.kind, tuple(jobs), concurrency),))
 
     return build

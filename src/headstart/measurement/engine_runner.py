@@ -1,6 +1,7 @@
 """EngineRunner: an Engine in this process as a Runner."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 from headstart.config.options import EngineOptions
@@ -10,7 +11,7 @@ from headstart.measurement.engines import Setup, describe
 from headstart.measurement.inprocess import Run, drive
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.runner import Trial
-from headstart.workload.jobs import Job
+from headstart.workload.jobs import Job, Waits
 from headstart.workload.request_record import RequestRecord
 
 
@@ -46,8 +47,9 @@ class EngineRunner:
         bar: Bar = QUIET,
         give_up: Callable[[RequestRecord], bool] | None = None,
     ) -> Trial:
-        due = [job.at for job in jobs]
-        run = drive(self.engine, self._requests(jobs), due=due, concurrency=concurrency, bar=bar, give_up=give_up)
+        due = [inf if job.after else job.at for job in jobs]
+        requests, waits = self._requests(jobs), Waits(jobs)
+        run = drive(self.engine, requests, due=due, waits=waits, concurrency=concurrency, bar=bar, give_up=give_up)
         seconds = max((record.finish for record in run.records if record.finish is not None), default=run.seconds)
         return Trial(run.records, seconds, is_cut=run.given_up, problems=_problems(run))
 

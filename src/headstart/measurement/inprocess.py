@@ -7,12 +7,15 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from math import inf
 from typing import NamedTuple, Protocol
 
 from headstart.core.batch import Output
 from headstart.core.engine import Engine, EngineStats
 from headstart.core.request import Request, SamplingParams
 from headstart.measurement.progress_bar import QUIET, Bar
+from headstart.workload.jobs import Waits
 from headstart.workload.request_record import RequestRecord
 
 Tokens = tuple[int, ...]
@@ -121,6 +124,7 @@ def drive(
     requests: Sequence[Request],
     *,
     due: Sequence[float] | None = None,
+    waits: Waits | None = None,
     concurrency: int = 0,
     bar: Bar = QUIET,
     give_up: Callable[[RequestRecord], bool] | None = None,
@@ -129,7 +133,8 @@ def drive(
 ) -> Run:
     """Run all requests to completion.
 
-    `due` is the arrival time of each request in seconds after the start, ascending (None: all at once). With
+    `due` is the arrival time of each request in seconds after the start (None: all at once); those that wait for others
+    (`waits`) have infinity, and arrive when these have ended and their pause is over. With
     `concurrency`, at most that many are in flight: the next one arrives when one ends. `give_up` receives every
     finished record and may end the run early: requests in flight are aborted. Ctrl-C aborts them too.
     `on_step` receives the number of finished steps after each step; requests it aborts have no record.
@@ -137,20 +142,22 @@ def drive(
     flights: dict[str, _Flight] = {}
     finished: dict[str, tuple[RequestRecord, Tokens]] = {}
     steps: list[Step] = []
-    times = [0.0] * len(requests) if due is None else due
+    indices = {request.request_id: index for index, request in enumerate(requests)}
+    arriving = [(0.0 if due is None else due[index], index) for index in range(len(requests))]
+    arriving = [one for one in arriving if one[0] < inf]
+    heapify(arriving)
     before = stats = engine.stats()
-    given_up, added, start = False, 0, clock.now()
+    given_up, start = False, clock.now()
     try:
-        while (added < len(requests) or engine.has_work) and not given_up:
+        while (arriving or engine.has_work) and not given_up:
             now = clock.now() - start
-            while added < len(requests) and times[added] <= now and not 0 < concurrency <= len(flights):
-                request = requests[added]
-                arrival = now if concurrency else times[added]
-                flights[request.request_id] = _Flight(arrival, len(request.prompt))
+            while arriving and arriving[0][0] <= now and not 0 < concurrency <= len(flights):
+                at, index = heappop(arriving)
+                request = requests[index]
+                flights[request.request_id] = _Flight(now if concurrency else at, len(request.prompt))
                 engine.add_request(request)
-                added += 1
             if not engine.has_work:
-                clock.wait(max(times[added] - now, 0.0))
+                clock.wait(max(arriving[0][0] - now, 0.0))
                 continue
             begin = clock.now()
             outputs = engine.step(begin)
@@ -164,6 +171,8 @@ def drive(
                     record = flights.pop(output.request_id).record(output.request_id, output.error)
                     finished[output.request_id] = (record, tuple(flight.token_ids))
                     given_up = given_up or (give_up is not None and give_up(record))
+                    for one in waits.ended(indices[output.request_id], end - start) if waits is not None else ():
+                        heappush(arriving, one)
                     bar.advance()
             if on_step is not None:
                 on_step(len(steps))

@@ -38,8 +38,7 @@ def parse_json(body: bytes | bytearray | memoryview, max_numbers: int | None = N
     except msgspec.DecodeError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except UnicodeDecodeError as error:
-        message = f"the body is not valid UTF-8 at byte {error.start}"
-        raise InvalidRequestError(message, code="invalid_json") from None
+        raise InvalidRequestError(_not_utf8(body, error), code="invalid_json") from None
     except RecursionError:
         raise _too_deep() from None
     if not isinstance(value, dict):
@@ -64,6 +63,20 @@ def _float(digits: str) -> float:
 
 
 _decoder = msgspec.json.Decoder(float_hook=_float)
+
+
+def _not_utf8(body: bytes | bytearray | memoryview, error: UnicodeDecodeError) -> str:
+    """Return the message for a body that is not UTF-8, with the position in the body.
+
+    That of `error` counts from the beginning of the string in which the decoder failed.
+    """
+    text = bytes(body)
+    try:
+        str(text, "utf-8")
+    except UnicodeDecodeError as found:
+        at, line = found.start, text.count(b"\n", 0, found.start) + 1
+        return f"the body is not valid UTF-8 at byte {at} (0x{text[at]:02x}, line {line}); send it as UTF-8"
+    return f"the body has a string that is not valid UTF-8: {error.reason}"
 
 
 def _check_size(body: bytes | bytearray | memoryview) -> None:

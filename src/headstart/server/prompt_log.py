@@ -11,6 +11,7 @@ from typing import NamedTuple
 from headstart.explain.lint.diagnosis import diagnose
 from headstart.explain.lint.logged_prompt import prompt_of
 from headstart.openai.canonical.canonical_body import canonical_body
+from headstart.openai.canonical.nonces import rule_for_line
 from headstart.openai.canonical.prompt_rules import PromptRules
 from headstart.openai.request_json import parse_json
 from headstart.openai.responses import Json
@@ -64,7 +65,8 @@ class PromptLog:
             asked = {"body": body}
         prompt = prompt_of(0, asked)
         earlier = [prompt_of(index + 1, self._listed(one)) for index, one in enumerate(kept[-MAX_COMPARED:])]
-        found = [] if prompt is None else diagnose(prompt, [one for one in earlier if one is not None])
+        known = [one for one in earlier if one is not None]
+        found = [] if prompt is None else diagnose(prompt, known, rule_for_line)
         return [{**finding._asdict(), "message": finding.text} for finding in found]
 
     def _listed(self, kept: KeptBody) -> Json:

@@ -9,6 +9,7 @@ Not modelled: the network, HTTP, tokenization, and the router's own queue limits
 """
 
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -62,6 +63,8 @@ class _Call:
     number: int
     request: SimRequest
     router: Router
+    due: float  # when it came
+    num_awaited: int  # requests whose answers it needs
     routing: RoutingRequest | None = None
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     in_flight: InFlight | None = None
@@ -91,6 +94,7 @@ class VirtualFleet:
         self.on_record: Callable[[SimRecord], None] | None = None  # called with every finished request
         self._calls: dict[str, _Call] = {}
         self._num_open = 0  # requests that have not ended, arrived or not
+        self._waiting: defaultdict[int, list[_Call]] = defaultdict(list)  # for the request of this number
         self._events: list[tuple[float, int, Act]] = []
         self._num_events = 0
         self._cores = SharedCores(options.speeds, self.at)
@@ -105,12 +109,17 @@ class VirtualFleet:
     def run(self, requests: Sequence[SimRequest]) -> list[SimRecord]:
         """Send each request at its time, to the routers in turn; return the records in completion order.
 
+        Requests that come after others are sent when these have ended and their pause is over.
+
         The run ends with the last request; later events are dropped.
         """
         self._num_open = len(requests)
         for number, request in enumerate(requests):
-            call = _Call(number, request, self.routers[number % len(self.routers)])
-            self.at(request.at, lambda now, call=call: self._arrive(call, now))
+            call = _Call(number, request, self.routers[number % len(self.routers)], request.at, len(request.after))
+            for before in request.after:
+                self._waiting[before].append(call)
+            if not request.after:
+                self.at(request.at, lambda now, call=call: self._arrive(call, now))
         if self.options.probe_interval > 0:
             self.at(self.options.probe_interval, self._probe)
         while self._num_open and not self.is_halted:
@@ -158,6 +167,7 @@ class VirtualFleet:
     def _arrive(self, call: _Call, now: float) -> None:
         """Tokenize a request and route it."""
         request = call.request
+        call.due = now
         call.tokens = request.tokens()
         sizes = {endpoint.block_size for endpoint in call.router.endpoints.values()}
         prompt = request.prompt(call.tokens, sizes)
@@ -262,7 +272,7 @@ class VirtualFleet:
         request, is_served = call.request, error is None
         record = RequestRecord(
             request_id=call.request_id,
-            arrival=request.at,
+            arrival=call.due,
             first_token=call.first_token,
             finish=now if is_served else None,
             prompt_tokens=request.prompt_tokens,
@@ -275,6 +285,10 @@ class VirtualFleet:
         self.records.append(found)
         if self.on_record is not None:
             self.on_record(found)
+        for waiting in self._waiting.pop(call.number, ()):
+            waiting.num_awaited -= 1
+            if not waiting.num_awaited:
+                self.at(now + waiting.request.pause, lambda then, call=waiting: self._arrive(call, then))
 
     def _probe(self, now: float) -> None:
         """Let every router read the state of every replica."""

@@ -5,12 +5,13 @@ it is served, and the scheduler still sees every token.
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headstart.core.cache.hashing import root_hash
 from headstart.router.routing_request import Prompt
 from headstart.workload.jobs import Job
+from headstart.workload.recorded.agent_sessions import IdRuns
 from headstart.workload.traces import CHAIN_BLOCK, Trace
 
 ROOT = root_hash(b"")
@@ -28,10 +29,12 @@ class SimRequest:
     at: float  # seconds
     prompt_tokens: int
     output_tokens: int
-    block_ids: tuple[int, ...] = ()
+    block_ids: Sequence[int] = ()
     id_size: int = CHAIN_BLOCK
     token_ids: "array[int] | None" = None
     session: str | None = None
+    after: tuple[int, ...] = ()  # indices of the requests whose answers it needs: then `at` is not its time
+    pause: float = 0.0  # seconds after the last of these
 
     def tokens(self) -> "array[int]":
         """Return the token ids of the prompt, packed int32."""
@@ -53,15 +56,25 @@ class SimRequest:
 
 
 def from_trace(trace: Trace, *, speed: float = 1.0) -> list[SimRequest]:
-    """Return the requests of a trace, arriving `speed` times as fast.
+    """Return the requests of a trace, arriving `speed` times as fast; pauses after an answer are shortened alike.
 
     Prompts without block ids are expanded here: texts with a token for every four characters, lengths with tokens that
     no other prompt has.
     """
     if all(request.hash_ids for request in trace.requests):
         rows = [row.hash_ids for row in trace.requests]
+        indices = {row.number: index for index, row in enumerate(trace.requests)}
         return [
-            SimRequest(row.at / speed, row.length, max(row.output, 1), block_ids=ids, session=row.session or None)
+            SimRequest(
+                row.at / speed,
+                row.length,
+                max(row.output, 1),
+                ids,
+                trace.block_size,
+                session=row.session or None,
+                after=tuple(indices[number] for number in row.after if number in indices),
+                pause=row.pause / speed,
+            )
             for row, ids in zip(trace.requests, _as_tokens(rows), strict=True)
         ]
     jobs = trace.jobs(1 << 30, 0, speed=speed)
@@ -69,9 +82,9 @@ def from_trace(trace: Trace, *, speed: float = 1.0) -> list[SimRequest]:
     return [from_job(job, session) for job, session in zip(jobs, sessions, strict=True)]
 
 
-def _as_tokens(rows: "list[tuple[int, ...]]") -> "list[tuple[int, ...]]":
+def _as_tokens(rows: "list[Sequence[int]]") -> "list[Sequence[int]]":
     """Return ids that are tokens: as they are, or numbered in the order in which they come if one is too large."""
-    if all(0 <= number < 1 << 31 for ids in rows for number in ids):
+    if all(isinstance(ids, IdRuns) or (max(ids) < 1 << 31 and min(ids) >= 0) for ids in rows):
         return rows
     numbers: dict[int, int] = {}
     return [tuple(numbers.setdefault(number, len(numbers)) for number in ids) for ids in rows]

@@ -13,8 +13,9 @@ from headstart.core.errors import ConfigError
 from headstart.router.decision_log import NAME_BYTES, DecisionRecord
 from headstart.sim.sim_request import SimRequest, from_trace
 from headstart.workload.block_paths import BlockPaths
+from headstart.workload.recorded.trace_files import read_trace_file
 from headstart.workload.synthetic import poisson_arrivals
-from headstart.workload.traces import CHAIN_BLOCK, check_request, check_span, read_trace
+from headstart.workload.traces import CHAIN_BLOCK, check_request, check_span
 
 DECODE_HEAVY = "decode-heavy"
 HOT_DOCUMENTS = "hot-documents"
@@ -45,12 +46,7 @@ SYNTHETIC = {
 
 def read_requests(path: Path, *, speed: float = 1.0, skip: int = 0, count: int = 0) -> list[SimRequest]:
     """Return `count` requests of a trace file after the first `skip` (0: all), from time 0. Raises ConfigError."""
-    try:
-        with path.open(encoding="utf-8") as lines:
-            trace = read_trace(lines)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--trace {path}: {error}") from error
-    return window(from_trace(trace, speed=speed), skip, count)
+    return window(from_trace(read_trace_file(path), speed=speed), skip, count)
 
 
 def read_decisions(path: Path, *, speed: float = 1.0, skip: int = 0, count: int = 0) -> list[SimRequest]:
@@ -59,7 +55,7 @@ def read_decisions(path: Path, *, speed: float = 1.0, skip: int = 0, count: int 
     An output is as long as the log says; where it does not, as long as the request allowed, or one token.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--decisions {path}: {error}") from error
     records = [_decision(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -107,7 +103,10 @@ def window(requests: Sequence[SimRequest], skip: int, count: int) -> list[SimReq
         raise ConfigError(f"{len(requests)} requests, of which {skip} are skipped: none is left")
     start = found[0].at
     check_span(found[-1].at - start)
-    return [replace(one, at=one.at - start) for one in found]
+    return [
+        replace(one, at=one.at - start, after=tuple(index - skip for index in one.after if index >= skip))
+        for one in found
+    ]
 
 
 def synthetic(name: str, rate: float, count: int, seed: int) -> list[SimRequest]:

@@ -5,10 +5,10 @@ Equal ids are equal blocks behind equal prefixes. Only full blocks have ids.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 
 from headstart.core.errors import ConfigError
-from headstart.workload.traces import CHAIN_BLOCK, CHARS_PER_TOKEN, Trace, TracedRequest
+from headstart.workload.traces import CHARS_PER_TOKEN, Trace, TracedRequest
 
 TEXT_BLOCK = 16
 """Tokens per block of prompts that are texts."""
@@ -34,14 +34,15 @@ class BlockPaths:
 
 
 def block_paths(trace: Trace) -> BlockPaths:
-    """Return the paths of a trace: Mooncake's blocks of 512 tokens, and blocks of 16 tokens of texts.
+    """Return the paths of a trace: its own blocks, or blocks of 16 tokens of texts.
 
     Raises ConfigError for a trace that states lengths only.
     """
     requests = trace.requests
     lengths = [request.length for request in requests]
     if all(request.hash_ids for request in requests):
-        return BlockPaths(CHAIN_BLOCK, [row.hash_ids[: row.length // CHAIN_BLOCK] for row in requests], lengths)
+        size = trace.block_size
+        return BlockPaths(size, [row.hash_ids[: row.length // size] for row in requests], lengths)
     if not any(request.text for request in requests):
         raise ConfigError(f"a trace of the kind {trace.kind!r} states no prompts, so nothing is known to be shared")
     ids: dict[tuple[int, str], int] = {}
@@ -59,20 +60,25 @@ def block_paths(trace: Trace) -> BlockPaths:
 def overlapped(trace: Trace, at_once: int, stretch: float = 1.0) -> Trace:
     """Return the sessions of a trace, `at_once` of them at a time, with `stretch` times their recorded pauses.
 
-    In order of their first request, each session begins when an earlier one has ended. Raises ConfigError for a trace
-    without sessions.
+    In order of their first request, each session begins when an earlier one has ended; its sub-agents belong to it.
+    Requests that come after others come after the end of that session, too. Raises ConfigError for a trace without
+    sessions.
     """
     sessions: dict[str, list[TracedRequest]] = {}
     for request in trace.requests:
-        sessions.setdefault(request.session, []).append(request)
+        sessions.setdefault(request.root, []).append(request)
     if "" in sessions:
         raise ConfigError(f"a trace of the kind {trace.kind!r} has no sessions that could overlap")
-    ends = [0.0] * at_once
-    heapify(ends)
+    slots: list[tuple[float, int, tuple[int, ...]]] = [(0.0, slot, ()) for slot in range(at_once)]
     found: list[TracedRequest] = []
     for session in sessions.values():
-        start, first = ends[0], session[0].at
-        found += [replace(request, at=start + stretch * (request.at - first)) for request in session]
-        heapreplace(ends, found[-1].at)
+        start, slot, ended = slots[0]
+        first = session[0].at
+        for request in session:
+            at = stretch * (request.at - first)
+            after, pause = (request.after, stretch * request.pause) if request.after else (ended, at)
+            found.append(replace(request, at=start + at, after=after, pause=pause))
+        last = (found[-1].number,) if trace.kind == "sessions" else ()
+        heapreplace(slots, (found[-1].at, slot, last))
     found.sort(key=lambda request: request.at)
     return replace(trace, requests=tuple(found))

@@ -28,6 +28,29 @@ class Job:
     output: int  # tokens
     at: float = 0.0  # seconds after the start at which it is due
     sampling: Sampling = GREEDY
+    after: tuple[int, ...] = ()  # indices of the jobs whose answers it needs: it is due a pause after the last of them
+    pause: float = 0.0  # seconds
+
+
+class Waits:
+    """The jobs of a list that are due after others."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._jobs = jobs
+        self._num_awaited = [len(job.after) for job in jobs]
+        self._waiting: dict[int, list[int]] = {}
+        for index, job in enumerate(jobs):
+            for before in job.after:
+                self._waiting.setdefault(before, []).append(index)
+
+    def ended(self, index: int, now: float) -> list[tuple[float, int]]:
+        """Return the jobs that wait for no other one once `index` has ended, each with the time when it is due."""
+        found: list[tuple[float, int]] = []
+        for waiting in self._waiting.pop(index, ()):
+            self._num_awaited[waiting] -= 1
+            if not self._num_awaited[waiting]:
+                found.append((now + self._jobs[waiting].pause, waiting))
+        return found
 
 
 def make_jobs(

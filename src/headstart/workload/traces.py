@@ -1,8 +1,8 @@
-"""Traces of real traffic as jobs: Mooncake's block ids, Azure's lengths, agents' texts; the format is detected.
+"""Traces of real traffic as jobs: block ids, lengths, texts; the format is detected, and the units of its numbers.
 
 The sharing in a trace is preserved: an id of 512 tokens becomes the same 512 tokens wherever it occurs, and texts with
 a common beginning become tokens with one (four characters each; no tokenizer is needed, and lengths are approximate).
-Pure: lines in, jobs out.
+Pure: lines in, jobs out. Files: recorded/trace_files.py.
 """
 
 import json
@@ -18,15 +18,19 @@ from zlib import crc32
 
 from headstart.core.errors import ConfigError
 from headstart.workload.jobs import Job
+from headstart.workload.recorded.trace_units import DOCUMENTED, RECOGNISED, TraceUnits, seconds_per_unit, tokens_per_id
 from headstart.workload.synthetic import random_tokens
 
 CHAIN_BLOCK = 512
-"""Tokens per block id of Mooncake's traces."""
+"""Tokens per block id of Mooncake's own traces, and of synthetic ones."""
 CHARS_PER_TOKEN = 4
 MAX_TOKENS = 1 << 24  # of a prompt, and of an output
 MAX_SECONDS = 366 * 86_400.0  # from the first request to the last: a simulation looks at its fleet all the time
 
-KNOWN = "known are Mooncake's (hash_ids), agents' (input, output, session_id) and Azure's (TIMESTAMP,ContextTokens,...)"
+KNOWN = (
+    "known are Mooncake's and Bailian's (hash_ids), agents' (input, output, session_id), sessions of coding agents "
+    "(requests, block_size) and Azure's (TIMESTAMP,ContextTokens,...)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,28 +40,65 @@ class TracedRequest:
     at: float  # seconds after the first one
     length: int  # tokens of the prompt
     output: int  # tokens
-    hash_ids: tuple[int, ...] = ()  # one per 512 tokens; equal ids, equal prefix up to there
+    hash_ids: Sequence[int] = ()  # one per block, also for the last tokens; equal ids, equal prefix up to there
     text: str = ""
-    session: str = ""  # session id, if the trace has one
+    session: str = ""  # session id, if the trace has one; a sub-agent's is "SESSION/AGENT"
+    number: int = 0  # of the request in its trace, if others come `after` it
+    after: tuple[int, ...] = ()  # numbers of the requests whose answers it needs
+    pause: float = 0.0  # seconds after the last of these: think time, or that of a tool
+
+    @property
+    def root(self) -> str:
+        """The session that a sub-agent belongs to."""
+        return self.session.partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of arrival."""
+    """Requests in order of arrival. `block_size`: tokens per id."""
 
-    kind: str  # "mooncake" | "agent" | "azure"
+    kind: str  # "mooncake" | "bailian" | "agent" | "sessions" | "azure"
     requests: tuple[TracedRequest, ...]
+    block_size: int = CHAIN_BLOCK
+    num_dropped: int = 0  # requests left out because a prompt was too long
 
     def first(self, count: int) -> "Trace":
         """Return the first `count` requests; 0: all."""
         return replace(self, requests=self.requests[: count or None])
 
     def up_to(self, longest: int) -> "Trace":
-        """Return the requests with prompts of at most `longest` tokens; 0: all. Raises ConfigError if none is left."""
-        kept = tuple(request for request in self.requests if not longest or request.length <= longest)
+        """Return the requests with prompts of at most `longest` tokens; 0: all. Raises ConfigError if none is left.
+
+        Of the sessions of coding agents, those with a longer prompt are left out as a whole.
+        """
+        if not longest:
+            return self
+        long = {request.root for request in self.requests if request.length > longest}
+        is_whole = self.kind == "sessions"
+        kept = tuple(
+            request
+            for request in self.requests
+            if (request.root not in long if is_whole else request.length <= longest)
+        )
         if not kept:
             raise ConfigError(f"no prompt of the trace has {longest} tokens or less")
-        return replace(self, requests=kept)
+        return replace(self, requests=kept, num_dropped=len(self.requests) - len(kept))
+
+    def divided(self, divisor: int) -> "Trace":
+        """Return the trace with all lengths divided, outputs too, and rounded up. Raises ConfigError.
+
+        Blocks have fewer tokens, so what is shared is divided alike: the block size must be divisible.
+        """
+        if divisor == 1:
+            return self
+        if not all(request.hash_ids for request in self.requests):
+            raise ConfigError(f"lengths of a trace of the kind {self.kind!r} cannot be divided: it has no block ids")
+        if self.block_size % divisor:
+            raise ConfigError(f"ids stand for {self.block_size} tokens, which {divisor} does not divide")
+        kept = [
+            replace(one, length=-(-one.length // divisor), output=-(-one.output // divisor)) for one in self.requests
+        ]
+        return replace(self, requests=tuple(kept), block_size=self.block_size // divisor)
 
     def factor(self, max_prompt_tokens: int) -> float:
         """Return the factor that scales the longest prompt to at most so many tokens; 0: no limit."""
@@ -67,31 +108,41 @@ class Trace:
     def jobs(self, vocab_size: int, seed: int | str, *, factor: float = 1.0, speed: float = 1.0) -> list[Job]:
         """Return jobs with all lengths, outputs too, multiplied by `factor`, arriving `speed` times as fast.
 
+        Jobs that come after others are due a pause after these, which is shortened alike.
+
         A seed is a set of prompts: other seeds have the same sharing among themselves, and share nothing with these.
         """
-        blocks: dict[int, array[int]] = {}
-        size = max(round(CHAIN_BLOCK * factor), 1)
+        blocks: dict[tuple[int, int], array[int]] = {}
+        size = self.block_size * factor
 
-        def block(name: int) -> "array[int]":
-            if name not in blocks:
-                blocks[name] = random_tokens(size, vocab_size, Random(f"{seed}/block/{name}"))
-            return blocks[name]
+        def block(name: int, index: int) -> "array[int]":
+            num_tokens = round((index + 1) * size) - round(index * size)
+            if (name, num_tokens) not in blocks:
+                blocks[name, num_tokens] = random_tokens(num_tokens, vocab_size, Random(f"{seed}/block/{name}"))
+            return blocks[name, num_tokens]
 
         jobs: list[Job] = []
+        indices = {request.number: index for index, request in enumerate(self.requests)}
         for index, request in enumerate(self.requests):
             length = max(int(request.length * factor), 1)
             if request.hash_ids:
-                prompt = array("i", chain.from_iterable(block(name) for name in request.hash_ids))[:length]
+                parts = (block(name, place) for place, name in enumerate(request.hash_ids))
+                prompt = array("i", chain.from_iterable(parts))[:length] or random_tokens(1, vocab_size, Random(seed))
             elif request.text:
                 prompt = _text_tokens(request.text, CHARS_PER_TOKEN / factor, vocab_size, str(seed))
             else:
                 prompt = random_tokens(length, vocab_size, Random(f"{seed}/request/{index}"))
-            jobs.append(Job(prompt, max(round(request.output * factor), 1), request.at / speed))
+            output = max(round(request.output * factor), 1)
+            after = tuple(indices[number] for number in request.after if number in indices)
+            jobs.append(Job(prompt, output, request.at / speed, after=after, pause=request.pause / speed))
         return jobs
 
 
-def read_trace(lines: Iterable[str]) -> Trace:
-    """Return a trace from the lines of its file. Raises ConfigError with the number of an unreadable line."""
+def read_trace(lines: Iterable[str], units: TraceUnits = RECOGNISED) -> Trace:
+    """Return a trace from the lines of its file. Raises ConfigError with the number of an unreadable line.
+
+    Units that are not given are recognised. Raises ConfigError if several are possible.
+    """
     numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise ConfigError("the trace is empty")
@@ -105,10 +156,15 @@ def read_trace(lines: Iterable[str]) -> Trace:
             raise ConfigError(f"line {number} of the trace is no {kind} request: {error!r}"[:400]) from error
     if not found:
         raise ConfigError("the trace has no requests")
+    size = CHAIN_BLOCK
+    if kind in ("mooncake", "bailian"):
+        size = tokens_per_id([(len(request.hash_ids), request.length) for request in found], units.block_size)
+        found = [replace(one, hash_ids=_covering(one, size, index)) for index, one in enumerate(found)]
+    scale = 1.0 if kind == "azure" else seconds_per_unit([one.at for one in found], DOCUMENTED.get(kind), units)
     found.sort(key=lambda request: request.at)
     start = found[0].at
-    check_span(found[-1].at - start)
-    return Trace(kind, tuple(replace(request, at=request.at - start) for request in found))
+    check_span(scale * (found[-1].at - start))
+    return Trace(kind, tuple(replace(request, at=scale * (request.at - start)) for request in found), size)
 
 
 def check_request(at: float, num_tokens: int, num_output: int) -> None:
@@ -147,7 +203,7 @@ def _format(numbered: Sequence[tuple[int, str]]) -> tuple[str, Callable[[Row], T
         )
     rows = [(number, _object(number, line)) for number, line in numbered]
     if {"hash_ids", "input_length"} <= rows[0][1].keys():
-        return "mooncake", _mooncake, rows
+        return ("bailian" if "parent_chat_id" in rows[0][1] else "mooncake"), _hashed, rows
     if {"input", "session_id"} <= rows[0][1].keys():
         return "agent", _agent, rows
     raise ConfigError(f"line 1 has the keys {sorted(rows[0][1])}: no trace in a known format; {KNOWN}")
@@ -163,20 +219,23 @@ def _object(number: int, line: str) -> Row:
     return found
 
 
-def _mooncake(row: Row) -> TracedRequest:
+def _hashed(row: Row) -> TracedRequest:
     names, length = row["hash_ids"], int(row["input_length"])
-    if len(names) * CHAIN_BLOCK < length:
-        raise ValueError(f"{len(names)} blocks of {CHAIN_BLOCK} for {length} tokens")
-    ids = tuple(int(name) for name in names[: -(-length // CHAIN_BLOCK)])
-    return TracedRequest(float(row["timestamp"]) / 1e3, length, int(row["output_length"]), hash_ids=ids)
+    session = str(row.get("session_id") or "")
+    ids = tuple(int(name) for name in names)
+    return TracedRequest(float(row["timestamp"]), length, int(row["output_length"]), hash_ids=ids, session=session)
+
+
+def _covering(request: TracedRequest, size: int, index: int) -> Sequence[int]:
+    """Return an id per block of a prompt: surplus ones are cut, and tokens behind the last full block get one."""
+    num_blocks, ids = -(-request.length // size), request.hash_ids
+    return ids[:num_blocks] if len(ids) >= num_blocks else (*ids, -1 - index)
 
 
 def _agent(row: Row) -> TracedRequest:
     text, output = str(row["input"]), str(row.get("output") or "")
     session = str(row["session_id"])
-    return TracedRequest(
-        float(row["timestamp"]) / 1e6, _tokens_of(text), _tokens_of(output), text=text, session=session
-    )
+    return TracedRequest(float(row["timestamp"]), _tokens_of(text), _tokens_of(output), text=text, session=session)
 
 
 def _azure(row: Row) -> TracedRequest:

@@ -14,12 +14,12 @@ from typing import Any
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.free_blocks import EVICTION_POLICIES
 from headstart.core.cache.hashing import BlockHash
-from headstart.core.errors import ConfigError
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Chart, Report, Sheet
 from headstart.workload.belady import infinite_hits, optimal_hits
 from headstart.workload.block_paths import BlockPaths, block_paths, overlapped
-from headstart.workload.traces import Trace, read_trace
+from headstart.workload.recorded.trace_files import read_trace_file
+from headstart.workload.recorded.trace_units import TraceUnits
 
 ROOT = BlockHash(b"root")
 
@@ -35,11 +35,13 @@ class EvictionConfig:
     concurrency: int = 1
     at_once: int = 0
     stretch: float = 1.0
+    trace_block_size: int = 0  # tokens per id; 0: recognised
+    trace_time_unit: str = ""  # empty: recognised
 
 
 def run_eviction(trace: Path, config: EvictionConfig = EvictionConfig(), bar: Bar = QUIET) -> Report:
     """Replay a trace with every eviction policy and pool. Raises ConfigError for an unreadable trace."""
-    recorded = _read(trace)
+    recorded = read_trace_file(trace, TraceUnits(config.trace_block_size, config.trace_time_unit))
     if config.at_once:
         recorded = overlapped(recorded, config.at_once, config.stretch)
     prompts = block_paths(recorded)
@@ -116,14 +118,6 @@ def replay(prompts: BlockPaths, policy: str, num_blocks: int, concurrency: int =
     while held:
         pool.release(held.popleft())
     return hits
-
-
-def _read(path: Path) -> Trace:
-    try:
-        with path.open(encoding="utf-8") as lines:
-            return read_trace(lines)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--trace {path}: {error}") from error
 
 
 def _sheet(name: str, rows: Sequence[dict[str, Any]], longest: int) -> Sheet:

@@ -14,13 +14,14 @@ from headstart.bench.cli.bench_flags import (
     SETUP,
     THREADS,
     THREE_RUNS,
+    TRACE_UNITS,
     Flag,
     Model,
     flag,
 )
 from headstart_lab.cli.experiment_verb import Experiment
 
-TRACE = typer.Option(metavar="FILE", help="A Mooncake or LMCache agent trace.")
+TRACE = typer.Option(metavar="PATH", help="A trace with block ids or texts; a folder of sessions.")
 ENGINE = (
     Experiment(
         name="repeat",
@@ -102,6 +103,7 @@ ENGINE = (
             "concurrency": flag(1, "Requests that hold their blocks at a time.", min=1),
             "at_once": flag(0, "Sessions of agents that overlap; 0: as recorded.", "--sessions-at-once", min=0),
             "stretch": flag(1.0, "Times the recorded pauses of overlapping sessions.", "--pauses", min=0),
+            **TRACE_UNITS,
             **PLOT,
         },
         summary="Eviction policies on recorded traffic, beside the best possible.",

@@ -7,7 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headstart.bench.cli import cli_run
-from headstart.bench.cli.bench_flags import FIVE_RUNS, PLOT, QUICK, SEED, Dtype, Flag, Model, Quick, Seed, Where, flag
+from headstart.bench.cli.bench_flags import (
+    FIVE_RUNS,
+    PLOT,
+    QUICK,
+    SEED,
+    TRACE_UNITS,
+    Dtype,
+    Flag,
+    Model,
+    Quick,
+    Seed,
+    Where,
+    flag,
+)
 from headstart_lab.cli.experiment_verb import Experiment, Verb
 
 if TYPE_CHECKING:
@@ -15,7 +28,7 @@ if TYPE_CHECKING:
     from headstart.measurement.progress_bar import Bar
     from headstart.measurement.report import Report
 
-ROUTE_TRACE = typer.Option(exists=True, dir_okay=False, help="A Mooncake or LMCache agent trace.")
+ROUTE_TRACE = typer.Option(exists=True, help="A trace with block ids or texts; a folder of sessions.")
 AGENT_TRACES = typer.Option("--trace", exists=True, dir_okay=False, help="An LMCache agent trace; may be repeated.")
 
 
@@ -122,6 +135,7 @@ ROUTER = (
             "speed": flag(2.6, "Times the recorded rate; of agents: calls per second.", min=0.01),
             "cache": flag(2930, "Blocks in each replica's cache.", "--cache-blocks", min=2),
             "max_requests": flag(0, "Use the first N requests; 0: all.", "--requests", min=0),
+            **TRACE_UNITS,
         },
         summary="Routing policies on recorded traffic, in virtual time.",
         help="Replay one trace with every policy, with learning at the decision or the response, and with an index x4.",
@@ -136,6 +150,7 @@ ROUTER = (
             "cache": flag(2048, "Blocks in each engine's pool.", "--cache-blocks", min=8),
             "speed": flag(20.0, "Session starts relative to the recorded rate.", min=0.01),
             "max_requests": flag(0, "Use the first N requests of each trace; 0: all.", "--requests", min=0),
+            "trace_time_unit": TRACE_UNITS["trace_time_unit"],
             **QUICK,
         },
         summary="Predicted against actual cached tokens, on agent traces.",

@@ -1,6 +1,6 @@
 """Experiment: routing policies in virtual time, on recorded traffic. A real router and simulated engines.
 
-A Mooncake trace (block ids) is served by replicas at `speed` times the recorded rate; agent texts, call by call as
+A trace with block ids is served by replicas at `speed` times the recorded rate; agent texts, call by call as
 recorded, show the accuracy of predicted cache hits. The simulator (sim/) runs with the profile `serial`: one prefill
 after the other, and no output. So this is the world in which a policy sees nothing but queues and hits; `headstart
 simulate` has steps that requests share.
@@ -23,9 +23,10 @@ from headstart.router.routing_request import pack_text
 from headstart.sim.profile import SERIAL
 from headstart.sim.sim_fleet import FleetOptions, VirtualFleet
 from headstart.sim.sim_replica import SimReplica
-from headstart.sim.sim_request import SimRequest
+from headstart.sim.sim_request import SimRequest, from_trace
+from headstart.workload.recorded.trace_files import read_trace_file
+from headstart.workload.recorded.trace_units import TraceUnits
 from headstart.workload.request_record import summarize
-from headstart.workload.traces import CHAIN_BLOCK, read_trace
 
 TEXT_BLOCK = 16
 
@@ -40,6 +41,8 @@ class RouteConfig:
     believed: int = 0
     max_requests: int = 0  # 0: all
     routers: int = 1
+    trace_block_size: int = 0  # tokens per id; 0: recognised
+    trace_time_unit: str = ""  # empty: recognised
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +127,11 @@ def _run(case: _Case, requests: Sequence[SimRequest], block_size: int, config: R
 
 def _requests(trace: Path, config: RouteConfig) -> tuple[list[SimRequest], int]:
     """Return the requests of a trace with block ids or with texts, one output token each, and its block size."""
-    try:
-        with trace.open(encoding="utf-8") as lines:
-            found = read_trace(lines).first(config.max_requests)
-    except OSError as error:
-        raise ConfigError(f"{trace}: {error}") from error
-    if found.kind == "mooncake":
-        rows = found.requests
-        return [SimRequest(row.at / config.speed, row.length, 1, row.hash_ids) for row in rows], CHAIN_BLOCK
+    found = read_trace_file(trace, TraceUnits(config.trace_block_size, config.trace_time_unit)).first(
+        config.max_requests
+    )
+    if all(row.hash_ids for row in found.requests):
+        return [replace(one, output_tokens=1) for one in from_trace(found, speed=config.speed)], found.block_size
     if found.kind != "agent":
         raise ConfigError(f"{trace}: a trace of kind {found.kind} does not record shared prefixes")
     # Agents' clocks differ by days between files: the calls follow one another at a fixed rate.

@@ -23,7 +23,9 @@ from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.policies.policy_table import make_policy
 from headstart.router.router import Router
 from headstart.router.routing_request import Prompt, RoutingRequest, pack_text, router_root
-from headstart.workload.traces import TracedRequest, read_trace
+from headstart.workload.recorded.trace_files import read_trace_file
+from headstart.workload.recorded.trace_units import TraceUnits
+from headstart.workload.traces import TracedRequest
 from headstart_lab.router.engine_fleet import (
     Call,
     EngineFleet,
@@ -50,6 +52,7 @@ class PredictConfig:
     cache: int = 2048
     speed: float = 20.0
     max_requests: int = 0  # of each trace; 0: all
+    trace_time_unit: str = ""  # empty: recognised
 
 
 QUICK = PredictConfig(replicas=2, cache=1024, max_requests=60)
@@ -199,11 +202,7 @@ def _texts(traces: Sequence[Path], config: PredictConfig, bar: Bar) -> tuple[lis
     found: list[_Text] = []
     num_left_out = 0
     for trace in traces:
-        try:
-            with trace.open(encoding="utf-8") as lines:
-                rows = read_trace(lines).first(config.max_requests)
-        except OSError as error:
-            raise ConfigError(f"{trace}: {error}") from error
+        rows = read_trace_file(trace, TraceUnits(time=config.trace_time_unit)).first(config.max_requests)
         if rows.kind != "agent":
             raise ConfigError(f"{trace}: a trace of kind {rows.kind} has no texts; use an agent trace")
         bar.stage(f"tokens of {trace.name}", len(rows.requests))

@@ -71,6 +71,12 @@ def flag(default: Any, text: str, *names: str, kind: Any = None, **option: Any) 
     return Flag(Annotated[kind or type(default), typer.Option(*names, help=text, **option)], default)
 
 
+TRACE_UNITS = {
+    "trace_block_size": flag(0, "Tokens per id of the trace; 0: by the lengths of its prompts.", min=0),
+    "trace_time_unit": flag(
+        "", "Of the trace: s, ms, us, ns. Default: the format's, if it is possible.", show_default=False
+    ),
+}
 SEED = {"seed": Flag(Seed, 0)}
 THREADS = {"threads": Flag(Threads, 0)}
 SETUP = {"model": Flag(Model, "tiny"), "dtype": Flag(Dtype, "auto"), **THREADS, **SEED}

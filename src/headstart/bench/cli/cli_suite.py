@@ -133,11 +133,29 @@ def trace(
     *,
     where: Where,
     trace: Annotated[
-        Path, typer.Option(metavar="PATH", help="Mooncake or agent jsonl, Azure csv; detected from content.")
+        Path,
+        typer.Option(
+            metavar="PATH",
+            help="Mooncake, Bailian or agent jsonl, Azure csv, a session or a folder of them; detected from content.",
+        ),
     ],
     limit: Annotated[int, typer.Option(min=0, help="Use the first N requests; 0: all.")] = 100,
     skip_above: Annotated[
-        int, typer.Option(min=0, help="Leave out longer prompts, in the trace's tokens; 0: none.")
+        int,
+        typer.Option(min=0, help="Leave out longer prompts, or sessions with one, in the trace's tokens; 0: none."),
+    ] = 0,
+    trace_block_size: Annotated[
+        int, typer.Option(min=0, help="Tokens per id of the trace; 0: by the lengths of its prompts.")
+    ] = 0,
+    trace_time_unit: Annotated[
+        str,
+        typer.Option(help="Of the trace: s, ms, us, ns. Default: the format's, if it is possible.", show_default=False),
+    ] = "",
+    divide_lengths: Annotated[
+        int, typer.Option(min=1, help="Divide all lengths of a trace with ids by N, also outputs.")
+    ] = 1,
+    sessions_at_once: Annotated[
+        int, typer.Option(min=0, help="Sessions of the trace at a time; 0: all as recorded.")
     ] = 0,
     speed: Annotated[float, typer.Option(min=0.001, help="Arrival rate relative to the recorded one.")] = 1,
     max_prompt_tokens: Annotated[
@@ -151,20 +169,25 @@ def trace(
 ) -> None:
     """Replay recorded traffic: its arrivals, its lengths and its shared prefixes, with synthetic tokens."""
     from headstart.bench.suite import Plan
-    from headstart.bench.suite_plans import avoidable_share, open_trace, replay
+    from headstart.bench.suite_plans import avoidable_share, loop_of, replay
+    from headstart.measurement.progress_bar import progress_bar
+    from headstart.workload.recorded.trace_files import TraceOptions
+    from headstart.workload.recorded.trace_units import TraceUnits
 
-    with cli_run.refusing():
-        found = open_trace(trace, skip_above, limit)
+    with cli_run.refusing(), progress_bar() as bar:
+        units = TraceUnits(trace_block_size, trace_time_unit)
+        options = TraceOptions(units, divide_lengths, skip_above, sessions_at_once)
+        bar.stage(f"reading {trace.name}")
+        found = options.read(trace).first(limit)
     factor = found.factor(max_prompt_tokens)
     sizes = {
         "trace": trace.name,
-        "kind": found.kind,
+        **options.stated(found),
         "requests": len(found.requests),
-        "skip_above": skip_above,
         "avoidable_share": avoidable_share(found),
         "speed": speed,
         "factor": factor,
-        "loop": f"closed, {concurrency} at a time" if concurrency else "open, as recorded",
+        "loop": loop_of(found, concurrency),
     }
     made = replay(found, speed=speed, factor=factor, concurrency=concurrency)
     slo = cli_run.limits(slo_ttft, slo_tpot, slo_e2e)

@@ -1,7 +1,6 @@
 """`headstart lint`: what the prompts of a log lose of their prefix reuse, and why. Needs no server and no torch."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,16 +9,19 @@ import typer
 from headstart.core.errors import ConfigError
 
 LAST = 200
+MANY = 500  # requests that may take seconds to compare
 EXAMPLES = """Examples:
   headstart lint requests.jsonl                   bodies of requests to any OpenAI-compatible engine, one per line
   headstart lint requests.jsonl --plot reuse.png  with a picture: costs by cause, miss ratio over cache size
   headstart lint - --json < requests.jsonl
+  headstart lint vllm.log                         vLLM with --enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG
   headstart lint --against http://127.0.0.1:8000  the last requests of a server with --prompt-log-size"""
 
 
 def lint(
     log: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="JSONL: a request body per line; '-': stdin.")
+        Path | None,
+        typer.Argument(metavar="PATH", help="JSONL, a log, a trace with ids; a folder of sessions; '-': stdin."),
     ] = None,
     against: Annotated[
         str | None,
@@ -28,43 +30,51 @@ def lint(
     last: Annotated[int, typer.Option(help="How many of the server's requests.", min=1, max=1000)] = LAST,
     as_json: Annotated[bool, typer.Option("--json", help="The whole report as one JSON document.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a picture (PNG).")] = None,
+    trace_block_size: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Tokens per id of a trace. 0: by the lengths of its prompts.")
+    ] = 0,
 ) -> None:
     """Report which prompts recompute text that earlier prompts had, what causes it, and how to mend it.
 
-    Lines are bodies of chat completions, completions, responses or messages, in order of arrival; or objects that hold
-    one as "body" or "request". Tokens are estimated as four characters. All lines count as one tenant's. A server shows
-    a key its own tenant's requests only; the key is read from HEADSTART_ADMIN_API_KEY or HEADSTART_API_KEY.
+    Lines are bodies of chat completions, completions, responses or messages, in order of arrival; objects that hold
+    one as "body" or "request"; or what LiteLLM and vLLM log. Tokens are estimated as four characters. All lines count
+    as one tenant's. A trace of ids has no text: its report names no causes. A server shows a key its own tenant's
+    requests only; the key is read from HEADSTART_ADMIN_API_KEY or HEADSTART_API_KEY.
     """
     from headstart.cli.lint.lint_plot import check_plot, write_plot
+    from headstart.cli.lint.log_source import id_prompts_of, is_trace, read_file, read_server
+    from headstart.explain.lint.id_report import id_report_text, report_ids
     from headstart.explain.lint.log_report import report_log
-    from headstart.explain.lint.logged_prompt import read_log
+    from headstart.explain.lint.logged_prompt import ReadLog
     from headstart.explain.lint.report_text import report_text
+    from headstart.measurement.progress_bar import progress_bar
+    from headstart.openai.canonical.nonces import rule_for_line
 
     if log is None and against is None:
         raise ConfigError("name a FILE, or a server with --against URL")
     if plot is not None:
         check_plot()
-    lines = [] if against is None else _lines_of_server(against, last)
-    if log is not None:
-        lines += _lines_of_file(log)
-    prompts, num_skipped = read_log(lines)
-    if not prompts:
-        raise ConfigError(f"{log or against} holds no request: a line is a JSON body with messages, input or prompt")
-    report = report_log(prompts, num_skipped)
+    with progress_bar() as bar:
+        if log is not None and is_trace(log):
+            if against is not None:
+                raise ConfigError(f"{log} is a trace of ids, which cannot be compared with the texts of a server")
+            found = ReadLog(id_prompts=id_prompts_of(log, trace_block_size, bar))
+        else:
+            found = read_file(log, [] if against is None else read_server(against, last))
+        notes = found.told()
+        if not found.prompts and not found.id_prompts:
+            told = "".join(f"; {note}" for note in notes)
+            expected = "a line is a JSON body with messages, input or prompt"
+            raise ConfigError(f"{log or against} holds no request: {expected}{told}")
+        num_requests = len(found.prompts or found.id_prompts)
+        if num_requests > MANY:
+            bar.stage("comparing requests", num_requests)
+        if found.prompts:
+            report = report_log(found.prompts, found.num_skipped, notes, rule_for_line, bar.advance)
+            text = report_text(report)
+        else:
+            report = report_ids(found.id_prompts, found.num_skipped, notes, bar.advance)
+            text = id_report_text(report)
     if plot is not None:
         write_plot(report, plot)
-    print(json.dumps(report.as_dict()) if as_json else report_text(report))
-
-
-def _lines_of_file(log: Path) -> list[str]:
-    try:
-        text = sys.stdin.read() if str(log) == "-" else log.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {log}: {error}") from error
-    return text.splitlines()
-
-
-def _lines_of_server(url: str, last: int) -> list[str]:
-    from headstart.cli.client_request import call_server
-
-    return [json.dumps(kept) for kept in call_server(url, "GET", f"/v1/cache/requests?last={last}")["data"]]
+    print(json.dumps(report.as_dict()) if as_json else text)

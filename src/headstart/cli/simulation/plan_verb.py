@@ -6,16 +6,24 @@ import typer
 
 from headstart.bench.cli import cli_run
 from headstart.cli.simulation.workload_flags import (
+    Blocks,
     Count,
     Decisions,
+    DivideLengths,
     Rate,
     Scenario,
+    SessionsAtOnce,
     Skip,
+    SkipAbove,
     Synthetic,
     Trace,
+    TraceBlockSize,
+    TraceTimeUnit,
     Workload,
+    blocks_of,
     names_of,
     seconds_of,
+    trace_options,
 )
 from headstart.core.errors import ConfigError
 
@@ -36,10 +44,16 @@ def plan(
     speed: Annotated[float, typer.Option(metavar="X", min=0.001, help="Times the recorded rate.")] = 1.0,
     count: Count = 0,
     skip: Skip = 0,
+    trace_block_size: TraceBlockSize = 0,
+    trace_time_unit: TraceTimeUnit = "",
+    divide_lengths: DivideLengths = 1,
+    skip_above: SkipAbove = 0,
+    sessions_at_once: SessionsAtOnce = 0,
     policy: Annotated[str, typer.Option(metavar="NAME,...", help="Routing policies; all: every one.")] = "cost",
     profile: Annotated[
         str, typer.Option(metavar="NAME", help="reference, MODEL@2xGPU (datasheets), or a calibrated file.")
     ] = "reference",
+    blocks: Blocks = "0",
     max_replicas: Annotated[int, typer.Option(metavar="N", min=1, help="The largest fleet to try.")] = 256,
     scenario: Scenario = None,
     slo_ttft: Annotated[str | None, typer.Option(metavar="TIME", help="Limit of its 90th percentile: 500ms.")] = None,
@@ -49,24 +63,29 @@ def plan(
 ) -> None:
     """Find the smallest simulated fleet, and the routing policy, that meet latency limits.
 
-    A fleet meets them if no request fails and the 90th percentile of every limited latency is within its limit.
+    A fleet meets them if no request fails and the 90th percentile of every limited latency is within its limit. With
+    several sizes of --blocks, there is a fleet for each.
     """
     with cli_run.refusing():
-        workload = Workload(trace, decisions, synthetic, rate, count, skip)
+        options = trace_options(trace_block_size, trace_time_unit, divide_lengths, skip_above, sessions_at_once)
+        workload = Workload(trace, decisions, synthetic, rate, count, skip, options)
         given = (("--slo-ttft", slo_ttft), ("--slo-tpot", slo_tpot), ("--slo-e2e", slo_e2e))
         seconds = [seconds_of(flag, text) for flag, text in given]
         if not any(seconds):
             raise ConfigError("give a limit: --slo-ttft, --slo-tpot or --slo-e2e, such as --slo-ttft 500ms")
         policies = names_of("--policy", policy)
+        counts, shares = blocks_of("--blocks", blocks)
 
     def run(bar: "Bar") -> "Report":
         from headstart.sim.reports.fleet_plan import PlanConfig, run_fleet_plan
         from headstart.workload.slo import Slo
 
         config = PlanConfig(
-            workload=workload,
+            workload=workload.open(bar),
             policies=policies,
             profile=profile,
+            blocks=counts,
+            pool_shares=shares,
             speed=speed,
             max_replicas=max_replicas,
             scenario=scenario,

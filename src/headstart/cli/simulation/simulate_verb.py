@@ -13,16 +13,22 @@ from headstart.cli.simulation.workload_flags import (
     Blocks,
     Count,
     Decisions,
+    DivideLengths,
     ProfileName,
     Rate,
     Scenario,
+    SessionsAtOnce,
     Skip,
+    SkipAbove,
     Synthetic,
     Trace,
+    TraceBlockSize,
+    TraceTimeUnit,
     Workload,
     blocks_of,
     names_of,
     seconds_of,
+    trace_options,
     values_of,
 )
 from headstart.core.errors import ConfigError
@@ -52,6 +58,11 @@ def simulate(
     speed: Annotated[str, typer.Option(metavar="X,...", help="Times the recorded rate.")] = "1",
     count: Count = 0,
     skip: Skip = 0,
+    trace_block_size: TraceBlockSize = 0,
+    trace_time_unit: TraceTimeUnit = "",
+    divide_lengths: DivideLengths = 1,
+    skip_above: SkipAbove = 0,
+    sessions_at_once: SessionsAtOnce = 0,
     replicas: Annotated[str, typer.Option(metavar="N,...", help="Replicas behind the router.")] = "8",
     policy: Annotated[str, typer.Option(metavar="NAME,...", help="Routing policies; all: every one.")] = "cost",
     routers: Annotated[
@@ -81,7 +92,8 @@ def simulate(
     if ctx.invoked_subcommand is not None:
         return
     with cli_run.refusing():
-        workload = Workload(trace, decisions, synthetic, rate, count, skip)
+        options = trace_options(trace_block_size, trace_time_unit, divide_lengths, skip_above, sessions_at_once)
+        workload = Workload(trace, decisions, synthetic, rate, count, skip, options)
         if noise is not None and not isfinite(noise):
             raise ConfigError(f"--noise {noise}: a finite share of a step's time")
         counts, shares = blocks_of("--blocks", blocks)
@@ -101,7 +113,7 @@ def simulate(
         from headstart.workload.slo import Slo
 
         config = SweepConfig(
-            workload=workload,
+            workload=workload.open(bar),
             scenario=scenario,
             routers=routers,
             noise=noise,

@@ -1,21 +1,37 @@
 """The flags by which `simulate` and `plan` name a workload, and values given as lists or durations."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headstart.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from headstart.measurement.progress_bar import Bar
     from headstart.sim.sim_request import SimRequest
+    from headstart.workload.recorded.trace_files import TraceOptions
+    from headstart.workload.traces import Trace as OpenedTrace
 
 Trace = Annotated[
     Path | None,
-    typer.Option("--trace", metavar="FILE", help="A Mooncake, LMCache agent or Azure trace."),
+    typer.Option("--trace", metavar="PATH", help="A Mooncake, Bailian, agent or Azure trace; a folder of sessions."),
+]
+TraceBlockSize = Annotated[
+    int, typer.Option(metavar="N", min=0, help="Tokens per id of the trace. 0: by the lengths of its prompts.")
+]
+TraceTimeUnit = Annotated[
+    str, typer.Option(metavar="UNIT", help="Of the trace: s, ms, us, ns. Default: the format's, if it is possible.")
+]
+DivideLengths = Annotated[int, typer.Option(metavar="N", min=1, help="Divide all lengths of a trace with ids by N.")]
+SkipAbove = Annotated[
+    int, typer.Option(metavar="N", min=0, help="Leave out longer prompts, or sessions that have one; 0: none.")
+]
+SessionsAtOnce = Annotated[
+    int, typer.Option(metavar="N", min=0, help="Sessions of the trace at a time; 0: all as recorded.")
 ]
 Decisions = Annotated[
     Path | None,
@@ -60,6 +76,8 @@ class Workload:
     rate: float
     count: int
     skip: int
+    options: "TraceOptions | None" = None
+    opened: "OpenedTrace | None" = None
 
     def __post_init__(self) -> None:
         given = [one for one in (self.trace, self.decisions, self.synthetic) if one is not None]
@@ -76,9 +94,32 @@ class Workload:
         assert path is not None
         return path.name
 
+    @property
+    def stated(self) -> dict[str, Any]:
+        """The facts that a report states of an opened trace."""
+        return {} if self.options is None or self.opened is None else {"trace": self.options.stated(self.opened)}
+
+    def open(self, bar: "Bar") -> "Workload":
+        """Return the workload with its trace file read, if it has one. Raises ConfigError."""
+        from headstart.workload.recorded.trace_files import TraceOptions
+
+        if self.trace is None:
+            return self
+        options = self.options or TraceOptions()
+
+        def on_file(index: int, count: int) -> None:
+            if index:
+                bar.advance()
+            else:
+                bar.stage(f"reading {self.label}", count)
+
+        return replace(self, options=options, opened=options.read(self.trace, on_file))
+
     def __call__(self, speed: float, seed: int) -> "Sequence[SimRequest]":
         """Return the requests. Raises ConfigError for a file that cannot be read."""
+        from headstart.measurement.progress_bar import QUIET
         from headstart.sim import sim_workload
+        from headstart.sim.sim_request import from_trace
 
         if not 0 < speed < inf:
             raise ConfigError(f"--speed {speed}: a finite number above 0")
@@ -86,9 +127,21 @@ class Workload:
             count = self.count or SYNTHETIC_COUNT
             return sim_workload.synthetic(self.synthetic, self.rate * speed, count, seed)
         if self.trace is not None:
-            return sim_workload.read_requests(self.trace, speed=speed, skip=self.skip, count=self.count)
+            opened = self.opened or self.open(QUIET).opened
+            assert opened is not None
+            return sim_workload.window(from_trace(opened, speed=speed), self.skip, self.count)
         assert self.decisions is not None
         return sim_workload.read_decisions(self.decisions, speed=speed, skip=self.skip, count=self.count)
+
+
+def trace_options(
+    block_size: int, time_unit: str, divide_lengths: int, skip_above: int, sessions_at_once: int
+) -> "TraceOptions":
+    """Return the options of a trace from their flags. Raises ConfigError."""
+    from headstart.workload.recorded.trace_files import TraceOptions
+    from headstart.workload.recorded.trace_units import TraceUnits
+
+    return TraceOptions(TraceUnits(block_size, time_unit), divide_lengths, skip_above, sessions_at_once)
 
 
 def values_of(flag: str, text: str, convert: Callable[[str], float]) -> list[float]:

@@ -1,12 +1,14 @@
 """Causes of avoidable prefill: their names, and how to mend each. Rules are those of `--prompt-rule`."""
 
+from collections.abc import Callable, Iterable
+
+RuleOf = Callable[[str], str]
+"""Returns the rule that mends a line of a system prompt; empty: none."""
+
 CAUSES = {
     "timestamp": "a date or time: move it behind the constant text, or drop it",
     "uuid": "a UUID: move it behind the constant text, or drop it",
-    "identifier": (
-        "an id of one request: move it behind the constant text, or drop it "
-        "(rules billing_header, trace_headers, request_ids)"
-    ),
+    "identifier": "an id of one request: move it behind the constant text, or drop it",
     "number": "a number that changes, such as a counter: move it behind the constant text, or drop it",
     "tool_order": "the tools in another order: sort them by name (rule tools)",
     "json_order": (
@@ -22,3 +24,13 @@ CAUSES = {
     "tools_changed": "changed tools: send the same tools in each request, and restrict them with tool_choice",
     "history_truncated": "a conversation whose beginning was dropped: drop more at once and less often, or summarize",
 }
+
+
+def no_rule(line: str) -> str:
+    """Return that no rule mends a line: a RuleOf."""
+    return ""
+
+
+def remedy(cause: str, rules: Iterable[str] = ()) -> str:
+    """Return how to mend a cause, with the rules that mend the lines in which it was found first."""
+    return "".join(f"--prompt-rule {rule}, on the server or the router; or: " for rule in rules) + CAUSES[cause]

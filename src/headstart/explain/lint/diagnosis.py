@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from headstart.explain.lint.avoidable_text import MIN_CHARS
-from headstart.explain.lint.causes import CAUSES
+from headstart.explain.lint.causes import CAUSES, RuleOf, no_rule, remedy
 from headstart.explain.lint.log_report import CANDIDATES, best_match
 from headstart.explain.lint.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt
 from headstart.explain.lint.near_prompts import NearPrompts
@@ -17,16 +17,18 @@ class Finding(NamedTuple):
     field: str
     character: int
     tokens: int
+    rule: str = ""  # of --prompt-rule, that mends it; empty: none is known
 
     @property
     def text(self) -> str:
         """The finding as a sentence."""
-        what, _, remedy = CAUSES[self.cause].partition(": ")
+        what, _, _ = CAUSES[self.cause].partition(": ")
+        mend = remedy(self.cause, [self.rule] if self.rule else []).replace(f"{what}: ", "")
         place = f"at character {self.character} of {self.field}"
-        return f"{what[0].upper()}{what[1:]} {place} costs about {self.tokens:,} tokens: {remedy}."
+        return f"{what[0].upper()}{what[1:]} {place} costs about {self.tokens:,} tokens: {mend}."
 
 
-def diagnose(prompt: LoggedPrompt, earlier: Sequence[LoggedPrompt]) -> list[Finding]:
+def diagnose(prompt: LoggedPrompt, earlier: Sequence[LoggedPrompt], rule_of: RuleOf = no_rule) -> list[Finding]:
     """Return the differences to the earlier prompt of the same group that has most text in common, the first first.
 
     Each cause is named once; its cost is the equal text behind it, so costs overlap. Small costs are left out.
@@ -44,5 +46,6 @@ def diagnose(prompt: LoggedPrompt, earlier: Sequence[LoggedPrompt]) -> list[Find
         behind += change.num_same
         if behind >= MIN_CHARS:
             found.pop(change.cause, None)
-            found[change.cause] = Finding(change.cause, change.path, change.at, behind // CHARS_PER_TOKEN)
+            tokens = behind // CHARS_PER_TOKEN
+            found[change.cause] = Finding(change.cause, change.path, change.at, tokens, rule_of(change.line))
     return list(found.values())[::-1]

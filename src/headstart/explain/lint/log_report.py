@@ -8,14 +8,14 @@ costs of several causes overlap; `avoidable_tokens` counts each token once.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from statistics import median
 from typing import Any
 
 from headstart.explain.lint.avoidable_text import BLOCK_TOKENS, avoidable_text
-from headstart.explain.lint.causes import CAUSES
+from headstart.explain.lint.causes import RuleOf, no_rule, remedy
 from headstart.explain.lint.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt
 from headstart.explain.lint.miss_ratios import MissRatio, miss_ratios
 from headstart.explain.lint.near_prompts import NearPrompts
@@ -33,6 +33,7 @@ class CauseCost:
     against: int  # line of the earlier request
     change: PlacedChange
     costs: list[int] = field(default_factory=list[int])
+    rules: list[str] = field(default_factory=list[str])  # that mend the lines it was found in
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -41,7 +42,8 @@ class CauseCost:
             "requests": len(self.costs),
             "tokens": sum(self.costs),
             "tokens_per_request": int(median(self.costs)),
-            "remedy": CAUSES[self.cause],
+            "remedy": remedy(self.cause, self.rules),
+            "rules": self.rules,
             "example": {
                 "line": self.line,
                 "against_line": self.against,
@@ -64,6 +66,7 @@ class LogReport:
     avoidable_tokens: int
     causes: tuple[CauseCost, ...]  # the most expensive first
     curve: tuple[MissRatio, ...]
+    notes: tuple[str, ...] = ()  # on the log itself
 
     @property
     def computed_tokens(self) -> int:
@@ -86,6 +89,7 @@ class LogReport:
         return {
             "requests": self.num_requests,
             "skipped_lines": self.num_skipped,
+            "notes": list(self.notes),
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,
             "computed_tokens": self.computed_tokens,
@@ -97,7 +101,13 @@ class LogReport:
         }
 
 
-def report_log(prompts: Sequence[LoggedPrompt], num_skipped: int = 0) -> LogReport:
+def report_log(
+    prompts: Sequence[LoggedPrompt],
+    num_skipped: int = 0,
+    notes: Sequence[str] = (),
+    rule_of: RuleOf = no_rule,
+    on_request: Callable[[], object] = lambda: None,
+) -> LogReport:
     """Return the report of the prompts of one log, in order of arrival."""
     groups: defaultdict[str, NearPrompts] = defaultdict(NearPrompts)
     known, costs = set[int](), dict[str, CauseCost]()
@@ -109,11 +119,12 @@ def report_log(prompts: Sequence[LoggedPrompt], num_skipped: int = 0) -> LogRepo
         reused = _num_known(chain, known) * BLOCK_TOKENS * CHARS_PER_TOKEN
         best = best_match(prompt, prompts, near.nearest(prompt, CANDIDATES))
         if best is not None:
-            num_avoidable += _charge(costs, prompt, prompts[best[0]].line, best[1], reused)
+            num_avoidable += _charge(costs, prompt, prompts[best[0]].line, best[1], reused, rule_of)
         num_chars, num_reused = num_chars + len(text), num_reused + reused
         known.update(chain)
         chains.append(chain)
         near.add(index, prompt)
+        on_request()
     return LogReport(
         num_requests=len(prompts),
         num_skipped=num_skipped,
@@ -122,6 +133,7 @@ def report_log(prompts: Sequence[LoggedPrompt], num_skipped: int = 0) -> LogRepo
         avoidable_tokens=num_avoidable // CHARS_PER_TOKEN,
         causes=tuple(sorted(costs.values(), key=lambda cost: -sum(cost.costs))),
         curve=tuple(miss_ratios(chains, BLOCK_TOKENS)),
+        notes=tuple(notes),
     )
 
 
@@ -134,13 +146,21 @@ def best_match(
 
 
 def _charge(
-    costs: dict[str, CauseCost], prompt: LoggedPrompt, against: int, comparison: Comparison, reused: int
+    costs: dict[str, CauseCost],
+    prompt: LoggedPrompt,
+    against: int,
+    comparison: Comparison,
+    reused: int,
+    rule_of: RuleOf,
 ) -> int:
     """Add the costs of one request to those of each cause; return its avoidable characters."""
     found = avoidable_text(comparison, reused)
     for cause, (num_chars, change) in found.causes.items():
         cost = costs.setdefault(cause, CauseCost(cause, prompt.line, against, change))
         cost.costs.append(num_chars // CHARS_PER_TOKEN)
+        rule = rule_of(change.line)
+        if rule and rule not in cost.rules:
+            cost.rules.append(rule)
     return found.num_chars
 
 

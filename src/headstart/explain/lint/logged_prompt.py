@@ -1,14 +1,18 @@
 """LoggedPrompt: one request of a log as tools and messages, whatever API it was sent to. Tokens are estimated.
 
-A line of a log is a JSON body of chat completions, completions, Responses or Anthropic's Messages, or an object that
-has the body under `body` or `request`, and perhaps the answer under `response`. Pure: lines in, values out.
+A line of a log is a JSON body of chat completions, completions, Responses or Anthropic's Messages, an object that
+has the body under `body` or `request`, and perhaps the answer under `response`, or a line of a known engine's log
+(engine_logs.py). Pure: lines in, values out.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
+from headstart.explain.lint.engine_logs import VLLM_HIDDEN, LogEntry, entry_of, log_entry
 from headstart.explain.lint.plain_json import as_list, as_object
 
 CHARS_PER_TOKEN = 4
@@ -46,46 +50,87 @@ class LoggedPrompt:
         return "\n".join((*self.tools, "")) + "".join(message.text for message in self.messages)
 
 
-class ReadLog(NamedTuple):
-    """The prompts of a log, and the number of lines that hold none."""
+@dataclass(frozen=True, slots=True)
+class IdPrompt:
+    """A request of line `line` as ids of `id_tokens` tokens each (the last may stand for fewer); `length`: tokens."""
 
-    prompts: list[LoggedPrompt]
-    num_skipped: int
+    line: int
+    ids: Sequence[int]
+    length: int
+    id_tokens: int = 1
+    group: str = ""  # prompts of different groups share nothing
+    session: str = ""  # a conversation, whose prompts are expected to continue each other
 
 
-def read_log(lines: Iterable[str]) -> ReadLog:
-    """Return the prompts of a log in JSONL, in order; blank lines do not count."""
-    prompts: list[LoggedPrompt] = []
-    num_skipped = 0
+@dataclass(slots=True)
+class ReadLog:
+    """The prompts of a log with texts, those with ids only, the number of other lines, and notes with their counts."""
+
+    prompts: list[LoggedPrompt] = field(default_factory=list[LoggedPrompt])
+    id_prompts: list[IdPrompt] = field(default_factory=list[IdPrompt])
+    num_skipped: int = 0
+    notes: Counter[str] = field(default_factory=Counter[str])
+
+    def told(self) -> list[str]:
+        """Return the notes as sentences, with those that mixed forms need."""
+        counted = [f"{count:,} {'request' if count == 1 else 'requests'}: {note}" for note, count in self.notes.items()]
+        if self.prompts and self.id_prompts:
+            counted.append(f"{len(self.id_prompts):,} requests with token ids only are left out: lint them alone")
+        return counted
+
+
+def read_log(lines: Iterable[str | Mapping[str, Any]]) -> ReadLog:
+    """Return the requests of a log in order, one per line or object; blank lines do not count."""
+    found = ReadLog()
+    hidden: set[str] = set()
+    shown: set[str] = set()
     for number, line in enumerate(lines, 1):
-        if not line.strip():
+        if isinstance(line, str) and not line.strip():
             continue
-        found = _prompt(number, line)
-        if found is None:
-            num_skipped += 1
-        else:
-            prompts.append(found)
-    return ReadLog(prompts, num_skipped)
+        entry = log_entry(line) if isinstance(line, str) else entry_of(line)
+        (hidden if entry.note == VLLM_HIDDEN else shown).add(entry.request_id)
+        if entry.note and entry.note != VLLM_HIDDEN:
+            found.notes[entry.note] += 1
+        if not _add(found, number, entry) and entry.note != VLLM_HIDDEN:
+            found.num_skipped += 1
+    found.notes.update({VLLM_HIDDEN: len(hidden - shown)} if hidden - shown else {})
+    return found
 
 
-def _prompt(number: int, line: str) -> LoggedPrompt | None:
-    try:
-        return prompt_of(number, json.loads(line))
-    except (ValueError, RecursionError):
-        return None
+def _add(found: ReadLog, number: int, entry: LogEntry) -> bool:
+    """Add the prompt of a line; return whether it holds one."""
+    prompt = prompt_of(number, entry.value)
+    if prompt is not None:
+        found.prompts.append(prompt)
+        return True
+    body = body_of(entry.value)
+    ids = as_list(body.get("prompt"))
+    if not ids or not all(isinstance(token, int) and 0 <= token < 1 << 31 for token in ids):
+        return False
+    found.id_prompts.append(IdPrompt(number, array("i", ids), len(ids), group=_salt(body)))
+    return True
+
+
+def body_of(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the body that an object has under a known key; the object itself if it has none."""
+    return next((as_object(value[key]) for key in _BODY_KEYS if as_object(value.get(key))), value)
+
+
+def _salt(body: Mapping[str, Any]) -> str:
+    salt = body.get("cache_salt")
+    return salt if isinstance(salt, str) else ""
 
 
 def prompt_of(number: int, entry: object) -> LoggedPrompt | None:
     """Return the prompt of a decoded line; None if it holds none."""
     value = as_object(entry)
-    body = next((as_object(value[key]) for key in _BODY_KEYS if as_object(value.get(key))), value)
+    body = body_of(value)
     messages = tuple(_messages(body))
     if not messages:
         return None
     tools = as_list(body.get("tools") or body.get("functions"))
-    salt = body.get("cache_salt")
     answer = _answer(as_object(value.get("response")))
-    return LoggedPrompt(number, tuple(map(_json, tools)), messages, answer, salt if isinstance(salt, str) else "")
+    return LoggedPrompt(number, tuple(map(_json, tools)), messages, answer, _salt(body))
 
 
 def _messages(body: Mapping[str, Any]) -> Iterator[Message]:

@@ -13,6 +13,7 @@ from headstart.explain.lint.tool_changes import tool_changes
 
 VALUES = frozenset({"timestamp", "uuid", "identifier", "number"})  # change with each request
 FORMS = frozenset({"json_order", "document_order", "whitespace"})
+MAX_LINE = 256  # characters of a line that is kept
 MIN_BEHIND = 256  # characters behind a value in a question that make it likely that the text is a form
 
 
@@ -25,6 +26,7 @@ class PlacedChange(NamedTuple):
     this: str
     that: str
     num_same: int  # equal characters behind it, up to the next change
+    line: str = ""  # the line of a system prompt that it begins in, cut
 
 
 class Comparison(NamedTuple):
@@ -53,9 +55,9 @@ class _Walk:
         else:
             self.num_before += num_chars
 
-    def add(self, path: str, change: Change, cause: str | None = None) -> None:
+    def add(self, path: str, change: Change, cause: str | None = None, line: str = "") -> None:
         self.changes.append(
-            PlacedChange(cause or change.kind, path, change.this_at, change.this, change.that, change.num_same)
+            PlacedChange(cause or change.kind, path, change.this_at, change.this, change.that, change.num_same, line)
         )
 
 
@@ -151,5 +153,13 @@ def _compare_text(walk: _Walk, path: str, own: Message, other: Message, *, is_la
     for change in found.changes:
         if change.kind == "other" and own.role != "system":
             return False
-        walk.add(path, change, "system_changed" if change.kind == "other" else None)
+        line = _line(own.content, change.this_at) if own.role == "system" else ""
+        walk.add(path, change, "system_changed" if change.kind == "other" else None, line)
     return True
+
+
+def _line(text: str, at: int) -> str:
+    """Return the line with the character `at`, at most MAX_LINE characters of it."""
+    start = text.rfind("\n", 0, at) + 1
+    end = text.find("\n", at)
+    return text[start : min(end if end >= 0 else len(text), start + MAX_LINE)]

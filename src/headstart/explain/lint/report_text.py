@@ -1,6 +1,5 @@
 """The text of a LogReport, for people."""
 
-from headstart.explain.lint.causes import CAUSES
 from headstart.explain.lint.log_report import CauseCost, LogReport
 
 
@@ -10,6 +9,7 @@ def report_text(report: LogReport) -> str:
     lines = [
         f"{report.num_requests} requests with about {report.prompt_tokens:,} prompt tokens"
         + (f"; {report.num_skipped} lines without a request" if report.num_skipped else ""),
+        *report.notes,
         f"reused in an infinite cache: {report.reused_tokens:,} ({100 * report.reused_tokens / total:.0f} %)",
         f"computed: {report.computed_tokens:,}, of which {report.avoidable_tokens:,} were avoidable "
         f"({100 * report.avoidable_share:.0f} % of all); redundancy {report.redundancy:.2f}, 1 is best",
@@ -32,7 +32,7 @@ def _cause_lines(cost: CauseCost) -> list[str]:
     lines = [
         f"{cost.cause}: {plain['tokens_per_request']:,} tokens on each of {len(cost.costs)} requests, "
         f"{plain['tokens']:,} in all",
-        f"  mend:  {CAUSES[cost.cause]}",
+        f"  mend:  {plain['remedy']}",
         f"  first: line {cost.line}, {change.path}, character {change.at}, against line {cost.against}",
     ]
     if change.this or change.that:

@@ -70,3 +70,8 @@ def without_nonces(text: str, rules: PromptRules, counts: Counter[str]) -> tuple
             text = nonce.lines.sub("", text)
             moved += found if nonce.moves else ()
     return text, moved
+
+
+def rule_for_line(line: str) -> str:
+    """Return the rule that removes or moves a line of a system prompt; empty if none does."""
+    return next((nonce.rule for nonce in KNOWN_NONCES if nonce.lines.fullmatch(line)), "")

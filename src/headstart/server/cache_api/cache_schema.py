@@ -154,6 +154,7 @@ class PromptFinding(ApiObject):
     field: str
     character: int
     tokens: int
+    rule: str
     message: str
 
 

@@ -77,8 +77,10 @@ def run_calibration(setup: Setup, config: CalibrationConfig, bar: Bar = QUIET) -
     if config.out is not None and (config.out.suffix != ".json" or not config.out.parent.is_dir()):
         raise ConfigError(f"--out {config.out}: name a .json file in a folder that exists")
     options = setup.options(num_blocks=config.blocks)
+    bar.stage("loading the model")
     with closing(EngineRunner.build(setup, options)) as runner:
         samples = measure(runner, config, Random(setup.seed), bar)
+        bar.stage(f"fitting {len(samples):,} steps")
         fit = fit_steps(samples)
         profile = _profile(setup.label, fit, runner.info, options)
         if config.out is not None:
@@ -93,8 +95,8 @@ def measure(runner: EngineRunner, config: CalibrationConfig, rng: Random, bar: B
     runner.engine.executor = recorder
     numbers = count()
     samples: list[StepSample] = []
-    bar.stage("measuring steps", sum(config.requests * at_once for at_once in config.concurrencies))
     for at_once in config.concurrencies:
+        bar.stage(f"measuring steps with {at_once} requests at a time", config.requests * at_once)
         recorder.works.clear()
         prompts = _prompts(runner.info, config, config.requests * at_once, rng)
         sampling = SamplingParams(max_tokens=config.output, temperature=0.0)

@@ -56,7 +56,8 @@ class Check:
 def check_profile(runner: EngineRunner, profile: Profile, num_requests: int, rng: Random, bar: Bar = QUIET) -> Check:
     """Return what the simulator predicts for a new workload, and what the engine then does with it."""
     jobs = _jobs(runner.info, num_requests, rng)
-    rate = _rate(jobs, profile)
+    bar.stage("searching a rate of requests by simulation", HALVINGS)
+    rate = _rate(jobs, profile, bar)
     due = [Job(job.prompt, job.output, job.at / rate) for job in jobs]
     predicted = Simulation(profile, 1).run([from_job(job) for job in due])
     bar.stage("checking the profile on an unseen workload", num_requests)
@@ -79,7 +80,7 @@ def _jobs(info: EngineInfo, num: int, rng: Random) -> list[Job]:
     ]
 
 
-def _rate(jobs: Sequence[Job], profile: Profile) -> float:
+def _rate(jobs: Sequence[Job], profile: Profile, bar: Bar) -> float:
     """Return the rate at which a simulated replica is busy for the share BUSY, by bisection in powers of two."""
     low, high = 1e-3, 1e4
     for _ in range(HALVINGS):
@@ -89,6 +90,7 @@ def _rate(jobs: Sequence[Job], profile: Profile) -> float:
             low = middle
         else:
             high = middle
+        bar.advance()
     return low
 
 

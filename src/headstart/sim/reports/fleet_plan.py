@@ -1,16 +1,20 @@
 """Experiment: the smallest simulated fleet that meets latency limits, by policy."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Report, Sheet
 from headstart.sim.capacity_plan import FleetSize, PlanLimits, smallest_fleet
+from headstart.sim.profile import Profile
 from headstart.sim.profiles.profile_file import load_profile
 from headstart.sim.reports.fleet_sweep import expand_policies
 from headstart.sim.scenarios.scenario import NOTHING_HAPPENS, read_scenario
+from headstart.sim.sim_request import SimRequest
+from headstart.sim.sim_workload import prompt_paths
 from headstart.sim.simulation import Simulation
 from headstart.sim.sweep import MakeRequests
 from headstart.workload.slo import Slo
@@ -24,6 +28,8 @@ class PlanConfig:
     policies: Sequence[str]
     profile: str
     slo: Slo
+    blocks: Sequence[int] = (0,)  # KV blocks per replica; 0: the profile's
+    pool_shares: Sequence[float] = ()  # the same, in distinct blocks of the workload
     speed: float = 1.0
     max_replicas: int = 256
     scenario: Path | None = None
@@ -36,27 +42,32 @@ def run_fleet_plan(config: PlanConfig, bar: Bar = QUIET) -> Report:
     scenario = read_scenario(config.scenario) if config.scenario is not None else NOTHING_HAPPENS
     requests = config.workload(config.speed, config.seed)
     limits = PlanLimits(config.slo, config.max_replicas)
-    found: list[FleetSize] = []
-    for policy in expand_policies(config.policies):
-        bar.stage(policy)
-        base = Simulation(profile, policy=policy, seed=config.seed, scenario=scenario)
+    found: list[tuple[int, FleetSize]] = []  # with the KV blocks of a replica
+    sizes = _pool_sizes(config, profile, requests)
+    for size, policy in product(sizes, expand_policies(config.policies)):
+        label = f"{policy}, {size:,} blocks" if len(sizes) > 1 else policy
+        bar.stage(label)
+        base = Simulation(replace(profile, num_blocks=size), policy=policy, seed=config.seed, scenario=scenario)
 
-        def on_run(policy: str, replicas: int, holds: bool) -> None:
-            bar.stage(f"{policy}: {replicas} replicas {'meet' if holds else 'miss'} the limits")
+        def on_run(policy: str, replicas: int, holds: bool, label: str = label) -> None:
+            bar.stage(f"{label}: {replicas} replicas {'meet' if holds else 'miss'} the limits")
 
-        found.append(smallest_fleet(requests, base, limits, on_run))
-    best = min((one for one in found if one.replicas is not None), key=lambda one: _rank(one), default=None)
+        found.append((size, smallest_fleet(requests, base, limits, on_run)))
+    meeting = [pair for pair in found if pair[1].replicas is not None]
+    best_size, best = min(meeting, key=lambda pair: _rank(pair[1]), default=(None, None))
     return Report(
         "plan",
         {
             "replicas": None if best is None else best.replicas,
             "policy": None if best is None else best.policy,
-            "fleets": [_document(one) for one in found],
+            "blocks": best_size,
+            "fleets": [{"blocks": size, **_document(one)} for size, one in found],
         },
         seed=config.seed,
         setup={
             "workload": getattr(config.workload, "label", "requests"),
             "requests": len(requests),
+            **getattr(config.workload, "stated", {}),
             "profile": profile.name,
             "source": profile.source,
             "slo": dict(config.slo.limits),
@@ -66,6 +77,13 @@ def run_fleet_plan(config: PlanConfig, bar: Bar = QUIET) -> Report:
         sheets=[_sheet(config, found)],
         problems=[] if best is not None else [f"no fleet of up to {config.max_replicas} replicas meets the limits"],
     )
+
+
+def _pool_sizes(config: PlanConfig, profile: Profile, requests: Sequence[SimRequest]) -> list[int]:
+    """Return the KV blocks of a replica to try."""
+    distinct = prompt_paths(requests, profile.block_size).num_distinct if config.pool_shares else 0
+    shares = [max(int(share * distinct), 1) for share in config.pool_shares]
+    return [blocks or profile.num_blocks for blocks in config.blocks] + shares
 
 
 def _rank(one: FleetSize) -> tuple[int, float]:
@@ -78,12 +96,12 @@ def _document(one: FleetSize) -> dict[str, Any]:
     return {"policy": one.policy, "replicas": one.replicas, "runs": one.num_runs, **values}
 
 
-def _sheet(config: PlanConfig, found: Sequence[FleetSize]) -> Sheet:
+def _sheet(config: PlanConfig, found: Sequence[tuple[int, FleetSize]]) -> Sheet:
     keys = ("attained", "goodput", "ttft_p90_ms", "tpot_p90_ms", "e2e_p90_ms", "hit_rate")
     rows = []
-    for one in found:
+    for size, one in found:
         values = {} if one.report is None else one.report.values()
-        rows.append((one.policy, one.replicas, *(values.get(key) for key in keys), one.num_runs))
+        rows.append((one.policy, size, one.replicas, *(values.get(key) for key in keys), one.num_runs))
     limits = ", ".join(f"{name} {1e3 * limit:g} ms" for name, limit in config.slo.limits)
-    columns = ("policy", "fleet", "within", "good/s", "TTFT p90", "TPOT p90", "e2e p90", "hits", "runs")
+    columns = ("policy", "blocks", "fleet", "within", "good/s", "TTFT p90", "TPOT p90", "e2e p90", "hits", "runs")
     return Sheet(f"the smallest fleet with {limits} at the 90th percentile", columns, tuple(rows))

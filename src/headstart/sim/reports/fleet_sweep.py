@@ -89,6 +89,7 @@ def run_fleet_sweep(config: SweepConfig, bar: Bar = QUIET) -> Report:
         runs=config.seeds,
         setup={
             "workload": label,
+            **getattr(config.workload, "stated", {}),
             "profiles": {profile.name: profile.source for profile in profiles},
             "scenario": None if config.scenario is None else config.scenario.name,
             "routers": config.routers,

@@ -1,0 +1,91 @@
+"""Where `headstart lint` gets its requests: a file of lines, standard input, a server, or a trace of ids."""
+
+import codecs
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headstart.cli.client_request import call_server
+from headstart.core.errors import ConfigError
+from headstart.explain.lint.logged_prompt import IdPrompt, ReadLog, read_log
+from headstart.workload.recorded.trace_files import read_trace_file
+from headstart.workload.recorded.trace_units import TraceUnits
+
+if TYPE_CHECKING:
+    from headstart.measurement.progress_bar import Bar
+
+PEEKED = 1 << 16  # bytes in which a trace shows its keys
+STDIN = Path("-")
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def is_trace(path: Path) -> bool:
+    """Return whether a path has traces: a folder, or a file of objects with block ids. Raises ConfigError."""
+    if path.is_dir() or path == STDIN:
+        return path.is_dir()
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            head = file.read(PEEKED)
+    except (OSError, EOFError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    return b'"hash_ids"' in head and (b'"input_length"' in head or b'"requests"' in head)
+
+
+def id_prompts_of(path: Path, block_size: int, bar: "Bar") -> list[IdPrompt]:
+    """Return the requests of a trace, numbered in order of arrival. Raises ConfigError."""
+
+    def on_file(index: int, count: int) -> None:
+        if index:
+            bar.advance()
+        else:
+            bar.stage(f"reading {path.name}", count)
+
+    trace = read_trace_file(path, TraceUnits(block_size, "ns"), on_file)  # the order of times needs no unit
+    return [
+        IdPrompt(number, request.hash_ids, request.length, trace.block_size, session=request.session)
+        for number, request in enumerate(trace.requests, 1)
+    ]
+
+
+def read_server(url: str, last: int) -> list[Any]:
+    """Return the last requests that a server keeps. Raises HeadstartError."""
+    return call_server(url, "GET", f"/v1/cache/requests?last={last}")["data"]
+
+
+def read_file(log: Path | None, before: list[Any]) -> ReadLog:
+    """Return the requests of a file behind those `before` it. Raises ConfigError.
+
+    Bytes that are no UTF-8 are replaced, alike wherever they occur, and counted. A byte order mark is left out; UTF-16
+    is read if it has one, as PowerShell writes it.
+    """
+    if log is None:
+        return read_log(before)
+    try:
+        data = sys.stdin.buffer.read() if log == STDIN else log.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {log}: {error}") from error
+    text = data.decode("utf-16" if data.startswith(UTF_16) else "utf-8", "replace")
+    found = read_log([*before, *_entries(text)])
+    try:
+        str(b"" if data.startswith(UTF_16) else data, "utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        num_lines = sum("\ufffd" in one for one in text.split("\n"))
+        found.notes[f"bytes that are no UTF-8, the first at byte {error.start} (line {line}), count as one sign"] = (
+            num_lines
+        )
+    return found
+
+
+def _entries(text: str) -> list[Any]:
+    """Return the lines of a text, or the entries of a JSON list; a text of one object over several lines is one."""
+    body = text.strip("\ufeff \t\r\n")
+    if (body[:1] in ("[", "{") and "\n" in body[: body.find("}")]) or body[:1] == "[":
+        try:
+            value = json.loads(body)
+        except (ValueError, RecursionError):
+            return text.split("\n")
+        return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else [value]
+    return text.split("\n")
