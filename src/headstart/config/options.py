@@ -241,7 +241,7 @@ class ServerOptions:
         "auto",
         "Format of the model's tool calls; auto: detected from its chat template.",
         CHATS,
-        choices=("auto", "hermes", "llama3_json", "mistral", "pythonic", "none"),
+        choices=("auto", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder", "glm45", "none"),
     )
     enable_auto_tool_choice: bool = _option(False, "Accepted for vLLM's sake; tools are always enabled.", CHATS)
     reasoning_parser: str = _option(
