@@ -12,6 +12,7 @@ from headstart.openai.generation_params import GenerationParams, fit
 from headstart.openai.request_bodies import ChatBody, CompletionBody, Message, Prompt
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.openai.tools.call_grammar import dropped_keywords
 from headstart.openai.tools.chat_format import chat_format, chat_output, reasoning_at_end
 from headstart.openai.tools.default_prompt import messages_with_tools, messages_without_calls
 from headstart.openai.tools.tool_fields import ToolParams
@@ -135,7 +136,10 @@ def with_chat_output(
     if grammar is not None:  # its end is an end
         stops = tuple(dict.fromkeys((*stops, *bounds.eos_token_ids)))
     sampling = replace(params.sampling, grammar=grammar, stop_token_ids=stops)
-    return replace(params, chat=output, sampling=sampling, grammar_field=params.grammar_field or "tools")
+    field, dropped = params.grammar_field or "tools", params.dropped
+    if grammar is not None and tools is not None and output.family is not None:
+        dropped += dropped_keywords(tools)
+    return replace(params, chat=output, sampling=sampling, grammar_field=field, dropped=dropped)
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, bounds: Bounds, add_special_tokens: bool) -> "array[int]":

@@ -5,13 +5,14 @@ At most one grammar may be requested. `output_grammar` returns its text; grammar
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.request_json import parse_json
 from headstart.openai.request_model import RequestModel, checked
+from headstart.openai.structured.dropped_keywords import Dropped, loosened_schema, strict_schema
 from headstart.openai.structured.grammar_text import (
     ANY_OBJECT,
     choice_grammar,
@@ -102,7 +103,9 @@ class JsonSchemaFormat(RequestModel):
     schema_: Annotated[Mapping[str, Any] | None, _schema_field("response_format.json_schema.schema")] = Field(
         None, alias="schema", description="A JSON Schema of draft 2020-12"
     )
-    strict: bool = Field(False, description="Has no effect: the output always matches the schema")
+    strict: bool | None = Field(
+        None, description="false: keywords that no grammar keeps to are dropped and named in a header, not refused"
+    )
 
 
 class ResponseFormat(RequestModel):
@@ -150,64 +153,80 @@ class StructuredFields(RequestModel):
     )
 
 
-def output_grammar(fields: StructuredFields) -> tuple[str, str] | None:
-    """Return the name of the field that constrains the output and the text of its grammar; None if there is none.
+class OutputGrammar(NamedTuple):
+    """The text of a grammar, and the field that requests it. `dropped`: keywords that it does not keep to."""
+
+    name: str
+    text: str
+    dropped: Dropped = ()
+
+
+def output_grammar(fields: StructuredFields) -> OutputGrammar | None:
+    """Return the grammar of the output; None if there is none.
 
     Raises InvalidRequestError if several fields do.
     """
     found = [*_of_response_format(fields), *_of_structured_outputs(fields), *_of_guided(fields)]
     if len(found) > 1:
-        names = " and ".join(name for name, _ in found)
-        bad_value(found[1][0], f"is set beside {found[0][0]}", f"only one of {names} can constrain the output")
+        names = " and ".join(one.name for one in found)
+        bad_value(found[1].name, f"is set beside {found[0].name}", f"only one of {names} can constrain the output")
     return found[0] if found else None
 
 
-def _of_response_format(fields: StructuredFields) -> list[tuple[str, str]]:
+def _of_response_format(fields: StructuredFields) -> list[OutputGrammar]:
     chosen = fields.response_format
     if chosen is None or chosen.type == "text":
         return []
     if chosen.type == "json_object":
-        return [("response_format", json_schema_grammar(ANY_OBJECT))]
+        return [OutputGrammar("response_format", json_schema_grammar(ANY_OBJECT))]
     if chosen.json_schema is None:
         raise missing("response_format.json_schema")
     if chosen.json_schema.schema_ is None:
         raise missing("response_format.json_schema.schema")
-    return [("response_format", json_schema_grammar(chosen.json_schema.schema_))]
+    name, schema = "response_format", chosen.json_schema.schema_
+    if chosen.json_schema.strict is not False:
+        return [OutputGrammar(name, json_schema_grammar(strict_schema(name, schema, ", or send strict: false")))]
+    loosened = loosened_schema(schema)
+    text = json_schema_grammar(loosened.schema, is_strict=False)
+    return [OutputGrammar(name, text, ((name, loosened.dropped),) if loosened.dropped else ())]
 
 
-def _of_structured_outputs(fields: StructuredFields) -> list[tuple[str, str]]:
+def _of_schema(name: str, schema: Mapping[str, Any], whitespace: str | None) -> OutputGrammar:
+    remedy = ", or send the schema as response_format with strict: false"
+    return OutputGrammar(name, json_schema_grammar(strict_schema(name, schema, remedy), whitespace=whitespace))
+
+
+def _of_structured_outputs(fields: StructuredFields) -> list[OutputGrammar]:
     chosen = fields.structured_outputs
     if chosen is None:
         return []
     spaces = chosen.whitespace_pattern
     if spaces is None and not chosen.disable_any_whitespace:
         spaces = ANY_WHITESPACE
-    found: list[tuple[str, str]] = []
+    found: list[OutputGrammar] = []
     if chosen.json_ is not None:
-        found.append(("structured_outputs.json", json_schema_grammar(chosen.json_, whitespace=spaces)))
+        found.append(_of_schema("structured_outputs.json", chosen.json_, spaces))
     if chosen.json_object:
-        found.append(("structured_outputs.json_object", json_schema_grammar(ANY_OBJECT, whitespace=spaces)))
+        found.append(_of_schema("structured_outputs.json_object", ANY_OBJECT, spaces))
     if chosen.regex is not None:
-        found.append(("structured_outputs.regex", regex_grammar(chosen.regex)))
+        found.append(OutputGrammar("structured_outputs.regex", regex_grammar(chosen.regex)))
     if chosen.choice is not None:
-        found.append(("structured_outputs.choice", choice_grammar(chosen.choice)))
+        found.append(OutputGrammar("structured_outputs.choice", choice_grammar(chosen.choice)))
     if chosen.grammar is not None:
-        found.append(("structured_outputs.grammar", lark_grammar(chosen.grammar)))
+        found.append(OutputGrammar("structured_outputs.grammar", lark_grammar(chosen.grammar)))
     if not found:
         bad_value("structured_outputs", "has no constraint", "set one of json, regex, choice, grammar, json_object")
     return found
 
 
-def _of_guided(fields: StructuredFields) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+def _of_guided(fields: StructuredFields) -> list[OutputGrammar]:
+    found: list[OutputGrammar] = []
     if fields.guided_json is not None:
-        found.append(
-            ("guided_json", json_schema_grammar(fields.guided_json, whitespace=fields.guided_whitespace_pattern))
-        )
+        found.append(_of_schema("guided_json", fields.guided_json, fields.guided_whitespace_pattern))
     if fields.guided_regex is not None:
-        found.append(("guided_regex", regex_grammar(fields.guided_regex)))
+        found.append(OutputGrammar("guided_regex", regex_grammar(fields.guided_regex)))
     if fields.guided_choice is not None:
-        found.append(("guided_choice", choice_grammar(fields.guided_choice)))
+        found.append(OutputGrammar("guided_choice", choice_grammar(fields.guided_choice)))
     if fields.guided_grammar is not None:
-        found.append(("guided_grammar", lark_grammar(fields.guided_grammar)))
+        found.append(OutputGrammar("guided_grammar", lark_grammar(fields.guided_grammar)))
     return found

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from headstart.core.errors import InvalidRequestError
+from headstart.openai.structured.dropped_keywords import Dropped, loosened_schema, strict_schema
+from headstart.openai.structured.grammar_text import TOOL_LINE
 from headstart.openai.structured.schema_limits import limited_schema
-from headstart.openai.tools.tool_fields import Tool
+from headstart.openai.tools.tool_fields import Tool, ToolParams
 
 TokenId = Callable[[str], int | None]
 ANY_TEXT = r"/(.|\n)*/"
@@ -50,15 +52,39 @@ def marker(text: str, token_id: TokenId) -> str:
     return json.dumps(text) if number is None else f"<[{number}]>"
 
 
+def tool_line(tool: Tool) -> str:
+    """Return the comment before the rules of a tool, by which an error of the compiler is given its name."""
+    return f"{TOOL_LINE}{tool.name!a}"
+
+
+def dropped_keywords(tools: ToolParams) -> Dropped:
+    """Return the keywords that the grammar of calls does not keep to, by the names of the tools."""
+    found = [(tool.name, loosened_schema(tool.parameters).dropped) for tool in tools.callable_tools if not tool.strict]
+    return tuple((name, keywords) for name, keywords in found if keywords)
+
+
 def tool_schema(tool: Tool) -> Mapping[str, Any]:
-    """Return the schema of a tool's arguments, which are always an object."""
-    schema = limited_schema("tools", tool.parameters)
+    """Return the schema of a tool's arguments, which are always an object, as a grammar keeps to it.
+
+    Raises InvalidRequestError, with the names of tool and keyword.
+    """
+    name = f"tools: function {tool.name!r}"
+    try:
+        schema = limited_schema(name, tool.parameters)
+        if tool.strict:
+            schema = strict_schema(name, schema, ", or send strict: false for this tool")
+        else:
+            schema = loosened_schema(schema).schema
+    except InvalidRequestError as error:
+        error.param = "tools"
+        raise
     return schema if "type" in schema or "$ref" in schema else {"type": "object", **schema}
 
 
-def json_rule(schema: object) -> str:
+def json_rule(schema: object, tool: Tool) -> str:
     """Return the Lark expression of a JSON value, with the separators that chat templates write."""
-    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_FORM} if isinstance(schema, Mapping) else schema)}"
+    form = {**_JSON_FORM, "coerce_one_of": not tool.strict}
+    return f"%json {json.dumps({**schema, 'x-guidance': form} if isinstance(schema, Mapping) else schema)}"
 
 
 def one_of(rule: str, count: int) -> str:

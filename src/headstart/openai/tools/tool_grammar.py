@@ -19,6 +19,7 @@ from headstart.openai.tools.call_grammar import (
     marker,
     one_of,
     plain_arguments,
+    tool_line,
     tool_schema,
     with_definitions,
 )
@@ -111,9 +112,10 @@ def _objects(tools: ToolParams) -> list[str]:
     """Return the rules of `object`: a JSON object of name and arguments for any of the tools."""
     rules: list[str] = []
     for index, tool in enumerate(tools.callable_tools):
+        rules.append(tool_line(tool))
         begin = json.dumps(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
         rules.append(f'object_{index}: {begin} arguments_{index} "}}"')
-        rules.append(f"arguments_{index}: {json_rule(tool_schema(tool))}")
+        rules.append(f"arguments_{index}: {json_rule(tool_schema(tool), tool)}")
     return [*rules, one_of("object", len(tools.callable_tools))]
 
 
@@ -132,8 +134,9 @@ def _llama3_json(tools: ToolParams, _: ChatFormat, token_id: TokenId) -> CallGra
         shared = {key: schema[key] for key in DEFINITIONS if key in schema}
         call = {"name": {"const": tool.name}, "parameters": schema}
         required = {"required": list(call), "additionalProperties": False}
-        rules.append(f"object_{index}: {json_rule({**shared, 'type': 'object', 'properties': call, **required})}")
-    rules.append(one_of("object", len(rules)))
+        rules.append(tool_line(tool))
+        rules.append(f"object_{index}: {json_rule({**shared, 'type': 'object', 'properties': call, **required}, tool)}")
+    rules.append(one_of("object", len(tools.callable_tools)))
     return CallGrammar(rules, "object", None, r"/[ \n\r\t]*[^{ \n\r\t](.|\n)*/")
 
 
@@ -146,8 +149,9 @@ def _mistral(tools: ToolParams, form: ChatFormat, token_id: TokenId) -> CallGram
     with_id = f"{call_id} /[a-zA-Z0-9]{{9}}/ " if MISTRAL_MARKERS[1] in form.template else ""
     rules: list[str] = []
     for index, tool in enumerate(tools.callable_tools):
+        rules.append(tool_line(tool))
         rules.append(f"named_{index}: {json.dumps(tool.name)} {with_id}{arguments} arguments_{index}")
-        rules.append(f"arguments_{index}: {json_rule(tool_schema(tool))}")
+        rules.append(f"arguments_{index}: {json_rule(tool_schema(tool), tool)}")
     rules.append(one_of("named", len(tools.callable_tools)).replace("named:", "behind:", 1))
     return CallGrammar(rules, f"{opening} behind", MISTRAL_MARKERS[0], repeats=True)
 
@@ -155,7 +159,7 @@ def _mistral(tools: ToolParams, form: ChatFormat, token_id: TokenId) -> CallGram
 def _pythonic(tools: ToolParams, _: ChatFormat, token_id: TokenId) -> CallGrammar:
     rules: list[str] = []
     for index, tool in enumerate(tools.callable_tools):
-        rules += _python_call(index, tool)
+        rules += [tool_line(tool), *_python_call(index, tool)]
     rules.append(one_of("object", len(tools.callable_tools)))
     more = ' (", " object)*' if tools.parallel else ""
     return CallGrammar(rules, f'"[" object{more} "]"', None, r"/[ \n\r\t]*[^\[ \n\r\t](.|\n)*/")
@@ -173,7 +177,7 @@ def _python_call(index: int, tool: Tool) -> list[str]:
     rules = [f'object_{index}: {json.dumps(tool.name + "(")} first_{index}_0 ")"']
     for at, (name, inner, is_required) in enumerate(arguments):
         item, rest = f"item_{index}_{at}", f"rest_{index}_{at + 1}"
-        rules.append(f"{item}: {json.dumps(name + '=')} {json_rule(with_definitions(schema, inner))}")
+        rules.append(f"{item}: {json.dumps(name + '=')} {json_rule(with_definitions(schema, inner), tool)}")
         skip = "" if is_required else f" | first_{index}_{at + 1}"
         rules.append(f"first_{index}_{at}: {item} {rest}{skip}")
         optional = "" if is_required else "?"

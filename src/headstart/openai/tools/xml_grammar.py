@@ -20,6 +20,7 @@ from headstart.openai.tools.call_grammar import (
     marker,
     one_of,
     plain_arguments,
+    tool_line,
     tool_schema,
     with_definitions,
 )
@@ -76,6 +77,7 @@ def qwen3_coder_grammar(tools: ToolParams, token_id: TokenId) -> CallGrammar:
     """Return the grammar of <tool_call>, a line break, <function=f>, and a line for each element."""
     rules: list[str] = []
     for index, tool in enumerate(tools.callable_tools):
+        rules.append(tool_line(tool))
         items = _items(index, tool, QWEN3_CODER_FORM, "\n", token_id, rules)
         rules.append(f'object_{index}: {json.dumps(f"<function={tool.name}>")} "\\n" {items} "</function>"')
     opening, closing = (marker(text, token_id) for text in CALL_MARKERS)
@@ -88,6 +90,7 @@ def glm45_grammar(tools: ToolParams, template: str, token_id: TokenId) -> CallGr
     line = "" if "</arg_key><arg_value>" in template else "\n"
     rules: list[str] = []
     for index, tool in enumerate(tools.callable_tools):
+        rules.append(tool_line(tool))
         items = _items(index, tool, GLM45_FORM, line, token_id, rules)
         rules.append(f"object_{index}: {json.dumps(tool.name + line)} {items}")
     opening, closing = (marker(text, token_id) for text in CALL_MARKERS)
@@ -109,7 +112,7 @@ def _items(index: int, tool: Tool, form: XmlForm, line: str, token_id: TokenId, 
         middle = [json.dumps(line)] if line else []
         begin += [*middle, *_marked(form.value[0], token_id)]
         values = _Reader(tool, schema, name).values(inner)
-        rules += _value_rules(f"{index}_{at}", values, form, token_id)
+        rules += _value_rules(f"{index}_{at}", tool, values, form, token_id)
         rules.append(f"{item}: {' '.join(begin)} value_{index}_{at} {' '.join(middle)}".rstrip())
         expressions.append(item if is_required else f"{item}?")
     return " ".join(expressions)
@@ -119,7 +122,7 @@ def _marked(text: str, token_id: TokenId) -> list[str]:
     return [marker(text, token_id)] if text else []
 
 
-def _value_rules(label: str, values: _Values, form: XmlForm, token_id: TokenId) -> list[str]:
+def _value_rules(label: str, tool: Tool, values: _Values, form: XmlForm, token_id: TokenId) -> list[str]:
     """Return the rules of value_<label>: a value with its end marker.
 
     Strings, their end marker and plain values are one terminal, since the lexer does not go back behind a longer text.
@@ -139,7 +142,7 @@ def _value_rules(label: str, values: _Values, form: XmlForm, token_id: TokenId) 
         rules.append(f"TEXT_{label}: ({whole})" + ("" if is_token else f" {ending}"))
         choices.append(f"TEXT_{label}" + (f" {ending}" if is_token else ""))
     for at, schema in enumerate(values.schemas):
-        rules.append(f"json_{label}_{at}: {json_rule(schema)}")
+        rules.append(f"json_{label}_{at}: {json_rule(schema, tool)}")
         choices.append(f"json_{label}_{at} {ending}")
     return [*rules, f"value_{label}: {' | '.join(choices)}"]
 
