@@ -32,7 +32,7 @@ from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import Request, SamplingParams
 from headstart.engine_checks import check_installed
 from headstart.model.setup.threads import prepare_threads
-from headstart.openai.bounds import Bounds
+from headstart.openai.bounds import Bounds, closes_objects
 from headstart.openai.chat.chat_delta import ToolCallDelta
 from headstart.openai.engine_requests import (
     Origin,
@@ -117,6 +117,7 @@ class LLM:
             scheduling_policy=info.scheduling_policy,
             defaults=info.sampling_defaults,
             content_forms=tokenizer.content_forms,
+            closes_objects=closes_objects(info),
         )
         self._ids = (f"llm-{number}" for number in itertools.count())
         self._closing = weakref.finalize(self, engine.close)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from server.harness import inside, parse_events
 
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import Bounds
+from headstart.openai.engine_requests import shown_chat, with_chat_output
 from headstart.openai.generation_params import Kind, parse_params
+from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 WEATHER = {
     "type": "function",
@@ -290,3 +293,20 @@ def test_invalid_tools_are_refused(tools: Any, part: str) -> None:
     with pytest.raises(InvalidRequestError, match=part) as caught:
         parse_params({"tools": tools}, Bounds(100, 100), Kind.CHAT)
     assert (caught.value.param or "").startswith("tools")
+
+
+def test_a_model_may_be_known_to_write_calls_that_its_template_does_not_mention() -> None:
+    """SmolLM2: its template has no tools, and it was trained on those of Hermes."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    backend = tokenizer_folders.build(tokenizer_folders.BYTE_LEVEL)
+    known = Tokenizer(backend, chat_template=template, tool_call_parser="hermes")
+    plain = Tokenizer(backend, chat_template=template)
+    bounds = Bounds(1000, 1000)
+    params = parse_params({"tools": TOOLS, "tool_choice": "required"}, bounds, Kind.CHAT)
+    messages, tools = shown_chat([{"role": "user", "content": "go"}], params.tools, known, bounds)
+    assert tools is None and "<tool_call>" in messages[0]["content"] and "weather" in messages[0]["content"]
+    chat = with_chat_output(params, known.encode("go"), known, bounds).chat
+    assert chat is not None and chat.family is not None and chat.family.name == "hermes"
+    for tokenizer, own in ((plain, bounds), (known, replace(bounds, tool_call_parser="none"))):
+        with pytest.raises(InvalidRequestError, match="--tool-call-parser hermes"):
+            shown_chat([{"role": "user", "content": "go"}], params.tools, tokenizer, own)

@@ -250,6 +250,12 @@ class ServerOptions:
         CHATS,
         choices=("auto", "qwen3", "deepseek_r1", "none"),
     )
+    extra_properties: str = _option(
+        "auto",
+        "Properties of JSON objects that a schema neither lists nor forbids; auto: yes, for smollm2-135m no.",
+        CHATS,
+        choices=("auto", "yes", "no"),
+    )
     diagnostics_size: int = _option(
         16 * 1024 * 1024,
         "Bytes of fingerprints of prompts kept, which later requests may be compared with; 0: none.",

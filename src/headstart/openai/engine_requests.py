@@ -13,7 +13,7 @@ from headstart.openai.request_bodies import ChatBody, CompletionBody, Message, P
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.call_grammar import dropped_keywords
-from headstart.openai.tools.chat_format import chat_format, chat_output, reasoning_at_end
+from headstart.openai.tools.chat_format import ChatFormat, chat_format, chat_output, reasoning_at_end
 from headstart.openai.tools.default_prompt import messages_with_tools, messages_without_calls
 from headstart.openai.tools.tool_fields import ToolParams
 from headstart.openai.tools.tool_grammar import answer_grammar
@@ -83,7 +83,7 @@ def shown_chat(
     A template without tools gets them in a system message, and earlier calls as text, if a parser is chosen; else
     InvalidRequestError is raised for tools that may be called.
     """
-    form = chat_format(tokenizer.chat_template, bounds.tool_call_parser, bounds.reasoning_parser)
+    form = _format_of(tokenizer, bounds)
     if form.shows_tools:
         return messages, None if tools is None else tools.definitions
     if form.family is not None and form.is_chosen:
@@ -92,10 +92,17 @@ def shown_chat(
     if tools is None or tools.choice.mode == "none":
         return messages, None
     raise InvalidRequestError(
-        "this model's chat template has no tools; leave them out, or start the server with --tool-call-parser",
+        "this model's chat template has no tools; leave them out, or start the server with --tool-call-parser hermes "
+        "(or llama3_json, mistral, pythonic, qwen3_coder, glm45: what the model was trained on)",
         param="tools",
         code="unsupported_parameter",
     )
+
+
+def _format_of(tokenizer: Tokenizer, bounds: Bounds) -> ChatFormat:
+    """Return the formats of a model, by the options first."""
+    chosen = bounds.tool_call_parser if bounds.tool_call_parser != "auto" else tokenizer.tool_call_parser
+    return chat_format(tokenizer.chat_template, chosen, bounds.reasoning_parser)
 
 
 def chat_requests(
@@ -117,14 +124,14 @@ def with_chat_output(
 
     Raises InvalidRequestError if the family of the model is not known but needed, or a schema is too large.
     """
-    form = chat_format(tokenizer.chat_template, bounds.tool_call_parser, bounds.reasoning_parser)
+    form = _format_of(tokenizer, bounds)
     end = tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False)
     output = chat_output(form, params.tools, reasoning_at_end(end), tokenizer, params.skip_special_tokens)
     tools = params.tools
     if tools is not None and tools.is_constrained and (output is None or output.family is None):
         raise InvalidRequestError(
             "the form of this model's tool calls is not known, so they cannot be constrained; send tool_choice auto "
-            "and no strict tools, or start the server with --tool-call-parser",
+            "and no strict tools, or start the server with --tool-call-parser and its format, as hermes",
             param="tool_choice" if tools.choice.mode == "required" else "tools",
             code="unsupported_parameter",
         )

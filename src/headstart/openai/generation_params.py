@@ -102,7 +102,7 @@ def generation_params(fields: GenerationFields, values: Mapping[str, Any], bound
         bad_value("max_tokens", "is 0", "it must be at least 1, except with echo")
     _check_choices(fields)
     _check_priority(fields.priority, bounds)
-    grammar = output_grammar(fields)
+    grammar = output_grammar(fields, closes_objects=bounds.closes_objects)
     if grammar is not None and fields.echo:
         unsupported("echo", f"{grammar.name} constrains the output only; leave one of them out")
     is_chat = isinstance(fields, ChatFields)

@@ -9,6 +9,7 @@ from headstart.core.errors import InvalidRequestError
 from headstart.openai.structured.dropped_keywords import Dropped, loosened_schema, strict_schema
 from headstart.openai.structured.grammar_text import TOOL_LINE
 from headstart.openai.structured.schema_limits import limited_schema
+from headstart.openai.structured.schema_rewrites import closed_schema
 from headstart.openai.tools.tool_fields import Tool, ToolParams
 
 TokenId = Callable[[str], int | None]
@@ -71,6 +72,7 @@ def tool_schema(tool: Tool) -> Mapping[str, Any]:
     name = f"tools: function {tool.name!r}"
     try:
         schema = limited_schema(name, tool.parameters)
+        schema = closed_schema(schema) if tool.is_closed else schema
         if tool.strict:
             schema = strict_schema(name, schema, ", or send strict: false for this tool")
         else:
