@@ -213,8 +213,16 @@ def test_a_long_text_is_read_in_pieces_so_that_what_is_unread_is_not_copied_for_
 
     monkeypatch.setattr(text_reader.TextReader, "take", counted)
     num_chars = 0
-    for family, opener in (("mistral", "[TOOL_CALLS]"), ("pythonic", "<|python_start|>")):
-        text = opener * 4000
+    argument = "<tool_call>f<arg_key>a</arg_key><arg_value>"
+    for family, text in (
+        ("mistral", "[TOOL_CALLS]" * 4000),
+        ("pythonic", "<|python_start|>" * 4000),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>" + "\n</parameter>" * 4000),
+        ("qwen3_coder", "<tool_call><function=f>" * 2000),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>[" + '"</parameter>' * 4000),
+        ("glm45", argument + "</arg_value>\n" * 4000),
+        ("glm45", (argument + "</arg_value>") * 1000),
+    ):
         rules = CallRules(frozenset("fg"), lambda: "id", special=SPECIAL.get(family, ()))
         parser = ChatParser(ParserSetup(READERS[family], rules))
         joined(parser.feed(text), parser.finish())

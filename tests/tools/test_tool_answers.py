@@ -34,6 +34,8 @@ MARKS = {
     "llama3_json": '{# <|start_header_id|> "parameters": #}',
     "mistral": "{# [TOOL_CALLS] #}",
     "pythonic": "{# <|python_start|> #}",
+    "qwen3_coder": "{# <tool_call><function=<parameter= #}",
+    "glm45": "{# <tool_call><arg_key> #}",
     "unknown": "",
 }
 
@@ -141,6 +143,8 @@ def test_hermes(tmp_path: Path) -> None:
         cut = await chats.whole(one, max_tokens=50)
         assert cut["finish_reason"] == "length"
         assert cut["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"city')
+        early = await chats.whole(f"Hm. {one}", max_tokens=24)  # in the name of the function
+        assert early["message"]["content"] == "Hm." and "tool_calls" not in early["message"]
 
     serve(tmp_path, MARKS["hermes"], scenario)
 
@@ -176,6 +180,28 @@ def test_pythonic(tmp_path: Path) -> None:
         await check(chats, "[weather(city=open('x'))]", Expected(content="[weather(city=open('x'))]"))
 
     serve(tmp_path, MARKS["pythonic"], scenario)
+
+
+XML_PARIS = {
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nPärís\n</parameter>\n</function>\n</tool_call>",
+    "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Pärís</arg_value>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("family", XML_PARIS)
+def test_arguments_as_elements(tmp_path: Path, family: str) -> None:
+    one = XML_PARIS[family]
+
+    async def scenario(chats: Chats) -> None:
+        await check(chats, f"I look.\n{one}\n{one}", Expected(PARIS, PARIS, content="I look."))
+        await check(chats, one, Expected(PARIS), stop=["</tool_call>"])
+        await check(chats, "No </tool_call>", Expected(content="No "), stop=["</tool_call>"])
+        await check(chats, one, Expected(content=one), tool_choice="none")
+        cut = await chats.whole(one, max_tokens=len(one) - 20)
+        assert cut["finish_reason"] == "length" and cut["message"]["content"] is None
+        assert not cut["message"]["tool_calls"][0]["function"]["arguments"].endswith("}")
+
+    serve(tmp_path, MARKS[family], scenario)
 
 
 def test_reasoning_and_then_a_call(tmp_path: Path) -> None:
