@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 import weakref
 from array import array
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -44,6 +45,7 @@ from headstart.openai.engine_requests import (
 from headstart.openai.generation_params import GenerationParams, Kind, parse_params
 from headstart.openai.request_bodies import ChatBody, CompletionBody, as_rendered, parse_messages, parse_prompts
 from headstart.openai.request_json import check_depth
+from headstart.openai.structured.dropped_keywords import dropped_header
 from headstart.openai.text.generation import Generation
 from headstart.openai.text.logprob_table import TokenEntry
 from headstart.openai.text.shared_prompt import SharedPrompt
@@ -264,6 +266,8 @@ class LLM:
         """Run the prompts, each with its own parameters, which differ in the output of a chat only."""
         if not prompts:
             return []
+        if dropped := params[0].dropped:
+            warnings.warn(f"answers may not keep to {dropped_header(dropped)}", stacklevel=3)
         n = params[0].n
         requests = build_requests(prompts, params[0], self._bounds, Origin(next(self._ids)))
         stops = StopPatterns(params[0].stop)
