@@ -2,16 +2,26 @@
 
 import hashlib
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from headstart.bundled import packaged_models
-from headstart.bundled.packaged_models import PACKAGED_MODELS, SMOLLM2, PackagedModel, fetch_model, present_model
-from headstart.config.options import EngineOptions
+from headstart.bundled.packaged_models import (
+    PACKAGED_MODELS,
+    SMOLLM2,
+    PackagedModel,
+    fetch_model,
+    packaged_model,
+    present_model,
+)
+from headstart.config.options import EngineOptions, ServerOptions
+from headstart.core.engine import EngineInfo
 from headstart.core.errors import ConfigError
 from headstart.engine_checks import model_folder
 from headstart.gateway.replica_tokenizers import named_tokenizer
+from headstart.openai.bounds import Bounds
 
 WEIGHTS = b"GGUF and so on"
 
@@ -110,3 +120,16 @@ def test_a_folder_of_the_same_name_has_priority(
     (tmp_path / "tiny").mkdir()
     with pytest.raises(ConfigError, match=r"tiny has no config\.json"):
         model_folder(EngineOptions(model="tiny"))
+
+
+def test_the_file_of_a_packaged_model_is_known_with_its_sampling_and_its_format_of_tool_calls(tmp_path: Path) -> None:
+    file = tmp_path / SMOLLM2.file
+    with file.open("wb") as sparse:
+        sparse.truncate(SMOLLM2.num_bytes)
+    assert packaged_model(file) is SMOLLM2 and SMOLLM2.tool_call_parser == "hermes"
+    assert packaged_model(Path(__file__)) is None
+    info = EngineInfo(str(file), "x", 1000, 1024, 16, 100, 0, "float32", "cpu", 1, "reference", ())
+    assert Bounds.of(info, ServerOptions()).closes_objects
+    assert not Bounds.of(info, ServerOptions(extra_properties="yes")).closes_objects
+    assert not Bounds.of(replace(info, model=__file__), ServerOptions()).closes_objects
+    assert Bounds.of(replace(info, model=__file__), ServerOptions(extra_properties="no")).closes_objects

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 import weakref
 from array import array
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -32,7 +33,7 @@ from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import Request, SamplingParams
 from headstart.engine_checks import check_installed
 from headstart.model.setup.threads import prepare_threads
-from headstart.openai.bounds import Bounds
+from headstart.openai.bounds import Bounds, closes_objects
 from headstart.openai.chat.chat_delta import ToolCallDelta
 from headstart.openai.engine_requests import (
     Origin,
@@ -44,6 +45,7 @@ from headstart.openai.engine_requests import (
 from headstart.openai.generation_params import GenerationParams, Kind, parse_params
 from headstart.openai.request_bodies import ChatBody, CompletionBody, as_rendered, parse_messages, parse_prompts
 from headstart.openai.request_json import check_depth
+from headstart.openai.structured.dropped_keywords import dropped_header
 from headstart.openai.text.generation import Generation
 from headstart.openai.text.logprob_table import TokenEntry
 from headstart.openai.text.shared_prompt import SharedPrompt
@@ -117,6 +119,7 @@ class LLM:
             scheduling_policy=info.scheduling_policy,
             defaults=info.sampling_defaults,
             content_forms=tokenizer.content_forms,
+            closes_objects=closes_objects(info),
         )
         self._ids = (f"llm-{number}" for number in itertools.count())
         self._closing = weakref.finalize(self, engine.close)
@@ -263,6 +266,8 @@ class LLM:
         """Run the prompts, each with its own parameters, which differ in the output of a chat only."""
         if not prompts:
             return []
+        if dropped := params[0].dropped:
+            warnings.warn(f"answers may not keep to {dropped_header(dropped)}", stacklevel=3)
         n = params[0].n
         requests = build_requests(prompts, params[0], self._bounds, Origin(next(self._ids)))
         stops = StopPatterns(params[0].stop)

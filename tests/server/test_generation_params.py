@@ -15,6 +15,7 @@ from headstart.openai.bounds import FLOAT32_MAX, Bounds
 from headstart.openai.generation_params import GenerationParams, Kind, fit, parse_params, shortened
 from headstart.openai.request_bodies import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from headstart.openai.request_json import parse_json
+from headstart.openai.tools.call_grammar import tool_schema
 
 BOUNDS = Bounds(vocab_size=100, max_model_len=64, eos_token_ids=(2,), scheduling_policy="priority")
 NAN, INF = float("nan"), float("inf")
@@ -427,3 +428,63 @@ def test_ten_thousand_damaged_texts_raise_nothing_but_invalid_requests() -> None
         except InvalidRequestError as error:
             assert "0x" not in str(error)
     assert 1000 < parsed < 9000
+
+
+def grammar_of(**values: Any) -> str | None:
+    return chat(**values).sampling.grammar
+
+
+def test_fields_of_other_servers_constrain_the_output_too() -> None:
+    """SGLang's regex and json_schema, llama.cpp's json_schema and schema beside a type, and a grammar in Lark."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    assert grammar_of(regex="a+") == grammar_of(guided_regex="a+") is not None
+    for sent in (
+        {"json_schema": schema},
+        {"json_schema": json.dumps(schema)},
+        {"response_format": {"type": "json_object", "schema": schema}},
+        {"response_format": {"type": "json_schema", "schema": schema}},
+    ):
+        assert grammar_of(**sent) == grammar_of(guided_json=schema) is not None
+    assert grammar_of(grammar='start: "a"') == grammar_of(guided_grammar='start: "a"') is not None
+    for name, sent, reason in (
+        ("grammar", {"grammar": 'root ::= "a"'}, "GBNF"),
+        ("guided_grammar", {"guided_grammar": 'root ::= "a"'}, "GBNF"),
+        ("grammar", {"grammar": {"type": "json", "value": {}}}, "must be a string"),
+        ("ebnf", {"ebnf": 'root ::= "a"'}, "write it in Lark"),
+        ("structural_tag", {"structural_tag": {"type": "structural_tag"}}, "strict: true"),
+        ("json_schema", {"json_schema": [1]}, "as an object"),
+    ):
+        with pytest.raises(InvalidRequestError, match=reason) as caught:
+            chat(**sent)
+        assert caught.value.param == name
+
+
+def test_one_grammar_by_two_names_is_one() -> None:
+    lark = '%llguidance {}\nstart: "a"'
+    both = chat(guided_grammar=lark, structured_outputs={"grammar": lark})  # as guidance's client of vLLM sends it
+    assert both.sampling.grammar == grammar_of(guided_grammar=lark)
+    assert (
+        grammar_of(guided_json={}, response_format={"type": "json_schema", "json_schema": {"schema": {}}}) is not None
+    )
+    for other in ({"structured_outputs": {"grammar": 'start: "b"'}}, {"guided_regex": "a"}, {"regex": "a"}):
+        with pytest.raises(InvalidRequestError, match="only one of"):
+            chat(guided_grammar=lark, **other)
+
+
+def test_objects_are_closed_by_an_option_or_a_field() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    closed = {**schema, "additionalProperties": False}
+    option = replace(BOUNDS, closes_objects=True)
+    wanted = parse_params({"guided_json": closed}, BOUNDS, Kind.CHAT).sampling.grammar
+    assert wanted != parse_params({"guided_json": schema}, BOUNDS, Kind.CHAT).sampling.grammar
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    for values in (
+        {"guided_json": schema},
+        {"structured_outputs": {"json": schema}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+    ):
+        assert parse_params(values, option, Kind.CHAT).sampling.grammar == wanted
+    field = {"structured_outputs": {"json": schema, "disable_additional_properties": True}}
+    assert parse_params(field, BOUNDS, Kind.CHAT).sampling.grammar == wanted
+    tools = parse_params({"tools": [tool]}, option, Kind.CHAT).tools
+    assert tools is not None and tool_schema(tools.tools[0]) == closed

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.structured.grammar_text import json_schema_grammar
 from headstart.openai.structured.schema_limits import limited_schema
-from headstart.openai.structured.schema_rewrites import BOUNDS, FORMATS, MAX_BOUND, rewritten_schema
+from headstart.openai.structured.schema_rewrites import BOUNDS, FORMATS, MAX_BOUND, closed_schema, rewritten_schema
 
 BYTES = LLTokenizer("byte")
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
@@ -226,3 +226,37 @@ def test_one_property_more_than_the_required_ones_can_be_asked_for() -> None:
     assert [accepts(two, text) for text in ('{"a":1}', '{"a":1,"a":2}', '{"a":1,"b":2}')] == [False, False, True]
     with pytest.raises(InvalidRequestError, match="minProperties"):
         limited_schema("x", {"minProperties": 3, "required": ["a", "a"]})
+
+
+OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**OBJECT, "additionalProperties": {"type": "integer"}},
+        {**OBJECT, "patternProperties": {"^x": {}}},
+        {**OBJECT, "required": ["b"]},
+        {**OBJECT, "minProperties": 1},
+        {**OBJECT, "anyOf": [{"properties": {"b": {}}, "required": ["b"]}]},
+        {"allOf": [OBJECT, {"properties": {"b": {}}, "required": ["b"]}]},
+        {"items": {**OBJECT, "$ref": "#/$defs/b"}, "$defs": {"b": {"properties": {"b": {}}}}},
+        {"type": "object"},
+        {"const": OBJECT},
+    ],
+    ids=str,
+)
+def test_an_object_that_others_describe_too_is_not_closed(schema: dict[str, Any]) -> None:
+    assert closed_schema(schema) == schema
+
+
+def test_objects_with_a_list_of_properties_are_closed_wherever_they_are() -> None:
+    closed = {**OBJECT, "additionalProperties": False}
+    for around in (
+        lambda one: one,
+        lambda one: {"items": one},
+        lambda one: {"anyOf": [one, {"type": "null"}]},
+        lambda one: {"$defs": {"x": one}, "allOf": [{"$ref": "#/$defs/x"}]},
+        lambda one: {"type": "object", "properties": {"properties": one}, "additionalProperties": one},
+    ):
+        assert closed_schema(around(OBJECT)) == (around(closed))

@@ -89,7 +89,7 @@ def test_a_stream_of_choices_with_logprobs_penalties_and_a_stop_joins_to_the_who
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
             "response_format",
-            "not",
+            "has not, which a grammar cannot keep to; leave it out, or send strict: false",
         ),
         ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
         ({"structured_outputs": {"grammar": "start: b"}}, "structured_outputs.grammar", "unknown name"),
@@ -103,6 +103,17 @@ def test_what_cannot_be_a_grammar_is_a_400_by_name(
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["param"] == param and message in error["message"]
+
+
+def test_a_keyword_that_is_dropped_is_named_in_a_header(server: Server) -> None:
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2, "uniqueItems": True}
+    chosen = {"type": "json_schema", "json_schema": {"schema": schema, "strict": False}}
+    for fields in ({}, {"stream": True}):
+        answer = server.post(CHAT, json={"messages": USER, "response_format": chosen, "max_tokens": 8, **fields})
+        assert answer.status_code == 200
+        assert answer.headers["x-headstart-dropped-keywords"] == "response_format: uniqueItems"
+    plain = server.post(CHAT, json={"messages": USER, "response_format": {"type": "json_object"}, "max_tokens": 2})
+    assert "x-headstart-dropped-keywords" not in plain.headers
 
 
 def test_the_openapi_document_has_the_fields(server: Server) -> None:

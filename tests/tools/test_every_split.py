@@ -18,12 +18,15 @@ from headstart.openai.tools.parsers import text_reader
 from headstart.openai.tools.parsers.call_writer import CallRules
 from headstart.openai.tools.parsers.chat_parser import ChatParser, ParserSetup, ReadCalls, joined
 from headstart.openai.tools.parsers.tool_formats import read_hermes, read_llama3_json, read_mistral, read_pythonic
+from headstart.openai.tools.parsers.xml_calls import read_glm45, read_qwen3_coder
 
 READERS: dict[str, ReadCalls | None] = {
     "hermes": read_hermes,
     "llama3_json": read_llama3_json,
     "mistral": read_mistral,
     "pythonic": read_pythonic,
+    "qwen3_coder": read_qwen3_coder,
+    "glm45": read_glm45,
     "none": None,
 }
 SPECIAL = {"llama3_json": ("<|python_tag|>",), "pythonic": ("<|python_start|>", "<|python_end|>")}
@@ -48,6 +51,16 @@ ANSWERS = {
         "[f(a='日', b=[-1.5, None]), g()]",
         "Hm é <|python_start|>[other()]<|python_end|> ü",
         "[f(a=1, a=2)] é",
+    ],
+    "qwen3_coder": [
+        "Süß.\n<tool_call>\n<function=f>\n<parameter=a>\n日\n</parameter>\n<b\n</parameter>\n</function>\n</tool_call>\n",
+        "<function=g>\n<parameter=n>null</parameter><parameter=o>[1, 'é']</parameter> </function></tool_call> ü",
+        "<tool_call>\n<function=f>\n<parameter=a>\né\n</para",
+    ],
+    "glm45": [
+        "Süß.\n<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>日</arg_value> é</arg_value>\n</tool_call>\n",
+        '<tool_call>g<arg_key>n</arg_key><arg_value>["</arg_value></tool_call>"]</arg_value></tool_call> ü',
+        "<tool_call>f\n<arg_key>é</arg_key>\n<arg_value",
     ],
     "none": ["Text é <tool_call> 日"],
 }
@@ -145,6 +158,8 @@ BLANKS = {
     "llama3_json": '    {"name":"f"}    ;    x',
     "mistral": 'a    [TOOL_CALLS]    [{"name"    :"f","arguments":{}}    ,    x',
     "pythonic": "    [f(a=1)    ,    g()    ]    ",
+    "qwen3_coder": "a    <tool_call>    <function=f>   <parameter=a>  b  </parameter>    </function>   </tool_call>   ",
+    "glm45": "a    <tool_call>    f    <arg_key>a</arg_key>    <arg_value>    5    </arg_value>    </tool_call>    ",
     "none": "a    b    ",
 }
 
@@ -165,10 +180,14 @@ def test_splits_change_nothing_where_more_is_blank_than_is_kept(
 
 
 @pytest.mark.parametrize("before", ["a", "<think>", "<think>a", "{open}", '{open}{{"name"', "{open}f", "{call}"])
-@pytest.mark.parametrize("family", ["hermes", "llama3_json", "mistral", "pythonic"])
+@pytest.mark.parametrize("family", ["hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder", "glm45"])
 def test_of_blanks_little_is_kept_so_that_a_piece_costs_no_more_than_itself(family: str, before: str) -> None:
-    opener = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}.get(family) or SPECIAL[family][0]
-    call = "[f(a=1)" if family == "pythonic" else '{"name":"f","arguments":{}}'
+    opener = {"mistral": "[TOOL_CALLS]"}.get(family) or (SPECIAL.get(family) or ("<tool_call>",))[0]
+    call = {
+        "pythonic": "[f(a=1)",
+        "qwen3_coder": "<function=f><parameter=l></parameter>",
+        "glm45": "f<arg_key>l</arg_key><arg_value></arg_value>",
+    }.get(family) or '{"name":"f","arguments":{}}'
     rules = CallRules(frozenset("fg"), lambda: "id", special=SPECIAL.get(family, ()))
     parser = ChatParser(ParserSetup(READERS[family], rules, is_reasoning=True))
     parser.feed(before.format(open=opener, call=opener + call))
@@ -194,8 +213,16 @@ def test_a_long_text_is_read_in_pieces_so_that_what_is_unread_is_not_copied_for_
 
     monkeypatch.setattr(text_reader.TextReader, "take", counted)
     num_chars = 0
-    for family, opener in (("mistral", "[TOOL_CALLS]"), ("pythonic", "<|python_start|>")):
-        text = opener * 4000
+    argument = "<tool_call>f<arg_key>a</arg_key><arg_value>"
+    for family, text in (
+        ("mistral", "[TOOL_CALLS]" * 4000),
+        ("pythonic", "<|python_start|>" * 4000),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>" + "\n</parameter>" * 4000),
+        ("qwen3_coder", "<tool_call><function=f>" * 2000),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>[" + '"</parameter>' * 4000),
+        ("glm45", argument + "</arg_value>\n" * 4000),
+        ("glm45", (argument + "</arg_value>") * 1000),
+    ):
         rules = CallRules(frozenset("fg"), lambda: "id", special=SPECIAL.get(family, ()))
         parser = ChatParser(ParserSetup(READERS[family], rules))
         joined(parser.feed(text), parser.finish())

@@ -30,6 +30,8 @@ CITY = json.dumps({"city": 'Pär"ís'}, ensure_ascii=False)
 HERMES = "<tool_call>\n%s\n</tool_call>"
 THOUGHT = "Ä plan.\n</think>\n\n"
 NAMED = f'{{"name": "weather", "arguments": {CITY}}}'
+ELEMENTS = '<tool_call>\n<function=weather>\n<parameter=city>\nPär"ís\n</parameter>\n</function>\n</tool_call>'
+PAIRS = '<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Pär"ís</arg_value>\n</tool_call>'
 CALLS = {  # of weather in Pär"ís, as the models of each template write them
     "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use": HERMES % NAMED,
     "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": HERMES % f'{{"arguments": {CITY}, "name": "weather"}}' + "\n",
@@ -40,6 +42,10 @@ CALLS = {  # of weather in Pär"ís, as the models of each template write them
     "meta-llama-Llama-3.2-3B-Instruct": f'<|python_tag|>{{"name": "weather", "parameters": {CITY}}}',
     "mistralai-Mistral-Nemo-Instruct-2407": f"[TOOL_CALLS][{NAMED}]",
     "Mistral-Small-3.2-24B-Instruct-2506": f"[TOOL_CALLS]weather[CALL_ID]a1b2c3d4e[ARGS]{CITY}",
+    "Qwen3-Coder": ELEMENTS,
+    "Qwen3.5-4B": THOUGHT + ELEMENTS,
+    "GLM-4.6": f"<think>\n{THOUGHT}{PAIRS}",
+    "GLM-4.7-Flash": THOUGHT + PAIRS.replace("\n", ""),
 }
 MARKERS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|eot_id|>", "[INST]", "[/INST]")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from server.harness import inside, parse_events
 
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import Bounds
+from headstart.openai.engine_requests import shown_chat, with_chat_output
 from headstart.openai.generation_params import Kind, parse_params
+from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 WEATHER = {
     "type": "function",
@@ -31,6 +34,8 @@ MARKS = {
     "llama3_json": '{# <|start_header_id|> "parameters": #}',
     "mistral": "{# [TOOL_CALLS] #}",
     "pythonic": "{# <|python_start|> #}",
+    "qwen3_coder": "{# <tool_call><function=<parameter= #}",
+    "glm45": "{# <tool_call><arg_key> #}",
     "unknown": "",
 }
 
@@ -138,6 +143,8 @@ def test_hermes(tmp_path: Path) -> None:
         cut = await chats.whole(one, max_tokens=50)
         assert cut["finish_reason"] == "length"
         assert cut["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"city')
+        early = await chats.whole(f"Hm. {one}", max_tokens=24)  # in the name of the function
+        assert early["message"]["content"] == "Hm." and "tool_calls" not in early["message"]
 
     serve(tmp_path, MARKS["hermes"], scenario)
 
@@ -173,6 +180,28 @@ def test_pythonic(tmp_path: Path) -> None:
         await check(chats, "[weather(city=open('x'))]", Expected(content="[weather(city=open('x'))]"))
 
     serve(tmp_path, MARKS["pythonic"], scenario)
+
+
+XML_PARIS = {
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nPärís\n</parameter>\n</function>\n</tool_call>",
+    "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Pärís</arg_value>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("family", XML_PARIS)
+def test_arguments_as_elements(tmp_path: Path, family: str) -> None:
+    one = XML_PARIS[family]
+
+    async def scenario(chats: Chats) -> None:
+        await check(chats, f"I look.\n{one}\n{one}", Expected(PARIS, PARIS, content="I look."))
+        await check(chats, one, Expected(PARIS), stop=["</tool_call>"])
+        await check(chats, "No </tool_call>", Expected(content="No "), stop=["</tool_call>"])
+        await check(chats, one, Expected(content=one), tool_choice="none")
+        cut = await chats.whole(one, max_tokens=len(one) - 20)
+        assert cut["finish_reason"] == "length" and cut["message"]["content"] is None
+        assert not cut["message"]["tool_calls"][0]["function"]["arguments"].endswith("}")
+
+    serve(tmp_path, MARKS[family], scenario)
 
 
 def test_reasoning_and_then_a_call(tmp_path: Path) -> None:
@@ -290,3 +319,20 @@ def test_invalid_tools_are_refused(tools: Any, part: str) -> None:
     with pytest.raises(InvalidRequestError, match=part) as caught:
         parse_params({"tools": tools}, Bounds(100, 100), Kind.CHAT)
     assert (caught.value.param or "").startswith("tools")
+
+
+def test_a_model_may_be_known_to_write_calls_that_its_template_does_not_mention() -> None:
+    """SmolLM2: its template has no tools, and it was trained on those of Hermes."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    backend = tokenizer_folders.build(tokenizer_folders.BYTE_LEVEL)
+    known = Tokenizer(backend, chat_template=template, tool_call_parser="hermes")
+    plain = Tokenizer(backend, chat_template=template)
+    bounds = Bounds(1000, 1000)
+    params = parse_params({"tools": TOOLS, "tool_choice": "required"}, bounds, Kind.CHAT)
+    messages, tools = shown_chat([{"role": "user", "content": "go"}], params.tools, known, bounds)
+    assert tools is None and "<tool_call>" in messages[0]["content"] and "weather" in messages[0]["content"]
+    chat = with_chat_output(params, known.encode("go"), known, bounds).chat
+    assert chat is not None and chat.family is not None and chat.family.name == "hermes"
+    for tokenizer, own in ((plain, bounds), (known, replace(bounds, tool_call_parser="none"))):
+        with pytest.raises(InvalidRequestError, match="--tool-call-parser hermes"):
+            shown_chat([{"role": "user", "content": "go"}], params.tools, tokenizer, own)

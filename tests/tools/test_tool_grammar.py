@@ -1,6 +1,7 @@
 """Grammars of tool calls: what they allow is parsed as a call whose arguments match, and nothing else is allowed."""
 
 import json
+import re
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,14 @@ from tokenizers import Tokenizer as Backend
 from headstart.bundled import bundled_model
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import Bounds
+from headstart.openai.chat.chat_delta import ChatDelta
 from headstart.openai.engine_requests import with_chat_output
 from headstart.openai.generation_params import Kind, parse_params
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.parsers.chat_parser import joined
 
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+GLM_MARKERS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 SPECIAL = ("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 CITY = {
     "type": "object",
@@ -27,6 +30,7 @@ CITY = {
     "required": ["city"],
     "additionalProperties": False,
 }
+WRONG = {"city": "x", "town": "y"}
 OPTIONAL = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/b"}, "c": {"type": "boolean"}},
@@ -40,6 +44,9 @@ TEMPLATES = {
     "mistral": "tools [TOOL_CALLS]",
     "mistral-args": "tools [TOOL_CALLS] [CALL_ID] [ARGS]",
     "pythonic": "tools",
+    "qwen3_coder": "tools <tool_call><function=",
+    "glm45": "tools <tool_call><arg_key>",
+    "glm45-7": "tools <tool_call><arg_key></arg_key><arg_value>",
 }
 
 
@@ -55,7 +62,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """A tokenizer that has the markers as tokens, or knows them as text only."""
     backend = Backend.from_file(str(Path(bundled_model()) / "tokenizer.json"))
     if request.param:
-        backend.add_tokens([AddedToken(text, special=False) for text in MARKERS])
+        backend.add_tokens([AddedToken(text, special=False) for text in (*MARKERS, *GLM_MARKERS)])
         backend.add_special_tokens(list(SPECIAL))
     yield backend
 
@@ -84,10 +91,12 @@ class Answers:
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
     def calls(self, text: str) -> list[tuple[str, Any]]:
+        return [(call.name, json.loads(call.arguments)) for call in self.parsed(text).tool_calls]
+
+    def parsed(self, text: str) -> ChatDelta:
         assert self.params.chat is not None
         parser = self.params.chat.parser()
-        found = joined(parser.feed(text), parser.finish())
-        return [(call.name, json.loads(call.arguments)) for call in found.tool_calls]
+        return joined(parser.feed(text), parser.finish())
 
 
 def written(family: str, name: str, arguments: dict[str, Any]) -> str:
@@ -100,10 +109,24 @@ def written(family: str, name: str, arguments: dict[str, Any]) -> str:
         return f"[TOOL_CALLS] [{json.dumps({'name': name, 'arguments': arguments})}]"
     if family == "mistral-args":
         return f"[TOOL_CALLS]{name}[CALL_ID]a1b2c3d4e[ARGS]{json.dumps(arguments)}"
+    if family == "qwen3_coder":
+        elements = "".join(f"<parameter={key}>\n{raw(value)}\n</parameter>\n" for key, value in arguments.items())
+        return f"<tool_call>\n<function={name}>\n{elements}</function>\n</tool_call>"
+    if family.startswith("glm45"):
+        pairs = [(f"<arg_key>{key}</arg_key>", raw(value)) for key, value in arguments.items()]
+        line = "" if family == "glm45-7" else "\n"
+        elements = "".join(f"{key}{line}<arg_value>{value}</arg_value>{line}" for key, value in pairs)
+        return f"<tool_call>{name}{line}{elements}</tool_call>"
     return f"[{name}({', '.join(f'{key}={json.dumps(value)}' for key, value in arguments.items())})]"
 
 
+def raw(value: Any) -> str:
+    """The value as an element has it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 FAMILIES = sorted(TEMPLATES)
+XML = ["glm45", "glm45-7", "qwen3_coder"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -121,7 +144,7 @@ def test_a_required_call_matches_its_schema_and_is_parsed(backend: Backend, fami
         assert answers.calls(text) == [(name, arguments)]
     for name, arguments in (
         ("weather", {}),
-        ("weather", {"city": 5}),
+        *([] if family in XML else [("weather", {"city": 5})]),  # there it is the string "5"
         ("weather", {"city": "x", "town": "y"}),
         ("opt-1", {"b": "z"}),
         ("other", {"city": "x"}),
@@ -145,10 +168,10 @@ def test_strict_tools_allow_text_or_calls_that_match(backend: Backend, family: s
     assert answers.allows("Hello, what city?\n")
     call = written(family, "weather", {"city": "x"})
     assert answers.allows(call)
-    assert not answers.allows(written(family, "weather", {"city": 5}))
-    if family in ("hermes", "mistral", "mistral-args"):
+    assert not answers.allows(written(family, "weather", WRONG))
+    if family not in ("llama3_json", "pythonic"):
         assert answers.allows(f"I look.\n{call}")
-        assert not answers.allows(f"I look.\n{written(family, 'weather', {'city': 5})}")
+        assert not answers.allows(f"I look.\n{written(family, 'weather', WRONG)}")
 
 
 def test_tools_that_are_not_strict_have_no_grammar(backend: Backend) -> None:
@@ -156,10 +179,10 @@ def test_tools_that_are_not_strict_have_no_grammar(backend: Backend) -> None:
     assert answers.params.sampling.grammar is None and answers.params.chat is not None
 
 
-@pytest.mark.parametrize("family", ["hermes", "mistral", "mistral-args", "pythonic"])
+@pytest.mark.parametrize("family", ["hermes", "mistral", "mistral-args", "pythonic", *XML])
 def test_several_calls_are_allowed_unless_switched_off_or_one_is_named(backend: Backend, family: str) -> None:
     call = written(family, "weather", {"city": "x"})
-    two = {"hermes": f"{call}\n{call}", "mistral-args": call + call}.get(family)
+    two = {"mistral-args": call + call, **dict.fromkeys(("hermes", *XML), f"{call}\n{call}")}.get(family)
     if two is None:  # both in one list
         two = f"{call[:-1]}, {call[call.index('[', 1 if family == 'mistral' else 0) + 1 :].lstrip(' [')}"
         two = two.replace("TOOL_CALLS] [", "", 1) if two.count("TOOL_CALLS") > 1 else two
@@ -206,7 +229,7 @@ def test_a_response_format_applies_to_the_content_beside_calls(backend: Backend,
     call = written(family, "weather", {"city": "x"})
     answers = Answers(backend, family, response_format=JSON_FORMAT, tools=[tool("weather", CITY)])
     assert answers.allows('{"z":1}') and answers.allows(call)
-    assert not answers.allows("Hello") and not answers.allows(written(family, "weather", {"city": 5}))
+    assert not answers.allows("Hello") and not answers.allows(written(family, "weather", WRONG))
     required = Answers(backend, family, response_format=JSON_FORMAT, tool_choice="required")
     assert required.allows(call) and not required.allows('{"z":1}')
     none = Answers(backend, family, response_format=JSON_FORMAT, tool_choice="none")
@@ -219,3 +242,84 @@ def test_a_response_format_applies_behind_the_reasoning(backend: Backend) -> Non
     assert not free.allows("<think>A plan.</think>Hello")
     inside = Answers(backend, "hermes", think=True, prompt="x<think>\n", response_format=JSON_FORMAT, tools=[])
     assert inside.allows('A plan.</think>{"z":1}') and not inside.allows("A plan.</think>Hello")
+
+
+HARD: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "day": {"type": "string", "format": "date"},
+        "code": {"type": "string", "pattern": r"^\d{2}[a-z]+$|z/z", "maxLength": 6},
+        "kind": {"enum": ["a", "</parameter>", "5", 5, None]},
+        "maybe": {"anyOf": [{"type": "string", "minLength": 2}, {"type": "null"}]},
+        "mixed": {"type": ["string", "integer", "boolean"]},
+        "big": {"anyOf": [{"$ref": "#/$defs/big"}, {"type": "string"}]},
+        "any": {},
+        "list": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        "deep": {"$ref": "#/$defs/deep"},
+        "level": {"type": "integer", "minimum": 3},
+    },
+    "required": ["text"],
+    "$defs": {
+        "big": {"type": "integer", "minimum": 100},
+        "deep": {"type": "object", "properties": {"x": {"type": ["string", "null"]}}, "additionalProperties": False},
+    },
+}
+KEPT = [  # arguments that are allowed, and read back
+    {"text": ""},
+    {"text": "\n <b>\"\\é'</b>\n\n", "day": "2024-02-29"},
+    {"text": "null", "code": "12ab", "kind": "a", "maybe": "ab", "mixed": "x5", "big": "-", "any": "x"},
+    {"text": "5", "code": "az/zb", "kind": 5, "maybe": None, "mixed": 5, "big": 123, "any": None},
+    {"text": "</tool_call>", "kind": None, "mixed": True, "any": {"a": [1, "</parameter></function>"]}},
+    {
+        "text": "<",
+        "any": -1.5,
+        "list": ["a\n</parameter>\n</function>", "</arg_value></tool_call>"],
+        "deep": {"x": "<"},
+    },
+    {"text": "</parameter", "any": [], "deep": {}, "level": 3},
+]
+REFUSED = [  # elements of one argument beside text
+    *(
+        ("day", "2023-02-29"),
+        ("code", "1ab"),
+        ("code", "123456z/z"),
+        ("code", "\u0661\u0662ab"),
+        ("kind", "b"),
+        ("kind", "6"),
+    ),
+    *(("maybe", "a"), ("big", "99"), ("list", "[]"), ("list", "text"), ("list", "[5]"), ("deep", '{"y": 1}')),
+    *(("level", "2"), ("level", "x"), ("other", "x"), ("any", "[text"), ("text", "</parameter></arg_value>")),
+]
+
+
+@pytest.mark.parametrize("family", XML)
+def test_raw_text_is_read_back_as_a_value_that_the_schema_allows(backend: Backend, family: str) -> None:
+    answers = Answers(backend, family, tools=[tool("f", HARD)], tool_choice="required")
+    is_spelled = backend.token_to_id("</tool_call>") is None  # else text with a marker has its token
+    for arguments in KEPT:
+        text = written(family, "f", arguments)
+        assert answers.calls(text) == [("f", arguments)]
+        assert answers.allows(text) or ("</tool_call>" in str(arguments) and not is_spelled), text
+    for name, value in REFUSED:
+        assert not answers.allows(written(family, "f", {"text": "a", name: value})), (name, value)
+
+
+@pytest.mark.parametrize("family", XML)
+def test_an_end_marker_inside_of_a_value_does_not_end_it(backend: Backend, family: str) -> None:
+    answers = Answers(backend, family, tools=[tool("f", HARD)])
+    for text in ("a</parameter>b", "a\n</parameter>\n</param\nb", "</arg_value>\nb</arg_value", "</function>"):
+        for arguments in ({"text": text}, {"text": "x", "list": [text]}):
+            assert answers.calls(written(family, "f", arguments)) == [("f", arguments)]
+
+
+def test_parameters_that_no_element_can_have_are_refused_by_name(backend: Backend) -> None:
+    for inner, reason in (
+        ({"type": "string", "pattern": "(^a|b$)"}, "'p' with a pattern that has"),
+        ({"type": "string", "anyOf": [{"minLength": 1}]}, "'p' a string with anyOf"),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "minLength": 1}]}, "'p' with oneOf"),
+    ):
+        with pytest.raises(InvalidRequestError, match=f"the parameters of 'f' have {re.escape(reason)}"):
+            Answers(backend, "glm45", tools=[tool("f", {"properties": {"p": inner}})], tool_choice="required")
+    with pytest.raises(InvalidRequestError, match="'a>b', which XML calls cannot write"):
+        Answers(backend, "qwen3_coder", tools=[tool("f", {"properties": {"a>b": {}}})], tool_choice="required")

@@ -12,20 +12,49 @@ from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta
 from headstart.openai.tools.parsers.call_writer import CallRules
 from headstart.openai.tools.parsers.chat_parser import ChatParser, ParserSetup, ReadCalls, joined
 from headstart.openai.tools.parsers.tool_formats import read_hermes, read_llama3_json, read_mistral, read_pythonic
+from headstart.openai.tools.parsers.xml_calls import read_glm45, read_qwen3_coder
 
 READERS: dict[str, ReadCalls] = {
     "hermes": read_hermes,
     "llama3_json": read_llama3_json,
     "mistral": read_mistral,
     "pythonic": read_pythonic,
+    "qwen3_coder": read_qwen3_coder,
+    "glm45": read_glm45,
 }
 NAMES = frozenset(("f", "g"))
+TYPES = {
+    "f": {
+        "type": "object",
+        "properties": {
+            "a": {"type": "string"},
+            "n": {"type": "integer"},
+            "b": {"type": "boolean"},
+            "l": {"type": "array"},
+            "m": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        },
+    }
+}
 
 
-def parse(family: str, pieces: list[str], *, first_only: bool = False, **reasoning: Any) -> ChatDelta:
-    rules = CallRules(NAMES, lambda: "id", first_only=first_only)
+def parse(
+    family: str, pieces: list[str], *, first_only: bool = False, is_cut: bool = False, **reasoning: Any
+) -> ChatDelta:
+    rules = CallRules(NAMES, lambda: "id", first_only=first_only, parameters=TYPES)
     parser = ChatParser(ParserSetup(READERS[family], rules, **reasoning))
-    return joined(*(parser.feed(piece) for piece in pieces), parser.finish())
+    return joined(*(parser.feed(piece) for piece in pieces), parser.finish(is_cut=is_cut))
+
+
+def elements(**texts: str) -> str:
+    """The call of f as Qwen3-Coder writes it."""
+    inner = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
+    return f"<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>"
+
+
+def pairs(**texts: str) -> str:
+    """The call of f as GLM-4.6 writes it."""
+    inner = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in texts.items())
+    return f"<tool_call>f\n{inner}</tool_call>"
 
 
 def calls_of(delta: ChatDelta) -> list[tuple[str, str]]:
@@ -59,6 +88,24 @@ CASES = [
     ("pythonic", "[f(a='}\"{'), g()]", "", [F, G]),
     ("pythonic", "[f(a=1, b=[-1.5, (None,), {'x': True}], c='\\u00e9')]", "", None),
     ("pythonic", "Hm. <|python_start|>[other()]<|python_end|>", "Hm.", [("other", "{}")]),
+    ("qwen3_coder", elements(a='}"{'), "", [F]),
+    ("qwen3_coder", "Hm.\n" + elements(a='}"{') + "\n" + elements() + " done", "Hm. done", [F, ("f", "{}")]),
+    ("qwen3_coder", "<function=f>\n<parameter=n>5</parameter></function>\n</tool_call>", "", [("f", '{"n": 5}')]),
+    (
+        "qwen3_coder",
+        elements(b="True", l="['x', None]", m="None"),
+        "",
+        [("f", '{"b": true, "l": ["x", null], "m": null}')],
+    ),
+    ("qwen3_coder", elements(n="x", b="5", l="5", m="5"), "", [("f", '{"n": "x", "b": 5, "l": 5, "m": "5"}')]),
+    ("qwen3_coder", elements(o="[1]", p="x"), "", [("f", '{"o": [1], "p": "x"}')]),
+    ("qwen3_coder", elements(a="x\n</parameter>\ny"), "", [("f", '{"a": "x\\n</parameter>\\ny"}')]),
+    ("qwen3_coder", elements(a="x").removesuffix("</function>\n</tool_call>"), "", [("f", '{"a": "x"}')]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n", "", [("f", '{"a": "x"}')]),
+    ("qwen3_coder", elements(a="x").replace("</tool_call>", "<function=g>\n</function>"), "", [("f", '{"a": "x"}'), G]),
+    ("glm45", pairs(a='}"{'), "", [F]),
+    ("glm45", "Hm.\n" + pairs(a='}"{') + "\n<tool_call>g\n</tool_call> done", "Hm. done", [F, G]),
+    ("glm45", pairs(n="5", m="null", l='["</arg_value></tool_call>"]'), "", None),
 ]
 
 
@@ -68,7 +115,9 @@ def test_calls_are_found_and_the_text_around_them_is_content(
 ) -> None:
     found = parse(family, [text])
     assert found.content == content
-    if calls is None:
+    if calls is None and family == "glm45":
+        assert calls_of(found) == [("f", '{"n": 5, "m": null, "l": ["</arg_value></tool_call>"]}')]
+    elif calls is None:
         assert json.loads(found.tool_calls[0].arguments) == {"a": 1, "b": [-1.5, [None], {"x": True}], "c": "é"}
     else:
         assert calls_of(found) == calls
@@ -100,6 +149,14 @@ MALFORMED = [
     ("pythonic", "[f(a=" + "9" * 5000 + ")]"),
     ("pythonic", "[f(a='\\ud800')]"),
     ("pythonic", "[f(a=1, a=2)]"),
+    ("qwen3_coder", "<tool_call>oops</tool_call>"),
+    ("qwen3_coder", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+    ("qwen3_coder", "<tool_call>\n<function=f>\noops"),
+    ("qwen3_coder", "<tool_call>\n<function=two words>\n</function>"),
+    ("qwen3_coder", "Write <function=other>x</function>"),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a\n>x"),
+    ("glm45", "<tool_call>two words</tool_call>"),
+    ("glm45", "<tool_call>f<arg_key>a</arg_key>x</tool_call>"),
 ]
 
 
@@ -126,6 +183,56 @@ def test_arguments_arrive_while_the_model_writes_them() -> None:
     assert parser.feed('{"a": "b') == ChatDelta(tool_calls=(ToolCallDelta(0, "id", "f", '{"a": "b'),))
     assert parser.feed(' c"}') == ChatDelta(tool_calls=(ToolCallDelta(0, arguments=' c"}'),))
     assert parser.feed("}</tool_call>") == parser.finish() == ChatDelta()
+
+
+def test_strings_arrive_while_the_model_writes_them_and_other_values_when_they_are_complete() -> None:
+    rules = CallRules(NAMES, lambda: "id", parameters=TYPES)
+    parser = ChatParser(ParserSetup(read_qwen3_coder, rules))
+    assert parser.feed("<tool_call>\n<function=f>\n<parameter=a>\nb") == ChatDelta(
+        tool_calls=(ToolCallDelta(0, "id", "f", '{"a": "b'),)
+    )
+    assert parser.feed(' "c\n</para') == ChatDelta(tool_calls=(ToolCallDelta(0, arguments=' \\"c'),))
+    assert parser.feed("meter>\n<parameter=n>\n1") == ChatDelta(tool_calls=(ToolCallDelta(0, arguments='"'),))
+    assert parser.feed("2\n</parameter>\n</function>") == ChatDelta(
+        tool_calls=(ToolCallDelta(0, arguments=', "n": 12}'),)
+    )
+    assert parser.feed("\n</tool_call>") == parser.finish() == ChatDelta()
+
+
+WHOLE = {  # two calls
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>\n<tool_call>{"name": "g"}</tool_call>',
+    "llama3_json": '{"name": "f", "parameters": {"a": "b"}}; {"name": "g", "parameters": {}}',
+    "mistral": '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "b"}}, {"name": "g", "arguments": {}}]',
+    "pythonic": "[f(a='b'), g()]",
+    "qwen3_coder": elements(a="b", l="[5]") + "\n" + elements(),
+    "glm45": pairs(a="b", l="[5]") + "\n" + pairs(),
+}
+
+
+@pytest.mark.parametrize("family", WHOLE)
+def test_nothing_of_a_call_that_is_cut_is_content(family: str) -> None:
+    text = WHOLE[family]
+    for end in range(2, len(text)):
+        found = parse(family, [text[:end]], is_cut=True)
+        assert found.content in ("", "<"), text[:end]  # a single character is no marker
+        for call in found.tool_calls[:-1]:
+            json.loads(call.arguments)
+    named = "[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{}"
+    for end in range(2, len(named)):
+        assert parse("mistral", [named[:end]], is_cut=True).content == ""
+
+
+@pytest.mark.parametrize("family", sorted(READERS))
+def test_text_that_is_cut_stays_content(family: str) -> None:
+    for text in ("Hello", "a <", '{"answer": "x', "[1, 2", "a\n", "<tool_call>oops <b", "[TOOL_CALLS] 5 [1"):
+        assert parse(family, [text], is_cut=True).content == text, text
+
+
+def test_a_forced_call_that_is_cut_has_no_content() -> None:
+    for family, text in WHOLE.items():
+        for end in range(1, 20):
+            parser = ChatParser(ParserSetup(READERS[family], CallRules(NAMES, lambda: "id", is_forced=True)))
+            assert joined(parser.feed(text[:end]), parser.finish(is_cut=True)).content == ""
 
 
 def test_special_tokens_of_the_format_are_never_content() -> None:

@@ -11,7 +11,7 @@ from headstart.openai.bounds import Bounds
 from headstart.openai.chat.chat_renderer import ChatRenderer
 from headstart.openai.chat.chat_template import ChatTemplate
 from headstart.openai.request_bodies import parse_chat
-from headstart.openai.tools.chat_format import chat_format, reasoning_at_end
+from headstart.openai.tools.chat_format import TOOL_FAMILIES, chat_format, reasoning_at_end
 from headstart.openai.tools.default_prompt import calls_text
 from headstart.openai.tools.parsers.call_writer import CallRules
 from headstart.openai.tools.parsers.chat_parser import ToolParser, joined
@@ -28,11 +28,15 @@ FAMILIES = {
     "meta-llama-Llama-3.2-3B-Instruct": "llama3_json",
     "mistralai-Mistral-Nemo-Instruct-2407": "mistral",
     "Mistral-Small-3.2-24B-Instruct-2506": "mistral",
-    "Qwen3-Coder": None,
+    "Qwen3-Coder": "qwen3_coder",
+    "Qwen3.5-4B": "qwen3_coder",
+    "GLM-4.6": "glm45",
+    "GLM-4.7-Flash": "glm45",
     "google-gemma-2-2b-it": None,
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": None,
 }
 REASONING = {"Qwen-Qwen3-0.6B", "Qwen-QwQ-32B", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"}
+REASONING |= {"Qwen3.5-4B", "GLM-4.6", "GLM-4.7-Flash"}
 ARGUMENTS = {"city": 'Pär"is', "days": [1, 2], "deep": {"x": None}}
 TOOL = {
     "type": "function",
@@ -82,7 +86,7 @@ def test_the_formats_of_a_model_follow_from_its_template(name: str) -> None:
     form = chat_format(source(name), "auto", "auto")
     assert (form.family.name if form.family else None) == FAMILIES[name]
     assert (form.reasoning == "qwen3") is (name in REASONING)
-    assert form.shows_tools is (FAMILIES[name] is not None or name == "Qwen3-Coder")
+    assert form.shows_tools is (FAMILIES[name] is not None)
     assert (
         chat_format(source(name), "none", "none").family is chat_format(source(name), "none", "none").reasoning is None
     )
@@ -110,7 +114,7 @@ def test_a_conversation_with_tool_messages_is_rendered(name: str) -> None:
     assert "It rains." in text and text.index("weather") < text.index("It rains.")
 
 
-@pytest.mark.parametrize("family", ["hermes", "llama3_json", "mistral", "pythonic"])
+@pytest.mark.parametrize("family", sorted(TOOL_FAMILIES))
 def test_calls_in_a_default_prompt_are_parsed_back(family: str) -> None:
     body = parse_chat({"messages": MESSAGES}, Bounds(1000, 1000))
     chosen = chat_format("", family, "auto").family

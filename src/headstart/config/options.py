@@ -241,7 +241,7 @@ class ServerOptions:
         "auto",
         "Format of the model's tool calls; auto: detected from its chat template.",
         CHATS,
-        choices=("auto", "hermes", "llama3_json", "mistral", "pythonic", "none"),
+        choices=("auto", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder", "glm45", "none"),
     )
     enable_auto_tool_choice: bool = _option(False, "Accepted for vLLM's sake; tools are always enabled.", CHATS)
     reasoning_parser: str = _option(
@@ -249,6 +249,12 @@ class ServerOptions:
         "Format of the model's reasoning; auto: <think> if its chat template has that.",
         CHATS,
         choices=("auto", "qwen3", "deepseek_r1", "none"),
+    )
+    extra_properties: str = _option(
+        "auto",
+        "Properties of JSON objects that a schema neither lists nor forbids; auto: yes, for smollm2-135m no.",
+        CHATS,
+        choices=("auto", "yes", "no"),
     )
     diagnostics_size: int = _option(
         16 * 1024 * 1024,

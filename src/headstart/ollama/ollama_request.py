@@ -196,4 +196,4 @@ def _format(value: object) -> Json | None:
         return {"type": "json_object"}
     if not isinstance(value, Mapping):
         bad_value("format", f"is {shown(value)}", 'it must be "json" or a JSON schema')
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": dict(value)}}
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": dict(value), "strict": False}}

@@ -5,7 +5,9 @@ Limits that are the same everywhere are part of the field they limit: generation
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from headstart.bundled.packaged_models import packaged_model
 from headstart.config.options import ServerOptions
 from headstart.core.engine import EngineInfo
 from headstart.core.request import NO_DEFAULTS, SamplingDefaults
@@ -19,6 +21,12 @@ FLOAT32_MAX = 2.0**128 - 2.0**104  # logits are computed in float32
 
 FULL_CHOICES = 16  # choices of a prompt that fills the context
 MAX_JSON_VALUES = 128 * 1024  # strings, lists and objects of a body: each is a Python object of 50 to 100 bytes
+
+
+def closes_objects(info: EngineInfo) -> bool:
+    """Return whether a model's answers have only properties that a schema lists, unless an option says otherwise."""
+    packaged = packaged_model(Path(info.model))
+    return packaged is not None and packaged.closes_objects
 
 
 def _one_text() -> ContentForms:
@@ -43,6 +51,7 @@ class Bounds:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     prompt_rules: PromptRules = NO_RULES  # for chats
+    closes_objects: bool = False  # in answers, objects have no properties but those that a schema lists
     content_forms: Callable[[], ContentForms] = _one_text  # of the chat template; asked only for other contents
 
     @property
@@ -70,6 +79,9 @@ class Bounds:
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
             prompt_rules=frozenset(options.prompt_rule),
+            closes_objects=closes_objects(info)
+            if options.extra_properties == "auto"
+            else options.extra_properties == "no",
             content_forms=content_forms,
             max_sequence_tokens=max(4 << 20, info.max_model_len * FULL_CHOICES),
             max_answer_entries=max(16 << 20, info.max_model_len * (1 + options.max_logprobs)),

@@ -12,7 +12,8 @@ from headstart.openai.generation_params import GenerationParams, fit
 from headstart.openai.request_bodies import ChatBody, CompletionBody, Message, Prompt
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.tools.chat_format import chat_format, chat_output, reasoning_at_end
+from headstart.openai.tools.call_grammar import dropped_keywords
+from headstart.openai.tools.chat_format import ChatFormat, chat_format, chat_output, reasoning_at_end
 from headstart.openai.tools.default_prompt import messages_with_tools, messages_without_calls
 from headstart.openai.tools.tool_fields import ToolParams
 from headstart.openai.tools.tool_grammar import answer_grammar
@@ -82,7 +83,7 @@ def shown_chat(
     A template without tools gets them in a system message, and earlier calls as text, if a parser is chosen; else
     InvalidRequestError is raised for tools that may be called.
     """
-    form = chat_format(tokenizer.chat_template, bounds.tool_call_parser, bounds.reasoning_parser)
+    form = _format_of(tokenizer, bounds)
     if form.shows_tools:
         return messages, None if tools is None else tools.definitions
     if form.family is not None and form.is_chosen:
@@ -91,10 +92,17 @@ def shown_chat(
     if tools is None or tools.choice.mode == "none":
         return messages, None
     raise InvalidRequestError(
-        "this model's chat template has no tools; leave them out, or start the server with --tool-call-parser",
+        "this model's chat template has no tools; leave them out, or start the server with --tool-call-parser hermes "
+        "(or llama3_json, mistral, pythonic, qwen3_coder, glm45: what the model was trained on)",
         param="tools",
         code="unsupported_parameter",
     )
+
+
+def _format_of(tokenizer: Tokenizer, bounds: Bounds) -> ChatFormat:
+    """Return the formats of a model, by the options first."""
+    chosen = bounds.tool_call_parser if bounds.tool_call_parser != "auto" else tokenizer.tool_call_parser
+    return chat_format(tokenizer.chat_template, chosen, bounds.reasoning_parser)
 
 
 def chat_requests(
@@ -116,14 +124,14 @@ def with_chat_output(
 
     Raises InvalidRequestError if the family of the model is not known but needed, or a schema is too large.
     """
-    form = chat_format(tokenizer.chat_template, bounds.tool_call_parser, bounds.reasoning_parser)
+    form = _format_of(tokenizer, bounds)
     end = tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False)
     output = chat_output(form, params.tools, reasoning_at_end(end), tokenizer, params.skip_special_tokens)
     tools = params.tools
     if tools is not None and tools.is_constrained and (output is None or output.family is None):
         raise InvalidRequestError(
             "the form of this model's tool calls is not known, so they cannot be constrained; send tool_choice auto "
-            "and no strict tools, or start the server with --tool-call-parser",
+            "and no strict tools, or start the server with --tool-call-parser and its format, as hermes",
             param="tool_choice" if tools.choice.mode == "required" else "tools",
             code="unsupported_parameter",
         )
@@ -135,7 +143,10 @@ def with_chat_output(
     if grammar is not None:  # its end is an end
         stops = tuple(dict.fromkeys((*stops, *bounds.eos_token_ids)))
     sampling = replace(params.sampling, grammar=grammar, stop_token_ids=stops)
-    return replace(params, chat=output, sampling=sampling, grammar_field=params.grammar_field or "tools")
+    field, dropped = params.grammar_field or "tools", params.dropped
+    if grammar is not None and tools is not None and output.family is not None:
+        dropped += dropped_keywords(tools)
+    return replace(params, chat=output, sampling=sampling, grammar_field=field, dropped=dropped)
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, bounds: Bounds, add_special_tokens: bool) -> "array[int]":

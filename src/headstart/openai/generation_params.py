@@ -17,6 +17,7 @@ from headstart.openai.cache_params import cache_wishes
 from headstart.openai.canonical.prompt_rules import AppliedRules
 from headstart.openai.generation_fields import ChatFields, CompletionFields, GenerationFields
 from headstart.openai.request_model import validated
+from headstart.openai.structured.dropped_keywords import Dropped
 from headstart.openai.structured.structured_fields import output_grammar
 from headstart.openai.tools.chat_format import ChatOutput
 from headstart.openai.tools.tool_fields import ToolParams, tool_params
@@ -65,6 +66,7 @@ class GenerationParams:
     tools: ToolParams | None = None  # of a chat
     reasoning_effort: str | None = None
     chat: ChatOutput | None = None  # set once the prompt is rendered; None: all output is content
+    dropped: Dropped = ()  # keywords of schemas that the answer may not keep to
     applied_rules: AppliedRules = ()  # that changed the chat, or were reported about it
     ignored: tuple[str, ...] = ()  # unknown names in the request, sorted
 
@@ -100,11 +102,11 @@ def generation_params(fields: GenerationFields, values: Mapping[str, Any], bound
         bad_value("max_tokens", "is 0", "it must be at least 1, except with echo")
     _check_choices(fields)
     _check_priority(fields.priority, bounds)
-    grammar = output_grammar(fields)
+    grammar = output_grammar(fields, closes_objects=bounds.closes_objects)
     if grammar is not None and fields.echo:
-        unsupported("echo", f"{grammar[0]} constrains the output only; leave one of them out")
+        unsupported("echo", f"{grammar.name} constrains the output only; leave one of them out")
     is_chat = isinstance(fields, ChatFields)
-    sampling = _sampling(fields, bounds, max_tokens, None if grammar is None else grammar[1])
+    sampling = _sampling(fields, bounds, max_tokens, None if grammar is None else grammar.text)
     if wishes.prewarm:
         sampling = replace(sampling, max_tokens=0, min_tokens=0, logprobs=None, grammar=None)
     return GenerationParams(
@@ -131,7 +133,8 @@ def generation_params(fields: GenerationFields, values: Mapping[str, Any], bound
         prewarm=wishes.prewarm,
         comparison_id=wishes.comparison_id,
         user=fields.user,
-        grammar_field=None if grammar is None or wishes.prewarm else grammar[0],
+        grammar_field=None if grammar is None or wishes.prewarm else grammar.name,
+        dropped=() if grammar is None or wishes.prewarm else grammar.dropped,
         tools=tool_params(fields.tools, fields.tool_choice, fields.parallel_tool_calls) if is_chat else None,
         reasoning_effort=fields.reasoning_effort if is_chat else None,
         ignored=tuple(sorted(str(name) for name in values if name not in known and name not in UNSUPPORTED)),

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from headstart.bundled.packaged_models import recommended_sampling
+from headstart.bundled.packaged_models import packaged_model
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import NO_DEFAULTS, SamplingDefaults
 from headstart.gguf.gguf_reader import is_gguf, read_gguf
@@ -56,7 +56,8 @@ def _of_gguf(path: Path) -> SamplingDefaults:
     """
     metadata = read_gguf(path).metadata
     in_file = {name: metadata[key] for name, key in _GGUF_KEYS.items() if key in metadata}
-    names = {**recommended_sampling(path), **in_file}
+    packaged = packaged_model(path)
+    names = {**({} if packaged is None else packaged.sampling), **in_file}
     try:
         return _defaults(
             {name: round(value, 6) if isinstance(value, float) else value for name, value in names.items()}

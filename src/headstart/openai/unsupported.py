@@ -17,6 +17,8 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("tools", "functions"), ((), f"{_CALLS} or send an empty list")),
     **dict.fromkeys(("tool_choice", "function_call"), (("none", "auto"), _CALLS)),
     "modalities": (("text",), 'this server writes text only; send ["text"] or leave it out'),
+    "ebnf": (("",), "write it in Lark, as structured_outputs.grammar"),
+    "structural_tag": (("", {}), "send tools with strict: true, or structured_outputs"),
     "suffix": (("",), "insertion is not built; leave it out"),
     **dict.fromkeys(_OTHERS, ((False, [], {}), "leave it out")),
 }

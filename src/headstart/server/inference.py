@@ -25,6 +25,7 @@ from headstart.openai.canonical.prompt_rules import RULES_HEADER, rules_header
 from headstart.openai.engine_requests import Origin, Prepared
 from headstart.openai.request_json import parse_json
 from headstart.openai.sandbox.sandbox_pool import WAIT_SECONDS
+from headstart.openai.structured.dropped_keywords import DROPPED_HEADER, dropped_header
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.server.apis.answer_format import AnswerFormat, ApiRequest, Head, ServedApi
 from headstart.server.generation_job import GenerationJob, News
@@ -71,9 +72,11 @@ async def infer(state: ServerState, api: ServedApi, request: Request) -> Respons
 
 
 def _report(request: Request, job: GenerationJob, answer_id: str) -> dict[str, str]:
-    """Return the headers that state the rules applied to the prompt, and usage and prefill time if requested."""
-    applied = job.params.applied_rules
+    """Return the headers that state rules applied to the prompt, dropped keywords, and if requested usage and times."""
+    applied, dropped = job.params.applied_rules, job.params.dropped
     headers = {RULES_HEADER: rules_header(applied)} if applied else {}
+    if dropped:
+        headers[DROPPED_HEADER] = dropped_header(dropped)
     report = None
     if any(name == REPORT_HEADER for name, _ in request.scope["headers"]):
         report = job.report(answer_id)

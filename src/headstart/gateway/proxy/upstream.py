@@ -27,7 +27,7 @@ _NOT_SENT_ON = HOP_BY_HOP | _OTHER_TARGETS | _OF_THIS_REQUEST
 SENT_BACK = frozenset(
     (
         *(b"cache-control", b"content-disposition", b"content-language", b"deprecation", b"retry-after"),
-        *(b"www-authenticate", b"x-accel-buffering", b"x-should-retry"),
+        *(b"www-authenticate", b"x-accel-buffering", b"x-should-retry", b"x-headstart-dropped-keywords"),
     )
 )
 SENT_BACK_PREFIXES = (b"openai-", b"x-ratelimit-")

@@ -3,6 +3,8 @@
 A grammar comes from a request, and compiling it can take any amount of time and memory: see openai/sandbox/.
 """
 
+import json
+import re
 import time
 from typing import Any
 
@@ -11,6 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.sandbox.sandbox_process import Handler, serve
 from headstart.openai.structured.grammar_limits import parser_limits
+from headstart.openai.structured.grammar_text import TOOL_LINE
 
 _MESSAGES = {  # a part of a message of llguidance, and the message to send
     "oneOf": "oneOf is supported only if its alternatives exclude each other",
@@ -22,6 +25,7 @@ _MESSAGES = {  # a part of a message of llguidance, and the message to send
     "float range": "minimum, exclusiveMinimum, maximum and exclusiveMaximum: {}",
     "integer range": "minimum, exclusiveMinimum, maximum and exclusiveMaximum: {}",
 }
+_PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
 _TOO_LARGE = InvalidRequestError("the grammar needs too much memory; simplify it")
 
 
@@ -33,8 +37,15 @@ def begin_answer(matcher: LLMatcher) -> None:
         matcher.compute_bitmask()
 
 
-def reason(message: str) -> str:
-    """Return the first line of llguidance's message, without advice that only its callers could follow."""
+def reason(message: str, grammar: str = "") -> str:
+    """Return the first line of llguidance's message, without advice that only its callers could follow.
+
+    A place in the rules of a tool is given as the name of the tool.
+    """
+    place = _PLACE.match(message)
+    tool = None if place is None else _tool_at(grammar, int(place[1]))
+    if place is not None and tool is not None:
+        return f"{tool}: {reason(message[place.end() :])}"
     lines = message.strip().split("\n")
     details = [line for line in lines[1:] if line.startswith("error: ")]  # of a regular expression
     line = " ".join((lines[0], *details))[:300]
@@ -42,6 +53,13 @@ def reason(message: str) -> str:
         if part in line:
             return rewritten.format(line)
     return line
+
+
+def _tool_at(grammar: str, line: int) -> str | None:
+    """Return the tool in whose rules a line of the Lark grammar is, of several of the first; None if it is in none."""
+    lark = json.loads(grammar)["grammars"][0].get("lark_grammar", "") if grammar.startswith("{") else grammar
+    before = [text for text in lark.split("\n")[:line] if text.startswith(TOOL_LINE)]
+    return f"tool {before[-1].removeprefix(TOOL_LINE)}" if before else None
 
 
 def build(setup: Any) -> Handler:
@@ -56,7 +74,7 @@ def build(setup: Any) -> Handler:
         if not matcher.is_error():
             begin_answer(matcher)
         if matcher.is_error():
-            raise InvalidRequestError(reason(matcher.get_error()))
+            raise InvalidRequestError(reason(matcher.get_error(), grammar))
         if time.monotonic() - began > max_seconds:
             raise InvalidRequestError("it takes too long to compile; simplify it")
         return ""

@@ -14,18 +14,20 @@ from headstart.core.errors import InvalidRequestError
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
+TOOL_LINE = "// tool "  # a comment before the rules of a tool, whose name follows: errors of the compiler name it
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
-def json_schema_grammar(schema: Mapping[str, Any], *, whitespace: str | None = None) -> str:
+def json_schema_grammar(schema: Mapping[str, Any], *, whitespace: str | None = None, is_strict: bool = True) -> str:
     """Return the grammar of the JSON documents that a schema allows.
 
     `whitespace`: a regular expression for the text between two tokens of JSON. None: no whitespace, so that more tokens
-    have one continuation only, and no model can go on writing spaces.
+    have one continuation only, and no model can go on writing spaces. `is_strict`: else oneOf may be read as anyOf.
     """
     options: JsonCompileOptions = {
         "whitespace_flexible": False,
         "lenient": False,  # a keyword that is not supported is an error
+        "coerce_one_of": not is_strict,
         "json_allowed_escapes": 'nrbtf"\\',  # without \u: "\u0061" would be another way to write the property "a"
     }
     if whitespace is not None:

@@ -38,6 +38,44 @@ _SPACES = r" \t\n\f\r\u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{2
 _ESCAPE_OR_BRACKET = re.compile(r"\\.|[\[\]]", re.DOTALL)
 
 
+_COMBINED = ("anyOf", "oneOf", "allOf", "$ref", "if", "dependentSchemas", "dependencies")
+_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
+
+
+def closed_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema whose objects have no properties but those that it lists, unless it says something about others.
+
+    A schema in which several parts describe one object stays as it is, since each would exclude the others' properties.
+    """
+    closed = _closed(schema, is_map=False)
+    return schema if closed is None else closed
+
+
+def _closed(schema: Any, *, is_map: bool) -> Any:
+    """Return a closed subschema, list, or mapping of names to subschemas; None if parts may describe one object."""
+    if isinstance(schema, list):
+        parts = [_closed(one, is_map=False) for one in schema]
+        return None if None in parts and None not in schema else parts
+    if not isinstance(schema, Mapping):
+        return schema
+    inner: dict[str, Any] = {}
+    for key, value in schema.items():
+        inner[key] = value if key in VALUES and not is_map else _closed(value, is_map=key in SCHEMA_MAPS and not is_map)
+        if inner[key] is None and value is not None:
+            return None
+    properties = schema.get("properties")
+    if is_map or not isinstance(properties, Mapping):
+        is_joined = not is_map and isinstance(parts := schema.get("allOf"), list) and len(parts) > 1
+        return None if is_joined else inner
+    if any(key in schema for key in _COMBINED):
+        return None
+    required = schema.get("required")
+    is_listed = isinstance(required, list) and not set(map(str, required)) <= properties.keys()
+    if is_listed or "minProperties" in schema or any(key in schema for key in _OPEN):
+        return inner
+    return {**inner, "additionalProperties": False}
+
+
 def rewritten_schema(name: str, schema: Mapping[str, Any], *, is_exact: bool = False) -> Mapping[str, Any]:
     """Return the schema as llguidance reads it right. Raises InvalidRequestError, which names the keyword.
 

@@ -4,14 +4,16 @@ At most one grammar may be requested. `output_grammar` returns its text; grammar
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.request_json import parse_json
 from headstart.openai.request_model import RequestModel, checked
+from headstart.openai.structured.dropped_keywords import Dropped, loosened_schema, strict_schema
 from headstart.openai.structured.grammar_text import (
     ANY_OBJECT,
     choice_grammar,
@@ -20,11 +22,13 @@ from headstart.openai.structured.grammar_text import (
     regex_grammar,
 )
 from headstart.openai.structured.schema_limits import limited_lark, limited_regex, limited_schema
+from headstart.openai.structured.schema_rewrites import closed_schema
 from headstart.openai.value_checks import bad_value, check_list, check_text, missing, shown
 
 MAX_GRAMMAR_BYTES = 64 << 10  # of a schema, a regular expression, a grammar, or all choices
 MAX_CHOICES = 1024
 MAX_WHITESPACE_CHARS = 64
+_LARK_START = re.compile(r"^\s*(?:%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
 ANY_WHITESPACE = r"[ \t\r\n]{0,16}"  # bounded, so that no model can go on writing spaces
 
 
@@ -93,6 +97,13 @@ def _space_field(name: str) -> Any:
     return checked(lambda value, _: _whitespace(name, value), str)
 
 
+def _lark(name: str, text: str) -> str:
+    """Return a grammar in Lark. Raises InvalidRequestError for GBNF, in which llama.cpp takes this field."""
+    if "::=" in text and not _LARK_START.search(text):
+        bad_value(name, "is a grammar in GBNF", "send one in Lark, a regular expression as regex, or a json_schema")
+    return limited_lark(name, text)
+
+
 class JsonSchemaFormat(RequestModel):
     """The schema of a response_format."""
 
@@ -102,7 +113,9 @@ class JsonSchemaFormat(RequestModel):
     schema_: Annotated[Mapping[str, Any] | None, _schema_field("response_format.json_schema.schema")] = Field(
         None, alias="schema", description="A JSON Schema of draft 2020-12"
     )
-    strict: bool = Field(False, description="Has no effect: the output always matches the schema")
+    strict: bool | None = Field(
+        None, description="false: keywords that no grammar keeps to are dropped and named in a header, not refused"
+    )
 
 
 class ResponseFormat(RequestModel):
@@ -111,6 +124,9 @@ class ResponseFormat(RequestModel):
     max_entries = 16
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = Field(None, description="Only with type json_schema")
+    schema_: Annotated[Mapping[str, Any] | None, _schema_field("response_format.schema")] = Field(
+        None, alias="schema", description="A JSON Schema in place of json_schema, as in llama.cpp"
+    )
 
 
 class StructuredOutputs(RequestModel):
@@ -122,10 +138,13 @@ class StructuredOutputs(RequestModel):
     )
     regex: Annotated[str | None, _text_field("structured_outputs.regex", limited_regex)] = None
     choice: Annotated[tuple[str, ...] | None, _choice_field("structured_outputs.choice")] = None
-    grammar: Annotated[str | None, _text_field("structured_outputs.grammar", limited_lark)] = Field(
+    grammar: Annotated[str | None, _text_field("structured_outputs.grammar", _lark)] = Field(
         None, description="In Lark"
     )
     json_object: bool = False
+    disable_additional_properties: bool | None = Field(
+        None, description="Objects have no properties but those that the schema lists; default: the server's option"
+    )
     disable_any_whitespace: bool = Field(True, description="No whitespace between the tokens of JSON")
     whitespace_pattern: Annotated[str | None, _space_field("structured_outputs.whitespace_pattern")] = Field(
         None, description="A regular expression for the whitespace between the tokens of JSON"
@@ -142,72 +161,115 @@ class StructuredFields(RequestModel):
     )
     guided_regex: Annotated[str | None, _text_field("guided_regex", limited_regex)] = None
     guided_choice: Annotated[tuple[str, ...] | None, _choice_field("guided_choice")] = None
-    guided_grammar: Annotated[str | None, _text_field("guided_grammar", limited_lark)] = Field(
-        None, description="In Lark"
-    )
+    guided_grammar: Annotated[str | None, _text_field("guided_grammar", _lark)] = Field(None, description="In Lark")
     guided_whitespace_pattern: Annotated[str | None, _space_field("guided_whitespace_pattern")] = Field(
         None, description="A regular expression for the whitespace between the tokens of JSON"
     )
+    regex: Annotated[str | None, _text_field("regex", limited_regex)] = Field(None, description="As in SGLang")
+    json_schema: Annotated[Mapping[str, Any] | None, _schema_field("json_schema")] = Field(
+        None, description="A JSON Schema, as in SGLang and llama.cpp"
+    )
+    grammar: Annotated[str | None, _text_field("grammar", _lark)] = Field(
+        None, description="In Lark; llama.cpp's GBNF is refused"
+    )
 
 
-def output_grammar(fields: StructuredFields) -> tuple[str, str] | None:
-    """Return the name of the field that constrains the output and the text of its grammar; None if there is none.
+class OutputGrammar(NamedTuple):
+    """The text of a grammar, and the field that requests it. `dropped`: keywords that it does not keep to."""
+
+    name: str
+    text: str
+    dropped: Dropped = ()
+
+
+def output_grammar(fields: StructuredFields, *, closes_objects: bool = False) -> OutputGrammar | None:
+    """Return the grammar of the output; None if there is none.
+
+    `closes_objects`: objects have no properties but those that a schema lists.
 
     Raises InvalidRequestError if several fields do.
     """
-    found = [*_of_response_format(fields), *_of_structured_outputs(fields), *_of_guided(fields)]
+    closes = closes_objects
+    found = [*_of_response_format(fields, closes), *_of_structured_outputs(fields, closes)]
+    found += [*_of_guided(fields, closes), *_of_others(fields, closes)]
+    found = list({one.text: one for one in reversed(found)}.values())[::-1]  # guidance sends one by two names
     if len(found) > 1:
-        names = " and ".join(name for name, _ in found)
-        bad_value(found[1][0], f"is set beside {found[0][0]}", f"only one of {names} can constrain the output")
+        names = " and ".join(one.name for one in found)
+        bad_value(found[1].name, f"is set beside {found[0].name}", f"only one of {names} can constrain the output")
     return found[0] if found else None
 
 
-def _of_response_format(fields: StructuredFields) -> list[tuple[str, str]]:
+def _of_response_format(fields: StructuredFields, closes: bool) -> list[OutputGrammar]:
     chosen = fields.response_format
     if chosen is None or chosen.type == "text":
         return []
+    if chosen.schema_ is not None and chosen.json_schema is None:
+        return [_of_schema("response_format", chosen.schema_, closes)]
     if chosen.type == "json_object":
-        return [("response_format", json_schema_grammar(ANY_OBJECT))]
+        return [OutputGrammar("response_format", json_schema_grammar(ANY_OBJECT))]
     if chosen.json_schema is None:
         raise missing("response_format.json_schema")
     if chosen.json_schema.schema_ is None:
         raise missing("response_format.json_schema.schema")
-    return [("response_format", json_schema_grammar(chosen.json_schema.schema_))]
+    name, schema = "response_format", chosen.json_schema.schema_
+    schema = closed_schema(schema) if closes else schema
+    if chosen.json_schema.strict is not False:
+        return [OutputGrammar(name, json_schema_grammar(strict_schema(name, schema, ", or send strict: false")))]
+    loosened = loosened_schema(schema)
+    text = json_schema_grammar(loosened.schema, is_strict=False)
+    return [OutputGrammar(name, text, ((name, loosened.dropped),) if loosened.dropped else ())]
 
 
-def _of_structured_outputs(fields: StructuredFields) -> list[tuple[str, str]]:
+def _of_schema(name: str, schema: Mapping[str, Any], closes: bool, whitespace: str | None = None) -> OutputGrammar:
+    schema = closed_schema(schema) if closes else schema
+    remedy = ", or send the schema as response_format with strict: false"
+    return OutputGrammar(name, json_schema_grammar(strict_schema(name, schema, remedy), whitespace=whitespace))
+
+
+def _of_structured_outputs(fields: StructuredFields, closes: bool) -> list[OutputGrammar]:
     chosen = fields.structured_outputs
     if chosen is None:
         return []
+    closes = closes if chosen.disable_additional_properties is None else chosen.disable_additional_properties
     spaces = chosen.whitespace_pattern
     if spaces is None and not chosen.disable_any_whitespace:
         spaces = ANY_WHITESPACE
-    found: list[tuple[str, str]] = []
+    found: list[OutputGrammar] = []
     if chosen.json_ is not None:
-        found.append(("structured_outputs.json", json_schema_grammar(chosen.json_, whitespace=spaces)))
+        found.append(_of_schema("structured_outputs.json", chosen.json_, closes, spaces))
     if chosen.json_object:
-        found.append(("structured_outputs.json_object", json_schema_grammar(ANY_OBJECT, whitespace=spaces)))
+        found.append(_of_schema("structured_outputs.json_object", ANY_OBJECT, False, spaces))
     if chosen.regex is not None:
-        found.append(("structured_outputs.regex", regex_grammar(chosen.regex)))
+        found.append(OutputGrammar("structured_outputs.regex", regex_grammar(chosen.regex)))
     if chosen.choice is not None:
-        found.append(("structured_outputs.choice", choice_grammar(chosen.choice)))
+        found.append(OutputGrammar("structured_outputs.choice", choice_grammar(chosen.choice)))
     if chosen.grammar is not None:
-        found.append(("structured_outputs.grammar", lark_grammar(chosen.grammar)))
+        found.append(OutputGrammar("structured_outputs.grammar", lark_grammar(chosen.grammar)))
     if not found:
         bad_value("structured_outputs", "has no constraint", "set one of json, regex, choice, grammar, json_object")
     return found
 
 
-def _of_guided(fields: StructuredFields) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+def _of_guided(fields: StructuredFields, closes: bool) -> list[OutputGrammar]:
+    found: list[OutputGrammar] = []
     if fields.guided_json is not None:
-        found.append(
-            ("guided_json", json_schema_grammar(fields.guided_json, whitespace=fields.guided_whitespace_pattern))
-        )
+        found.append(_of_schema("guided_json", fields.guided_json, closes, fields.guided_whitespace_pattern))
     if fields.guided_regex is not None:
-        found.append(("guided_regex", regex_grammar(fields.guided_regex)))
+        found.append(OutputGrammar("guided_regex", regex_grammar(fields.guided_regex)))
     if fields.guided_choice is not None:
-        found.append(("guided_choice", choice_grammar(fields.guided_choice)))
+        found.append(OutputGrammar("guided_choice", choice_grammar(fields.guided_choice)))
     if fields.guided_grammar is not None:
-        found.append(("guided_grammar", lark_grammar(fields.guided_grammar)))
+        found.append(OutputGrammar("guided_grammar", lark_grammar(fields.guided_grammar)))
+    return found
+
+
+def _of_others(fields: StructuredFields, closes: bool) -> list[OutputGrammar]:
+    """Return the grammars of fields of SGLang and llama.cpp."""
+    found: list[OutputGrammar] = []
+    if fields.regex is not None:
+        found.append(OutputGrammar("regex", regex_grammar(fields.regex)))
+    if fields.json_schema is not None:
+        found.append(_of_schema("json_schema", fields.json_schema, closes))
+    if fields.grammar is not None:
+        found.append(OutputGrammar("grammar", lark_grammar(fields.grammar)))
     return found

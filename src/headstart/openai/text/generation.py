@@ -83,6 +83,7 @@ class Generation:
         self._parser = None if params.chat is None else params.chat.parser()
         self._chats: list[ChatDelta] = []  # unless streamed
         self._is_named = params.chat is not None and params.chat.is_named
+        self._call_markers = params.chat.family.markers if params.chat is not None and params.chat.family else ()
         self._silent = _NOTHING  # tokens of a stream whose text the parser holds back
         self._parts: list[str] = []
         self.request_id = request.request_id
@@ -224,7 +225,11 @@ class Generation:
         is_last = delta.finish_reason is not None
         chat = parser.feed(delta.text)
         if is_last:
-            chat = joined(chat, parser.finish())
+            stopped_by = delta.stop_reason if isinstance(delta.stop_reason, str) else ""
+            if stopped_by in self._call_markers and not self._params.include_stop_str_in_output:
+                end = parser.feed(stopped_by)  # the end of a call, but no content
+                chat = joined(chat, end._replace(content=end.content.removesuffix(stopped_by)))
+            chat = joined(chat, parser.finish(is_cut=delta.finish_reason == "length" or stopped_by != ""))
             if delta.finish_reason == "stop" and parser.num_calls and not self._is_named:
                 self.finish_reason = "tool_calls"
         held, self._silent = self._silent, _NOTHING

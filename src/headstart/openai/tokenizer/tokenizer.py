@@ -14,6 +14,7 @@ from typing import Any
 
 import tokenizers
 
+from headstart.bundled.packaged_models import packaged_model
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import CacheMode
 from headstart.gguf.end_tokens import end_token_ids
@@ -37,7 +38,9 @@ class Tokenizer:
         named_tokens: Mapping[str, str] | None = None,
         eos_token_ids: tuple[int, ...] = (),
         chat_template: str | None = None,
+        tool_call_parser: str = "auto",
     ) -> None:
+        """`tool_call_parser`: of a model whose chat template does not tell it; auto: of the template."""
         backend.no_padding()
         backend.no_truncation()
         self.backend = backend
@@ -47,6 +50,7 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids or tuple(i for i in [self._id_of("eos_token")] if i is not None)
         self.vocabulary = Vocabulary(backend)
         self.chat_template = chat_template
+        self.tool_call_parser = tool_call_parser
         self._template = None if chat_template is None else ChatRenderer(chat_template, self.named_tokens)
         self.max_token_chars = _max_token_chars(backend, self.vocabulary)
 
@@ -145,11 +149,13 @@ def _from_gguf(path: Path) -> Tokenizer:
         raise
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"the tokenizer of {path.name!r} cannot be read: {error}") from error
+    packaged = packaged_model(path)
     return Tokenizer(
         backend,
         named_tokens=named_tokens(file),
         eos_token_ids=end_token_ids(file),
         chat_template=text_of(file, "tokenizer.chat_template", None),
+        tool_call_parser="auto" if packaged is None else packaged.tool_call_parser,
     )
 
 

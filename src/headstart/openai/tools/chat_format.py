@@ -6,7 +6,8 @@ is parsed with.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 from uuid import uuid4
 
 from headstart.openai.tokenizer.tokenizer import Tokenizer
@@ -22,6 +23,13 @@ from headstart.openai.tools.parsers.tool_formats import (
     read_llama3_json,
     read_mistral,
     read_pythonic,
+)
+from headstart.openai.tools.parsers.xml_calls import (
+    CALL_MARKERS,
+    GLM45_FORM,
+    QWEN3_CODER_FORM,
+    read_glm45,
+    read_qwen3_coder,
 )
 from headstart.openai.tools.tool_fields import ToolParams
 
@@ -54,6 +62,8 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
         ToolFamily("llama3_json", read_llama3_json, LLAMA3_MARKERS, _call_id),
         ToolFamily("mistral", read_mistral, MISTRAL_MARKERS, _short_call_id),
         ToolFamily("pythonic", read_pythonic, PYTHONIC_MARKERS, _call_id),
+        ToolFamily("qwen3_coder", read_qwen3_coder, (*CALL_MARKERS, *QWEN3_CODER_FORM.ends), _call_id),
+        ToolFamily("glm45", read_glm45, (*CALL_MARKERS, *GLM45_FORM.key, *GLM45_FORM.value), _call_id),
     )
 }
 
@@ -90,8 +100,12 @@ def _detected_family(template: str) -> str | None:
         return None
     if MISTRAL_MARKERS[0] in template:
         return "mistral"
-    if HERMES_MARKERS[0] in template:  # other families write XML between these markers
-        return None if "<function=" in template or "<arg_key>" in template else "hermes"
+    if HERMES_MARKERS[0] in template:  # some families write XML between these markers
+        if GLM45_FORM.key[0] in template:
+            return "glm45"
+        if QWEN3_CODER_FORM.name[0] in template:
+            return "qwen3_coder" if QWEN3_CODER_FORM.key[0] in template else None
+        return "hermes"
     if PYTHONIC_MARKERS[0] in template or "func_name1(params_name1" in template:
         return "pythonic"
     if "<|start_header_id|>" in template and '"parameters": ' in template:
@@ -105,7 +119,10 @@ class ChatOutput:
 
     family: ToolFamily | None = None  # None: no tool may be called, or calls are not recognized
     tool_names: frozenset[str] = frozenset()
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])  # by tool
     first_only: bool = False
+    is_forced: bool = False  # a grammar allows nothing but calls
+    is_constrained: bool = False  # a grammar constrains the calls
     is_named: bool = False  # one function must be called: OpenAI's finish reason is "stop" then
     is_reasoning: bool = False
     is_open: bool = False  # the prompt ends inside the reasoning
@@ -116,7 +133,15 @@ class ChatOutput:
         rules = None
         if self.family is not None:
             special = tuple((self.special or {}).values())
-            rules = CallRules(self.tool_names, self.family.new_id, special, self.first_only)
+            rules = CallRules(
+                self.tool_names,
+                self.family.new_id,
+                special,
+                self.first_only,
+                parameters=self.parameters,
+                is_forced=self.is_forced,
+                needs_marker=self.is_constrained,
+            )
         read_calls = None if self.family is None else self.family.read_calls
         return ChatParser(ParserSetup(read_calls, rules, self.is_reasoning, self.is_open))
 
@@ -131,10 +156,14 @@ def chat_output(
     markers = (*(family.markers if family else ()), *(THINK_MARKERS if form.reasoning else ()))
     ids = {token_id: text for text in markers if (token_id := tokenizer.backend.token_to_id(text)) is not None}
     special = {token_id: text for token_id, text in ids.items() if token_id in tokenizer.vocabulary.special_ids}
+    parameters = {tool.name: tool.parameters for tool in tools.callable_tools} if tools else {}
     return ChatOutput(
         family=family,
-        tool_names=frozenset(tool.name for tool in tools.callable_tools) if tools else frozenset(),
+        tool_names=frozenset(parameters),
+        parameters=parameters,
         first_only=tools is not None and not tools.parallel,
+        is_forced=tools is not None and tools.choice.mode == "required",
+        is_constrained=tools is not None and tools.is_constrained,
         is_named=tools is not None and tools.choice.name is not None,
         is_reasoning=form.reasoning is not None,
         is_open=form.reasoning is not None and (form.reasoning == "deepseek_r1" if ends_open is None else ends_open),

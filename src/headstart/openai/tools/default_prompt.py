@@ -12,6 +12,12 @@ _CALL_FORMS = {
     "llama3_json": '{"name": <function-name>, "parameters": <args-json-object>}',
     "mistral": '[TOOL_CALLS][{"name": <function-name>, "arguments": <args-json-object>}]',
     "pythonic": "[<function-name>(<arg-name>=<value>, ...), ...]",
+    "qwen3_coder": (
+        "<tool_call>\n<function=<function-name>>\n<parameter=<arg-name>>\n<value>\n</parameter>\n</function>\n</tool_call>"
+    ),
+    "glm45": (
+        "<tool_call><function-name>\n<arg_key><arg-name></arg_key>\n<arg_value><value></arg_value>\n</tool_call>"
+    ),
 }
 
 
@@ -45,11 +51,23 @@ def calls_text(calls: Sequence[Mapping[str, Any]], family: ToolFamily) -> str:
     functions = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
     if family.name == "pythonic":
         return "[" + ", ".join(f"{name}({_keywords(arguments)})" for name, arguments in functions) + "]"
+    if family.name in ("qwen3_coder", "glm45"):
+        return "\n".join(_elements(family.name, name, arguments) for name, arguments in functions)
     key = "parameters" if family.name == "llama3_json" else "arguments"
     objects = [json.dumps({"name": name, key: arguments}, ensure_ascii=False) for name, arguments in functions]
     if family.name == "hermes":
         return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
     return f"[TOOL_CALLS][{', '.join(objects)}]" if family.name == "mistral" else "; ".join(objects)
+
+
+def _elements(family: str, name: str, arguments: object) -> str:
+    pairs = arguments.items() if isinstance(arguments, Mapping) else ()
+    written = [(key, one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)) for key, one in pairs]
+    if family == "glm45":
+        inner = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{one}</arg_value>\n" for key, one in written)
+        return f"<tool_call>{name}\n{inner}</tool_call>"
+    inner = "".join(f"<parameter={key}>\n{one}\n</parameter>\n" for key, one in written)
+    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
 
 def _keywords(arguments: object) -> str:

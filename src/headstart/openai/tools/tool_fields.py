@@ -28,6 +28,7 @@ class Tool:
     parameters: Mapping[str, Any]  # a JSON schema
     definition: Mapping[str, Any]
     strict: bool = False
+    is_closed: bool = False  # the arguments have no properties but those that the schema lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ def _tool(name: str, value: object, bounds: Bounds) -> Tool:
         definition["parameters"] = dict(parameters)
     if strict is not None:
         definition["strict"] = strict
-    return Tool(called, parameters, {"type": "function", "function": definition}, bool(strict))
+    return Tool(called, parameters, {"type": "function", "function": definition}, bool(strict), bounds.closes_objects)
 
 
 def _check_texts(value: object) -> None:

@@ -7,48 +7,30 @@ of llguidance takes such tokens for special ones, which no text matches.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
 
-from headstart.core.errors import InvalidRequestError
 from headstart.openai.structured.grammar_text import lark_grammar
-from headstart.openai.structured.schema_limits import limited_schema
+from headstart.openai.tools.call_grammar import (
+    ANY_TEXT,
+    DEFINITIONS,
+    CallGrammar,
+    TokenId,
+    cannot_write,
+    json_rule,
+    marker,
+    one_of,
+    plain_arguments,
+    tool_line,
+    tool_schema,
+    with_definitions,
+)
 from headstart.openai.tools.chat_format import ChatFormat, ChatOutput
 from headstart.openai.tools.parsers.reasoning_reader import THINK_MARKERS
 from headstart.openai.tools.parsers.tool_formats import HERMES_MARKERS, LLAMA3_MARKERS, MISTRAL_MARKERS
 from headstart.openai.tools.tool_fields import Tool, ToolParams
+from headstart.openai.tools.xml_grammar import glm45_grammar, qwen3_coder_grammar
 
-TokenId = Callable[[str], int | None]
 CONTENT = "@content"  # the grammar of the content, inside that of an answer
-_JSON_FORM = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "lenient": False,
-    "json_allowed_escapes": 'nrbtf"\\',
-}
-_ANY = r"/(.|\n)*/"
 _SPACE = r"/[ \n\r\t]{0,4}/"  # bounded, so that no model can go on writing spaces
-_DEFINITIONS = ("$defs", "definitions")
-_PLAIN_KEYWORDS = frozenset(
-    (
-        *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
-        "$schema",
-        "title",
-        "description",
-    )
-)
-
-
-@dataclass(frozen=True, slots=True)
-class CallGrammar:
-    """The rules of the calls of one family; `behind` is a call without its opening marker."""
-
-    rules: list[str]
-    call: str  # an expression: one call, or a list of them
-    opener: str | None  # the marker before it; None: calls begin the answer
-    plain: str = _ANY  # text without calls
-    repeats: bool = False  # several calls may follow each other
 
 
 def answer_grammar(
@@ -71,7 +53,7 @@ def answer_grammar(
         body = "calls" if is_required else "free" if content is None else f"(calls | {CONTENT})"
         if body == "free":
             lines += _free(grammar, tools, token_id)
-    lines += [f"ANY: {_ANY}", f"SPACE: {_SPACE}"]
+    lines += [f"ANY: {ANY_TEXT}", f"SPACE: {_SPACE}"]
     think = _think(output, token_id, lines)
     text = "\n".join([lines[0], f"start: {think}{body}", *lines[1:], ""])
     return _with_content(text, content) if CONTENT in body else lark_grammar(text)
@@ -123,37 +105,22 @@ def _think(output: ChatOutput, token_id: TokenId, lines: list[str]) -> str:
         lines.append(f"thought: ANY <[{number}]>")
     if output.is_open:
         return "thought SPACE "
-    return f"(SPACE {_marker(opening, token_id)} thought SPACE)? "
-
-
-def _marker(text: str, token_id: TokenId) -> str:
-    number = token_id(text)
-    return json.dumps(text) if number is None else f"<[{number}]>"
-
-
-def _schema(tool: Tool) -> Mapping[str, Any]:
-    """Return the schema of a tool's arguments, which are always an object."""
-    schema = limited_schema("tools", tool.parameters)
-    return schema if "type" in schema or "$ref" in schema else {"type": "object", **schema}
-
-
-def _json(schema: object) -> str:
-    """Return the Lark expression of a JSON value, with the separators that chat templates write."""
-    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_FORM} if isinstance(schema, Mapping) else schema)}"
+    return f"(SPACE {marker(opening, token_id)} thought SPACE)? "
 
 
 def _objects(tools: ToolParams) -> list[str]:
     """Return the rules of `object`: a JSON object of name and arguments for any of the tools."""
     rules: list[str] = []
     for index, tool in enumerate(tools.callable_tools):
+        rules.append(tool_line(tool))
         begin = json.dumps(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
         rules.append(f'object_{index}: {begin} arguments_{index} "}}"')
-        rules.append(f"arguments_{index}: {_json(_schema(tool))}")
-    return [*rules, "object: " + " | ".join(f"object_{index}" for index in range(len(tools.callable_tools)))]
+        rules.append(f"arguments_{index}: {json_rule(tool_schema(tool), tool)}")
+    return [*rules, one_of("object", len(tools.callable_tools))]
 
 
 def _hermes(tools: ToolParams, _: ChatFormat, token_id: TokenId) -> CallGrammar:
-    opening, closing = (_marker(marker, token_id) for marker in HERMES_MARKERS)
+    opening, closing = (marker(text, token_id) for text in HERMES_MARKERS)
     rules = [*_objects(tools), f"call: {opening} behind", f"behind: SPACE object SPACE {closing}"]
     return CallGrammar(rules, "call", HERMES_MARKERS[0], repeats=True)
 
@@ -163,17 +130,18 @@ def _llama3_json(tools: ToolParams, _: ChatFormat, token_id: TokenId) -> CallGra
     # response_format, which may be JSON as well, has the same lexemes.
     rules: list[str] = []
     for index, tool in enumerate(tools.callable_tools):
-        schema = _schema(tool)
-        shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
+        schema = tool_schema(tool)
+        shared = {key: schema[key] for key in DEFINITIONS if key in schema}
         call = {"name": {"const": tool.name}, "parameters": schema}
         required = {"required": list(call), "additionalProperties": False}
-        rules.append(f"object_{index}: {_json({**shared, 'type': 'object', 'properties': call, **required})}")
-    rules.append("object: " + " | ".join(f"object_{index}" for index in range(len(rules))))
+        rules.append(tool_line(tool))
+        rules.append(f"object_{index}: {json_rule({**shared, 'type': 'object', 'properties': call, **required}, tool)}")
+    rules.append(one_of("object", len(tools.callable_tools)))
     return CallGrammar(rules, "object", None, r"/[ \n\r\t]*[^{ \n\r\t](.|\n)*/")
 
 
 def _mistral(tools: ToolParams, form: ChatFormat, token_id: TokenId) -> CallGrammar:
-    opening, call_id, arguments = (_marker(marker, token_id) for marker in MISTRAL_MARKERS)
+    opening, call_id, arguments = (marker(text, token_id) for text in MISTRAL_MARKERS)
     if MISTRAL_MARKERS[2] not in form.template:
         more = ' (", " object)*' if tools.parallel else ""
         array = [*_objects(tools), f'behind: SPACE "[" object{more} "]"']
@@ -181,42 +149,40 @@ def _mistral(tools: ToolParams, form: ChatFormat, token_id: TokenId) -> CallGram
     with_id = f"{call_id} /[a-zA-Z0-9]{{9}}/ " if MISTRAL_MARKERS[1] in form.template else ""
     rules: list[str] = []
     for index, tool in enumerate(tools.callable_tools):
+        rules.append(tool_line(tool))
         rules.append(f"named_{index}: {json.dumps(tool.name)} {with_id}{arguments} arguments_{index}")
-        rules.append(f"arguments_{index}: {_json(_schema(tool))}")
-    rules.append("behind: " + " | ".join(f"named_{index}" for index in range(len(tools.callable_tools))))
+        rules.append(f"arguments_{index}: {json_rule(tool_schema(tool), tool)}")
+    rules.append(one_of("named", len(tools.callable_tools)).replace("named:", "behind:", 1))
     return CallGrammar(rules, f"{opening} behind", MISTRAL_MARKERS[0], repeats=True)
 
 
 def _pythonic(tools: ToolParams, _: ChatFormat, token_id: TokenId) -> CallGrammar:
     rules: list[str] = []
     for index, tool in enumerate(tools.callable_tools):
-        rules += _python_call(index, tool)
-    rules.append("object: " + " | ".join(f"object_{index}" for index in range(len(tools.callable_tools))))
+        rules += [tool_line(tool), *_python_call(index, tool)]
+    rules.append(one_of("object", len(tools.callable_tools)))
     more = ' (", " object)*' if tools.parallel else ""
     return CallGrammar(rules, f'"[" object{more} "]"', None, r"/[ \n\r\t]*[^\[ \n\r\t](.|\n)*/")
 
 
 def _python_call(index: int, tool: Tool) -> list[str]:
     """Return the rules of one call: keyword arguments in the order of the schema, their values in JSON."""
-    schema = _schema(tool)
-    properties: Any = schema.get("properties") or {}
-    is_plain = isinstance(properties, Mapping) and not set(schema) - _PLAIN_KEYWORDS
-    if not is_plain or not all(name.isidentifier() and name.isascii() for name in properties):
-        message = f"the parameters of {tool.name!r} are no plain object, which pythonic calls need: list its properties"
-        raise InvalidRequestError(message, param="tools", code="unsupported_parameter")
-    must = schema.get("required")
-    required = {name for name in properties if isinstance(must, list | tuple) and name in must}
-    shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
+    schema = tool_schema(tool)
+    arguments = plain_arguments(tool, schema, "pythonic")
+    for name, _, _ in arguments:
+        if not (name.isidentifier() and name.isascii()):
+            raise cannot_write(
+                tool, f"have the name {name!r}, which pythonic calls cannot write: use letters and digits"
+            )
     rules = [f'object_{index}: {json.dumps(tool.name + "(")} first_{index}_0 ")"']
-    for at, (name, inner) in enumerate(properties.items()):
+    for at, (name, inner, is_required) in enumerate(arguments):
         item, rest = f"item_{index}_{at}", f"rest_{index}_{at + 1}"
-        inner = {**shared, **inner} if isinstance(inner, Mapping) else inner
-        rules.append(f"{item}: {json.dumps(name + '=')} {_json(inner)}")
-        skip = "" if name in required else f" | first_{index}_{at + 1}"
+        rules.append(f"{item}: {json.dumps(name + '=')} {json_rule(with_definitions(schema, inner), tool)}")
+        skip = "" if is_required else f" | first_{index}_{at + 1}"
         rules.append(f"first_{index}_{at}: {item} {rest}{skip}")
-        optional = "" if name in required else "?"
+        optional = "" if is_required else "?"
         rules.append(f'rest_{index}_{at}: (", " {item}){optional} {rest}')
-    end = len(properties)
+    end = len(arguments)
     return [*rules, f'first_{index}_{end}: ""', f'rest_{index}_{end}: ""']
 
 
@@ -225,4 +191,6 @@ _FAMILIES: Mapping[str, Callable[[ToolParams, ChatFormat, TokenId], CallGrammar]
     "llama3_json": _llama3_json,
     "mistral": _mistral,
     "pythonic": _pythonic,
+    "qwen3_coder": lambda tools, form, token_id: qwen3_coder_grammar(tools, token_id),
+    "glm45": lambda tools, form, token_id: glm45_grammar(tools, form.template, token_id),
 }

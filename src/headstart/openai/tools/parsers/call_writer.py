@@ -1,10 +1,12 @@
 """CallWriter: collects the content and the tool calls that a parser finds, between two ChatDeltas."""
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta
+from headstart.openai.tools.parsers.argument_types import ArgumentTypes
 from headstart.openai.tools.parsers.text_reader import Read, TextReader, first_marker, num_held
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -18,6 +20,9 @@ class CallRules:
     new_id: Callable[[], str]  # of a call
     special: tuple[str, ...] = ()  # markers that are special tokens here: they are never part of the content
     first_only: bool = False  # parallel_tool_calls is false: later calls are dropped
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])  # by tool
+    is_forced: bool = False  # a grammar allows nothing but calls
+    needs_marker: bool = False  # a grammar allows calls only behind the family's marker
 
 
 class CallWriter:
@@ -30,11 +35,23 @@ class CallWriter:
         self._has_content = False
         self._is_after_call = False
         self._is_dropped = False  # the call that is being written
+        self._types: dict[str, ArgumentTypes] = {}
         self.num_calls = 0
+
+    @property
+    def needs_marker(self) -> bool:
+        """Whether a call must begin with the family's marker."""
+        return self._rules.needs_marker
 
     def accepts(self, name: str, *, any_name: bool) -> bool:
         """Return whether a call may have this name: that of a tool, or with `any_name` any valid one."""
         return name in self._rules.tool_names or (any_name and _NAME.fullmatch(name) is not None)
+
+    def types_of(self, name: str) -> ArgumentTypes:
+        """Return the types of the arguments of a function, by the schema of the tool if there is one."""
+        if name not in self._types:
+            self._types[name] = ArgumentTypes(self._rules.parameters.get(name, {}))
+        return self._types[name]
 
     def content(self, text: str) -> None:
         """Append content; special tokens in it are dropped."""
@@ -50,6 +67,21 @@ class CallWriter:
         """Append content at the end of the text: whitespace after a call is dropped."""
         if not (self._is_after_call and text.isspace()):
             self.content(text)
+
+    def no_call(self, reader: TextReader, beginnings: Sequence[str] = ()) -> None:
+        """Write kept text as content. If it ran out, a part of a call is missing, and it is dropped.
+
+        `beginnings`: of a call without a marker, with %s for the name of a tool; the text must begin like one of them.
+        """
+        if reader.ran_out and (not beginnings or self._begins_call(reader.text, beginnings)):
+            reader.rewind()
+        else:
+            self.last_content(reader.take())
+
+    def _begins_call(self, text: str, beginnings: Sequence[str]) -> bool:
+        text = "".join(text.split())
+        whole = [beginning % name for beginning in beginnings for name in self._rules.tool_names]
+        return any(text.startswith(one) or one.startswith(text) for one in whole)
 
     def begin(self, name: str) -> None:
         """Begin a call."""
@@ -94,8 +126,10 @@ class CallWriter:
                     return True
                 self.content(reader.take())
             elif reader.ended:
-                reader.at = len(reader.text)
+                reader.at = len(reader.text) - (held if reader.is_cut and held > 1 else 0)
                 self.last_content(reader.take())
+                reader.at = len(reader.text)  # of a marker that was cut
+                reader.take()
                 return False
             else:
                 yield

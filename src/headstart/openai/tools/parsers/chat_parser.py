@@ -22,6 +22,7 @@ class ToolParser:
         self._reader = TextReader()
         self._writer = CallWriter(rules)
         self._run = read_calls(self._reader, self._writer)
+        self._is_forced = rules.is_forced
 
     @property
     def num_calls(self) -> int:
@@ -35,10 +36,11 @@ class ToolParser:
             next(self._run, None)
         return self._writer.take()
 
-    def finish(self) -> ChatDelta:
-        """Return what was held back at the end of the text."""
-        self._reader.ended = True
-        return self.feed("")
+    def finish(self, *, is_cut: bool = False) -> ChatDelta:
+        """Return what was held back at the end of the text; if it is cut, the beginning of a call is dropped."""
+        self._reader.ended, self._reader.is_cut = True, is_cut
+        delta = self.feed("")
+        return delta._replace(content="") if is_cut and self._is_forced else delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +72,13 @@ class ChatParser:
         split = SplitText(rest=text) if self._reasoning is None else self._reasoning.feed(text)
         return self._parsed(split)
 
-    def finish(self) -> ChatDelta:
-        """Return what was held back at the end of the text."""
+    def finish(self, *, is_cut: bool = False) -> ChatDelta:
+        """Return what was held back at the end of the text. `is_cut`: the model would have written more."""
         split = SplitText() if self._reasoning is None else self._reasoning.finish()
         delta = self._parsed(split)
         if self._tools is None:
             return delta
-        return joined(delta, self._tools.finish())
+        return joined(delta, self._tools.finish(is_cut=is_cut))
 
     def _parsed(self, split: SplitText) -> ChatDelta:
         if self._tools is None:

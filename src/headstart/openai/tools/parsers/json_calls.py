@@ -78,9 +78,8 @@ def read_balanced(reader: TextReader, write: Callable[[str], None] | None = None
         if reader.at == len(reader.text):
             if write is not None:
                 write(reader.take())
-            if reader.ended:
+            if not (yield from reader.peek()):
                 return False
-            yield
             continue
         char = reader.text[reader.at]
         if quote:

@@ -44,11 +44,25 @@ def parse_python_call(text: str) -> str | None:
                 at = _expect(text, at, ",")
         if at != len(text) - 1:
             return None
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        written.encode()
-        return written
-    except ValueError:  # also UnicodeEncodeError, for a lone surrogate
+        return _written(arguments)
+    except ValueError:
         return None
+
+
+def parse_python_literal(text: str) -> str | None:
+    """Return a literal as JSON; None if the text is none."""
+    try:
+        value = _value(text, 0, 0)
+        return _written(value.value) if value.end == len(text) else None
+    except ValueError:
+        return None
+
+
+def _written(value: object) -> str:
+    """Return a value as JSON. Raises ValueError, for a lone surrogate UnicodeEncodeError, which is one."""
+    written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    written.encode()
+    return written
 
 
 def _space(text: str, at: int) -> int:

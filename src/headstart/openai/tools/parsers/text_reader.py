@@ -28,7 +28,14 @@ class TextReader:
     def __init__(self) -> None:
         self.text = ""
         self.at = 0  # text[:at] is consumed and kept, text[at:] is unread
+        self._ran_out = False  # a reader asked for more than the text has
         self.ended = False
+        self.is_cut = False  # it ended because of a limit, so the model would have written more
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the text was cut where it is read, so what is kept may be the beginning of a call."""
+        return self.is_cut and self._ran_out
 
     def add(self, text: str) -> None:
         """Append the next piece."""
@@ -43,13 +50,16 @@ class TextReader:
         return taken
 
     def rewind(self) -> None:
-        """Make the kept text unread again."""
+        """Make the kept text unread again. If it ran out, it is dropped: it may be the rest of a call."""
+        if self.ran_out:
+            self.text = ""
         self.at = 0
 
     def peek(self) -> Read[str]:
         """Return the next character without consuming it; "" at the end of the text."""
         while self.at == len(self.text) and not self.ended:
             yield
+        self._ran_out |= self.at == len(self.text)
         return self.text[self.at : self.at + 1]
 
     def skip_space(self) -> Read[None]:
@@ -70,9 +80,19 @@ class TextReader:
             if unread == literal:
                 self.at += len(literal)
                 return True
-            if self.ended or not literal.startswith(unread):
+            if not literal.startswith(unread):
+                return False
+            if self.ended:
+                self._ran_out = True
                 return False
             yield
+
+    def word(self) -> Read[str]:
+        """Consume and return the characters of a name that are next."""
+        start = self.at
+        while (char := (yield from self.peek())) and ((char.isascii() and char.isalnum()) or char in "_.-"):
+            self.at += 1
+        return self.text[start : self.at]
 
 
 def pieces(text: str) -> list[str]:

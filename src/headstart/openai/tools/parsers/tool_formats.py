@@ -9,6 +9,7 @@ HERMES_MARKERS = ("<tool_call>", "</tool_call>")
 LLAMA3_MARKERS = ("<|python_tag|>",)
 MISTRAL_MARKERS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 PYTHONIC_MARKERS = ("<|python_start|>", "<|python_end|>", "<|python_tag|>")
+_LLAMA3_BEGINNINGS = ('{"name":"%s"', '{"function":"%s"', '{"type":"function","name":"%s"')
 
 
 def read_hermes(reader: TextReader, writer: CallWriter) -> Read[None]:
@@ -17,7 +18,7 @@ def read_hermes(reader: TextReader, writer: CallWriter) -> Read[None]:
     while (yield from writer.text_until(reader, (opening,))):
         yield from reader.skip_space()
         if not (yield from read_object_call(reader, writer)):
-            writer.content(reader.take())
+            writer.no_call(reader)
             continue
         yield from reader.skip_space()
         if (yield from reader.match(closing)):
@@ -41,7 +42,7 @@ def read_mistral(reader: TextReader, writer: CallWriter) -> Read[None]:
         if char == "[":
             yield from _mistral_array(reader, writer)
         elif not (yield from (read_object_call(reader, writer) if char == "{" else _mistral_named(reader, writer))):
-            writer.content(reader.take())
+            writer.no_call(reader)
 
 
 def read_pythonic(reader: TextReader, writer: CallWriter) -> Read[None]:
@@ -54,14 +55,16 @@ def read_pythonic(reader: TextReader, writer: CallWriter) -> Read[None]:
 
 def _llama3_calls(reader: TextReader, writer: CallWriter, *, is_tagged: bool) -> Read[None]:
     """Read calls in a row; without the tag, an object is a call only with the name of a tool."""
+    beginnings = () if is_tagged else _LLAMA3_BEGINNINGS
     while True:
         yield from reader.skip_space()
         if (yield from reader.match(LLAMA3_MARKERS[0])):
-            is_tagged = True
+            is_tagged, beginnings = True, ()
             yield from reader.skip_space()
         if not (yield from read_object_call(reader, writer, any_name=is_tagged)):
-            writer.last_content(reader.take())
+            writer.no_call(reader, beginnings)
             return
+        beginnings = ()
         yield from reader.skip_space()
         if not (yield from reader.match(";")) and (yield from reader.peek()) != "{":
             reader.rewind()
@@ -73,7 +76,7 @@ def _mistral_array(reader: TextReader, writer: CallWriter) -> Read[None]:
     while True:
         yield from reader.skip_space()
         if not (yield from read_object_call(reader, writer)):
-            writer.content(reader.take())
+            writer.no_call(reader)
             return
         yield from reader.skip_space()
         if (yield from reader.match("]")):
@@ -85,10 +88,10 @@ def _mistral_array(reader: TextReader, writer: CallWriter) -> Read[None]:
 
 
 def _mistral_named(reader: TextReader, writer: CallWriter) -> Read[bool]:
-    name = yield from _word(reader)
+    name = yield from reader.word()
     yield from reader.skip_space()
     if (yield from reader.match(MISTRAL_MARKERS[1])):
-        yield from _word(reader)
+        yield from reader.word()
     if (yield from reader.match(MISTRAL_MARKERS[2])):
         yield from reader.skip_space()
     if not writer.accepts(name, any_name=True) or (yield from reader.peek()) != "{":
@@ -107,22 +110,24 @@ def _python_list(reader: TextReader, writer: CallWriter, openers: tuple[str, ...
             any_name = True
             yield from reader.skip_space()
             break
+    beginnings = () if any_name else ("[%s(",)
     if not (yield from reader.match("[")):
-        writer.last_content(reader.take())
+        writer.no_call(reader, beginnings)
         return
     while True:
         yield from reader.skip_space()
         start = reader.at
-        name = yield from _word(reader)
+        name = yield from reader.word()
         is_call = writer.accepts(name, any_name=any_name) and (yield from reader.peek()) == "("
         is_call = is_call and (yield from read_balanced(reader, quotes="\"'"))
         arguments = parse_python_call(reader.text[start : reader.at]) if is_call else None
         if arguments is None:
-            writer.last_content(reader.take())
+            writer.no_call(reader, beginnings)
             return
         writer.begin(name)
         writer.arguments(arguments)
         reader.take()
+        beginnings = ()
         yield from reader.skip_space()
         if (yield from reader.match(",")):
             continue
@@ -133,11 +138,3 @@ def _python_list(reader: TextReader, writer: CallWriter, openers: tuple[str, ...
         else:
             reader.rewind()
         return
-
-
-def _word(reader: TextReader) -> Read[str]:
-    """Consume and return the characters of a name that are next."""
-    start = reader.at
-    while (char := (yield from reader.peek())) and ((char.isascii() and char.isalnum()) or char in "_.-"):
-        reader.at += 1
-    return reader.text[start : reader.at]

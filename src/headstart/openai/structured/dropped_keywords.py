@@ -1,0 +1,159 @@
+"""Keywords of JSON Schema that no grammar keeps to: found by name and place, and dropped where the caller allows it.
+
+Dropping one allows more documents, never fewer. Each stands where more values of a part mean more of the whole, since
+the keywords that turn this round (`not`, `if`, `contains` with maxContains) are themselves among them, and `oneOf` is
+read as `anyOf` unless its alternatives exclude each other, also the widened ones. Not dropped is what could allow
+fewer: `patternProperties` beside `additionalProperties`, a `$ref` that leads nowhere, a `type` that does not exist.
+"""
+
+import re
+from collections.abc import Container, Iterator, Mapping
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from headstart.openai.structured.schema_rewrites import SCHEMA_MAPS, VALUES
+from headstart.openai.value_checks import bad_value, shown
+
+DROPPED_HEADER = "x-headstart-dropped-keywords"
+"""The response header that names keywords which an answer may not keep to: `weather: format, uniqueItems`."""
+
+Dropped = tuple[tuple[str, tuple[str, ...]], ...]
+"""Names of tools, or of a field, and the keywords that were dropped from their schemas."""
+
+_MAX_HEADER_CHARS = 1000
+_ALWAYS = frozenset(
+    (
+        *("not", "contains", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
+        *("$dynamicRef", "$recursiveRef"),
+    )
+)
+_WITH = {  # keywords that say nothing without one of others
+    "if": ("then", "else"),
+    **dict.fromkeys(("then", "else"), ("if",)),
+    **dict.fromkeys(("minContains", "maxContains"), ("contains",)),
+    **dict.fromkeys(("$dynamicAnchor", "$recursiveAnchor"), ()),
+}
+_UNLESS = {"uniqueItems": (False,), **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), (True, {}))}
+_KEPT_FORMATS = frozenset(("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
+_STANDARD_FORMATS = frozenset(  # all others say nothing by the standard
+    (
+        *("idn-email", "idn-hostname", "iri", "iri-reference", "uri-reference", "uri-template"),
+        *("json-pointer", "relative-json-pointer", "regex"),
+    )
+)
+_NOT_IN_RUST = re.compile(
+    r"(\(\?<?[=!]|\\[1-9bBk])|\\.|\[(?:\\.|[^\]\\])*+(?:\]|\Z)", re.DOTALL
+)  # a group: of ECMA only
+
+
+class Said(IntEnum):
+    """The meaning of a keyword that no grammar keeps to."""
+
+    NOTHING = 0
+    ANNOTATION = 1  # nothing by the standard, but a reader may expect it
+    RULE = 2
+
+
+class Loosened(NamedTuple):
+    """A schema without the keywords that no grammar keeps to. `dropped`: those that say something, sorted."""
+
+    schema: Any
+    dropped: tuple[str, ...]
+
+
+def loosened_schema(schema: Mapping[str, Any]) -> Loosened:
+    """Return a schema that allows what the given one allows, and maybe more.
+
+    `oneOf` stays: it is among the dropped ones if its alternatives may overlap, and then to be compiled as anyOf.
+    """
+    dropped: set[str] = set()
+    return Loosened(_loosened(schema, dropped, is_map=False), tuple(sorted(dropped)))
+
+
+def strict_schema(name: str, schema: Mapping[str, Any], remedy: str) -> Mapping[str, Any]:
+    """Return a schema without keywords that say nothing. Raises InvalidRequestError for one that says a rule.
+
+    `remedy`: what helps beside leaving it out.
+    """
+    for keyword, place in _rules(schema, "", is_map=False):
+        where = f" at {shown(place)}" if place else ""
+        bad_value(name, f"has {keyword}{where}, which a grammar cannot keep to", f"leave it out{remedy}")
+    return loosened_schema(schema).schema
+
+
+def dropped_header(dropped: Dropped) -> str:
+    """Return the value of DROPPED_HEADER."""
+    text = "; ".join(f"{name}: {', '.join(keywords)}" for name, keywords in dropped)
+    return text if len(text) <= _MAX_HEADER_CHARS else text[:_MAX_HEADER_CHARS] + "..."
+
+
+def _unkept(part: Mapping[str, Any]) -> Iterator[tuple[str, Said]]:
+    """Yield the keywords of one subschema that no grammar keeps to, and what each says."""
+    for keyword, value in part.items():
+        if keyword in _ALWAYS:
+            yield keyword, Said.RULE
+        elif keyword in _WITH:
+            yield keyword, Said.RULE if any(other in part for other in _WITH[keyword]) else Said.NOTHING
+        elif keyword in _UNLESS:
+            yield keyword, Said.NOTHING if value in _UNLESS[keyword] else Said.RULE
+        elif keyword in ("format", "pattern") and isinstance(value, str):
+            if keyword == "format" and value not in _KEPT_FORMATS and _may_be_string(part):
+                yield keyword, Said.RULE if value in _STANDARD_FORMATS else Said.ANNOTATION
+            elif keyword == "pattern" and any(found[1] for found in _NOT_IN_RUST.finditer(value)):
+                yield keyword, Said.RULE if _may_be_string(part) else Said.NOTHING
+
+
+def _excludes(part: Mapping[str, Any]) -> bool:
+    """Return whether the alternatives of oneOf are known to exclude each other."""
+    branches = part["oneOf"]
+    if not isinstance(branches, list) or "discriminator" in part:
+        return True
+    parts = [one for one in branches if isinstance(one, Mapping)]
+    types = [one["type"] for one in parts if isinstance(one.get("type"), str)]
+    types += ["number"] if "integer" in types else []
+    if len(types) >= len(branches) and len(set(types)) == len(types):
+        return True
+    return len(parts) == len(branches) and all("const" in one or "enum" in one for one in parts)
+
+
+def _may_be_string(part: Mapping[str, Any]) -> bool:
+    types = part.get("type", "string")
+    return "string" in (types if isinstance(types, list) else [types])
+
+
+def _inner(part: Mapping[str, Any], left_out: Container[str]) -> Iterator[tuple[str, Any, bool]]:
+    """Yield the keywords that may hold subschemas, their values, and whether these are maps of names."""
+    for key, value in part.items():
+        if key not in left_out and key not in VALUES:
+            yield key, value, key in SCHEMA_MAPS
+
+
+def _loosened(schema: Any, dropped: set[str], *, is_map: bool) -> Any:
+    """Return a loosened subschema, list of subschemas, or, if `is_map`, mapping of names to them."""
+    if isinstance(schema, list):
+        return [_loosened(one, dropped, is_map=False) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    if is_map:
+        return {name: _loosened(one, dropped, is_map=False) for name, one in schema.items()}
+    unkept = dict(_unkept(schema))
+    dropped.update(keyword for keyword, said in unkept.items() if said)
+    if "oneOf" in schema and not _excludes(schema):
+        dropped.add("oneOf")
+    inner = {key: _loosened(value, dropped, is_map=names) for key, value, names in _inner(schema, unkept)}
+    return {key: inner.get(key, value) for key, value in schema.items() if key not in unkept}
+
+
+def _rules(schema: Any, place: str, *, is_map: bool) -> Iterator[tuple[str, str]]:
+    """Yield the keywords that say a rule no grammar keeps to, and where."""
+    if isinstance(schema, list):
+        for index, one in enumerate(schema):
+            yield from _rules(one, f"{place}/{index}", is_map=False)
+    elif isinstance(schema, Mapping):
+        unkept: dict[str, Said] = {} if is_map else dict(_unkept(schema))
+        for keyword, said in unkept.items():
+            if said is Said.RULE:
+                yield keyword, place
+        inner = ((key, one, False) for key, one in schema.items()) if is_map else _inner(schema, unkept)
+        for key, value, holds_names in inner:
+            yield from _rules(value, f"{place}/{key}", is_map=holds_names)

@@ -1,0 +1,123 @@
+"""Parts of grammars of tool calls that the formats share: markers, JSON values, and the arguments of one tool."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from headstart.core.errors import InvalidRequestError
+from headstart.openai.structured.dropped_keywords import Dropped, loosened_schema, strict_schema
+from headstart.openai.structured.grammar_text import TOOL_LINE
+from headstart.openai.structured.schema_limits import limited_schema
+from headstart.openai.structured.schema_rewrites import closed_schema
+from headstart.openai.tools.tool_fields import Tool, ToolParams
+
+TokenId = Callable[[str], int | None]
+ANY_TEXT = r"/(.|\n)*/"
+DEFINITIONS = ("$defs", "definitions")
+ANNOTATIONS = frozenset(
+    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema")
+)
+_JSON_FORM = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": False,
+    "json_allowed_escapes": 'nrbtf"\\',
+}
+_PLAIN_KEYWORDS = ANNOTATIONS | {"type", "properties", "required", "additionalProperties", *DEFINITIONS}
+
+
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """The rules of the calls of one family; `behind` is a call without its opening marker."""
+
+    rules: list[str]
+    call: str  # an expression: one call, or a list of them
+    opener: str | None  # the marker before it; None: calls begin the answer
+    plain: str = ANY_TEXT  # text without calls
+    repeats: bool = False  # several calls may follow each other
+
+
+class Argument(NamedTuple):
+    """An argument of a tool."""
+
+    name: str
+    schema: Any
+    is_required: bool
+
+
+def marker(text: str, token_id: TokenId) -> str:
+    """Return the Lark expression of a marker: a token of the vocabulary, or text."""
+    number = token_id(text)
+    return json.dumps(text) if number is None else f"<[{number}]>"
+
+
+def tool_line(tool: Tool) -> str:
+    """Return the comment before the rules of a tool, by which an error of the compiler is given its name."""
+    return f"{TOOL_LINE}{tool.name!a}"
+
+
+def dropped_keywords(tools: ToolParams) -> Dropped:
+    """Return the keywords that the grammar of calls does not keep to, by the names of the tools."""
+    found = [(tool.name, loosened_schema(tool.parameters).dropped) for tool in tools.callable_tools if not tool.strict]
+    return tuple((name, keywords) for name, keywords in found if keywords)
+
+
+def tool_schema(tool: Tool) -> Mapping[str, Any]:
+    """Return the schema of a tool's arguments, which are always an object, as a grammar keeps to it.
+
+    Raises InvalidRequestError, with the names of tool and keyword.
+    """
+    name = f"tools: function {tool.name!r}"
+    try:
+        schema = limited_schema(name, tool.parameters)
+        schema = closed_schema(schema) if tool.is_closed else schema
+        if tool.strict:
+            schema = strict_schema(name, schema, ", or send strict: false for this tool")
+        else:
+            schema = loosened_schema(schema).schema
+    except InvalidRequestError as error:
+        error.param = "tools"
+        raise
+    return schema if "type" in schema or "$ref" in schema else {"type": "object", **schema}
+
+
+def json_rule(schema: object, tool: Tool) -> str:
+    """Return the Lark expression of a JSON value, with the separators that chat templates write."""
+    form = {**_JSON_FORM, "coerce_one_of": not tool.strict}
+    return f"%json {json.dumps({**schema, 'x-guidance': form} if isinstance(schema, Mapping) else schema)}"
+
+
+def one_of(rule: str, count: int) -> str:
+    """Return the rule `rule` of one of rule_0, rule_1, ..."""
+    return f"{rule}: " + " | ".join(f"{rule}_{index}" for index in range(count))
+
+
+def with_definitions(root: Mapping[str, Any], schema: Any) -> Any:
+    """Return a subschema of `root` with the definitions that its $ref may point to."""
+    shared = {key: root[key] for key in DEFINITIONS if key in root}
+    return {**shared, **schema} if isinstance(schema, Mapping) else schema
+
+
+def plain_arguments(tool: Tool, schema: Mapping[str, Any], calls: str) -> list[Argument]:
+    """Return the arguments that a schema lists, in its order, for calls without a JSON object around them.
+
+    Raises InvalidRequestError for a schema that is more than a list; `calls`: those that need it.
+    """
+    properties: Any = schema.get("properties") or {}
+    others = sorted(set(schema) - _PLAIN_KEYWORDS)
+    if not isinstance(properties, Mapping) or others:
+        reason = f", but have {', '.join(others)}" if others else ""
+        raise cannot_write(tool, f"are no plain object, which {calls} calls need{reason}: list its properties")
+    must = schema.get("required")
+    required = [name for name in (must if isinstance(must, list | tuple) else ()) if isinstance(name, str)]
+    more = schema.get("additionalProperties", True)
+    listed = [Argument(name, inner, name in required) for name, inner in properties.items()]
+    return [*listed, *(Argument(name, more, True) for name in dict.fromkeys(required) if name not in properties)]
+
+
+def cannot_write(tool: Tool, reason: str) -> InvalidRequestError:
+    """Return the error for parameters of a tool that calls of this model cannot have."""
+    message = f"the parameters of {tool.name!r} {reason}"
+    return InvalidRequestError(message, param="tools", code="unsupported_parameter")
