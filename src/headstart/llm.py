@@ -41,6 +41,7 @@ from headstart.openai.engine_requests import (
     encode_completion,
     with_chat_output,
 )
+from headstart.openai.forms.carried_text import REFUSE
 from headstart.openai.generation_params import GenerationParams, Kind, parse_params
 from headstart.openai.request_bodies import ChatBody, CompletionBody, as_rendered, parse_messages, parse_prompts
 from headstart.openai.request_json import check_depth
@@ -117,6 +118,7 @@ class LLM:
             scheduling_policy=info.scheduling_policy,
             defaults=info.sampling_defaults,
             content_forms=tokenizer.content_forms,
+            unreadable_parts=REFUSE,  # no header could name what is lost
         )
         self._ids = (f"llm-{number}" for number in itertools.count())
         self._closing = weakref.finalize(self, engine.close)
