@@ -100,7 +100,8 @@ SAMPLES: dict[tuple[str, str, str], Any] = {
     (RESPONSES, TOOL, "namespace"): {
         "type": "namespace",
         "name": "ns",
-        "tools": [{"type": "function", "name": "MARK"}],
+        "description": "MARK",
+        "tools": [{"type": "function", "name": "g"}],
     },
     (RESPONSES, TOOL, "local_shell"): {"type": "local_shell"},
     (RESPONSES, TOOL, "shell"): {"type": "shell", "environment": {"type": "local"}},

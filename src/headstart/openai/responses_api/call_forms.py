@@ -35,6 +35,11 @@ class CallForm:
     payload: str = "arguments"
     added: Mapping[str, Any] = field(default_factory=dict[str, Any])  # to arguments that are an object
 
+    @property
+    def is_text(self) -> bool:
+        """Whether the payload is a text and not an object."""
+        return self.payload == "input" or self.item == "function_call"
+
     def content(self, arguments: str) -> Any:
         """Return the payload of an item for the arguments of a call; what is cut short is kept as text only."""
         if self.item == "function_call":
@@ -132,7 +137,13 @@ def _read(name: str, tool: Mapping[str, Any], bounds: Bounds) -> Json:
             if not isinstance(item, Mapping) or item.get("type") not in ("function", "custom"):
                 bad_value(f"{name}.tools[{index}]", f"is {shown(item)}", "it must be a function or a custom tool")
         tools = [_read(f"{name}.tools[{index}]", item, bounds) for index, item in enumerate(inner)]
-        return {"type": kind, "name": tool["name"], "tools": tools}
+        description = tool.get("description")
+        return {
+            "type": kind,
+            "name": tool["name"],
+            "description": description if isinstance(description, str) else "",
+            "tools": tools,
+        }
     keys = (*_FUNCTION_KEYS, "format") if kind == "custom" else _FUNCTION_KEYS
     executed = {"execution": "client"} if kind in _EXECUTED else {}
     return {"type": kind, **executed} | {key: tool[key] for key in keys if tool.get(key) is not None}
@@ -158,12 +169,20 @@ def chat_tools(tools: Iterable[Json]) -> list[ChatTool]:
     for index, tool in enumerate(tools):
         field_name = f"tools[{index}]"
         if tool["type"] == "namespace":
-            found += [
-                _chat_tool(f"{field_name}.tools[{at}]", inner, tool["name"]) for at, inner in enumerate(tool["tools"])
-            ]
+            found += _of_namespace(field_name, tool)
         elif "name" in tool or "execution" in tool:
             found.append(_chat_tool(field_name, tool))
     return found
+
+
+def _of_namespace(field_name: str, tool: Json) -> list[ChatTool]:
+    """Return the functions of a namespace; the first one begins with the description of all."""
+    tools = [_chat_tool(f"{field_name}.tools[{at}]", inner, tool["name"]) for at, inner in enumerate(tool["tools"])]
+    if tools and tool["description"]:
+        own = tools[0].function.get("description")
+        if isinstance(own, str | None):
+            tools[0].function["description"] = "\n".join(filter(None, (tool["description"], own)))
+    return tools
 
 
 def called_tools(tools: Iterable[Json]) -> dict[str, ChatTool]:
@@ -181,7 +200,7 @@ def _chat_tool(field_name: str, tool: Json, namespace: str | None = None) -> Cha
         parameters = {"type": "object", "properties": dict(properties), "required": list(required)}
         given = {key: tool[key] for key in ("description", "parameters") if key in tool}
         function = {"name": kind, "description": description, "parameters": parameters, **given}
-        return ChatTool(field_name, function, form, {})
+        return ChatTool(field_name, function, form, {"execution": "client"} if kind == "tool_search" else {})
     names = {"name": tool["name"]} | ({} if namespace is None else {"namespace": namespace})
     if kind == "custom":
         function = {"name": tool["name"], "description": _custom_description(tool), "parameters": _CUSTOM_INPUT}

@@ -84,7 +84,11 @@ class ResponseEvents:
             yield self._event(f"{name}.delta", {**self._place(step.part), "delta": step.text, **logprobs})
 
     def _begin(self, part: ChatPart) -> Iterator[Json]:
-        item = self._shape.item(part, "in_progress", is_empty=True)
+        if part.kind is not PartKind.TOOL_CALL or self._shape.call_form(part).is_text:
+            yield from self._added(part, is_empty=True)  # another call has no fields before its end
+
+    def _added(self, part: ChatPart, *, is_empty: bool) -> Iterator[Json]:
+        item = self._shape.item(part, "in_progress", is_empty=is_empty)
         yield self._event("response.output_item.added", {"output_index": part.index, "item": item})
         if part.kind is not PartKind.TOOL_CALL:
             empty = content_part(part.kind, "")
@@ -103,6 +107,8 @@ class ResponseEvents:
 
     def _end_of_call(self, part: ChatPart, place: Json) -> Iterator[Json]:
         form = self._shape.call_form(part)
+        if not form.is_text:
+            yield from self._added(part, is_empty=False)
         assert part.call is not None
         if form.item == "function_call":
             yield self._event(f"{_FUNCTION}.done", {**place, "name": part.call.name, "arguments": part.text})
