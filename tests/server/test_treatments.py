@@ -4,24 +4,15 @@ MARK is what a prompt must contain, SECRET what it must not.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
-import httpx
 import pytest
-import tokenizer_folders
-from server.harness import inside
+from server.asking import Asked, asking, write_model
 
 from headstart.openai.forms.skipped import SKIPPED_HEADER
 from headstart.openai.forms.treatments import TREATMENTS, UNREADABLE, ApiName, Place, Row, Treatment
 
-TEMPLATE = (
-    "{% for tool in tools or [] %}TOOL {{ tool | tojson }}\n{% endfor %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content or '' }}{{ m.content or '' }}"
-    "{% for call in m.tool_calls or [] %}CALL {{ call.function | tojson }}{% endfor %}\n{% endfor %}"
-)
 CHAT, RESPONSES, MESSAGES = ApiName
 FIELD, TOOL, ITEM, PART = Place
 F = {"name": "f", "parameters": {"type": "object", "properties": {}}}
@@ -243,18 +234,9 @@ ITEMS_KEY = {CHAT: "messages", RESPONSES: "input", MESSAGES: "messages"}
 ROWS = [row for row in TREATMENTS if SAMPLES.get(row[:3], ...) is not None]
 
 
-class Asked(NamedTuple):
-    """The answer to a request, and the prompt that the engine got."""
-
-    answer: httpx.Response
-    prompt: str
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder: Path = tmp_path_factory.mktemp("treatments") / "model"
-    tokenizer_folders.write(folder, tokenizer_folders.BYTE_LEVEL, chat_template=TEMPLATE)
-    return f"{folder}?vocab=1000&length=16000"
+    return write_model(tmp_path_factory.mktemp("treatments"))
 
 
 def body(row: Row, *, has: bool) -> dict[str, Any]:
@@ -274,27 +256,6 @@ def body(row: Row, *, has: bool) -> dict[str, Any]:
     blocks = [{"type": "text", "text": "say"}, *(sample if has else [])]
     turns = [{"role": "assistant", "content": blocks}, {"role": "user", "content": "look"}]
     return {**base, key: [*base[key], *turns]}
-
-
-@asynccontextmanager
-async def asking(model: str, **options: Any) -> AsyncIterator[Callable[[str, Any], Awaitable[Asked]]]:
-    """A server, and the function that sends it a body."""
-    async with inside(model, tool_call_parser="hermes", **options) as server:
-        prompts: list[str] = []
-        submit = server.engine.submit
-
-        def noting(requests: Any) -> Any:
-            prompts.append(server.state.loaded_model.tokenizer.decode(requests[0].prompt))
-            return submit(requests)
-
-        server.engine.submit = noting  # type: ignore[method-assign]
-
-        async def ask(path: str, body: Any) -> Asked:
-            prompts.clear()
-            answer = await server.client.post(path, json=body)
-            return Asked(answer, "".join(prompts))
-
-        yield ask
 
 
 def problems(row: Row, asked: Asked, base: Asked) -> Iterator[str]:

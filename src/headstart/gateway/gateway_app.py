@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headstart import __version__
+from headstart.anthropic.model_page import VERSION_HEADER, anthropic_model, model_page
 from headstart.apis.api_table import CHAT, COMPLETIONS, api_of, generation_api
 from headstart.core.errors import InvalidRequestError
 from headstart.gateway.gateway_routes import PROXIED, ROUTES, is_passed_on
@@ -65,6 +66,7 @@ class _Front:
             "/v1/cache/stats": ("GET", self._cache_stats),
             "/health": ("GET", self._health),
             "/readyz": ("GET", self._health),
+            "/ping": ("GET", self._health),
             "/livez": ("GET", self._livez),
             "/metrics": ("GET", self._metrics),
             "/version": ("GET", self._version),
@@ -96,7 +98,7 @@ class _Front:
             response = await known[1](Request(scope, receive, send))
             await response(scope, receive, send)
         elif path.startswith("/v1/models/") and method == "GET":
-            await self._model(path.removeprefix("/v1/models/"))(scope, receive, send)
+            await self._model(path.removeprefix("/v1/models/"), scope)(scope, receive, send)
         elif (found := _STORED.fullmatch(path)) is not None and method in ("GET", "DELETE"):
             await (await self._stored_response(Request(scope, receive, send), found[1]))(scope, receive, send)
         elif known is not None or (path in PROXIED and method != "POST"):
@@ -216,15 +218,17 @@ class _Front:
     # ------------------------------------------------------------------------------------------------------ answered
 
     async def _models(self, request: Request) -> Response:
-        return json_response(model_list([dict(card.fields) for card in self._state.members.cards()]))
+        models = [dict(card.fields) for card in self._state.members.cards()]
+        return json_response((model_page if VERSION_HEADER in request.headers else model_list)(models))
 
     async def _ollama_models(self, request: Request) -> Response:
         return json_response(ollama_models([card.fields for card in self._state.members.cards()]))
 
-    def _model(self, name: str) -> Response:
+    def _model(self, name: str, scope: Scope) -> Response:
         for card in self._state.members.cards():
             if card.id == name:
-                return json_response(dict(card.fields))
+                model = dict(card.fields)
+                return json_response(anthropic_model(model) if VERSION_HEADER in Request(scope).headers else model)
         return error_response(
             InvalidRequestError(f"model {shown(name)} is served by no replica", param="model", code="model_not_found")
         )

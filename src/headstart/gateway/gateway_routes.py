@@ -23,7 +23,7 @@ PROXIED = frozenset(  # generation routes of Headstart, vLLM and SGLang; each ta
 OWN = (
     *(path for api in APIS for path in api.get_paths),
     *("/v1/models", "/v1/fleet", "/v1/cache/stats", "/v1/cache/explain", "/v1/prefixes", "/reset_prefix_cache"),
-    *("/health", "/readyz", "/livez", "/metrics", "/version"),
+    *("/health", "/readyz", "/livez", "/metrics", "/version", "/ping"),
 )
 ROUTES = (*sorted(PROXIED), *OWN)
 ROUTER_ACCESS: Mapping[str, Access] = {
