@@ -69,7 +69,7 @@ CLIENTS = (
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A coding agent from npm. `binary`: the pattern of its path; `skipped`: what the server leaves out of its prompts."""
+    """A coding agent from npm. `binary`: the pattern of its path; `skipped`: what its prompts lack here."""
 
     name: str
     requirements: tuple[str, ...]

@@ -30,7 +30,7 @@ from headstart.http.packed_metrics import CONTENT_TYPE
 from headstart.http.spooled_body import SpooledBody
 from headstart.ollama.ollama_answers import model_list as ollama_models
 from headstart.openai.request_json import parse_json
-from headstart.openai.responses import Json, model_list
+from headstart.openai.responses import Json, model_list, tokenizer_info
 from headstart.openai.value_checks import shown
 
 LONG_BODY_BYTES = 16 * 1024  # longer bodies are parsed and tokenized off the event loop, which relays streams
@@ -72,6 +72,8 @@ class _Front:
             "/version": ("GET", self._version),
             "/api/version": ("GET", self._version),
             **dict.fromkeys(("/api/tags", "/api/ps"), ("GET", self._ollama_models)),
+            "/load": ("GET", self._load),
+            "/tokenizer_info": ("GET", self._tokenizer_info),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -266,6 +268,17 @@ class _Front:
     async def _metrics(self, request: Request) -> Response:
         with_replicas = record_of(request.scope).principal.is_admin
         return Response(self._state.metrics.expose(with_replicas=with_replicas), media_type=CONTENT_TYPE)
+
+    async def _load(self, request: Request) -> Response:
+        return json_response({"server_load": self._state.num_in_flight})
+
+    async def _tokenizer_info(self, request: Request) -> Response:
+        tokenizer = self._state.reader.tokenizer
+        if tokenizer is None:
+            message = "the tokenizer of the replicas is not known here; name it with --tokenizer, or ask a replica"
+            raise HttpError(404, message, code="tokenizer_unknown")
+        lengths = [card.fields.get("max_model_len") or 0 for card in self._state.members.cards()]
+        return json_response(tokenizer_info(tokenizer, max(lengths, default=0)))
 
     async def _version(self, request: Request) -> Response:
         version: Json = {"version": __version__}

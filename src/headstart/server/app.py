@@ -50,7 +50,7 @@ from headstart.openai.request_bodies import (
 )
 from headstart.openai.request_json import parse_json
 from headstart.openai.responses_api.responses_request import ResponsesRequest
-from headstart.openai.tokenizer.tokenizer import NAMED_TOKENS, Tokenizer
+from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.tool_fields import tool_params
 from headstart.openai.value_checks import shown
 from headstart.server.apis.choice_apis import check_model
@@ -226,13 +226,7 @@ class _Routes:
     async def tokenizer_info(self, request: Request) -> Response:
         """The special tokens and the chat template of the tokenizer."""
         model = self._state.loaded_model
-        tokens = dict.fromkeys(NAMED_TOKENS) | model.tokenizer.named_tokens
-        info = {
-            **tokens,
-            "chat_template": model.tokenizer.chat_template,
-            "model_max_length": model.bounds.max_model_len,
-        }
-        return json_response({"tokenizer_class": "PreTrainedTokenizerFast", **info})
+        return json_response(responses.tokenizer_info(model.tokenizer, model.bounds.max_model_len))
 
     async def livez(self, request: Request) -> Response:
         """Liveness: 200 if the engine is alive (also while busy, loading or draining), else 503."""
