@@ -27,6 +27,7 @@ from headstart.gateway.proxy.upstream import Failure
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.gateway.replicas.replica_monitor import MonitoredReplica
 from headstart.http.logs import Log
+from headstart.openai.forms.treatments import TREATMENTS
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.routing_request import Prompt, RoutingRequest, router_root
@@ -120,11 +121,26 @@ def _metric_table(page: str) -> str:
     return "\n".join(["", "| metric | kind | meaning |", "|---|---|---|", *(rows[name] for name in sorted(rows)), ""])
 
 
+def treatments() -> str:
+    """Return the table of fields, tools, items and parts by API."""
+    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    for row in TREATMENTS:
+        rows.setdefault((row.api, row.place, row.treatment, row.note), []).append(f"`{row.name}`")
+    lines = [
+        f"| `{api}` | {place} | {', '.join(names)} | {how} | {note} |"
+        for (api, place, how, note), names in rows.items()
+    ]
+    return "\n".join(
+        ["", "| API | place | names | treatment | how, or the remedy |", "|---|---|---|---|---|", *lines, ""]
+    )
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": options,
     "metrics.md": metrics,
     "architecture.md": folders,
     "routing.md": router_metrics,
+    "agents.md": treatments,
 }
 
 

@@ -42,6 +42,7 @@ from headstart.openai.engine_requests import (
     encode_completion,
     with_chat_output,
 )
+from headstart.openai.forms.carried_text import REFUSE
 from headstart.openai.generation_params import GenerationParams, Kind, parse_params
 from headstart.openai.request_bodies import ChatBody, CompletionBody, as_rendered, parse_messages, parse_prompts
 from headstart.openai.request_json import check_depth
@@ -120,6 +121,7 @@ class LLM:
             defaults=info.sampling_defaults,
             content_forms=tokenizer.content_forms,
             closes_objects=closes_objects(info),
+            unreadable_parts=REFUSE,  # no header could name what is lost
         )
         self._ids = (f"llm-{number}" for number in itertools.count())
         self._closing = weakref.finalize(self, engine.close)

@@ -67,6 +67,28 @@ CLIENTS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """A coding agent from npm. `binary`: the pattern of its path; `skipped`: what its prompts lack here."""
+
+    name: str
+    requirements: tuple[str, ...]
+    binary: str
+    skipped: tuple[str, ...]
+    is_npm: bool = True
+
+
+AGENTS = (
+    Agent(
+        "claude-code",
+        ("@anthropic-ai/claude-code@2.1.197",),
+        "node_modules/@anthropic-ai/claude-code-*/claude",
+        ("field.context_management",),
+    ),
+    Agent("codex", ("@openai/codex@0.171.0",), "node_modules/@openai/codex-*/vendor/*/bin/codex", ("tool.web_search",)),
+)
+
+
 def command(client: Client) -> list[str]:
     """Return the command that runs the client's script, installing the client first. Raises UnreachableError."""
     folder = environment(client)
@@ -75,7 +97,7 @@ def command(client: Client) -> list[str]:
     return [str(folder / "bin" / "python"), str(client.path)]
 
 
-def environment(client: Client) -> Path:
+def environment(client: Client | Agent) -> Path:
     """Return the folder of the client's environment, made on first use."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "clients"
     python = f"{sys.version_info.major}.{sys.version_info.minor}"

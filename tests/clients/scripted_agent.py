@@ -45,18 +45,18 @@ I look it up.
 MAX_MODEL_LEN = 8192
 
 
-def write_model(folder: Path) -> str:
+def write_model(folder: Path, template: str = TEMPLATE) -> str:
     """Write the folder of the scripted model and return it with the engine's knobs."""
     kind = tokenizer_folders.BYTE_LEVEL
-    tokenizer_folders.write(folder, kind, chat_template=TEMPLATE)
+    tokenizer_folders.write(folder, kind, chat_template=template)
     end = tokenizer_folders.build(kind).token_to_id(END)
     return f"{folder}?vocab=1000&length={MAX_MODEL_LEN}&eos={end}&step=0.0005"
 
 
 @contextmanager
-def scripted_server(room: Path) -> Iterator[Server]:
+def scripted_server(room: Path, template: str = TEMPLATE) -> Iterator[Server]:
     """A ready server of the scripted model; logs are in `room`."""
-    with spawn(fake_command(write_model(room / "model")), room / "log") as server:
+    with spawn(fake_command(write_model(room / "model", template)), room / "log") as server:
         yield server.wait_ready()
 
 

@@ -173,8 +173,6 @@ def test_a_value_beyond_its_limits_is_refused_by_name(name: str, value: Any) -> 
         ("modalities", ["text", "audio"]),
         ("suffix", "x"),
         ("audio", {"voice": "x"}),
-        ("prediction", {"type": "content"}),
-        ("web_search_options", {"a": 1}),
         ("chat_template", "{{ 1 }}"),
         ("best_of", 3),
         ("prompt_embeds", "x"),

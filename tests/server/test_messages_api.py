@@ -106,6 +106,24 @@ def test_max_tokens_may_exceed_the_context(folder: str) -> None:
     run(go())
 
 
+def test_anthropics_client_lists_models_with_its_own_header(client: Anthropic, folder: str) -> None:
+    page = client.models.list()
+    assert [model.id for model in page] == ["tiny"] and page.first_id == page.last_id == "tiny"
+    model = client.models.retrieve("tiny")
+    assert (model.type, model.max_input_tokens, model.created_at.year > 2000) == ("model", 1024, True)
+
+    async def go() -> None:
+        async with inside(folder, api_key=("right",)) as server:
+            for key, status in (("right", 200), ("wrong", 401)):
+                for path in ("/v1/models", "/v1/models/fake"):
+                    answer = await server.client.get(path, headers={"x-api-key": key})
+                    assert answer.status_code == status
+            listed = await server.client.get("/v1/models", headers={"x-api-key": "right"})
+            assert listed.json()["object"] == "list"  # without anthropic-version, OpenAI's form
+
+    run(go())
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

@@ -131,7 +131,7 @@ def test_the_longest_lifetime_of_a_breakpoint_is_a_retention_hint(values: dict[s
         ({"diagnostics": {"previous_message_id": 5}}, "diagnostics.previous_message_id"),
         ({"max_tokens": 2**31}, "max_tokens"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": 5}]}]}, "messages[0].content[0].type"),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}]},
             "messages[0].content[0].input",
@@ -139,7 +139,8 @@ def test_the_longest_lifetime_of_a_breakpoint_is_a_retention_hint(values: dict[s
         ({"system": [{"type": "text"}]}, "system[0].text"),
         ({"system": [{"type": "text", "text": "x", "cache_control": {"type": "other"}}]}, "system[0].cache_control"),
         ({"cache_control": {**MARK, "ttl": "2h"}}, "cache_control.ttl"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
+        ({"tools": [{"type": "bash_20250124", "name": "?"}]}, "tools[0].name"),
+        ({"tools": [{"type": "web_fetch_20260318"}, {"name": "?", "input_schema": {}}]}, "tools[1].name"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "all"}}, "tool_choice.type"),
         ({"thinking": {"type": "on"}}, "thinking.type"),
@@ -147,7 +148,7 @@ def test_the_longest_lifetime_of_a_breakpoint_is_a_retention_hint(values: dict[s
         ({"metadata": {"user_id": 5}}, "metadata.user_id"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"stop_sequences": ["a"], "stop": "b"}, "stop"),
-        ({"container": "c"}, "container"),
+        ({"thread": {"type": "create"}}, "thread"),
         ({"temperature": -1}, "temperature"),
     ],
 )

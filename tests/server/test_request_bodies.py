@@ -7,6 +7,7 @@ import threading
 import time
 import tracemalloc
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,11 +183,15 @@ def test_content_is_a_text_or_text_parts(content: Any, expected: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
-def test_parts_that_are_no_text_are_unsupported(kind: str) -> None:
-    content = [{"type": kind, kind: {"url": "http://example.invalid/x.png"}}]
-    with pytest.raises(InvalidRequestError, match="reads text only") as caught:
-        parse_chat({"messages": [{"role": "user", "content": content}]}, BOUNDS)
-    assert caught.value.code == "unsupported_parameter"
+def test_parts_that_are_no_text_are_placeholders_or_refused(kind: str) -> None:
+    content = [{"type": "text", "text": "See "}, {"type": kind, kind: {"url": "http://example.invalid/x.png"}}]
+    messages = [{"role": "user", "content": content}]
+    named = kind.removesuffix("_url").removeprefix("input_")
+    [message] = parse_chat({"messages": messages}, BOUNDS).messages
+    assert message["content"].endswith(f"[{named}: not shown, this server reads text only]")
+    with pytest.raises(InvalidRequestError, match="--unreadable-parts placeholder") as caught:
+        parse_chat({"messages": messages}, replace(BOUNDS, unreadable_parts="refuse"))
+    assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "messages[0].content[1]")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,14 @@ from headstart.anthropic.messages_schema import Message, MessageEvent, MessagesE
 from headstart.model.weights.init_model import init_model
 from headstart.openai.api_schema.api_object import ApiObject, ErrorResponse, Status, Version
 from headstart.openai.api_schema.completion_schema import ChatChunk, ChatCompletion, Completion, CompletionChunk
-from headstart.openai.api_schema.model_schema import DetokenizeAnswer, Model, ModelList, TokenizeAnswer
+from headstart.openai.api_schema.model_schema import (
+    DetokenizeAnswer,
+    Load,
+    Model,
+    ModelList,
+    TokenizeAnswer,
+    TokenizerInfo,
+)
 from headstart.openai.api_schema.responses_schema import DeletedResponse, InputItems, Response, ResponseEvent
 from headstart.openai.openapi import Answers, responses_of
 from headstart.server.cache_api.cache_schema import (
@@ -118,6 +125,10 @@ def test_the_model_and_its_tokenizer(tool_server: Server) -> None:
     for path in ("/health", "/readyz", "/livez"):
         fits(Status, tool_server.get(path).json())
     fits(Version, tool_server.get("/version").json())
+    fits(Status, tool_server.get("/ping").json())
+    assert fits(Load, tool_server.get("/load").json()).server_load == 0
+    info = fits(TokenizerInfo, tool_server.get("/tokenizer_info").json())
+    assert info.chat_template and info.model_max_length > 0
 
 
 def test_the_prefix_cache(tool_server: Server) -> None:

@@ -10,8 +10,11 @@ from typing import Any
 
 import msgspec
 
+from headstart.openai.bounds import Bounds
+from headstart.openai.forms.carried_text import carried_text, part_text
+from headstart.openai.forms.treatments import UNREADABLE, ApiName, Place, Treatment, treatment
 from headstart.openai.responses import Json
-from headstart.openai.value_checks import bad_value, check_list, check_text, missing, shown, unsupported
+from headstart.openai.value_checks import bad_value, check_list, check_text, missing, shown
 
 MAX_MESSAGES = 100_000
 MAX_BLOCKS = 4096
@@ -58,7 +61,7 @@ def cache_ttl(name: str, mark: object) -> float:
     return TTL_SECONDS[ttl]
 
 
-def read_system(value: object, into: ReadConversation) -> None:
+def read_system(value: object, into: ReadConversation, bounds: Bounds) -> None:
     """Add the system prompt: a text, or text blocks. Raises InvalidRequestError."""
     if isinstance(value, str):
         into.append("system", {"role": "system", "content": check_text("system", value)})
@@ -69,11 +72,11 @@ def read_system(value: object, into: ReadConversation) -> None:
     into.append("system", {"role": "system", "content": (parts := list[Json]())})
     for index, block in enumerate(blocks):
         name = f"system[{index}]"
-        parts.append({"type": "text", "text": _text(name, _typed(name, block, ("text",)))})
+        _add_text(parts, _text_of(name, block, bounds))
         into.mark(name, block)
 
 
-def read_messages(value: object, into: ReadConversation) -> None:
+def read_messages(value: object, into: ReadConversation, bounds: Bounds) -> None:
     """Add the messages. Raises InvalidRequestError."""
     if value is None:
         raise missing("messages")
@@ -91,44 +94,49 @@ def read_messages(value: object, into: ReadConversation) -> None:
             into.append(name, {"role": role, "content": check_text(f"{name}.content", content)})
             continue
         blocks = check_list(f"{name}.content", content, MAX_BLOCKS, "blocks")
-        (_read_assistant if role == "assistant" else _read_user)(name, str(role), blocks, into)
+        if role == "assistant":
+            _read_assistant(name, blocks, into, bounds)
+        else:
+            _read_user(name, str(role), blocks, into, bounds)
 
 
-def _read_user(name: str, role: str, blocks: "list[Any] | tuple[Any, ...]", into: ReadConversation) -> None:
+def _read_user(
+    name: str, role: str, blocks: "list[Any] | tuple[Any, ...]", into: ReadConversation, bounds: Bounds
+) -> None:
     parts: list[Json] | None = None  # of the user message that is open
     if not blocks:
         into.append(name, {"role": role, "content": ""})
     for index, item in enumerate(blocks):
         at = f"{name}.content[{index}]"
-        block = _typed(at, item, ("text", "tool_result") if role == "user" else ("text",))
-        if block["type"] == "text":
-            if parts is None:
+        block = _typed(at, item)
+        if role != "user" or block["type"] != "tool_result":
+            text = _text_of(at, block, bounds)
+            if parts is None and text is not None:
                 parts = []
                 into.append(name, {"role": role, "content": parts})
-            parts.append({"type": "text", "text": _text(at, block)})
+            if parts is not None:
+                _add_text(parts, text)
         else:
             call_id = _string(f"{at}.tool_use_id", block.get("tool_use_id"), MAX_ID_CHARS)
-            into.append(name, {"role": "tool", "tool_call_id": call_id, "content": _result(at, block, into)})
+            into.append(name, {"role": "tool", "tool_call_id": call_id, "content": _result(at, block, into, bounds)})
             parts = None
         into.mark(at, block)
 
 
-def _read_assistant(name: str, role: str, blocks: "list[Any] | tuple[Any, ...]", into: ReadConversation) -> None:
-    message: Json = {"role": role, "content": (parts := list[Json]())}
+def _read_assistant(name: str, blocks: "list[Any] | tuple[Any, ...]", into: ReadConversation, bounds: Bounds) -> None:
+    message: Json = {"role": "assistant", "content": (parts := list[Json]())}
     into.append(name, message)
     for index, item in enumerate(blocks):
         at = f"{name}.content[{index}]"
-        block = _typed(at, item, ("text", "tool_use", "thinking", "redacted_thinking"))
+        block = _typed(at, item)
         match block["type"]:
-            case "text":
-                parts.append({"type": "text", "text": _text(at, block)})
             case "thinking":
                 text = _string(f"{at}.thinking", block.get("thinking"))
                 message["reasoning_content"] = message.get("reasoning_content", "") + text
             case "tool_use":
                 message.setdefault("tool_calls", []).append(_call(at, block))
-            case _:  # encrypted by another server: it cannot be read
-                pass
+            case _:
+                _add_text(parts, _text_of(at, block, bounds))
         into.mark(at, block)
     if not parts:
         message["content"] = None if "tool_calls" in message else ""
@@ -148,7 +156,7 @@ def _call(name: str, block: Mapping[str, Any]) -> Json:
     }
 
 
-def _result(name: str, block: Mapping[str, Any], into: ReadConversation) -> str | list[Json]:
+def _result(name: str, block: Mapping[str, Any], into: ReadConversation, bounds: Bounds) -> str | list[Json]:
     """Return the content of a tool result, a text or text parts. Breakpoints inside of it count as one behind it."""
     content = block.get("content")
     if content is None:
@@ -158,22 +166,40 @@ def _result(name: str, block: Mapping[str, Any], into: ReadConversation) -> str 
     parts: list[Json] = []
     for index, item in enumerate(check_list(f"{name}.content", content, MAX_BLOCKS, "blocks")):
         at = f"{name}.content[{index}]"
-        inner = _typed(at, item, ("text",))
-        parts.append({"type": "text", "text": _text(at, inner)})
+        inner = _typed(at, item)
+        _add_text(parts, _text_of(at, inner, bounds))
         into.ttl = max(into.ttl, cache_ttl(f"{at}.cache_control", inner.get("cache_control")))
     return parts if len(parts) > 1 else "".join(part["text"] for part in parts)
 
 
-def _typed(name: str, block: object, known: tuple[str, ...]) -> Mapping[str, Any]:
-    """Return a block of one of the `known` types. Raises InvalidRequestError."""
+def _typed(name: str, block: object) -> Mapping[str, Any]:
+    """Return a block with a type. Raises InvalidRequestError."""
     if not isinstance(block, Mapping):
         bad_value(name, f"is {shown(block)}", 'it must be an object such as {"type": "text", "text": "..."}')
-    kind = block.get("type")
-    if kind in known:
-        return block
-    if isinstance(kind, str):
-        unsupported(name, f"blocks of type {shown(kind)} are not built here; send {', '.join(known)}")
-    bad_value(f"{name}.type", f"is {shown(kind)}", f"it must be one of {', '.join(known)}")
+    if not isinstance(block.get("type"), str):
+        bad_value(f"{name}.type", f"is {shown(block.get('type'))}", 'it must be a string such as "text"')
+    return block
+
+
+def _text_of(name: str, block: object, bounds: Bounds) -> str | None:
+    """Return the text of a block, that of other types by the table; None if it is skipped, which is noted."""
+    block = _typed(name, block)
+    kind = block["type"]
+    if kind == "text":
+        return _text(name, block)
+    row = treatment(ApiName.MESSAGES, Place.ITEM, kind)
+    if row is None or row.treatment is not Treatment.SKIPPED:
+        is_part = kind in UNREADABLE or kind == "document"
+        text = (part_text if is_part else carried_text)(name, block, bounds)
+        if text:
+            return text
+    bounds.skip(Place.ITEM, kind)
+    return None
+
+
+def _add_text(parts: list[Json], text: str | None) -> None:
+    if text is not None:
+        parts.append({"type": "text", "text": text})
 
 
 def _text(name: str, block: Mapping[str, Any]) -> str:

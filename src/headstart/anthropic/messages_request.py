@@ -8,19 +8,22 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
+from headstart.anthropic.client_tools import as_client_tool
 from headstart.anthropic.content_blocks import MAX_BLOCKS, ReadConversation, cache_ttl, read_messages, read_system
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import INT31_MAX, Bounds
-from headstart.openai.cache_params import MAX_ID_CHARS
+from headstart.openai.cache_params import MAX_ID_CHARS, MAX_LABEL_CHARS
 from headstart.openai.chat.chat_translation import ChatTranslation, passed_on, template_variables
 from headstart.openai.engine_requests import encode_chat
+from headstart.openai.forms.fields import check_fields
+from headstart.openai.forms.treatments import ApiName, Place
 from headstart.openai.generation_fields import Model, SamplingFields, StopTexts, check_stops
 from headstart.openai.request_model import checked, validated
 from headstart.openai.responses import Json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.value_checks import bad_value, check_list, check_mapping, shown, unsupported
+from headstart.openai.tools.tool_fields import MAX_TOOLS
+from headstart.openai.value_checks import bad_value, check_list, check_mapping, shown
 
-MAX_TOOLS = 128
 _RENAMES = (
     (re.compile(r"\bmax_completion_tokens\b"), "max_tokens"),
     (re.compile(r"\btools\[(\d+)\]\.function\.parameters\b"), r"tools[\1].input_schema"),
@@ -30,15 +33,16 @@ _RENAMES = (
 )
 Objects = list[dict[str, Any]]
 StopSequences = Annotated[tuple[str, ...], checked(lambda value, _: check_stops("stop_sequences", value), StopTexts)]
+_THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
-_UNSUPPORTED = ("container", "mcp_servers", "context_management")  # would change the answer unnoticed
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """Tools in the form of a chat, and the longest lifetime of their cache breakpoints in seconds."""
+    """Tools in the form of a chat, the field of each, and the longest lifetime of their breakpoints in seconds."""
 
     tools: list[Json]
+    names: tuple[str, ...] = ()
     ttl: float = 0.0
 
 
@@ -60,9 +64,11 @@ class PromptFields(SamplingFields):
     """The fields of a prompt, which both bodies have."""
 
     model: Model = None
-    system: Annotated[ReadConversation | None, checked(lambda value, _: _system(value), str | Objects)] = None
+    system: Annotated[ReadConversation | None, checked(lambda value, bounds: _system(value, bounds), str | Objects)] = (
+        None
+    )
     messages: Annotated[list[Any], checked(lambda value, _: _list(value), Objects)]
-    tools: Annotated[Tools, checked(lambda value, _: _tools(value), Objects)] = Field(
+    tools: Annotated[Tools, checked(lambda value, bounds: _tools(value, bounds), Objects)] = Field(
         Tools([]), description="Tools of the client"
     )
     tool_choice: Annotated[ToolChoice, checked(lambda value, _: _tool_choice(value), dict[str, Any])] = Field(
@@ -113,12 +119,10 @@ def read_body(
     model: type[MessagesRequest] | type[CountTokensRequest], values: Mapping[str, Any], bounds: Bounds
 ) -> ReadMessages:
     """Return a validated body as a chat request. Raises InvalidRequestError."""
-    for name in _UNSUPPORTED:
-        if values.get(name):
-            unsupported(name, "leave it out")
+    check_fields(ApiName.MESSAGES, values, bounds)
     fields = validated(model, values, bounds)
     conversation = fields.system or ReadConversation()
-    read_messages(fields.messages, conversation)
+    read_messages(fields.messages, conversation, bounds)
     ttl = max(conversation.ttl, fields.tools.ttl, fields.cache_control)
     chat = _chat_values(fields, values, conversation, ttl)
     if isinstance(fields, MessagesRequest):
@@ -126,7 +130,7 @@ def read_body(
     last = conversation.last_breakpoint
     if last is None and fields.tools.ttl:  # templates place tools before or behind the system prompt
         last = (sum(message["role"] == "system" for message in conversation.messages[:1]), MAX_BLOCKS)
-    translation = ChatTranslation(chat, "messages", conversation.names, _RENAMES)
+    translation = ChatTranslation(chat, "messages", conversation.names, _RENAMES, tool_names=fields.tools.names)
     return ReadMessages(translation, last, marks_all=bool(fields.cache_control), ttl=ttl)
 
 
@@ -227,21 +231,25 @@ def _list(value: object) -> list[Any]:
     return list(check_list("messages", value, 1 << 20, "messages"))
 
 
-def _system(value: object) -> ReadConversation:
+def _system(value: object, bounds: Bounds) -> ReadConversation:
     read = ReadConversation()
-    read_system(value, read)
+    read_system(value, read, bounds)
     return read
 
 
-def _tools(value: object) -> Tools:
+def _tools(value: object, bounds: Bounds) -> Tools:
     read: list[Json] = []
+    names: list[str] = []
     ttl = 0.0
-    for index, tool in enumerate(check_list("tools", value, MAX_TOOLS, "tools")):
+    for index, sent in enumerate(check_list("tools", value, MAX_TOOLS, "tools")):
         name = f"tools[{index}]"
-        if not isinstance(tool, Mapping):
-            bad_value(name, f"is {shown(tool)}", "it must be an object with name and input_schema")
-        if tool.get("type") not in (None, "custom"):
-            unsupported(name, f"tools of type {shown(tool.get('type'))} are not built; send tools of the client")
+        if not isinstance(sent, Mapping):
+            bad_value(name, f"is {shown(sent)}", "it must be an object with name and input_schema")
+        ttl = max(ttl, cache_ttl(f"{name}.cache_control", sent.get("cache_control")))
+        tool = as_client_tool(sent)
+        if tool is None:
+            bounds.skip(Place.TOOL, sent.get("type"))
+            continue
         for key, kind in (("name", str), ("input_schema", Mapping)):
             if not isinstance(tool.get(key), kind):
                 remedy = "it must be a string" if kind is str else "it must be a JSON schema"
@@ -249,8 +257,8 @@ def _tools(value: object) -> Tools:
         function = {"name": tool["name"], "parameters": tool["input_schema"]}
         function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
         read.append({"type": "function", "function": function})
-        ttl = max(ttl, cache_ttl(f"{name}.cache_control", tool.get("cache_control")))
-    return Tools(read, ttl)
+        names.append(name)
+    return Tools(read, tuple(names), ttl)
 
 
 def _tool_choice(value: object) -> ToolChoice:
@@ -270,8 +278,8 @@ def _tool_choice(value: object) -> ToolChoice:
 
 def _thinking(value: object) -> bool:
     kind = check_mapping("thinking", value, 16).get("type")
-    if kind not in ("enabled", "adaptive", "disabled"):
-        bad_value("thinking.type", f"is {shown(kind)}", "it must be one of enabled, adaptive, disabled")
+    if kind not in _THINKING:
+        bad_value("thinking.type", f"is {shown(kind)}", f"it must be one of {', '.join(_THINKING)}")
     return kind != "disabled"
 
 
@@ -301,7 +309,9 @@ def _diagnostics(value: object) -> str | None:
 
 
 def _metadata(value: object) -> str | None:
-    user = check_mapping("metadata", value, 16).get("user_id")
-    if user is not None and (not isinstance(user, str) or len(user) > 256):
-        bad_value("metadata.user_id", f"is {shown(user)}", "it must be a string of at most 256 characters")
-    return user
+    user = check_mapping("metadata", value, 64).get("user_id")
+    if user is None:
+        return None
+    if not isinstance(user, str):
+        bad_value("metadata.user_id", f"is {shown(user)}", "it must be a string")
+    return user[:MAX_LABEL_CHARS]

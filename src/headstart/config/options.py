@@ -256,6 +256,12 @@ class ServerOptions:
         CHATS,
         choices=("auto", "yes", "no"),
     )
+    unreadable_parts: str = _option(
+        "placeholder",
+        "Images, audio and files in conversations: a placeholder in the prompt, named in a header, or a refusal.",
+        CHATS,
+        choices=("placeholder", "refuse"),
+    )
     diagnostics_size: int = _option(
         16 * 1024 * 1024,
         "Bytes of fingerprints of prompts kept, which later requests may be compared with; 0: none.",

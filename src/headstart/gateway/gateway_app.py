@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headstart import __version__
+from headstart.anthropic.model_page import VERSION_HEADER, anthropic_model, model_page
 from headstart.apis.api_table import CHAT, COMPLETIONS, api_of, generation_api
 from headstart.core.errors import InvalidRequestError
 from headstart.gateway.gateway_routes import PROXIED, ROUTES, is_passed_on
@@ -29,7 +30,7 @@ from headstart.http.packed_metrics import CONTENT_TYPE
 from headstart.http.spooled_body import SpooledBody
 from headstart.ollama.ollama_answers import model_list as ollama_models
 from headstart.openai.request_json import parse_json
-from headstart.openai.responses import Json, model_list
+from headstart.openai.responses import Json, model_list, tokenizer_info
 from headstart.openai.value_checks import shown
 
 LONG_BODY_BYTES = 16 * 1024  # longer bodies are parsed and tokenized off the event loop, which relays streams
@@ -65,11 +66,14 @@ class _Front:
             "/v1/cache/stats": ("GET", self._cache_stats),
             "/health": ("GET", self._health),
             "/readyz": ("GET", self._health),
+            "/ping": ("GET", self._health),
             "/livez": ("GET", self._livez),
             "/metrics": ("GET", self._metrics),
             "/version": ("GET", self._version),
             "/api/version": ("GET", self._version),
             **dict.fromkeys(("/api/tags", "/api/ps"), ("GET", self._ollama_models)),
+            "/load": ("GET", self._load),
+            "/tokenizer_info": ("GET", self._tokenizer_info),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,7 +100,7 @@ class _Front:
             response = await known[1](Request(scope, receive, send))
             await response(scope, receive, send)
         elif path.startswith("/v1/models/") and method == "GET":
-            await self._model(path.removeprefix("/v1/models/"))(scope, receive, send)
+            await self._model(path.removeprefix("/v1/models/"), scope)(scope, receive, send)
         elif (found := _STORED.fullmatch(path)) is not None and method in ("GET", "DELETE"):
             await (await self._stored_response(Request(scope, receive, send), found[1]))(scope, receive, send)
         elif known is not None or (path in PROXIED and method != "POST"):
@@ -216,15 +220,17 @@ class _Front:
     # ------------------------------------------------------------------------------------------------------ answered
 
     async def _models(self, request: Request) -> Response:
-        return json_response(model_list([dict(card.fields) for card in self._state.members.cards()]))
+        models = [dict(card.fields) for card in self._state.members.cards()]
+        return json_response((model_page if VERSION_HEADER in request.headers else model_list)(models))
 
     async def _ollama_models(self, request: Request) -> Response:
         return json_response(ollama_models([card.fields for card in self._state.members.cards()]))
 
-    def _model(self, name: str) -> Response:
+    def _model(self, name: str, scope: Scope) -> Response:
         for card in self._state.members.cards():
             if card.id == name:
-                return json_response(dict(card.fields))
+                model = dict(card.fields)
+                return json_response(anthropic_model(model) if VERSION_HEADER in Request(scope).headers else model)
         return error_response(
             InvalidRequestError(f"model {shown(name)} is served by no replica", param="model", code="model_not_found")
         )
@@ -262,6 +268,17 @@ class _Front:
     async def _metrics(self, request: Request) -> Response:
         with_replicas = record_of(request.scope).principal.is_admin
         return Response(self._state.metrics.expose(with_replicas=with_replicas), media_type=CONTENT_TYPE)
+
+    async def _load(self, request: Request) -> Response:
+        return json_response({"server_load": self._state.num_in_flight})
+
+    async def _tokenizer_info(self, request: Request) -> Response:
+        tokenizer = self._state.reader.tokenizer
+        if tokenizer is None:
+            message = "the tokenizer of the replicas is not known here; name it with --tokenizer, or ask a replica"
+            raise HttpError(404, message, code="tokenizer_unknown")
+        lengths = [card.fields.get("max_model_len") or 0 for card in self._state.members.cards()]
+        return json_response(tokenizer_info(tokenizer, max(lengths, default=0)))
 
     async def _version(self, request: Request) -> Response:
         version: Json = {"version": __version__}

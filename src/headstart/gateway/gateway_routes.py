@@ -23,12 +23,13 @@ PROXIED = frozenset(  # generation routes of Headstart, vLLM and SGLang; each ta
 OWN = (
     *(path for api in APIS for path in api.get_paths),
     *("/v1/models", "/v1/fleet", "/v1/cache/stats", "/v1/cache/explain", "/v1/prefixes", "/reset_prefix_cache"),
-    *("/health", "/readyz", "/livez", "/metrics", "/version"),
+    *("/health", "/readyz", "/livez", "/metrics", "/version", "/ping", "/load", "/tokenizer_info"),
 )
 ROUTES = (*sorted(PROXIED), *OWN)
 ROUTER_ACCESS: Mapping[str, Access] = {
     **ACCESS,
     "/metrics": Access.MONITOR,
+    "/load": Access.MONITOR,
     "/v1/cache/stats": Access.MONITOR,  # as /metrics
 }
 _PLAIN = re.compile(r"/v1(/[A-Za-z0-9_-]+)+")  # no dots, nothing encoded: the replica sees exactly this path

@@ -252,6 +252,13 @@ class GatewayState:
         await self.listening.close()
         await self.proxy.close()
 
+    @property
+    def num_in_flight(self) -> int:
+        """The requests without a first token, and those at replicas with one."""
+        members = self.members.members.values()
+        loads = [member.endpoint.load for member in members if member.endpoint is not None]
+        return self.num_pending + sum(load.num_streams for load in loads)
+
     def describe(self) -> dict[str, Any]:
         """Return the description of all replicas: state, load and predicted cache content."""
         now = time.monotonic()

@@ -41,6 +41,8 @@ ACCESS = {
     "/readyz": Access.PUBLIC,
     "/livez": Access.PUBLIC,
     "/version": Access.PUBLIC,
+    "/ping": Access.PUBLIC,
+    "/load": Access.OPERATOR,  # as /metrics
     "/metrics": Access.OPERATOR,  # its global hit counters reveal the traffic of other tenants
     "/reset_prefix_cache": Access.ADMIN,
     "/v1/prefixes": Access.ADMIN,  # public prefixes affect all tenants
@@ -113,6 +115,7 @@ class Authenticator:
         )
         if access is Access.PUBLIC:
             return ANYONE
+        takes_x_api_key = takes_x_api_key or _is_of_models(scope["path"])  # Anthropic's clients list models so
         principal = self._identify(scope["headers"], takes_x_api_key=takes_x_api_key)
         if access is Access.OWN:
             access = Access.TENANT if self._has_tenants else Access.ADMIN
@@ -176,6 +179,10 @@ def _key_in(headers: list[tuple[bytes, bytes]], *, takes_x_api_key: bool) -> byt
         return None
     scheme, _, key = values[0].partition(b" ")
     return key if scheme.lower() == b"bearer" else None
+
+
+def _is_of_models(path: str) -> bool:
+    return path == "/v1/models" or path.startswith("/v1/models/")
 
 
 def _digest(key: bytes) -> bytes:

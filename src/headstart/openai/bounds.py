@@ -13,6 +13,8 @@ from headstart.core.engine import EngineInfo
 from headstart.core.request import NO_DEFAULTS, SamplingDefaults
 from headstart.openai.canonical.prompt_rules import NO_RULES, PromptRules
 from headstart.openai.chat.chat_template import ONE_TEXT, ContentForms
+from headstart.openai.forms.skipped import Skipped
+from headstart.openai.forms.treatments import Place
 
 INT31_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -53,6 +55,13 @@ class Bounds:
     prompt_rules: PromptRules = NO_RULES  # for chats
     closes_objects: bool = False  # in answers, objects have no properties but those that a schema lists
     content_forms: Callable[[], ContentForms] = _one_text  # of the chat template; asked only for other contents
+    unreadable_parts: str = "placeholder"  # or refuse: images, audio and files
+    skipped: Skipped | None = None  # collects what one request loses; None: not collected
+
+    def skip(self, place: Place, name: object) -> None:
+        """Note what is left out of the prompt of the request that is read."""
+        if self.skipped is not None:
+            self.skipped.add(place, name)
 
     @property
     def max_numbers(self) -> int:
@@ -83,6 +92,7 @@ class Bounds:
             if options.extra_properties == "auto"
             else options.extra_properties == "no",
             content_forms=content_forms,
+            unreadable_parts=options.unreadable_parts,
             max_sequence_tokens=max(4 << 20, info.max_model_len * FULL_CHOICES),
             max_answer_entries=max(16 << 20, info.max_model_len * (1 + options.max_logprobs)),
         )

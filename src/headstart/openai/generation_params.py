@@ -15,6 +15,8 @@ from headstart.core.request import DEFAULT_RETENTION, CacheMode, Retention, Samp
 from headstart.openai.bounds import Bounds
 from headstart.openai.cache_params import cache_wishes
 from headstart.openai.canonical.prompt_rules import AppliedRules
+from headstart.openai.forms.fields import check_fields
+from headstart.openai.forms.treatments import ApiName
 from headstart.openai.generation_fields import ChatFields, CompletionFields, GenerationFields
 from headstart.openai.request_model import validated
 from headstart.openai.structured.dropped_keywords import Dropped
@@ -88,6 +90,7 @@ def generation_params(fields: GenerationFields, values: Mapping[str, Any], bound
     """Return the parameters from the fields of a body, which were read from `values`. Raises InvalidRequestError."""
     known = type(fields).model_fields
     refuse_unsupported(values, known)
+    check_fields(ApiName.CHAT, values, bounds)
     max_tokens = _max_tokens(fields, bounds)
     if fields.stream_options is not None and not fields.stream:
         bad_value("stream_options", "is set but stream is not true", "send stream: true or leave it out")

@@ -16,12 +16,13 @@ from headstart.core.errors import InvalidRequestError, RequestTooLargeError
 from headstart.openai.bounds import Bounds
 from headstart.openai.canonical.canonical_chat import canonical_chat
 from headstart.openai.canonical.prompt_rules import PromptRules
+from headstart.openai.forms.carried_text import part_text
 from headstart.openai.generation_fields import AddGenerationPrompt, ChatFields, CompletionFields, Model, TokenId
 from headstart.openai.generation_params import GenerationParams, generation_params
 from headstart.openai.request_json import parse_json
 from headstart.openai.request_model import RequestModel, Text, checked, validated
 from headstart.openai.tools.tool_fields import Tools
-from headstart.openai.value_checks import bad_value, check_int, check_text, check_token_ids, missing, shown, unsupported
+from headstart.openai.value_checks import bad_value, check_int, check_text, check_token_ids, missing, shown
 
 MAX_TOOL_CALLS = 128
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -181,7 +182,7 @@ def parse_messages(value: object, bounds: Bounds) -> list[Message]:
         bad_value("messages", f"is {'empty' if value == [] else shown(value)}", "it must be a list of messages")
     if len(value) > bounds.max_messages:
         bad_value("messages", f"has {len(value)} entries", f"it may have at most {bounds.max_messages}")
-    return [_message(f"messages[{index}]", message) for index, message in enumerate(value)]
+    return [_message(f"messages[{index}]", message, bounds) for index, message in enumerate(value)]
 
 
 def as_rendered(messages: list[Message], bounds: Bounds) -> list[Message]:
@@ -249,7 +250,7 @@ def _token_ids(values: "list[Any] | tuple[Any, ...] | array[int]", bounds: Bound
     return array("i", values)
 
 
-def _message(name: str, value: object) -> Message:
+def _message(name: str, value: object, bounds: Bounds) -> Message:
     if not isinstance(value, Mapping):
         bad_value(name, f"is {shown(value)}", "it must be an object with role and content")
     role = value.get("role")
@@ -262,7 +263,7 @@ def _message(name: str, value: object) -> Message:
     content = value.get("content")
     if content is None and not tool_calls:
         bad_value(f"{name}.content", "is missing", "it must be a string or a list of text parts")
-    message["content"] = _content(f"{name}.content", content)
+    message["content"] = _content(f"{name}.content", content, bounds)
     for key, max_chars in (("name", 256), ("tool_call_id", 256), ("reasoning_content", None)):
         text = value.get(key)
         if text is None and key == "reasoning_content":
@@ -281,7 +282,7 @@ def _text(name: str, value: object, max_chars: int | None) -> str:
     return check_text(name, value)
 
 
-def _content(name: str, value: object) -> str | list[dict[str, str]] | None:
+def _content(name: str, value: object, bounds: Bounds) -> str | list[dict[str, str]] | None:
     """Return the content as one text, as two or more text parts, or as null."""
     if value is None:
         return None
@@ -289,17 +290,17 @@ def _content(name: str, value: object) -> str | list[dict[str, str]] | None:
         return check_text(name, value)
     if not isinstance(value, list | tuple):
         bad_value(name, f"is {shown(value)}", "it must be a string or a list of text parts")
-    texts = [_part(f"{name}[{index}]", part) for index, part in enumerate(value)]
+    texts = [_part(f"{name}[{index}]", part, bounds) for index, part in enumerate(value)]
     return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
 
 
-def _part(name: str, part: object) -> str:
+def _part(name: str, part: object, bounds: Bounds) -> str:
     if not isinstance(part, Mapping):
         bad_value(name, f"is {shown(part)}", 'it must be an object such as {"type": "text", "text": "..."}')
     kind = part.get("type")
     if kind not in ("text", "input_text", "output_text", "refusal"):
         if isinstance(kind, str):
-            unsupported(name, f"parts of type {shown(kind)} are not built; this server reads text only")
+            return part_text(name, part, bounds)
         bad_value(f"{name}.type", f"is {shown(kind)}", 'it must be "text"')
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):

@@ -20,7 +20,7 @@ from headstart.openai.json_pieces import encode as encode
 from headstart.openai.text.generation import Delta, Generation
 from headstart.openai.text.logprob_table import TokenEntry
 from headstart.openai.text.shared_prompt import SharedPrompt
-from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.openai.tokenizer.tokenizer import NAMED_TOKENS, Tokenizer
 
 Json = dict[str, Any]
 CACHE_SOURCES = ("pinned", "shared", "store", "followed")  # sources of cached prompt tokens; the others are computed
@@ -264,6 +264,13 @@ def model_object(
 def model_list(models: list[Json]) -> Json:
     """Return the response of /v1/models."""
     return {"object": "list", "data": models}
+
+
+def tokenizer_info(tokenizer: Tokenizer, max_model_len: int) -> Json:
+    """Return the response of /tokenizer_info, as in vLLM: the names of tokenizer_config.json."""
+    tokens = dict.fromkeys(NAMED_TOKENS) | tokenizer.named_tokens
+    shown = {"chat_template": tokenizer.chat_template, "model_max_length": max_model_len}
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **tokens, **shown}
 
 
 def tokenize_answer(token_ids: Sequence[int], tokenizer: Tokenizer, max_model_len: int, *, with_texts: bool) -> Json:

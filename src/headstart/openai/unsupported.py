@@ -6,7 +6,7 @@ from typing import Any
 from headstart.openai.value_checks import check_list, unsupported
 
 _OTHERS = (
-    *("audio", "prediction", "web_search_options", "moderation", "documents", "chat_template", "use_beam_search"),
+    *("audio", "moderation", "documents", "chat_template", "use_beam_search"),
     "prompt_embeds",
     *("bad_words", "allowed_token_ids", "logits_processors", "truncate_prompt_tokens", "kv_transfer_params"),
 )

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from headstart import __version__
 from headstart.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from headstart.anthropic.messages_schema import Message, MessageEvent, MessagesError, TokenCount
+from headstart.anthropic.model_page import VERSION_HEADER, anthropic_model, model_page
 from headstart.apis.api_table import api_of
 from headstart.apis.ollama_api import OLLAMA_TREE
 from headstart.core.errors import InvalidRequestError
@@ -27,7 +28,14 @@ from headstart.openai import responses
 from headstart.openai.api_schema import responses_schema as api
 from headstart.openai.api_schema.api_object import Status, Version
 from headstart.openai.api_schema.completion_schema import ChatChunk, ChatCompletion, Completion, CompletionChunk
-from headstart.openai.api_schema.model_schema import DetokenizeAnswer, Model, ModelList, TokenizeAnswer
+from headstart.openai.api_schema.model_schema import (
+    DetokenizeAnswer,
+    Load,
+    Model,
+    ModelList,
+    TokenizeAnswer,
+    TokenizerInfo,
+)
 from headstart.openai.bounds import Bounds
 from headstart.openai.engine_requests import encode_prompt, shown_chat
 from headstart.openai.json_pieces import SLICE_ITEMS
@@ -92,6 +100,9 @@ def build_app(state: ServerState) -> ASGIApp:
         ("POST", "/detokenize", routes.detokenize, Answers(DetokenizeAnswer), DetokenizeRequest),
         ("GET", "/health", routes.health, Answers(Status)),
         ("GET", "/readyz", routes.health, Answers(Status)),
+        ("GET", "/ping", routes.health, Answers(Status)),
+        ("GET", "/load", routes.load, Answers(Load)),
+        ("GET", "/tokenizer_info", routes.tokenizer_info, Answers(TokenizerInfo)),
         ("GET", "/livez", routes.livez, Answers(Status)),
         ("GET", "/metrics", routes.metrics, Answers(None)),
         ("GET", "/version", routes.version, Answers(Version)),
@@ -107,7 +118,8 @@ def build_app(state: ServerState) -> ASGIApp:
         route = Route(path, _guarded(state, handler))
         route.methods = {method}
         table.append(route)
-        operation_id = f"{handler.__name__}{path.replace('/', '_')}" if path == "/readyz" else handler.__name__
+        is_alias = path in ("/readyz", "/ping")
+        operation_id = f"{handler.__name__}{path.replace('/', '_')}" if is_alias else handler.__name__
         operations.append(Operation(method, path, operation_id, handler.__doc__ or "", answers, tuple(bodies)))
     # Ollama's routes are documented by Ollama.
     for method, path, handler in OllamaRoutes(state, routes.card).table():
@@ -161,13 +173,16 @@ class _Routes:
 
     async def models(self, request: Request) -> Response:
         """List the served model."""
-        return json_response(responses.model_list([self.card()]))
+        models = [self.card()]
+        is_anthropic = VERSION_HEADER in request.headers
+        return json_response(model_page(models) if is_anthropic else responses.model_list(models))
 
     async def model(self, request: Request) -> Response:
         """Describe the served model."""
         name = request.path_params["model_id"]
         check_model(name, self._state.loaded_model)
-        return json_response(self.card())
+        model = self.card()
+        return json_response(anthropic_model(model) if VERSION_HEADER in request.headers else model)
 
     async def tokenize(self, request: Request) -> Response:
         """Convert a text or a conversation to token ids."""
@@ -203,6 +218,15 @@ class _Routes:
         """Readiness: 200 if requests are admitted; 503 while loading or draining, or with a dead or silent engine."""
         self._state.check_ready()
         return json_response({"status": "ok"})
+
+    async def load(self, request: Request) -> Response:
+        """The number of requests in flight, under vLLM's name."""
+        return json_response({"server_load": self._state.num_jobs})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """The special tokens and the chat template of the tokenizer."""
+        model = self._state.loaded_model
+        return json_response(responses.tokenizer_info(model.tokenizer, model.bounds.max_model_len))
 
     async def livez(self, request: Request) -> Response:
         """Liveness: 200 if the engine is alive (also while busy, loading or draining), else 503."""

@@ -7,6 +7,7 @@ error response. When a client disconnects, its request is aborted, whether strea
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 from uuid import uuid4
 
@@ -23,6 +24,7 @@ from headstart.http.spooled_body import SpooledBody, in_memory
 from headstart.http.sse import HEADERS, PING, WRITE_SECONDS
 from headstart.openai.canonical.prompt_rules import RULES_HEADER, rules_header
 from headstart.openai.engine_requests import Origin, Prepared
+from headstart.openai.forms.skipped import SKIPPED_HEADER, Skipped, skipped_header
 from headstart.openai.request_json import parse_json
 from headstart.openai.sandbox.sandbox_pool import WAIT_SECONDS
 from headstart.openai.structured.dropped_keywords import DROPPED_HEADER, dropped_header
@@ -55,10 +57,10 @@ async def infer(state: ServerState, api: ServedApi, request: Request) -> Respons
     try:
         if job.params.stream:
             body = answer.events(await answer.next_news())
-            headers = HEADERS | _report(request, job, origin.request_id)
+            headers = HEADERS | _report(request, asked, job, origin.request_id)
             return _Sent(answer, body, watcher, content_type(api.media_type), headers)
         whole = await answer.whole()
-        headers = _report(request, job, origin.request_id)
+        headers = _report(request, asked, job, origin.request_id)
     except BaseException:
         watcher.cancel()
         state.release(job)
@@ -71,12 +73,14 @@ async def infer(state: ServerState, api: ServedApi, request: Request) -> Respons
     return whole
 
 
-def _report(request: Request, job: GenerationJob, answer_id: str) -> dict[str, str]:
-    """Return the headers that state rules applied to the prompt, dropped keywords, and if requested usage and times."""
+def _report(request: Request, asked: ApiRequest, job: GenerationJob, answer_id: str) -> dict[str, str]:
+    """Return the headers that state what was changed in the request, and usage and times if requested."""
     applied, dropped = job.params.applied_rules, job.params.dropped
     headers = {RULES_HEADER: rules_header(applied)} if applied else {}
     if dropped:
         headers[DROPPED_HEADER] = dropped_header(dropped)
+    if asked.skipped:
+        headers[SKIPPED_HEADER] = skipped_header(asked.skipped)
     report = None
     if any(name == REPORT_HEADER for name, _ in request.scope["headers"]):
         report = job.report(answer_id)
@@ -95,11 +99,13 @@ async def _prepared(
 
     def prepare(body: bytes | SpooledBody) -> ApiRequest:
         data = in_memory(body)
-        asked = api.prepare(parse_json(data, model.bounds.max_numbers), model, origin)
+        skipped = Skipped()
+        reading = replace(model, bounds=replace(model.bounds, skipped=skipped))
+        asked = api.prepare(parse_json(data, model.bounds.max_numbers), reading, origin)
         check_size(asked.requests, asked.params, model.bounds)
         if asked.params.cache is not CacheMode.BYPASS:
             state.prompt_log.add(origin.tenant, KeptBody(request.scope["path"], data, origin.request_id))
-        return asked.without_messages(model, origin)
+        return replace(asked.without_messages(model, origin), skipped=skipped.counts())
 
     run = partial(state.long_work.run, tenant=origin.tenant, receive=request.receive)
     async with state.bodies.held(request) as body:
@@ -107,6 +113,7 @@ async def _prepared(
         asked = await run(len(body) + more, partial(prepare, body), waits=api.renders)
         params, requests = asked.params, asked.requests
         model.metrics.prompt_rules.add(params.applied_rules)
+        model.metrics.skipped.add(asked.skipped)
         grammar = params.sampling.grammar
         if grammar is not None and not model.grammars.is_accepted(grammar):
             field = params.grammar_field or "grammar"

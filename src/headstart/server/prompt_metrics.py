@@ -8,6 +8,7 @@ from prometheus_client.registry import Collector
 from headstart.explain.lint.causes import CAUSES
 from headstart.openai.canonical.prompt_rules import RULE_TEXTS, AppliedRules
 from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
+from headstart.openai.forms.skipped import KNOWN, SkippedCounts, metric_label
 from headstart.server.prompt_doctor import PromptDoctor
 
 
@@ -48,6 +49,27 @@ class RuleCounts(Collector):
         family = CounterMetricFamily(self._name, text, labels=("model_name", "rule"))
         for rule, count in self._counts.items():
             family.add_metric([self._model_name, rule], count)
+        yield family
+
+
+class SkippedTotals(Collector):
+    """The number of fields, tools, items and parts that were left out of prompts, by name."""
+
+    def __init__(self, name: str, model_name: str) -> None:
+        self._name = name
+        self._model_name = model_name
+        self._counts = dict.fromkeys(KNOWN, 0)
+
+    def add(self, skipped: SkippedCounts) -> None:
+        """Count a request."""
+        for name, count in skipped:
+            self._counts[metric_label(name)] += count
+
+    def collect(self) -> Iterable[Metric]:
+        text = "Fields, tools, items and parts of requests that were left out of prompts (docs/agents.md)."
+        family = CounterMetricFamily(self._name, text, labels=("model_name", "kind"))
+        for name, count in self._counts.items():
+            family.add_metric([self._model_name, name], count)
         yield family
 
 

@@ -18,7 +18,7 @@ from headstart.http.packed_metrics import Counter, Histogram, method_label
 from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
 from headstart.openai.responses import CACHE_SOURCES
 from headstart.server.prompt_doctor import PromptDoctor
-from headstart.server.prompt_metrics import DoctorCollector, FingerprintCollector, RuleCounts
+from headstart.server.prompt_metrics import DoctorCollector, FingerprintCollector, RuleCounts, SkippedTotals
 from headstart.server.store_metrics import StoreCollector
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -97,6 +97,8 @@ class Metrics:
         self.iteration_tokens = histograms["iteration_tokens"]
         self.prompt_rules = RuleCounts("headstart:prompt_rules", model_name)
         self._registry.register(self.prompt_rules)
+        self.skipped = SkippedTotals("headstart:skipped", model_name)
+        self._registry.register(self.skipped)
         self._http = self._counter("headstart:http_requests", "HTTP requests.", "route", "method", "status")
         self._finished = self._counter(
             "vllm:request_success", "Requests by how they ended.", "model_name", "finished_reason"

@@ -42,6 +42,7 @@ MAX_UNSENT_BYTES = 16 << 20  # queued for sending to the engine; above this, req
 ROUTES = (
     *(path for api in (*APIS, OTHER) for path in (api.path, *api.other_paths, *api.get_paths) if path),
     "/v1/models",
+    *("/tokenizer_info", "/ping", "/load"),
     *("/health", "/readyz", "/livez", "/metrics", "/version", "/reset_prefix_cache", "/openapi.json"),
     *("/v1/cache/stats", "/v1/cache/explain", "/v1/cache/requests", "/v1/prefixes"),
 )

@@ -44,6 +44,27 @@ class TokenizeAnswer(ApiObject):
     token_strs: list[str] | None
 
 
+class Load(ApiObject):
+    """The number of requests in flight."""
+
+    server_load: int
+
+
+class TokenizerInfo(ApiObject):
+    """The special tokens of the tokenizer, null without one, its chat template, and the model's context in tokens."""
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    sep_token: str | None
+    cls_token: str | None
+    mask_token: str | None
+    chat_template: str | None
+    model_max_length: int
+
+
 class DetokenizeAnswer(ApiObject):
     """The text of token ids."""
 

@@ -51,7 +51,36 @@ class FunctionCallItem(ApiObject):
     status: ItemStatus
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
+
+
+class CustomToolCallItem(ApiObject):
+    """A call of a custom tool; `input` is plain text."""
+
+    id: str
+    type: Literal["custom_tool_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+
+class ClientToolCallItem(ApiObject):
+    """A call of a tool with a type of its own, which the client executes. It has one of the last three fields."""
+
+    id: str
+    type: Literal["local_shell_call", "shell_call", "apply_patch_call", "tool_search_call"]
+    status: ItemStatus
+    call_id: str
+    execution: Literal["client"] | None = None
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
+    arguments: dict[str, Any] | None = None
+
+
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem | ClientToolCallItem
 
 
 class PromptCacheOptions(ApiObject):
@@ -98,7 +127,7 @@ class Response(ApiObject):
     error: dict[str, Any] | None
     incomplete_details: dict[str, str] | None
     model: str
-    output: list[MessageItem | ReasoningItem | FunctionCallItem]
+    output: list[OutputItem]
     instructions: str | None
     max_output_tokens: int | None
     max_tool_calls: None
@@ -130,7 +159,7 @@ class ResponseEvent(ApiObject):
     type: str
     sequence_number: int
     response: Response | None = None
-    item: MessageItem | ReasoningItem | FunctionCallItem | None = None
+    item: OutputItem | None = None
     item_id: str | None = None
     output_index: int | None = None
     content_index: int | None = None
@@ -139,6 +168,7 @@ class ResponseEvent(ApiObject):
     text: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     logprobs: list[Any] | None = None
 
 

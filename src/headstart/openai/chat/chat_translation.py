@@ -14,6 +14,7 @@ from headstart.openai.structured.structured_fields import StructuredFields
 from headstart.openai.unsupported import UNSUPPORTED
 
 _MESSAGE = re.compile(r"\bmessages\[(\d+)\](?:\.\w+|\[\d+\])*")
+_TOOL = re.compile(r"\btools\[(\d+)\]")
 
 Renames = tuple[tuple[re.Pattern[str], str], ...]
 
@@ -31,6 +32,7 @@ class ChatTranslation:
     message_names: Sequence[str] = ()
     renames: Renames = ()
     thinks: bool | None = field(default=None)  # None: as the template does by default
+    tool_names: Sequence[str] = ()  # per tool, the field that it comes from; beyond: the same
 
     def parse(self, bounds: Bounds) -> ChatBody:
         """Return the validated chat request. Raises InvalidRequestError in the words of the API."""
@@ -58,12 +60,16 @@ class ChatTranslation:
             index = int(found[1])
             return self.message_names[index] if index < len(self.message_names) else self.whole
 
+        def of_tool(found: re.Match[str]) -> str:
+            index = int(found[1])
+            return self.tool_names[index] if index < len(self.tool_names) else found[0]
+
         text = _MESSAGE.sub(of_message, text)
         if text.startswith("messages "):  # a complaint about the list itself
             text = self.whole + text.removeprefix("messages")
         for pattern, name in self.renames:
             text = pattern.sub(name, text)
-        return text
+        return _TOOL.sub(of_tool, text)
 
 
 def passed_on(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,11 @@ Reasoning, text and calls of the assistant that follow each other become one mes
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from headstart.openai.bounds import Bounds
+from headstart.openai.forms.carried_text import as_text, carried_text, left_of, part_text
+from headstart.openai.forms.treatments import ApiName, Place, Treatment, treatment
 from headstart.openai.responses import Json
+from headstart.openai.responses_api.call_forms import CALL_FORMS, OUTPUTS, function_name
 from headstart.openai.responses_api.item_references import REFERENCE
 from headstart.openai.value_checks import bad_value, check_list, check_text, missing, shown, unsupported
 
@@ -17,7 +21,7 @@ _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
-def read_items(value: object) -> list[Json]:
+def read_items(value: object, bounds: Bounds) -> list[Json]:
     """Return the items of `input` in canonical form. Raises InvalidRequestError."""
     if value is None:
         raise missing("input")
@@ -27,7 +31,7 @@ def read_items(value: object) -> list[Json]:
     items = check_list("input", value, MAX_ITEMS, "items")
     if not items:
         bad_value("input", "is empty", "send a string or at least one item")
-    read = [read_item(f"input[{index}]", item) for index, item in enumerate(items)]
+    read = [read_item(f"input[{index}]", item, bounds) for index, item in enumerate(items)]
     _check_references(read)
     return read
 
@@ -45,11 +49,11 @@ def _check_references(items: Iterable[Json]) -> None:
 
 def check_calls(history: Iterable[Json], items: Sequence[Json]) -> None:
     """Raise InvalidRequestError for an output of a function call that is not in the conversation before it."""
-    known = {item["call_id"] for item in history if item["type"] == "function_call"}
+    known = {item["call_id"] for item in history if item["type"] in CALL_FORMS}
     for index, item in enumerate(items):
-        if item["type"] == "function_call":
+        if item["type"] in CALL_FORMS:
             known.add(item["call_id"])
-        elif item["type"] == "function_call_output" and item["call_id"] not in known:
+        elif item["type"] in OUTPUTS and item["call_id"] not in known:
             name = f"input[{index}].call_id"
             bad_value(name, f"is {shown(item['call_id'])}", "no function call before it has this id")
 
@@ -60,33 +64,46 @@ def chat_messages(named: Iterable[tuple[str, Json]]) -> tuple[list[Json], list[s
     names: list[str] = []
     for name, item in named:
         last = messages[-1] if messages else {}
-        match item["type"]:
-            case "message" if item["role"] == "assistant" and _only_reasons(last):
-                last["content"] = _chat_parts(item["content"])
+        kind = item["type"]
+        if kind in CALL_FORMS:
+            call = _chat_call(item)
+            if last.get("role") == "assistant":
+                last.setdefault("tool_calls", []).append(call)
+                last["content"] = last["content"] or None
                 continue
-            case "message":
-                message: Json = {"role": item["role"], "content": _chat_parts(item["content"])}
-            case "function_call":
-                call = {
-                    "id": item["call_id"],
-                    "type": "function",
-                    "function": {"name": item["name"], "arguments": item["arguments"]},
-                }
-                if last.get("role") == "assistant":
-                    last.setdefault("tool_calls", []).append(call)
-                    last["content"] = last["content"] or None
-                    continue
-                message = {"role": "assistant", "content": None, "tool_calls": [call]}
-            case "item_reference":
-                bad_value(f"{name}.id", f"is {shown(item['id'])}", "no stored response has this item")
-            case "function_call_output":
-                message = {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
-            case _:
-                text = "".join(part["text"] for part in item["content"])
-                message = {"role": "assistant", "content": "", "reasoning_content": text}
+            message: Json = {"role": "assistant", "content": None, "tool_calls": [call]}
+        elif kind in OUTPUTS:
+            message = {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
+        elif kind == REFERENCE:
+            bad_value(f"{name}.id", f"is {shown(item['id'])}", "no stored response has this item")
+        elif kind == "reasoning" and item["content"]:
+            text = "".join(part["text"] for part in item["content"])
+            message = {"role": "assistant", "content": "", "reasoning_content": text}
+        elif "role" in item:  # a message, or an item that is placed
+            parts = _chat_parts(item["content"])
+            if item["role"] == "assistant" and (_only_reasons(last) or _joins(last, parts)):
+                last["content"] = [*(last["content"] or ()), *parts]
+                continue
+            message = {"role": item["role"], "content": parts}
+        else:  # skipped
+            continue
         messages.append(message)
         names.append(name)
     return messages, names
+
+
+def _joins(last: Json, parts: list[Json]) -> bool:
+    """Return whether text of the assistant belongs to its message before it: one of both is a placed item."""
+    if last.get("role") != "assistant" or "tool_calls" in last:
+        return False
+    return any("placed" in part for part in (*(last["content"] or ()), *parts))
+
+
+def _chat_call(item: Json) -> Json:
+    own_name, form = CALL_FORMS[item["type"]]
+    name = own_name or function_name(item["name"], item.get("namespace"))
+    function = {"name": name, "arguments": form.arguments(item[form.payload])}
+    return {"id": item["call_id"], "type": "function", "function": function}
 
 
 def _only_reasons(message: Json) -> bool:
@@ -97,28 +114,62 @@ def _chat_parts(parts: list[Json]) -> list[Json]:
     return [{**part, "type": "text"} for part in parts]
 
 
-def read_item(name: str, item: object) -> Json:
+def read_item(name: str, item: object, bounds: Bounds) -> Json:
     """Return an item in canonical form; `name` is that of the field. Raises InvalidRequestError."""
     if not isinstance(item, Mapping):
         bad_value(name, f"is {shown(item)}", "it must be an object such as a message")
     match item.get("type", "message"):
         case "message":
-            return _with_id(name, item, _message(name, item))
-        case "function_call":
-            call = {key: _string(f"{name}.{key}", item.get(key)) for key in ("call_id", "name", "arguments")}
-            return _with_id(name, item, {"type": "function_call", **call})
-        case "function_call_output":
-            call_id = _string(f"{name}.call_id", item.get("call_id"), MAX_ID_CHARS)
-            output = _output(f"{name}.output", item.get("output"))
-            return _with_id(name, item, {"type": "function_call_output", "call_id": call_id, "output": output})
+            return _with_id(name, item, _message(name, item, bounds))
+        case str() as kind if kind in CALL_FORMS:
+            return _with_id(name, item, _call(name, item))
+        case str() as kind if kind in OUTPUTS:
+            sent = item["id"] if item.get("call_id") is None and "id" in item else item.get("call_id")
+            call_id = _string(f"{name}.call_id", sent, MAX_ID_CHARS)
+            return _with_id(name, item, {"type": kind, "call_id": call_id, "output": _output(name, item, bounds)})
         case "reasoning":
-            return _with_id(name, item, {"type": "reasoning", "summary": [], "content": _reasoning(name, item)})
+            read = {"type": "reasoning", "summary": [], "content": _reasoning(name, item)}
+            if not read["content"]:
+                bounds.skip(Place.ITEM, "reasoning")
+            return _with_id(name, item, read)
         case "item_reference":
             return {"type": REFERENCE, "id": _string(f"{name}.id", item.get("id"), MAX_ID_CHARS)}
         case str() as kind:
-            unsupported(name, f"items of type {shown(kind)} are not built; send messages, function calls and outputs")
+            return _with_id(name, item, _other(name, kind, item, bounds))
         case kind:
             bad_value(f"{name}.type", f"is {shown(kind)}", 'it must be a string such as "message"')
+
+
+def _call(name: str, item: Mapping[str, Any]) -> Json:
+    """Return a call that a client executes, with its name, if it has one, and its payload."""
+    own_name, form = CALL_FORMS[item["type"]]
+    sent = item.get("id") if item.get("call_id") is None and own_name else item.get("call_id")
+    call: Json = {"type": item["type"], "call_id": _string(f"{name}.call_id", sent)}
+    if not own_name:
+        call["name"] = _string(f"{name}.name", item.get("name"))
+        call[form.payload] = _string(f"{name}.{form.payload}", item.get(form.payload))
+        if item.get("namespace") is not None:
+            call["namespace"] = _string(f"{name}.namespace", item["namespace"])
+        return call
+    payload = item.get(form.payload)
+    if not isinstance(payload, Mapping):
+        bad_value(f"{name}.{form.payload}", f"is {shown(payload)}", "it must be an object")
+    return {**call, form.payload: dict(payload)}
+
+
+def _other(name: str, kind: str, item: Mapping[str, Any], bounds: Bounds) -> Json:
+    """Return an item of another server's tools with its text; without one if it has none, or is skipped."""
+    row = treatment(ApiName.RESPONSES, Place.ITEM, kind)
+    if row is not None and row.treatment is Treatment.REFUSED:
+        unsupported(name, row.note)
+    text = "" if row is not None and row.treatment is Treatment.SKIPPED else carried_text(name, item, bounds)
+    if not text:
+        bounds.skip(Place.ITEM, kind)
+        return {"type": kind}
+    role = item.get("role")
+    is_users = kind.endswith(("_output", "_response")) and kind != "program_output"
+    role = role if role in _ROLES else "user" if is_users else "assistant"
+    return {"type": kind, "role": role, "content": [{"type": "text", "text": text, "placed": True}]}
 
 
 def _with_id(name: str, item: Mapping[str, Any], read: Json) -> Json:
@@ -128,7 +179,7 @@ def _with_id(name: str, item: Mapping[str, Any], read: Json) -> Json:
     return read
 
 
-def _message(name: str, item: Mapping[str, Any]) -> Json:
+def _message(name: str, item: Mapping[str, Any], bounds: Bounds) -> Json:
     role = item.get("role")
     if role not in _ROLES:
         bad_value(f"{name}.role", f"is {shown(role)}", f"it must be one of {', '.join(_ROLES)}")
@@ -141,42 +192,50 @@ def _message(name: str, item: Mapping[str, Any]) -> Json:
             "content": [{"type": kind, "text": check_text(f"{name}.content", content)}],
         }
     parts = check_list(f"{name}.content", content, MAX_PARTS, "parts")
-    read = [_part(f"{name}.content[{index}]", part, kind) for index, part in enumerate(parts)]
+    read = [_part(f"{name}.content[{index}]", part, kind, bounds) for index, part in enumerate(parts)]
     return {"type": "message", "role": role, "content": read}
 
 
-def _part(name: str, part: object, kind: str) -> Json:
-    """Return a text part as `kind`, with the cache breakpoint behind it if there is one."""
+def _part(name: str, part: object, kind: str, bounds: Bounds) -> Json:
+    """Return a part as text of `kind`, with the cache breakpoint behind it if there is one."""
     if not isinstance(part, Mapping):
         bad_value(name, f"is {shown(part)}", 'it must be an object such as {"type": "input_text", "text": "..."}')
-    if part.get("type") not in _TEXT_PARTS:
-        if isinstance(part.get("type"), str):
-            unsupported(name, f"parts of type {shown(part['type'])} are not built; this server reads text only")
+    if not isinstance(part.get("type"), str):
         bad_value(f"{name}.type", f"is {shown(part.get('type'))}", 'it must be "input_text" or "output_text"')
-    key = "refusal" if part["type"] == "refusal" else "text"
-    read: Json = {"type": kind, "text": _string(f"{name}.{key}", part.get(key))}
+    if part["type"] in _TEXT_PARTS:
+        key = "refusal" if part["type"] == "refusal" else "text"
+        read: Json = {"type": kind, "text": _string(f"{name}.{key}", part.get(key))}
+    else:
+        read = {"type": kind, "text": part_text(name, part, bounds)}
     if part.get("prompt_cache_breakpoint") is not None:
         read["prompt_cache_breakpoint"] = part["prompt_cache_breakpoint"]
     return read
 
 
-def _output(name: str, value: object) -> str | list[Json]:
-    """Return the output of a call as one text, or as two or more parts."""
+def _output(name: str, item: Mapping[str, Any], bounds: Bounds) -> str | list[Json]:
+    """Return the output of a call as one text, or as two or more parts; other values than texts and parts as JSON."""
+    value = item.get("output")
     if isinstance(value, str):
-        return check_text(name, value)
-    parts = check_list(name, value, MAX_PARTS, "parts")
-    read = [_part(f"{name}[{index}]", part, "input_text") for index, part in enumerate(parts)]
+        return check_text(f"{name}.output", value)
+    if item["type"] not in ("function_call_output", "custom_tool_call_output"):
+        sent = {"tools": item.get("tools")} if value is None else value
+        found = left_of(f"{name}.output", sent, bounds) or item.get("status")
+        return as_text(found) if found else ""
+    parts = check_list(f"{name}.output", value, MAX_PARTS, "parts")
+    read = [_part(f"{name}.output[{index}]", part, "input_text", bounds) for index, part in enumerate(parts)]
     return read if len(read) > 1 else "".join(part["text"] for part in read)
 
 
 def _reasoning(name: str, item: Mapping[str, Any]) -> list[Json]:
-    """Return the reasoning texts. Encrypted content of other servers cannot be read and is left out."""
-    parts = check_list(f"{name}.content", item.get("content") or (), MAX_PARTS, "parts")
-    read: list[Json] = []
-    for index, part in enumerate(parts):
-        text = part.get("text") if isinstance(part, Mapping) else None
-        read.append({"type": "reasoning_text", "text": _string(f"{name}.content[{index}].text", text)})
-    return read
+    """Return the reasoning texts, else those of the summary. Encrypted content of other servers cannot be read."""
+    for key in ("content", "summary"):
+        read: list[Json] = []
+        for index, part in enumerate(check_list(f"{name}.{key}", item.get(key) or (), MAX_PARTS, "parts")):
+            text = part.get("text") if isinstance(part, Mapping) else None
+            read.append({"type": "reasoning_text", "text": _string(f"{name}.{key}[{index}].text", text)})
+        if read:
+            return read
+    return []
 
 
 def _string(name: str, value: object, max_chars: int | None = None) -> str:

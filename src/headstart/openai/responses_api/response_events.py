@@ -9,7 +9,8 @@ from headstart.openai.text.generation import Delta
 
 _INCOMPLETE = "max_output_tokens"
 _TEXT_EVENTS = {PartKind.CONTENT: "response.output_text", PartKind.REASONING: "response.reasoning_text"}
-_ARGUMENTS = "response.function_call_arguments"
+_FUNCTION = "response.function_call_arguments"
+_CUSTOM = "response.custom_tool_call_input"
 
 
 class ResponseEvents:
@@ -74,12 +75,20 @@ class ResponseEvents:
         if step.is_new:
             yield from self._begin(step.part)
         if step.text:
-            name = _ARGUMENTS if step.part.kind is PartKind.TOOL_CALL else _TEXT_EVENTS[step.part.kind]
+            if step.part.kind is PartKind.TOOL_CALL:
+                if self._shape.call_form(step.part).item == "function_call":
+                    yield self._event(f"{_FUNCTION}.delta", {**self._place(step.part), "delta": step.text})
+                return  # the payload of another call is known at its end
+            name = _TEXT_EVENTS[step.part.kind]
             logprobs: Json = {"logprobs": []} if step.part.kind is PartKind.CONTENT else {}
             yield self._event(f"{name}.delta", {**self._place(step.part), "delta": step.text, **logprobs})
 
     def _begin(self, part: ChatPart) -> Iterator[Json]:
-        item = self._shape.item(part, "in_progress", is_empty=True)
+        if part.kind is not PartKind.TOOL_CALL or self._shape.call_form(part).is_text:
+            yield from self._added(part, is_empty=True)  # another call has no fields before its end
+
+    def _added(self, part: ChatPart, *, is_empty: bool) -> Iterator[Json]:
+        item = self._shape.item(part, "in_progress", is_empty=is_empty)
         yield self._event("response.output_item.added", {"output_index": part.index, "item": item})
         if part.kind is not PartKind.TOOL_CALL:
             empty = content_part(part.kind, "")
@@ -88,14 +97,25 @@ class ResponseEvents:
     def _end(self, part: ChatPart, status: str) -> Iterator[Json]:
         place, text = self._place(part), part.text
         if part.kind is PartKind.TOOL_CALL:
-            assert part.call is not None
-            yield self._event(f"{_ARGUMENTS}.done", {**place, "name": part.call.name, "arguments": text})
+            yield from self._end_of_call(part, place)
         else:
             logprobs: Json = {"logprobs": []} if part.kind is PartKind.CONTENT else {}
             yield self._event(f"{_TEXT_EVENTS[part.kind]}.done", {**place, "text": text, **logprobs})
             yield self._event("response.content_part.done", {**place, "part": content_part(part.kind, text)})
         item = self._shape.item(part, status)
         yield self._event("response.output_item.done", {"output_index": part.index, "item": item})
+
+    def _end_of_call(self, part: ChatPart, place: Json) -> Iterator[Json]:
+        form = self._shape.call_form(part)
+        if not form.is_text:
+            yield from self._added(part, is_empty=False)
+        assert part.call is not None
+        if form.item == "function_call":
+            yield self._event(f"{_FUNCTION}.done", {**place, "name": part.call.name, "arguments": part.text})
+        elif form.item == "custom_tool_call":
+            text = form.content(part.text)
+            yield self._event(f"{_CUSTOM}.delta", {**place, "delta": text})
+            yield self._event(f"{_CUSTOM}.done", {**place, "input": text})
 
     def _place(self, part: ChatPart) -> Json:
         place: Json = {"item_id": self._shape.item_id(part), "output_index": part.index}

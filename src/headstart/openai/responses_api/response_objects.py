@@ -1,23 +1,30 @@
 """Objects of the Responses API as plain dicts: the response, its output items, its usage. Only shapes, no decisions."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.openai.chat.chat_parts import ChatPart, ChatParts, PartKind
 from headstart.openai.responses import CACHE_SOURCES, Json
+from headstart.openai.responses_api.call_forms import CallForm, ChatTool
 
 _PREFIXES = {PartKind.CONTENT: "msg_", PartKind.REASONING: "rs_", PartKind.TOOL_CALL: "fc_"}
+_INPUT_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
 PART_TYPES = {PartKind.CONTENT: "output_text", PartKind.REASONING: "reasoning_text"}
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseShape:
-    """The parts of a response object that do not change while it is computed. `echo`: fields of the request."""
+    """The parts of a response object that do not change while it is computed. `echo`: fields of the request.
+
+    `tools`: by the name of their functions, those whose calls are other items than calls of plain functions.
+    """
 
     response_id: str
     created_at: int  # seconds since 1970
     model: str
     echo: Json
+    tools: Mapping[str, ChatTool] = field(default_factory=dict[str, ChatTool])
 
     def item_id(self, part: ChatPart) -> str:
         """Return the id of the output item of a part: unique, since the response's id is."""
@@ -29,12 +36,20 @@ class ResponseShape:
         text = "" if is_empty else part.text
         if part.kind is PartKind.TOOL_CALL:
             assert part.call is not None
-            call = {"call_id": part.call.call_id, "name": part.call.name, "arguments": text}
-            return {**item, "type": "function_call", "status": status, **call}
+            tool = self.tools.get(part.call.name)
+            form, names = (CallForm(), {"name": part.call.name}) if tool is None else (tool.form, tool.names)
+            call = {"call_id": part.call.call_id, **names, form.payload: form.content(text)}
+            return {**item, "type": form.item, "status": status, **call}
         content = [] if is_empty else [content_part(part.kind, text)]
         if part.kind is PartKind.REASONING:
             return {**item, "type": "reasoning", "status": status, "summary": [], "content": content}
         return {**item, "type": "message", "status": status, "role": "assistant", "content": content}
+
+    def call_form(self, part: ChatPart) -> CallForm:
+        """Return the form of a call."""
+        assert part.call is not None
+        tool = self.tools.get(part.call.name)
+        return CallForm() if tool is None else tool.form
 
     def response(
         self, status: str, output: list[Json], usage: Json | None = None, error: Json | None = None, reason: str = ""
@@ -80,7 +95,7 @@ def response_usage(usage: Json, parts: ChatParts) -> Json:
 
 def input_item(item: Json, response_id: str, index: int) -> Json:
     """Return an item of the input as `/v1/responses/{id}/input_items` lists it: with id and status."""
-    prefix = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_"}.get(item["type"], "rs_")
+    prefix = _INPUT_PREFIXES.get(item["type"], "item_")
     shaped: Json = {"id": f"{prefix}{response_id.rpartition('_')[2]}i{index:02x}", "status": "completed", **item}
     if item["type"] == "message" and item["role"] == "assistant":
         shaped["content"] = [{"annotations": [], **part} for part in item["content"]]
@@ -117,7 +132,10 @@ def echo_of(fields: Any, sampling: Any) -> Json:
         "temperature": sampling.temperature,
         "text": {"format": fields.text.format or {"type": "text"}},
         "tool_choice": fields.tool_choice,
-        "tools": [{"parameters": None, "strict": None, **tool} for tool in fields.tools],
+        "tools": [
+            {"parameters": None, "strict": None, **tool} if tool["type"] == "function" else tool
+            for tool in fields.tools
+        ],
         "top_logprobs": 0,
         "top_p": sampling.top_p,
         "truncation": "disabled",

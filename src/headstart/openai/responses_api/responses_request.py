@@ -8,13 +8,16 @@ from pydantic import Field
 
 from headstart.openai.bounds import INT31_MAX, Bounds
 from headstart.openai.chat.chat_translation import ChatTranslation, passed_on, template_variables
+from headstart.openai.forms.fields import check_fields
+from headstart.openai.forms.treatments import ApiName
 from headstart.openai.generation_fields import Label, Model, SamplingFields
 from headstart.openai.request_model import RequestModel, Text, checked, validated
 from headstart.openai.responses import Json
+from headstart.openai.responses_api.call_forms import chat_tools, function_name, is_skipped, read_tools
 from headstart.openai.responses_api.input_items import chat_messages, check_calls, read_items
+from headstart.openai.tools.tool_fields import MAX_TOOLS
 from headstart.openai.value_checks import bad_value, check_list, check_mapping, missing, shown, unsupported
 
-MAX_TOOLS = 128
 MAX_METADATA = 16
 MAX_METADATA_CHARS = 64, 512  # of a key, of a value
 _LOGPROBS = "message.output_text.logprobs"
@@ -24,13 +27,6 @@ _RENAMES = (
     (re.compile(r"\btool_choice\.function\b"), "tool_choice"),
     (re.compile(r"\bresponse_format(\.json_schema)?\b"), "text.format"),
 )
-_REFUSED = {  # would change the answer unnoticed
-    "background": "responses are computed while the request lasts; leave it out",
-    "conversation": "send the items as input, or previous_response_id",
-    "prompt": "templates of prompts are not built; send input",
-    "context_management": "leave it out",
-    "moderation": "leave it out",
-}
 
 
 class ReasoningOptions(RequestModel):
@@ -54,8 +50,8 @@ class TextOptions(RequestModel):
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Accepted, without effect")
 
 
-Items = Annotated[list[Json], checked(lambda value, _: read_items(value), str | list[dict[str, Any]])]
-Tools = Annotated[list[Json], checked(lambda value, _: _tools(value), list[dict[str, Any]])]
+Items = Annotated[list[Json], checked(read_items, str | list[dict[str, Any]])]
+Tools = Annotated[list[Json], checked(read_tools, list[dict[str, Any]])]
 ToolChoice = Annotated[Any, checked(lambda value, _: _tool_choice(value), str | dict[str, Any])]
 Metadata = Annotated[dict[str, str], checked(lambda value, _: _metadata(value), dict[str, str])]
 Include = Annotated[tuple[str, ...], checked(lambda value, _: _include(value), list[str])]
@@ -76,7 +72,7 @@ class ResponsesRequest(SamplingFields):
     text: TextOptions = Field(default_factory=lambda: TextOptions(format=None, verbosity=None))
     reasoning: ReasoningOptions = Field(default_factory=lambda: ReasoningOptions(effort=None, summary=None))
     metadata: Metadata = Field({}, description="Up to 16 texts, returned with the response")
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = Field("disabled", description="A longer conversation is refused")
     include: Include = Field((), description="Accepted; nothing is added to the response")
     service_tier: Label = Field(None, description="Ignored")
     top_logprobs: int = Field(0, ge=0, le=0)
@@ -86,9 +82,7 @@ def parse_responses(values: Mapping[str, Any], bounds: Bounds) -> ResponsesReque
     """Return a validated /v1/responses body. Raises InvalidRequestError."""
     if values.get("input") is None:
         raise missing("input")
-    for name, why in _REFUSED.items():
-        if values.get(name) not in (None, False):
-            unsupported(name, why)
+    check_fields(ApiName.RESPONSES, values, bounds)
     return validated(ResponsesRequest, values, bounds)
 
 
@@ -113,32 +107,34 @@ def translate_responses(
         "messages": messages,
         "max_completion_tokens": request.max_output_tokens,
     }
-    if request.tools:
+    tools = chat_tools(request.tools)
+    if tools:
         chat |= {
-            "tools": [_chat_tool(tool) for tool in request.tools],
+            "tools": [{"type": "function", "function": tool.function} for tool in tools],
             "tool_choice": _chat_choice(request.tool_choice),
             "parallel_tool_calls": request.parallel_tool_calls,
         }
+    elif request.tools and request.tool_choice not in ("auto", "none"):
+        bad_value("tool_choice", "requires a call", "none of the tools can be called here")
     if request.text.format is not None:
         chat["response_format"] = _chat_format(request.text.format)
-    return ChatTranslation(chat, "input", names, _RENAMES)
-
-
-def _chat_tool(tool: Json) -> Json:
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+    return ChatTranslation(chat, "input", names, _RENAMES, tool_names=[tool.field for tool in tools])
 
 
 def _chat_choice(choice: Any) -> Any:
     if not isinstance(choice, dict):
         return choice
-    if choice["type"] == "function":
+    if choice["type"] != "allowed_tools":
         return _chat_function(choice)
     tools = [_chat_function(tool) for tool in choice["tools"]]
     return {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": tools}}
 
 
 def _chat_function(named: Json) -> Json:
-    return {"type": "function", "function": {"name": named["name"]}}
+    return {
+        "type": "function",
+        "function": {"name": function_name(named.get("name", named["type"]), named.get("namespace"))},
+    }
 
 
 def _chat_format(sent: Json) -> Json:
@@ -158,27 +154,11 @@ def _text_format(value: object) -> Json:
     return sent
 
 
-def _tools(value: object) -> list[Json]:
-    """Return the function tools; their schemas are checked as those of a chat. Other types are refused by name."""
-    read: list[Json] = []
-    for index, tool in enumerate(check_list("tools", value, MAX_TOOLS, "tools")):
-        name = f"tools[{index}]"
-        if not isinstance(tool, Mapping):
-            bad_value(name, f"is {shown(tool)}", "it must be an object with type, name and parameters")
-        if tool.get("type") != "function":
-            unsupported(name, f"tools of type {shown(tool.get('type'))} are not built; send functions")
-        if not isinstance(tool.get("name"), str):
-            bad_value(f"{name}.name", f"is {shown(tool.get('name'))}", "it must be a string")
-        known = ("type", "name", "description", "parameters", "strict")
-        read.append({key: tool[key] for key in known if tool.get(key) is not None})
-    return read
-
-
 def _tool_choice(value: object) -> Any:
     if value in ("none", "auto", "required"):
         return value
     if _is_named(value):
-        return {"type": "function", "name": value["name"]}
+        return _named(value)
     if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
         return _allowed_tools(value)
     if isinstance(value, Mapping) and isinstance(value.get("type"), str):
@@ -187,7 +167,14 @@ def _tool_choice(value: object) -> Any:
 
 
 def _is_named(value: object) -> TypeGuard[Mapping[str, Any]]:
-    return isinstance(value, Mapping) and value.get("type") == "function" and isinstance(value.get("name"), str)
+    """Return whether a choice is about a tool that clients execute."""
+    if not isinstance(value, Mapping) or value.get("type") not in ("function", "custom"):
+        return isinstance(value, Mapping) and value.get("type") in ("local_shell", "shell", "apply_patch")
+    return isinstance(value.get("name"), str)
+
+
+def _named(value: Mapping[str, Any]) -> Json:
+    return {key: value[key] for key in ("type", "name", "namespace") if isinstance(value.get(key), str)}
 
 
 def _allowed_tools(value: Mapping[str, Any]) -> Json:
@@ -196,10 +183,14 @@ def _allowed_tools(value: Mapping[str, Any]) -> Json:
     if mode not in ("auto", "required"):
         bad_value("tool_choice.mode", f"is {shown(mode)}", "it must be auto or required")
     tools = check_list("tool_choice.tools", value.get("tools"), MAX_TOOLS, "tools")
+    named: list[Json] = []
     for index, tool in enumerate(tools):
-        if not _is_named(tool):
-            bad_value(f"tool_choice.tools[{index}]", f"is {shown(tool)}", "it must be a function of tools, by name")
-    named = [{"type": "function", "name": tool["name"]} for tool in tools]
+        if _is_named(tool):
+            named.append(_named(tool))
+        elif not is_skipped(tool):
+            bad_value(
+                f"tool_choice.tools[{index}]", f"is {shown(tool)}", "it must be one of the tools, by type and name"
+            )
     return {"type": "allowed_tools", "mode": mode, "tools": named}
 
 

@@ -25,7 +25,7 @@ from headstart.openai.chat.chat_renderer import ChatRenderer
 from headstart.openai.chat.chat_template import MAX_SOURCE_CHARS, ONE_TEXT, ContentForms
 from headstart.openai.tokenizer.vocabulary import Vocabulary, parts_of
 
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -203,7 +203,7 @@ def _content(token: object) -> str | None:
 
 def _named_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
     named: dict[str, str] = {}
-    for name in _NAMED_TOKENS:
+    for name in NAMED_TOKENS:
         content = _content(config.get(name)) or _content(special_map.get(name))
         if content is not None:
             named[name] = content
@@ -211,7 +211,7 @@ def _named_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> 
 
 
 def _extra_tokens(config: Mapping[str, Any]) -> list[str]:
-    """Return the special tokens of the configuration beyond _NAMED_TOKENS, and those of its added tokens."""
+    """Return the special tokens of the configuration beyond NAMED_TOKENS, and those of its added tokens."""
     extra: list[str] = []
     for name in ("additional_special_tokens", "extra_special_tokens"):
         tokens = config.get(name)

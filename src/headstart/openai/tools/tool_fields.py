@@ -4,6 +4,7 @@
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -11,11 +12,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from headstart.openai.bounds import Bounds
+from headstart.openai.forms.treatments import ApiName, Place, Treatment, treatment
 from headstart.openai.request_model import RequestModel, checked
 from headstart.openai.value_checks import bad_value, check_list, check_text, missing, shown, unsupported
 
-MAX_TOOLS = 128
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+MAX_TOOLS = 512
+_NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
 _MODES = ("none", "auto", "required")
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
@@ -72,7 +74,7 @@ class ToolParams:
 class SentFunction(RequestModel):
     """A function of `tools`."""
 
-    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    name: str = Field(pattern="^[a-zA-Z0-9_.:/-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema; by default no parameters")
     strict: bool | None = Field(None, description="Arguments must match the schema")
@@ -99,23 +101,32 @@ class SentNamedChoice(RequestModel):
 
 
 def _tools(value: object, bounds: Bounds) -> tuple[Tool, ...]:
+    sent = enumerate(check_list("tools", value, MAX_TOOLS, "tools"))
     tools = tuple(
-        _tool(f"tools[{index}]", item, bounds)
-        for index, item in enumerate(check_list("tools", value, MAX_TOOLS, "tools"))
+        _tool(f"tools[{index}]", item, bounds) for index, item in sent if not _is_skipped(index, item, bounds)
     )
-    names = [tool.name for tool in tools]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(tool.name for tool in tools).items():
+        if count > 1:
             bad_value("tools", f"contains {shown(name)} twice", "names must be unique")
     return tools
+
+
+def _is_skipped(index: int, tool: object, bounds: Bounds) -> bool:
+    """Return whether a tool is one that this server leaves out, and note it. Raises InvalidRequestError."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    if not isinstance(kind, str) or kind == "function":
+        return False
+    row = treatment(ApiName.CHAT, Place.TOOL, kind)
+    if row is not None and row.treatment is Treatment.REFUSED:
+        unsupported(f"tools[{index}]", row.note)
+    bounds.skip(Place.TOOL, kind)
+    return True
 
 
 def _tool(name: str, value: object, bounds: Bounds) -> Tool:
     if not isinstance(value, Mapping):
         bad_value(name, f"is {shown(value)}", "it must be an object with type and function")
     if value.get("type") != "function":
-        if isinstance(value.get("type"), str):
-            unsupported(name, f"tools of type {shown(value['type'])} are not built; send functions")
         bad_value(f"{name}.type", f"is {shown(value.get('type'))}", 'it must be "function"')
     function = value.get("function")
     if not isinstance(function, Mapping):
@@ -123,7 +134,7 @@ def _tool(name: str, value: object, bounds: Bounds) -> Tool:
     called = function.get("name")
     if not isinstance(called, str) or not _NAME.fullmatch(called):
         problem = f"is {shown(called)}"
-        bad_value(f"{name}.function.name", problem, "use 1 to 64 of the characters a-z, A-Z, 0-9, _ and -")
+        bad_value(f"{name}.function.name", problem, "use 1 to 128 of the characters a-z, A-Z, 0-9, _ . : / and -")
     parameters = _NO_PARAMETERS if function.get("parameters") is None else function["parameters"]
     if not isinstance(parameters, Mapping):
         bad_value(f"{name}.function.parameters", f"is {shown(parameters)}", "it must be a JSON schema of an object")

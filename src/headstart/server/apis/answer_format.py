@@ -15,6 +15,7 @@ from headstart.core.request import Request as EngineRequest
 from headstart.explain.lint.prompt_window import WindowEntry
 from headstart.openai.diagnostics.prompt_fingerprint import shape_of
 from headstart.openai.engine_requests import Origin
+from headstart.openai.forms.skipped import SkippedCounts
 from headstart.openai.generation_params import GenerationParams
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
@@ -78,6 +79,7 @@ class ApiRequest:
     diagnosis: AnswerDiagnosis | None = None  # None: the prompt is neither compared nor remembered
     messages: Sequence[Mapping[str, Any]] = ()  # of the chat, or the text of a completion as one message
     examined: WindowEntry | None = None  # the prompt, if the doctor may examine it
+    skipped: SkippedCounts = ()  # left out of the prompt
 
     def without_messages(self, model: Model, origin: Origin) -> "ApiRequest":
         """Return the request as it waits: only the doctor may still refer to its messages, unless they are large."""

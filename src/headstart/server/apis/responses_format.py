@@ -10,9 +10,11 @@ import msgspec
 
 from headstart.http.http_errors import HttpError, rendered
 from headstart.http.sse import PING, named_event
+from headstart.openai.bounds import Bounds
 from headstart.openai.engine_requests import Origin, chat_requests, tokenizer_of
 from headstart.openai.request_json import json_value
 from headstart.openai.responses import Json
+from headstart.openai.responses_api.call_forms import ChatTool, called_tools
 from headstart.openai.responses_api.input_items import read_item
 from headstart.openai.responses_api.item_references import REFERENCE, output_item, referenced_items, response_of
 from headstart.openai.responses_api.response_events import ResponseEvents, error_data
@@ -47,11 +49,16 @@ class ResponseFormat:
 
     ping = PING
 
-    def __init__(self, echo: Json, storing: Storing | None, job: GenerationJob, head: Head) -> None:
-        """`echo`: the fields of the request that the response repeats. `storing` None: it is not stored."""
+    def __init__(
+        self, echo: Json, storing: Storing | None, tools: Mapping[str, ChatTool], job: GenerationJob, head: Head
+    ) -> None:
+        """`echo`: the fields of the request that the response repeats. `storing` None: it is not stored.
+
+        `tools`: those with calls of their own form.
+        """
         self._job = job
         self._storing = storing
-        shape = ResponseShape(head.request_id, head.created, head.model.name, echo)
+        shape = ResponseShape(head.request_id, head.created, head.model.name, echo, tools)
         self._events = ResponseEvents(shape, generates=not job.params.prewarm)
         self._is_open = False
 
@@ -119,7 +126,7 @@ def responses_api(memory: ResponseMemory) -> ServedApi:
     def prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequest:
         fields = parse_responses(values, model.bounds)
         check_model(fields.model, model)
-        fields = _with_referenced_items(fields, memory, origin.tenant)
+        fields = _with_referenced_items(fields, memory, origin.tenant, model.bounds)
         before = _conversation(memory, origin.tenant, fields.previous_response_id)
         translation = translate_responses(fields, values, before.items if before is not None else ())
         with translation.named():
@@ -134,7 +141,7 @@ def responses_api(memory: ResponseMemory) -> ServedApi:
         return ApiRequest(
             params=params,
             requests=requests,
-            answer=partial(ResponseFormat, echo, storing),
+            answer=partial(ResponseFormat, echo, storing, called_tools(fields.tools)),
             num_extra_bytes=object_bytes(echo) + (0 if storing is None else storing.num_bytes),
             named=translation.without_values().named,
             diagnosis=diagnosis_of(model, origin, params, prompt, body.messages, names),
@@ -160,7 +167,9 @@ def _conversation(memory: ResponseMemory, tenant: str, response_id: str | None) 
     return found
 
 
-def _with_referenced_items(fields: ResponsesRequest, memory: ResponseMemory, tenant: str) -> ResponsesRequest:
+def _with_referenced_items(
+    fields: ResponsesRequest, memory: ResponseMemory, tenant: str, bounds: Bounds
+) -> ResponsesRequest:
     """Return the request with stored items in place of references. Raises HttpError 404 for items not stored here."""
     responses: dict[str, Json] = {}
     items: list[Json] = []
@@ -176,7 +185,7 @@ def _with_referenced_items(fields: ResponsesRequest, memory: ResponseMemory, ten
         found = output_item(responses[response_id], item_id)
         if found is None:
             raise item_not_found(item_id, f"{name}.id")
-        items.append(read_item(name, found))
+        items.append(read_item(name, found, bounds))
     return fields if not responses else fields.model_copy(update={"input": items})
 
 

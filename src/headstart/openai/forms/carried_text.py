@@ -1,0 +1,106 @@
+"""The text of parts, items and blocks of any type: the same bytes for the same value in each turn.
+
+Ids, states and encrypted content are left out, since the model cannot use them. What cannot be read here, such as an
+image, becomes a placeholder with its kind, or is refused (`--unreadable-parts`).
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from headstart.openai.bounds import Bounds
+from headstart.openai.forms.treatments import UNREADABLE, Place
+from headstart.openai.value_checks import check_text, shown, unsupported
+
+REFUSE = "refuse"
+_LEFT_OUT = frozenset(
+    (
+        *("type", "id", "status", "call_id", "tool_use_id", "role", "phase", "caller", "cache_control", "citations"),
+        *("signature", "encrypted_content", "encrypted_stdout", "encrypted_index", "fingerprint", "container_id"),
+        *("prompt_cache_breakpoint", "annotations", "logprobs", "detail", "media_type", "created_by", "file_id"),
+        *("acknowledged_safety_checks", "pending_safety_checks", "size", "quality", "background", "output_format"),
+    )
+)
+_TEXT_KEYS = ("text", "refusal", "thinking")
+_SHOWN_TYPE_CHARS = 64
+_BASE64 = re.compile(r"(?:data:[\w/+.-]*;base64,)?[A-Za-z0-9+/_-]{1024,}={0,2}")  # longer than any word
+
+
+def carried_text(name: str, value: Mapping[str, Any], bounds: Bounds) -> str:
+    """Return `[type] text` of an item or block; empty if it carries none. Raises InvalidRequestError."""
+    found = left_of(name, value, bounds)
+    if not found:
+        return ""
+    return check_text(name, f"[{str(value.get('type'))[:_SHOWN_TYPE_CHARS]}] {as_text(found)}\n")
+
+
+def part_text(name: str, part: Mapping[str, Any], bounds: Bounds) -> str:
+    """Return the text of a part that is no text part, perhaps a placeholder. Raises InvalidRequestError."""
+    kind = part["type"]
+    if kind in UNREADABLE:
+        return _placeholder(name, kind, _title(part), bounds)
+    if kind == "document":
+        return _document(name, part, bounds)
+    return carried_text(name, part, bounds) or _placeholder(name, kind, "", bounds)
+
+
+def left_of(name: str, value: object, bounds: Bounds) -> object:
+    """Return a value without ids and encrypted content, with texts in place of text parts; empty if nothing is left."""
+    if isinstance(value, Mapping):
+        kind = value.get("type")
+        if isinstance(kind, str) and kind in UNREADABLE:
+            return _placeholder(name, kind, _title(value), bounds)
+        text = next((value[key] for key in _TEXT_KEYS if isinstance(value.get(key), str)), None)
+        if text is not None and not set(value) - _LEFT_OUT - set(_TEXT_KEYS):
+            return text
+        found = {
+            key: inner
+            for key, item in value.items()
+            if key not in _LEFT_OUT and (inner := left_of(f"{name}.{key}", item, bounds)) not in ("", None, [], {})
+        }
+        return next(iter(found.values())) if list(found) in (["content"], ["output"]) else found
+    if isinstance(value, list | tuple):
+        kept = [inner for item in value if (inner := left_of(name, item, bounds)) not in ("", None, [], {})]
+        texts = [item for item in kept if isinstance(item, str)]
+        return "\n".join(texts) if texts and len(texts) == len(kept) else kept
+    if isinstance(value, str) and _BASE64.fullmatch(value):
+        return _placeholder(name, "file", "", bounds)
+    return value
+
+
+def as_text(value: object) -> str:
+    """Return the text of a value from `left_of`: JSON, unless it is one."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _document(name: str, part: Mapping[str, Any], bounds: Bounds) -> str:
+    source = part.get("source")
+    inside = None
+    if isinstance(source, Mapping) and source.get("type") == "text":
+        inside = source.get("data")
+    elif isinstance(source, Mapping) and source.get("type") == "content":
+        inside = left_of(f"{name}.source.content", source.get("content"), bounds)
+    if not inside:
+        return _placeholder(name, "file", _title(part), bounds)
+    head = " ".join(item for item in (part.get("title"), part.get("context")) if isinstance(item, str))
+    return check_text(name, f"[document{head and ' '}{head}]\n{as_text(inside)}\n")
+
+
+def _title(part: Mapping[str, Any]) -> str:
+    inner = part.get("file")
+    for holder in (part, inner if isinstance(inner, Mapping) else {}):
+        for key in ("filename", "title"):
+            if isinstance(holder.get(key), str):
+                return holder[key][:_SHOWN_TYPE_CHARS]
+    return ""
+
+
+def _placeholder(name: str, kind: str, title: str, bounds: Bounds) -> str:
+    """Return the placeholder of a part, and note it as skipped. Raises InvalidRequestError if the server refuses it."""
+    if bounds.unreadable_parts == REFUSE:
+        remedy = "this server reads text only; send text, or start it with --unreadable-parts placeholder"
+        unsupported(name, f"parts of type {shown(kind)} are not read: {remedy}")
+    known = UNREADABLE.get(kind, kind[:_SHOWN_TYPE_CHARS])
+    bounds.skip(Place.PART, known)
+    return check_text(name, f"[{known}{title and ' '}{title}: not shown, this server reads text only]")
