@@ -11,7 +11,7 @@ import pytest
 from server.asking import Asked, asking, write_model
 
 from headstart.openai.forms.skipped import SKIPPED_HEADER
-from headstart.openai.forms.treatments import TREATMENTS, UNREADABLE, ApiName, Place, Row, Treatment
+from headstart.openai.forms.treatments import TREATMENTS, UNREADABLE, ApiName, Place, TreatedName, Treatment
 
 CHAT, RESPONSES, MESSAGES = ApiName
 FIELD, TOOL, ITEM, PART = Place
@@ -239,7 +239,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_model(tmp_path_factory.mktemp("treatments"))
 
 
-def body(row: Row, *, has: bool) -> dict[str, Any]:
+def body(row: TreatedName, *, has: bool) -> dict[str, Any]:
     """The request for a row, with or without what the row is about."""
     base, sample = BASE[row.api], SAMPLES[row[:3]]
     key = ITEMS_KEY[row.api]
@@ -258,7 +258,7 @@ def body(row: Row, *, has: bool) -> dict[str, Any]:
     return {**base, key: [*base[key], *turns]}
 
 
-def problems(row: Row, asked: Asked, base: Asked) -> Iterator[str]:
+def problems(row: TreatedName, asked: Asked, base: Asked) -> Iterator[str]:
     """What is not as the table says."""
     answer, prompt = asked
     header = answer.headers.get(SKIPPED_HEADER, "")

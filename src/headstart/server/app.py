@@ -30,9 +30,9 @@ from headstart.openai.api_schema.api_object import Status, Version
 from headstart.openai.api_schema.completion_schema import ChatChunk, ChatCompletion, Completion, CompletionChunk
 from headstart.openai.api_schema.model_schema import (
     DetokenizeAnswer,
-    Load,
     Model,
     ModelList,
+    ServerLoad,
     TokenizeAnswer,
     TokenizerInfo,
 )
@@ -101,7 +101,7 @@ def build_app(state: ServerState) -> ASGIApp:
         ("GET", "/health", routes.health, Answers(Status)),
         ("GET", "/readyz", routes.health, Answers(Status)),
         ("GET", "/ping", routes.health, Answers(Status)),
-        ("GET", "/load", routes.load, Answers(Load)),
+        ("GET", "/load", routes.load, Answers(ServerLoad)),
         ("GET", "/tokenizer_info", routes.tokenizer_info, Answers(TokenizerInfo)),
         ("GET", "/livez", routes.livez, Answers(Status)),
         ("GET", "/metrics", routes.metrics, Answers(None)),

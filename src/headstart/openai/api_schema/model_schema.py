@@ -44,7 +44,7 @@ class TokenizeAnswer(ApiObject):
     token_strs: list[str] | None
 
 
-class Load(ApiObject):
+class ServerLoad(ApiObject):
     """The number of requests in flight."""
 
     server_load: int

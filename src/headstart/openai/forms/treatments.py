@@ -38,7 +38,7 @@ class Place(StrEnum):
     PART = "part"  # of a message's content, or of a tool's result
 
 
-class Row(NamedTuple):
+class TreatedName(NamedTuple):
     """The treatment of one name. `note`: how, or the remedy of a refusal."""
 
     api: ApiName
@@ -62,11 +62,11 @@ _AS_TEXT = "as text of the assistant, without ids and encrypted content"
 _PLACEHOLDER = "as a placeholder, and named as skipped; refused with `--unreadable-parts refuse`"
 
 
-def _rows(api: ApiName, place: Place, treatment: Treatment, note: str, *names: str) -> Iterator[Row]:
-    yield from (Row(api, place, name, treatment, note) for name in names)
+def _rows(api: ApiName, place: Place, treatment: Treatment, note: str, *names: str) -> Iterator[TreatedName]:
+    yield from (TreatedName(api, place, name, treatment, note) for name in names)
 
 
-def _chat() -> Iterator[Row]:
+def _chat() -> Iterator[TreatedName]:
     api = ApiName.CHAT
     ignored = ("prediction", "store", "metadata", "service_tier", "verbosity", "prompt_cache_retention")
     yield from _rows(api, Place.FIELD, Treatment.IGNORED, _NO_EFFECT, *ignored)
@@ -78,7 +78,7 @@ def _chat() -> Iterator[Row]:
     yield from _rows(api, Place.PART, Treatment.PLACED, _PLACEHOLDER, "image_url", "input_audio", "video_url", "file")
 
 
-def _responses() -> Iterator[Row]:
+def _responses() -> Iterator[TreatedName]:
     api, field, tool, item = ApiName.RESPONSES, Place.FIELD, Place.TOOL, Place.ITEM
     ignored = ("service_tier", "max_tool_calls", "stream_options", "client_metadata", "access_programs", "include")
     yield from _rows(api, field, Treatment.IGNORED, _NO_EFFECT, *ignored, "prompt_cache_retention")
@@ -151,7 +151,7 @@ def _responses() -> Iterator[Row]:
     yield from _rows(api, Place.PART, Treatment.PLACED, _PLACEHOLDER, "input_image", "input_file", "input_audio")
 
 
-def _messages() -> Iterator[Row]:
+def _messages() -> Iterator[TreatedName]:
     api, field, tool, item = ApiName.MESSAGES, Place.FIELD, Place.TOOL, Place.ITEM
     ignored = ("betas", "service_tier", "speed", "inference_geo", "fallbacks", "billing_policy", "user_profile_id")
     yield from _rows(api, field, Treatment.IGNORED, _NO_EFFECT, *ignored, "workspace_id", "fallback_credit_token")
@@ -213,7 +213,7 @@ def unversioned(name: str) -> str:
     return _VERSION.sub("", name)
 
 
-def treatment(api: ApiName, place: Place, name: object) -> Row | None:
+def treatment(api: ApiName, place: Place, name: object) -> TreatedName | None:
     """Return the row of a name, with or without its date; None: the table does not list it."""
     if not isinstance(name, str):
         return None
