@@ -16,9 +16,9 @@ from headstart.openai.api_schema.api_object import ApiObject, ErrorResponse, Sta
 from headstart.openai.api_schema.completion_schema import ChatChunk, ChatCompletion, Completion, CompletionChunk
 from headstart.openai.api_schema.model_schema import (
     DetokenizeAnswer,
-    Load,
     Model,
     ModelList,
+    ServerLoad,
     TokenizeAnswer,
     TokenizerInfo,
 )
@@ -126,7 +126,7 @@ def test_the_model_and_its_tokenizer(tool_server: Server) -> None:
         fits(Status, tool_server.get(path).json())
     fits(Version, tool_server.get("/version").json())
     fits(Status, tool_server.get("/ping").json())
-    assert fits(Load, tool_server.get("/load").json()).server_load == 0
+    assert fits(ServerLoad, tool_server.get("/load").json()).server_load == 0
     info = fits(TokenizerInfo, tool_server.get("/tokenizer_info").json())
     assert info.chat_template and info.model_max_length > 0
 
