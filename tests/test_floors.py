@@ -1,6 +1,7 @@
 """The floors of docs/architecture.md: a file imports only its own room and lower floors, and at the top of the file."""
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -122,6 +123,16 @@ def test_a_planted_violation_is_caught(path: str, source: str, complaint: str) -
 )
 def test_what_the_floors_allow_is_not_complained_of(path: str, source: str) -> None:
     assert violations(path, source) == []
+
+
+API_PATHS = re.compile(r"""["'](?:/v1/(?:completions|chat|responses|messages)|/api/)""")
+"""What only apis/ and the tables of routes of server and router know."""
+
+
+def test_http_knows_no_path_of_an_api() -> None:
+    found = [path.name for path in (SRC / "http").rglob("*.py") if API_PATHS.search(path.read_text(encoding="utf-8"))]
+    assert not found
+    assert API_PATHS.search('ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")')
 
 
 MAX_MODULES = 15  # of a folder; a subject with more has subfolders

@@ -69,7 +69,12 @@ def serve(server: Server, sessions: Sequence[Session]) -> Counts:
         max_batched_tokens=server.max_batched_tokens, max_seqs=server.max_seqs, max_model_len=longest + BLOCK_SIZE
     )
     config = SchedulerConfig(
-        server.num_blocks + 1, BLOCK_SIZE, limits, policy=server.policy, eviction_policy=server.eviction
+        server.num_blocks + 1,
+        BLOCK_SIZE,
+        limits,
+        policy=server.policy,
+        eviction_policy=server.eviction,
+        tenant_floor=0.0,
     )
     clock = VirtualClock()
     cost = StepCost(server.step_tokens * server.token_seconds, server.token_seconds)

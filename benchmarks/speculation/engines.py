@@ -138,7 +138,9 @@ class Engines:
     def _engine(self, runner: ModelRunner, config: SpeculationConfig | None) -> Engine:
         limits = Limits(max_model_len=CONTEXT)
         scheduler = Scheduler(
-            SchedulerConfig(runner.num_blocks, BLOCK, limits, self._loaded.fingerprint, speculation=config)
+            SchedulerConfig(
+                runner.num_blocks, BLOCK, limits, self._loaded.fingerprint, policy="fcfs", speculation=config
+            )
         )
         measure_steps(runner, scheduler.step_times, max_tokens=CONTEXT)
         if scheduler.speculation is not None:

@@ -63,11 +63,12 @@ def build_engine(
 ) -> tuple[Engine, EngineInfo]:
     """Load the model (progress on stderr), size the KV pool, and build the scheduler and the runner.
 
-    `folder` is the result of `model_folder(options)` if the caller has it already. `profile` is called on a GPU only;
-    None: steps of a ModelRunner are run. Raises ConfigError with a one-line message for options that cannot work, and
-    for a GPU without enough memory.
+    `folder` is the result of `checked_model_folder(options)`; None: options are checked and the folder is found here.
+    `profile` is called on a GPU only; None: steps of a ModelRunner are run. Raises ConfigError with a one-line message
+    for options that cannot work, and for a GPU without enough memory.
     """
-    check_options(options)
+    if folder is None:
+        check_options(options)
     threads = prepare_threads(options.threads)
     apply_threads(threads)
     store_folder = _store_folder(options)  # before loading the model, so that an unusable folder is reported at once

@@ -90,7 +90,7 @@ NOT_JSON = (b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"a":NaN}', b"{}",
 
 def exchanges() -> list[Exchange]:
     """Return all requests in the order in which they are sent."""
-    found = [*_completions(), *_chats(), *_responses(), *_messages(), *_other()]
+    found = [*_completions(), *_chats(), *_responses(), *_messages(), *_other(), *_ollama()]
     assert len({one.name for one in found}) == len(found)
     return found
 
@@ -282,6 +282,30 @@ def _messages() -> Iterator[Exchange]:
     counted = [{key: value for key, value in body.items() if key != "max_tokens"} for body in bodies]
     yield from _posts("count", f"{path}/count_tokens", counted, streams=False)
     yield from _wrong("count-wrong", f"{path}/count_tokens", {"messages": [ASKED]}, ["messages", "system", "tools"])
+
+
+def _ollama() -> Iterator[Exchange]:
+    options = {"temperature": 0, "num_predict": 5}
+    path, base = "/api/chat", {"messages": [SYSTEM, ASKED], "options": options, "stream": False}
+    call = {"function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    tools = {"tools": [{"type": "function", "function": FUNCTION}]}
+    more: list[Json] = [{}, tools, {"format": "json"}, {"format": SCHEMA}, {"think": True}, {"think": "low"}]
+    more += [{"messages": [ASKED, called, {"role": "tool", "tool_name": "weather", "content": "sunny"}]}]
+    more += [{"messages": [{"role": "user", "content": "a", "images": ["AA=="]}]}, {"keep_alive": -1}]
+    for name in _words("num_predict top_k top_p min_p seed stop repeat_penalty num_ctx mirostat typical_p other"):
+        more += [{"options": {**options, name: value}} for value in WRONG]
+    yield from _posts("ollama", path, [{**base, **one} for one in more])
+    yield from _wrong(
+        "ollama-wrong", path, base, ["messages", "tools", "format", "think", "options", "stream", "model"]
+    )
+    prompts: list[Json] = [{}, {"system": "Be short."}, {"raw": True}, {"raw": True, "system": "a"}, {"format": "json"}]
+    prompts += [{name: ["x"]} for name in _words("images context suffix template")]
+    asked = {"prompt": "Where is the ship?", "options": options, "stream": False}
+    yield from _posts("ollama-generate", "/api/generate", [{**asked, **one} for one in prompts])
+    for path in _words("/api/tags /api/ps /api/version /api/show /api/embed /api/embeddings /api/pull /api/generate"):
+        for method in ("GET", "POST", "DELETE", "HEAD"):
+            yield Exchange(f"ollama {method} {path}", method, path, b"{}" if method == "POST" else b"")
 
 
 def _other() -> Iterator[Exchange]:

@@ -39,6 +39,7 @@ _TIMES = re.compile(
 _RUNNING_USAGE = re.compile(r'("(?:completion_tokens|total_tokens)": ?)[0-9]+')
 _HAS_RUNNING_USAGE = re.compile(r'"finish_reason":null[^]]*\],"usage":\{')  # in each event of a stream
 _AGO = re.compile(r"[0-9.]+ (?:s|ms|seconds?|minutes?) ago")
+_CREATED_AT = re.compile(r'("(?:created_at|modified_at)": ?)"[^"]*"')
 _VERSION = re.compile(r'("version": ?)"[^"]*"')
 _METRIC = re.compile(r"^([a-z][^ ]*(?:\{.*\})?) [0-9.e+Na-]+$", re.MULTILINE)
 _PORT = re.compile(r"(127\.0\.0\.1:)[0-9]+")
@@ -66,6 +67,7 @@ def _masked_text(text: str) -> str:
     text = _ID.sub(lambda match: number(match[0]), text)
     text = _TIMES.sub(lambda match: (match[1] or "") + "T", text)
     text = _AGO.sub("T ago", text)
+    text = _CREATED_AT.sub(r'\1"T"', text)
     text = _VERSION.sub(r'\1"V"', text)
     return _PORT.sub(r"\1P", text.replace("HEAD, GET", "GET, HEAD"))  # a set's order
 

@@ -17,6 +17,7 @@ def test_each_api_gets_about_five_hundred_requests_and_the_other_routes_some() -
     counts = Counter(exchange.path.split("?")[0] for exchange in exchanges())
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
         assert counts[path] >= 500
+    assert counts["/api/chat"] > 350
     assert {"/v1/cache/explain", "/v1/models", "/v1/prefixes", "/openapi.json", "/tokenize"} < set(counts)
 
 

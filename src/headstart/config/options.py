@@ -8,6 +8,8 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, cast
 
 from headstart.core.errors import ConfigError
+from headstart.core.sched.limits import Limits
+from headstart.core.sched.scheduler_config import SchedulerConfig
 
 MODEL, COMPUTE, SCHEDULING, LISTENING, CHATS, BOUNDS, LIFE, FLEET, ROUTING, ENVOY, RAY = (
     "Model",
@@ -22,6 +24,10 @@ MODEL, COMPUTE, SCHEDULING, LISTENING, CHATS, BOUNDS, LIFE, FLEET, ROUTING, ENVO
     "Envoy",
     "Ray",
 )
+
+
+_SCHEDULER: dict[str, Any] = {one.name: one.default for one in (*fields(Limits), *fields(SchedulerConfig))}
+"""The defaults of the scheduler, which has no others."""
 
 
 def _option(default: Any, help_text: str, group: str, **extra: Any) -> Any:  # the type dataclasses.field itself has
@@ -149,12 +155,15 @@ class EngineOptions:
     max_model_len: int | None = _option(
         None, "Prompt + output tokens of a request (default: the model's).", SCHEDULING, minimum=2
     )
-    max_num_seqs: int = _option(256, "Sequences running at once.", SCHEDULING, minimum=1)
+    max_num_seqs: int = _option(_SCHEDULER["max_seqs"], "Sequences running at once.", SCHEDULING, minimum=1)
     max_num_batched_tokens: int = _option(
-        2048, "Token budget of a step; cached tokens cost nothing.", SCHEDULING, minimum=1
+        _SCHEDULER["max_batched_tokens"], "Token budget of a step; cached tokens cost nothing.", SCHEDULING, minimum=1
     )
     long_prefill_token_threshold: int = _option(
-        0, "Cap on one prompt's tokens per step while others wait; 0: none.", SCHEDULING, minimum=0
+        _SCHEDULER["long_prefill_threshold"],
+        "Cap on one prompt's tokens per step while others wait; 0: none.",
+        SCHEDULING,
+        minimum=0,
     )
     max_step_time: float | None = _option(
         None,
@@ -163,18 +172,23 @@ class EngineOptions:
         SCHEDULING,
         minimum=0,
     )
-    enable_prefix_caching: bool = _option(True, "Reuse KV blocks that earlier requests computed.", SCHEDULING)
+    enable_prefix_caching: bool = _option(
+        _SCHEDULER["enable_prefix_caching"], "Reuse KV blocks that earlier requests computed.", SCHEDULING
+    )
     scheduling_policy: str = _option(
-        "lpm",
+        _SCHEDULER["policy"],
         "Order of admission: lpm (longest cached prefix, with a bound), fcfs, or priority.",
         SCHEDULING,
         choices=("lpm", "fcfs", "priority"),
     )
     lpm_k: int = _option(
-        8, "lpm: of every K admissions the first is the oldest waiting request; 1 is fcfs.", SCHEDULING, minimum=1
+        _SCHEDULER["lpm_k"],
+        "lpm: of every K admissions the first is the oldest waiting request; 1 is fcfs.",
+        SCHEDULING,
+        minimum=1,
     )
     eviction_policy: str = _option(
-        "2q",
+        _SCHEDULER["eviction_policy"],
         "Which idle blocks are evicted first: lru; 2q, which resists scans of one-off prompts; or lhd, which learns.",
         SCHEDULING,
         choices=("2q", "lru", "lhd"),
@@ -189,10 +203,14 @@ class EngineOptions:
         choices=("exact", "ceil"),
     )
     max_pinned_share: float = _option(
-        0.5, "Largest share of the KV pool that pinned prefixes may hold.", SCHEDULING, minimum=0, maximum=1
+        _SCHEDULER["max_pinned_share"],
+        "Largest share of the KV pool that pinned prefixes may hold.",
+        SCHEDULING,
+        minimum=0,
+        maximum=1,
     )
     tenant_cache_floor: float = _option(
-        0.5,
+        _SCHEDULER["tenant_floor"],
         "Share of the KV pool, split evenly among tenants, that no other tenant can evict.",
         SCHEDULING,
         minimum=0,

@@ -45,6 +45,7 @@ class Profile:
             ),
             policy=self.scheduling_policy,
             eviction_policy=self.eviction_policy,
+            tenant_floor=0.0,
         )
 
 

@@ -52,7 +52,7 @@ class Step(NamedTuple):
 def steps(limits: Limits, mix: Mix, seed: int, *, num_prompts: int, num_blocks: int) -> Iterator[Step]:
     """Run `num_prompts` prompts to completion, step by step."""
     rng = Random(f"{seed}/{mix}")
-    scheduler = Scheduler(SchedulerConfig(num_blocks, BLOCK_SIZE, limits, enable_prefix_caching=False))
+    scheduler = Scheduler(SchedulerConfig(num_blocks, BLOCK_SIZE, limits, enable_prefix_caching=False, policy="fcfs"))
     executor = NullExecutor(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
     for index in range(num_prompts):
         prompt = random_tokens(mix.prompt_length(rng), VOCAB_SIZE, rng)

@@ -148,7 +148,9 @@ def _drive(
     """Return (the run, admission time of each request) on a warm engine with a pool that never evicts a prefix."""
     blocks = (config.max_seqs + config.hot_prefixes) * (-(-(config.prompt + config.output) // BLOCK_SIZE) + 1) * 2
     limits = Limits(config.budget, config.max_seqs, max_model_len=config.prompt + config.output)
-    scheduler = Scheduler(SchedulerConfig(blocks, BLOCK_SIZE, limits, policy=policy, lpm_k=k))
+    scheduler = Scheduler(
+        SchedulerConfig(blocks, BLOCK_SIZE, limits, policy=policy, lpm_k=k, eviction_policy="lru", tenant_floor=0.0)
+    )
     clock = VirtualClock()
     executor = VirtualExecutor(blocks, BLOCK_SIZE, VOCAB_SIZE, COST, clock)
     engine = Engine(scheduler, executor)

@@ -261,7 +261,9 @@ def _whole(
     def timed(mode: str, name: str) -> Run:
         limits = replace(engine.scheduler.limits, align=MODES[mode].align, charge_ceil=MODES[mode].charge_ceil)
         scheduler = Scheduler(
-            SchedulerConfig(engine.scheduler.pool.num_blocks, BLOCK_SIZE, limits, enable_prefix_caching=False)
+            SchedulerConfig(
+                engine.scheduler.pool.num_blocks, BLOCK_SIZE, limits, enable_prefix_caching=False, policy="fcfs"
+            )
         )
         return drive(Engine(scheduler, engine.executor), make_requests(prompts, sampling, name), bar=bar)
 

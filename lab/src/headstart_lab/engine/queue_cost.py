@@ -207,7 +207,11 @@ def _engine(case: _Case, config: OrderConfig) -> Engine:
     """Return an engine with slots for the decodes and as many others, or one other where each step admits one."""
     seats = DECODES + 1 if case.admits else 2 * DECODES
     limits = Limits(2 * config.prompt, seats, max_model_len=2 * config.prompt, long_prefill_threshold=case.cap)
-    scheduler = Scheduler(SchedulerConfig(case.num_blocks + 1, BLOCK_SIZE, limits, policy=config.policy))
+    scheduler = Scheduler(
+        SchedulerConfig(
+            case.num_blocks + 1, BLOCK_SIZE, limits, policy=config.policy, eviction_policy="lru", tenant_floor=0.0
+        )
+    )
     return Engine(scheduler, NullExecutor(case.num_blocks + 1, BLOCK_SIZE, VOCAB_SIZE))
 
 

@@ -100,7 +100,9 @@ def _run(policy: str, seed: int, config: ScanConfig, bar: Bar, problems: list[st
         max_model_len=config.prefix + config.own + config.one_off,
     )
     scheduler = Scheduler(
-        SchedulerConfig(config.num_blocks, config.block_size, limits, policy="lpm", eviction_policy=policy)
+        SchedulerConfig(
+            config.num_blocks, config.block_size, limits, policy="lpm", eviction_policy=policy, tenant_floor=0.0
+        )
     )
     engine = Engine(scheduler, NullExecutor(config.num_blocks, config.block_size, VOCAB_SIZE))
     rng = Random(seed)

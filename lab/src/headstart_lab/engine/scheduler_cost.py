@@ -160,7 +160,10 @@ class _Stopwatch(NullExecutor):
 
 def _engine(num_blocks: int) -> tuple[Engine, _Stopwatch]:
     limits = Limits(max_batched_tokens=8192, max_seqs=DECODES, max_model_len=2 * PROMPT)
-    scheduler = Scheduler(SchedulerConfig(num_blocks, BLOCK_SIZE, limits), chain=compiled_chain())
+    scheduler = Scheduler(
+        SchedulerConfig(num_blocks, BLOCK_SIZE, limits, policy="fcfs", eviction_policy="lru", tenant_floor=0.0),
+        chain=compiled_chain(),
+    )
     watch = _Stopwatch(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
     return Engine(scheduler, watch), watch
 
@@ -207,7 +210,7 @@ def _warm_pass(rng: Random, passes: int = 32) -> tuple[float, float, float, floa
     """Return the seconds to add, schedule and update rotated prompts that are cached but for one token, and in all."""
     limits = Limits(max_batched_tokens=WARM_PROMPTS * WARM_TOKENS, max_seqs=DECODES, max_model_len=2 * WARM_TOKENS)
     num_blocks = 2 * WARM_PROMPTS * (WARM_TOKENS // BLOCK_SIZE + 1)
-    config = SchedulerConfig(num_blocks, BLOCK_SIZE, limits, policy="lpm", eviction_policy="2q")  # as `serve` has them
+    config = SchedulerConfig(num_blocks, BLOCK_SIZE, limits, tenant_floor=0.0)  # as `serve` has them
     watch = _Stopwatch(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
     engine = Engine(Scheduler(config, chain=compiled_chain()), watch)
     prompts = rotations(random_tokens(WARM_TOKENS, VOCAB_SIZE, rng), WARM_PROMPTS)

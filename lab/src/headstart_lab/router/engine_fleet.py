@@ -54,7 +54,9 @@ class _Flight:
 def make_engine(num_blocks: int, block_size: int, vocab_size: int, eviction_policy: str, limits: Limits) -> Engine:
     """Return an engine of `num_blocks` usable blocks that computes nothing."""
     scheduler = Scheduler(
-        SchedulerConfig(num_blocks + 1, block_size, limits, policy="lpm", eviction_policy=eviction_policy)
+        SchedulerConfig(
+            num_blocks + 1, block_size, limits, policy="lpm", eviction_policy=eviction_policy, tenant_floor=0.0
+        )
     )
     return Engine(scheduler, NullExecutor(num_blocks + 1, block_size, vocab_size))
 

@@ -205,7 +205,11 @@ class Rig:
         self._heard = self._publisher.publish
         executor = NullExecutor(num_blocks, block_size, VOCAB_SIZE)
         self.engine = Engine(
-            Scheduler(SchedulerConfig(num_blocks, block_size, limits)), executor, event_sink=self._publish
+            Scheduler(
+                SchedulerConfig(num_blocks, block_size, limits, policy="fcfs", eviction_policy="lru", tenant_floor=0.0)
+            ),
+            executor,
+            event_sink=self._publish,
         )
 
     def _publish(self, events: list[Event]) -> None:

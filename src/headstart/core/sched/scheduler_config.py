@@ -8,16 +8,16 @@ from headstart.core.speculation.speculation_config import SpeculationConfig
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Settings of a scheduler; `config/options.py` explains those that are options."""
+    """Settings of a scheduler. Its defaults are the product's: `config/options.py` refers to them and explains them."""
 
     num_blocks: int  # of the pool, with the null block
     block_size: int  # tokens
     limits: Limits
     model: bytes = b""  # fingerprint of the weights: part of every block hash
     enable_prefix_caching: bool = True
-    policy: str = "fcfs"  # order of the waiting queue: fcfs, lpm or priority
+    policy: str = "lpm"  # order of the waiting queue: lpm, fcfs or priority
     lpm_k: int = 8
-    eviction_policy: str = "lru"  # or 2q, lhd
-    tenant_floor: float = 0.0  # share of the pool that is divided among tenants
+    eviction_policy: str = "2q"  # or lru, lhd
+    tenant_floor: float = 0.5  # share of the pool that is divided among tenants
     max_pinned_share: float = 0.5  # of the pool
     speculation: SpeculationConfig | None = None

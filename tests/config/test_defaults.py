@@ -1,0 +1,23 @@
+"""A default is stated once: by the scheduler, to which the options refer."""
+
+from dataclasses import fields
+
+from headstart.config.options import EngineOptions
+from headstart.core.sched.limits import Limits
+from headstart.core.sched.scheduler_config import SchedulerConfig
+from headstart.engine_checks import limits_of
+
+OPTIONS = {  # of SchedulerConfig, where the option has another name
+    "policy": "scheduling_policy",
+    "tenant_floor": "tenant_cache_floor",
+}
+
+
+def test_the_limits_of_default_options_are_the_default_limits() -> None:
+    assert limits_of(EngineOptions(), Limits().max_model_len, on_cpu=False) == Limits()
+
+
+def test_the_settings_of_a_scheduler_have_the_options_defaults() -> None:
+    options, settings = EngineOptions(), {one.name: one.default for one in fields(SchedulerConfig)}
+    for name in ("enable_prefix_caching", "policy", "lpm_k", "eviction_policy", "tenant_floor", "max_pinned_share"):
+        assert settings[name] == getattr(options, OPTIONS.get(name, name)), name
