@@ -30,7 +30,7 @@ from headstart.http.packed_metrics import CONTENT_TYPE
 from headstart.http.spooled_body import SpooledBody
 from headstart.ollama.ollama_answers import model_list as ollama_models
 from headstart.openai.request_json import parse_json
-from headstart.openai.responses import Json, model_list, tokenizer_info
+from headstart.openai.responses import Json, model_list
 from headstart.openai.value_checks import shown
 
 LONG_BODY_BYTES = 16 * 1024  # longer bodies are parsed and tokenized off the event loop, which relays streams
@@ -273,12 +273,9 @@ class _Front:
         return json_response({"server_load": self._state.num_in_flight})
 
     async def _tokenizer_info(self, request: Request) -> Response:
-        tokenizer = self._state.reader.tokenizer
-        if tokenizer is None:
-            message = "the tokenizer of the replicas is not known here; name it with --tokenizer, or ask a replica"
-            raise HttpError(404, message, code="tokenizer_unknown")
-        lengths = [card.fields.get("max_model_len") or 0 for card in self._state.members.cards()]
-        return json_response(tokenizer_info(tokenizer, max(lengths, default=0)))
+        """Ask a replica: replicas of one fleet have one tokenizer."""
+        replicas = list(self._state.urls_up)[:1]
+        return _response_of(await self._state.send(replicas, "GET", _target(request), request.scope["headers"]))
 
     async def _version(self, request: Request) -> Response:
         version: Json = {"version": __version__}
