@@ -37,7 +37,7 @@ class Budget(NamedTuple):
 BUDGETS = {
     "core": Budget(("core",), 6_500, 6_000),
     "model": Budget(("model",), 10_600, 8_000),
-    "router": Budget(("router",), 4_000, 4_100),
+    "router": Budget(("router",), 3_800, 4_100),
     "gateway": Budget(("gateway",), 10_900, 9_200),
     "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 12_200, 10_100),
     "HTTP, server, engine": Budget(("http", "server", "llm.py", "assembly.py", "engine_checks.py"), 7_500, 7_500),
@@ -146,7 +146,21 @@ SHARED_NAMES: dict[str, int] = {
     "Usage": 2,
     "View": 2,
 }
-SHARED_NAMES_OF_LAB: dict[str, int] = {"Answer": 3, "Difference": 2, "Form": 3, "Outcome": 2, "Replica": 2, "Served": 2}
+SHARED_NAMES_OF_LAB: dict[str, int] = {
+    "Answer": 4,
+    "Call": 2,
+    "Case": 2,
+    "Difference": 2,
+    "Form": 3,
+    "Fuzz": 2,
+    "Memory": 2,
+    "Outcome": 2,
+    "Replica": 2,
+    "Served": 3,
+    "Server": 2,
+    "Turn": 3,
+    "Workload": 2,
+}
 
 
 @pytest.mark.parametrize(("folder", "known"), [(SRC, SHARED_NAMES), (LAB, SHARED_NAMES_OF_LAB)], ids=["src", "lab"])
@@ -268,17 +282,10 @@ def test_a_splinter_is_found() -> None:
 OF_BENCHMARKS = re.compile(
     r"""(sys\.path\.insert|run_path|import_module|spec_from_file_location)[^\n]*benchmarks|/ "benchmarks" /"""
 )
-KNOWN_IMPORTS: set[str] = {
-    "lab/tests/test_agent_prompts.py",
-    "lab/tests/test_eviction_mechanisms.py",
+KNOWN_IMPORTS: set[str] = {  # drivers of peers, which run as scripts in environments without our packages
     "lab/tests/test_peers.py",
     "lab/tests/test_peers_gguf.py",
     "lab/tests/test_peers_tables.py",
-    "lab/tests/test_structured.py",
-    "tests/server/test_fuzz_whole.py",
-    "tests/server/test_legal_requests.py",
-    "tests/server/test_schema_laws.py",
-    "tests/server/test_structured_answers.py",
 }
 
 
