@@ -177,11 +177,11 @@ def test_a_second_class_of_one_name_is_found() -> None:
 MIN_LINES = 80  # of a module that only one other imports
 
 
-def importers(sources: Mapping[str, str]) -> dict[str, set[str]]:
-    """Return the modules that import each module of the package, by path."""
+def importers(sources: Mapping[str, str], others: Mapping[str, str]) -> dict[str, set[str]]:
+    """Return the modules that import each module of the package, by path; `others` are outside of the package."""
     names = {"headstart." + path.removesuffix(".py").replace("/", "."): path for path in sources}
     found: dict[str, set[str]] = {path: set() for path in sources}
-    for path, source in sources.items():
+    for path, source in (*sources.items(), *((f"lab/{path}", source) for path, source in others.items())):
         for name in _imported(ast.parse(source)):
             if name in names:
                 found[names[name]].add(path)
@@ -197,40 +197,31 @@ def _imported(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def splinters(sources: Mapping[str, str]) -> set[str]:
+def splinters(sources: Mapping[str, str], others: Mapping[str, str]) -> set[str]:
     """Return the short modules that a single module imports; verbs of the command line stay apart for a fast --help."""
     return {
         path
-        for path, users in importers(sources).items()
-        if len(users) == 1 and sources[path].count("\n") < MIN_LINES and not path.startswith("cli/")
+        for path, users in importers(sources, others).items()
+        if len(users) == 1 and sources[path].count("\n") < MIN_LINES and not path.startswith(("cli/", "__main__"))
     }
 
 
 KNOWN_SPLINTERS: set[str] = {
     "anthropic/message_diagnostics.py",
-    "bench/bench_models.py",
     "bench/cli/bench_cli.py",
     "config/config_tables.py",
     "core/grammars.py",
     "core/sched/queued_block_refs.py",
     "explain/lint/diagnosis.py",
-    "explain/lint/miss_ratios.py",
     "explain/lint/report_text.py",
     "explain/lint/tool_changes.py",
     "explain/repeated_tokens.py",
     "gateway/client_keys.py",
-    "gateway/discovery/discovery_table.py",
     "gateway/fanout.py",
-    "gateway/held_log.py",
-    "gateway/kv_events/kv_event_causes.py",
     "gateway/proxy/replica_wait.py",
     "gateway/proxy/write_timeout.py",
     "gateway/ray/engine_replica.py",
-    "gateway/ray/ingress.py",
-    "gateway/ray/ray_placement.py",
-    "gateway/replicas/bounded_reads.py",
     "gateway/replicas/index_budget.py",
-    "gateway/replicas/startup_progress.py",
     "gguf/pre_tokenizers.py",
     "http/protocol/http_refusals.py",
     "http/protocol/write_watch.py",
@@ -254,15 +245,12 @@ KNOWN_SPLINTERS: set[str] = {
     "server/apis/stored_responses.py",
     "server/banner.py",
     "server/prefix_warmup.py",
-    "sim/capacity_plan.py",
     "sim/shared_cores.py",
-    "store/estimate.py",
-    "workload/belady.py",
 }
 
 
 def test_a_short_module_with_one_importer_joins_it() -> None:
-    found = splinters(SOURCES)
+    found = splinters(SOURCES, modules(LAB))
     assert found - KNOWN_SPLINTERS == set(), "let it join the module that imports it"
     assert KNOWN_SPLINTERS - found == set(), "shorten the list"
 
@@ -276,7 +264,8 @@ def test_a_splinter_is_found() -> None:
         "cli/verb.py": "z = 1\n",
         "d.py": "from headstart.cli import verb\n" + "\n" * MIN_LINES,
     }
-    assert splinters(sources) == {"a/one.py"}
+    assert splinters(sources, {}) == {"a/one.py"}
+    assert splinters(sources, {"x.py": "from headstart.a.one import x"}) == set()
 
 
 OF_BENCHMARKS = re.compile(
