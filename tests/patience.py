@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from headstart.core.cache import transfers
 from headstart.store import block_loader as loader
-from headstart.store import disk, estimate
+from headstart.store import disk
 
 SECONDS = 3600.0
 
@@ -19,4 +19,4 @@ def prefer_the_store(put: Callable[[object, str, object], object]) -> None:
     put(transfers, "GRACE_SECONDS", SECONDS)
     put(loader, "OVERDUE_SECONDS", SECONDS)
     put(disk, "CLOSE_SECONDS", SECONDS)
-    put(estimate.LoadEstimate, "expected", lambda self, num_blocks, now: 0.0)
+    put(disk.LoadEstimate, "expected", lambda self, num_blocks, now: 0.0)

@@ -1,7 +1,6 @@
 """benchmarks/prompts: chats of recorded traces, and what rules mend in them."""
 
 import json
-import sys
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -9,16 +8,10 @@ from typing import Any
 
 import pytest
 
+from headstart.bundled import bundled_model
+from headstart_lab.prompts import agent_chats, agent_doctor, agent_replay, tool_order
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks" / "prompts"))
-
-import agent_chats  # noqa: E402
-import agent_doctor  # noqa: E402
-import agent_replay  # noqa: E402
-import tool_order  # noqa: E402
-
-from headstart.bundled import bundled_model  # noqa: E402
-
 TEMPLATE = ROOT / "tests" / "data" / "chat_templates" / "Qwen-Qwen3-0.6B.jinja"
 THOUGHT = "The reader of lines stops at the last newline, so that a rest without one is lost; print what it returns."
 

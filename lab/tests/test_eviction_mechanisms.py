@@ -1,18 +1,13 @@
 """benchmarks/eviction: what queued references and retention hints save and cost, in made cases of a few prompts."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from random import Random
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "eviction"))
-
-from queued_refs import best_case, worst_case
-from retention_hints import TTL, with_hints
-from virtual_serving import VOCAB_SIZE, Counts, Server, Session, Turn, serve
 
 from headstart.workload.jobs import Job
 from headstart.workload.synthetic import random_tokens
+from headstart_lab.eviction.queued_refs import best_case, worst_case
+from headstart_lab.eviction.retention_hints import TTL, with_hints
+from headstart_lab.eviction.virtual_serving import VOCAB_SIZE, Counts, Server, Session, Turn, serve
 
 SERVER = Server(num_blocks=160, eviction="lru", policy="fcfs", max_seqs=2)
 

@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,16 @@ import pytest
 import tokenizer_folders
 from llguidance import LLMatcher, LLTokenizer
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "structured"))
-
-from bounded import bounded
-from checks import Answer, Checker, Result, names_keyword
-from cost import KINDS, new_grammar
-from fuzz_structured import is_valid, requests
-from gaps import percentiles
-from hostile_grammars import Case, handmade
-from probe import Workers
-from random_grammars import drawn
-from suite import Instance, SuiteSchema, read_suite, validator
-from support import judge, markdown, page, refusal_reason, report
+from headstart_lab.structured.bounded import bounded
+from headstart_lab.structured.checks import Answer, Checker, Result, names_keyword
+from headstart_lab.structured.cost import KINDS, new_grammar
+from headstart_lab.structured.fuzz_structured import is_valid, requests
+from headstart_lab.structured.gaps import percentiles
+from headstart_lab.structured.hostile_grammars import Case, handmade
+from headstart_lab.structured.probe import Workers
+from headstart_lab.structured.random_grammars import drawn
+from headstart_lab.structured.suite import Instance, SuiteSchema, read_suite, validator
+from headstart_lab.structured.support import judge, markdown, page, refusal_reason, report
 
 BYTES = LLTokenizer("byte")
 SCHEMAS: tuple[Any, ...] = (

@@ -5,12 +5,13 @@ from random import Random
 
 import pytest
 
-from headstart.bench.intent_load import IntentConfig, Side, TooManyLate
+from headstart.bench.intent_load import IntentConfig, Side
 from headstart.bench.intent_report import run_intent
 from headstart.core.engine import Engine
 from headstart.core.request import Request
 from headstart.measurement.engines import Setup
 from headstart.workload.request_record import RequestRecord, percentile
+from headstart.workload.slo import Slo, TooManyLate
 from headstart.workload.synthetic import INTENT
 from headstart_lab.runners.null_executor import NullExecutor
 
@@ -67,7 +68,7 @@ def test_both_sides_see_the_same_fresh_prompts(make_setup: MakeSetup) -> None:
 
 @pytest.mark.parametrize("count", [1, 9, 10, 11, 40, 41])
 def test_giving_up_is_decided_exactly_when_p90_can_no_longer_hold(count: int) -> None:
-    watch = TooManyLate(count, limit=1.0)
+    watch = TooManyLate(count, Slo(e2e=1.0))
     late = 0
     while not watch(RequestRecord("r", 0.0, 0.1, 1.5, 1, 0, 1)):
         late += 1

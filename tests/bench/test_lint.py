@@ -9,8 +9,6 @@ from random import Random
 from typing import Any
 
 import pytest
-from bench.lint_rates import causes, clean_blamed, pair_rate, report, single_rates
-from bench.prompt_mistakes import MISTAKES, clean_log, log_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +19,8 @@ from headstart.explain.lint.logged_prompt import LoggedPrompt, Message, read_log
 from headstart.explain.lint.miss_ratios import miss_ratios
 from headstart.explain.lint.prompt_changes import compare
 from headstart.explain.lint.text_changes import text_changes
+from headstart_lab.prompts.lint_rates import causes, clean_blamed, pair_rate, report, single_rates
+from headstart_lab.prompts.prompt_mistakes import MISTAKES, clean_log, log_with
 
 RULES = "\n".join(f"Rule {name}: never leave the {name} open over night." for name in ("door", "safe", "gate", "well"))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from headstart.core.errors import ConfigError
-from headstart.gateway.discovery.discovery_table import make_discovery
+from headstart.gateway.run_gateway import make_discovery
 
 
 @pytest.mark.parametrize("text", ["file:replicas.txt", "dns:replicas.default.svc:8000"])

@@ -2,7 +2,7 @@
 
 from io import StringIO
 
-from headstart.gateway.held_log import MAX_LINES, HeldLog
+from headstart.gateway.run_gateway import MAX_LINES, HeldLog
 
 
 def test_lines_are_held_until_they_are_released_and_keep_their_order() -> None:

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.core.errors import ConfigError
-from headstart.gateway.discovery.discovery_table import make_discovery
 from headstart.gateway.discovery.kubernetes.kubernetes_objects import (
     EndpointSlice,
     InferencePool,
@@ -18,6 +17,7 @@ from headstart.gateway.discovery.kubernetes.kubernetes_objects import (
     pool_addresses,
     slice_addresses,
 )
+from headstart.gateway.run_gateway import make_discovery
 
 
 def decoded(kind: Any, body: dict[str, Any], name: str = "x") -> Any:

@@ -16,9 +16,9 @@ from ray.serve._private.request_router.common import PendingRequest
 from server.harness import until
 
 from headstart.core.errors import NoReplicaError
-from headstart.gateway.ray import ray_placement
+from headstart.gateway.ray import ingress
+from headstart.gateway.ray.ingress import RayPlacement
 from headstart.gateway.ray.prefix_request_router import PrefixRequestRouter
-from headstart.gateway.ray.ray_placement import RayPlacement
 from headstart.gateway.ray.routing_ticket import RayFleet, RoutingTicket
 
 LONG = "a shared beginning of many words, " * 40
@@ -245,7 +245,7 @@ def test_a_ray_that_does_not_route_is_not_waited_for(monkeypatch: pytest.MonkeyP
                 endpoint = router.state.router.endpoints[replica.url]
                 assert endpoint.load.num_requests == 0 and endpoint.health.num_ejections == 0
 
-    monkeypatch.setattr(ray_placement, "PLACE_SECONDS", 0.1)
+    monkeypatch.setattr(ingress, "PLACE_SECONDS", 0.1)
     run(test())
 
 

@@ -2,7 +2,7 @@
 
 import io
 
-from headstart.gateway.replicas.startup_progress import StartupProgress
+from headstart.gateway.replicas.subprocesses import StartupProgress
 from headstart.http.logs import Log
 
 

@@ -1,7 +1,6 @@
 """A small run of benchmarks/fuzz on `headstart serve`: no 5xx, bounded memory, nothing left running."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +11,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_fuzz(*arguments: str) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "fuzz" / "fuzz.py"), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-m", "headstart_lab.fuzz.fuzz", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-4000:]
     report = json.loads(ended.stdout.splitlines()[-1])
     assert report["valid"] and report["server_errors"] == 0 and report["polls"] > 0

@@ -4,7 +4,6 @@ Schemas are drawn from all supported keywords, and texts are random walks throug
 """
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,9 @@ from headstart.openai.structured.grammar_limits import parser_limits
 from headstart.openai.structured.grammar_process import begin_answer
 from headstart.openai.structured.grammar_text import json_schema_grammar
 from headstart.openai.structured.structured_fields import check_schema
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "structured"))
-
-from bounded import bounded
-from checks import KEYWORDS, Checker, Result
-from suite import SuiteSchema
+from headstart_lab.structured.bounded import bounded
+from headstart_lab.structured.checks import KEYWORDS, Checker, Result
+from headstart_lab.structured.suite import SuiteSchema
 
 BYTES = LLTokenizer("byte")
 MAX_BYTES = 400

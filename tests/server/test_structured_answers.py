@@ -13,13 +13,11 @@ import pytest
 from llguidance import LLTokenizer
 from server.harness import Server, spawn
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "structured"))
-
-from bounded import bounded
-from checks import Checker, Result
-from hostile_grammars import handmade
-from serving import post_chat, schema_request
-from suite import SuiteSchema
+from headstart_lab.structured.bounded import bounded
+from headstart_lab.structured.checks import Checker, Result
+from headstart_lab.structured.hostile_grammars import handmade
+from headstart_lab.structured.serving import post_chat, schema_request
+from headstart_lab.structured.suite import SuiteSchema
 
 BYTES = LLTokenizer("byte")
 REFUSED: tuple[dict[str, Any], ...] = (

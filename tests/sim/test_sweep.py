@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 from sim.fleets import profile, requests
 
-from headstart.sim.capacity_plan import PlanLimits, smallest_fleet
+from headstart.sim.reports.fleet_plan import PlanLimits, smallest_fleet
 from headstart.sim.sim_report import report
 from headstart.sim.sim_request import SimRequest
 from headstart.sim.simulation import Simulation

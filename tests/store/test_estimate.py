@@ -2,7 +2,7 @@
 
 import pytest
 
-from headstart.store.estimate import LoadEstimate
+from headstart.store.disk import LoadEstimate
 
 
 def measured(num_blocks: int = 10, seconds: float = 1.0, latency: float = 0.0) -> LoadEstimate:

@@ -6,7 +6,7 @@ requests sent one at a time, off and on in turn; then come Poisson arrivals. `in
 
 from array import array
 from dataclasses import dataclass
-from math import ceil, floor
+from math import ceil
 from random import Random
 
 from headstart.bench.load_search import LEAST_LOAD, START_LOAD, highest_rate
@@ -17,6 +17,7 @@ from headstart.measurement.inprocess import Run, drive, make_requests
 from headstart.measurement.machine import ContentionLog, uncontended
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.workload.request_record import RequestRecord, Summary, median, percentile, summarize
+from headstart.workload.slo import Slo, TooManyLate
 from headstart.workload.synthetic import INTENT, Shape, random_tokens, unit_arrivals, with_prefix
 
 NUM_BLOCKS = 4224
@@ -59,25 +60,12 @@ class Side:
         sampling = SamplingParams(max_tokens=self.shape.output, temperature=0.0)
         requests = make_requests(prompts, sampling, f"{self.name}{self.served}")
         self.served += count
-        watch = None if limit is None else TooManyLate(count, limit)
+        watch = None if limit is None else TooManyLate(count, Slo(e2e=limit))
         return drive(self.engine, requests, due=due, bar=bar, give_up=watch)
 
 
-class TooManyLate:
-    """A callback for finished records: returns True once the 90th percentile of the latency must exceed the limit."""
-
-    def __init__(self, count: int, limit: float) -> None:
-        self.allowed = count - 1 - floor(0.9 * (count - 1))
-        self.limit = limit
-        self.late = 0
-
-    def __call__(self, record: RequestRecord) -> bool:
-        self.late += record.e2e is None or record.e2e > self.limit
-        return self.late > self.allowed
-
-
 @dataclass(frozen=True, slots=True)
-class Point:
+class IntentPoint:
     """One side at one rate of one draw."""
 
     side: str
@@ -89,7 +77,7 @@ class Point:
     summary: Summary
 
 
-def _by_side() -> dict[str, list[Point]]:
+def _by_side() -> dict[str, list[IntentPoint]]:
     return {"off": [], "on": []}
 
 
@@ -101,8 +89,8 @@ class IntentBench:
         self.log = ContentionLog.new()
         self.problems: list[str] = []
         self.unloaded: dict[str, list[RequestRecord]] = {"off": [], "on": []}
-        self.loaded: dict[str, list[Point]] = _by_side()  # at load_rate
-        self.searched: dict[str, list[Point]] = _by_side()
+        self.loaded: dict[str, list[IntentPoint]] = _by_side()  # at load_rate
+        self.searched: dict[str, list[IntentPoint]] = _by_side()
         self.qps: dict[str, list[float]] = {"off": [], "on": []}  # one per draw
         bar.stage("loading the model twice", None)
         engines = {name: self._build(caching=name == "on") for name in ("off", "on")}
@@ -177,7 +165,7 @@ class IntentBench:
             holds, earlier or START_LOAD / alone, precision=self.config.precision, least=LEAST_LOAD / alone
         )
 
-    def _measure_point(self, name: str, rate: float, draw: int, *, limit: float | None = None) -> Point:
+    def _measure_point(self, name: str, rate: float, draw: int, *, limit: float | None = None) -> IntentPoint:
         """Measure one side under Poisson arrivals. Both sides and all rates use the same draw, scaled in time."""
         count = max(self.config.min_requests, ceil(rate * self.config.seconds))
         arrivals = unit_arrivals(count, Random(f"{self.setup.seed}/arrivals/{draw}"))
@@ -191,7 +179,7 @@ class IntentBench:
         self._check(run, name, f"{rate:.2f} requests/s")
         whole = not run.given_up and not run.errors
         holds = whole and percentile(latencies(run.records), 90) <= self.limit
-        return Point(name, draw, rate, count, holds, run.given_up, summarize(run.records))
+        return IntentPoint(name, draw, rate, count, holds, run.given_up, summarize(run.records))
 
     def _check(self, run: Run, name: str, label: str) -> None:
         """Record every problem that invalidates the figures."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from headstart.bench.intent_load import NUM_BLOCKS, IntentBench, IntentConfig, Point
+from headstart.bench.intent_load import NUM_BLOCKS, IntentBench, IntentConfig, IntentPoint
 from headstart.measurement.engines import BUNDLED, Setup, describe
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Chart, Report, Sheet, spread
@@ -103,12 +103,12 @@ def _ttfts(records: list[RequestRecord]) -> list[float]:
     return [1e3 * record.ttft for record in records if record.ttft is not None]
 
 
-def _p90(point: Point, field: str) -> float:
+def _p90(point: IntentPoint, field: str) -> float:
     found = getattr(point.summary, field)
     return found.p90 if found is not None else float("nan")
 
 
-def _point_values(point: Point) -> dict[str, Any]:
+def _point_values(point: IntentPoint) -> dict[str, Any]:
     e2e = point.summary.e2e
     return {
         "side": point.side,
@@ -156,7 +156,7 @@ def _points(bench: IntentBench) -> Sheet:
     return Sheet("points of the search", ("caching", "requests/s", "requests", "latency p90 ms", "holds"), alone + rows)
 
 
-def _e2e_text(point: Point) -> str:
+def _e2e_text(point: IntentPoint) -> str:
     if point.given_up or point.summary.e2e is None:
         return "given up: sure to miss"
     return f"{1e3 * point.summary.e2e.p90:.0f}"

@@ -32,7 +32,7 @@ class RateConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class RatePoint:
     """One measured rate, in requests per second."""
 
     rate: float
@@ -45,7 +45,7 @@ class RateSearch:
     """The result of a search: the highest rate that holds (0: none), and all measured rates, in order."""
 
     rate: float
-    points: tuple[Point, ...]
+    points: tuple[RatePoint, ...]
     slo: Slo
 
     @property
@@ -74,7 +74,7 @@ def search_rate(
 
     `alone`: seconds of an unloaded request.
     """
-    points: list[Point] = []
+    points: list[RatePoint] = []
 
     def holds(rate: float) -> bool:
         points.append(measure_rate(runner, load, slo, rate, config, bar))
@@ -86,11 +86,11 @@ def search_rate(
 
 def measure_rate(
     runner: Runner, load: Load, slo: Slo, rate: float, config: RateConfig = DEFAULTS, bar: Bar = QUIET
-) -> Point:
+) -> RatePoint:
     """Measure one rate. The run ends early once it is certain to miss `slo`, unless `slo` has no limits."""
     count = max(config.min_requests, ceil(rate * config.seconds))
     due = [at / rate for at in unit_arrivals(count, Random(f"{config.seed}/arrivals"))]
     scenario = load(runner.vocab_size, Random(f"{config.seed}/{rate}"), due)
     result = measure(runner, scenario, bar, TooManyLate(count, slo) if slo else None).phases[-1]
     whole = not result.trial.is_cut and len(result.trial.records) == count
-    return Point(rate, result, whole and slo.holds(result.trial.records))
+    return RatePoint(rate, result, whole and slo.holds(result.trial.records))

@@ -5,7 +5,7 @@ from random import Random
 from typing import Any
 
 from headstart.bench.measure import Measured, measure
-from headstart.bench.rate import DEFAULTS, Load, Point, RateConfig, RateSearch, search_rate
+from headstart.bench.rate import DEFAULTS, Load, RateConfig, RatePoint, RateSearch, search_rate
 from headstart.bench.suite import by_phase, check_lengths, latencies, redundancy_sheet, redundancy_text
 from headstart.measurement.machine import ContentionLog, uncontended
 from headstart.measurement.progress_bar import QUIET, Bar
@@ -91,7 +91,7 @@ def _report(runner: Runner, plan: RatePlan, alone: Measured, search: RateSearch 
     return report
 
 
-def _values(point: Point, slo: Slo) -> dict[str, Any]:
+def _values(point: RatePoint, slo: Slo) -> dict[str, Any]:
     trial = point.result.trial
     summary = summarize(trial.records)
     shown = {"ttft": summary.ttft, "tpot": summary.tpot, "e2e": summary.e2e}

@@ -7,7 +7,7 @@ import ipaddress
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import aiohttp
 import uvloop
@@ -19,9 +19,11 @@ from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.cache.hashing import HashChain
 from headstart.core.errors import ConfigError
 from headstart.gateway.discovery.discovery import Discovery, StaticDiscovery
-from headstart.gateway.discovery.discovery_table import make_discovery
+from headstart.gateway.discovery.dns_discovery import DnsDiscovery
+from headstart.gateway.discovery.file_discovery import FileDiscovery
+from headstart.gateway.discovery.kubernetes.kubernetes_discovery import KubernetesDiscovery
+from headstart.gateway.discovery.kubernetes.kubernetes_target import parse_target
 from headstart.gateway.gateway_state import GatewayState
-from headstart.gateway.held_log import HeldLog
 from headstart.gateway.http_front import Front, HttpFront
 from headstart.gateway.proxy.replies import session_options
 from headstart.gateway.proxy.request_reader import RequestReader
@@ -43,6 +45,8 @@ from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 KEEPALIVE_SECONDS = 4.0  # of idle connections to replicas; vLLM closes them after 5
 FIRST_LOOK_SECONDS = 3.0  # the banner waits this long for the first probe of the replicas
+MAX_LINES = 1_000  # of a HeldLog; at this number they are written, with or without the banner
+_EXAMPLE = "file:replicas.txt, dns:replicas.default.svc:8000, or kubernetes:inferencepool/NAME"
 
 
 def route(
@@ -244,3 +248,45 @@ def _keys(options: ServerOptions) -> str:
         if ipaddress.ip_address(options.host).is_loopback:
             return "clients' keys are the replicas' business"
     return "NONE HERE: clients' keys are the replicas' business, and everyone can reach this address"
+
+
+class HeldLog(Log):
+    """A log that buffers its lines until the banner, so that the first address on stderr is the router's.
+
+    The states of replicas are known before the banner, and their lines contain the replicas' addresses.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__(stream)
+        self._lines: list[str] | None = []  # None: released
+
+    def line(self, text: str) -> None:
+        """Write a line, or buffer it until `release`."""
+        if self._lines is None:
+            super().line(text)
+            return
+        self._lines.append(text)
+        if len(self._lines) >= MAX_LINES:
+            self.release()
+
+    def release(self) -> None:
+        """Write the buffered lines in order, and all later ones at once. Calling it twice is harmless."""
+        lines, self._lines = self._lines, None
+        for text in lines or ():
+            super().line(text)
+
+
+def make_discovery(text: str, *, allow_loopback: bool = False) -> Discovery:
+    """Return the discovery for `file:PATH`, `dns:NAME:PORT` or `kubernetes:TARGET`. Raises ConfigError for others.
+
+    `allow_loopback`: a cluster's and a name's endpoints may be at loopback addresses.
+    """
+    kind, _, rest = text.partition(":")
+    if kind == "file" and rest:
+        return FileDiscovery(Path(rest).expanduser())
+    if kind == "kubernetes" and rest:
+        return KubernetesDiscovery(parse_target(rest), allow_loopback=allow_loopback)
+    name, colon, port = rest.rpartition(":")
+    if kind == "dns" and colon and port.isascii() and port.isdigit():
+        return DnsDiscovery(name.removeprefix("[").removesuffix("]"), int(port), allow_loopback=allow_loopback)
+    raise ConfigError(f"discover is {text!r}; write it like {_EXAMPLE}")

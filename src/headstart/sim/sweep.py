@@ -19,7 +19,7 @@ MakeRequests = Callable[[float, int], Sequence[SimRequest]]
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class GridPoint:
     """One combination of settings; its runs differ in the seed only."""
 
     simulation: Simulation
@@ -35,7 +35,7 @@ class Point:
 class PointResult:
     """The runs of one point, one per seed."""
 
-    point: Point
+    point: GridPoint
     runs: tuple[FleetReport, ...]
 
     def means(self) -> dict[str, Any]:
@@ -62,10 +62,10 @@ class Grid:
     policies: Sequence[str]
     speeds: Sequence[float]
 
-    def points(self, base: Simulation) -> Iterator[Point]:
+    def points(self, base: Simulation) -> Iterator[GridPoint]:
         """Yield every combination; what the grid does not set comes from `base`."""
         for profile, replicas, speed, policy in product(self.profiles, self.replicas, self.speeds, self.policies):
-            yield Point(replace(base, profile=profile, replicas=replicas, policy=policy), speed)
+            yield GridPoint(replace(base, profile=profile, replicas=replicas, policy=policy), speed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class SweepOptions:
 
 
 def run_sweep(
-    points: Sequence[Point], make: MakeRequests, options: SweepOptions, on_run: Callable[[Point, int], None]
+    points: Sequence[GridPoint], make: MakeRequests, options: SweepOptions, on_run: Callable[[GridPoint, int], None]
 ) -> list[PointResult]:
     """Run every point with every seed; return the results in the order of the points.
 
@@ -107,7 +107,7 @@ def run_sweep(
     ]
 
 
-def run_point(point: Point, seed: int, make: MakeRequests, slo: Slo) -> FleetReport:
+def run_point(point: GridPoint, seed: int, make: MakeRequests, slo: Slo) -> FleetReport:
     """Run one point with one seed."""
     simulation = replace(point.simulation, seed=point.simulation.seed + seed)
     return report(simulation.run(make(point.speed, simulation.seed)), slo)

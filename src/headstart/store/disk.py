@@ -15,7 +15,6 @@ from headstart.core.cache.block_store import BlockKey, BlockSource, Data, Loaded
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.block_loader import Load, Loader, Piece
 from headstart.store.catalog import Catalog
-from headstart.store.estimate import LoadEstimate
 from headstart.store.files import Files
 from headstart.store.format import Shape
 from headstart.store.pending import Offer
@@ -24,6 +23,8 @@ from headstart.store.writer import Writer
 CLOSE_SECONDS = 5.0  # maximum, to write pending blocks
 MAX_LOADS = 1024  # in flight at once
 MISSES = ("gone", "corrupt", "mismatch", "io", "slow")
+KEEP = 0.7  # weight of the past at every measurement
+FADE_SECONDS = 5.0  # without a load, after which the estimate begins to decay; also its half-life
 
 
 class DiskStore:
@@ -243,3 +244,51 @@ def _end(writer: Writer, loader: Loader, catalog: Catalog, threads: Sequence[thr
     if len(others) == len(threads) and not any(thread.is_alive() for thread in threads):
         with suppress(OSError):
             catalog.close()
+
+
+class LoadEstimate:
+    """The expected duration of loads: latency + blocks waiting or requested x seconds per block. Pure: no clock.
+
+    An exponentially weighted average per block, so that the fixed costs of small loads have little weight in it.
+    Without new measurements it decays after some seconds, so that eventually a load is tried again; while that one is
+    in flight, the old estimate applies to all others.
+    """
+
+    def __init__(self) -> None:
+        self._seconds, self._blocks, self._latency = 0.0, 0.0, 0.0
+        self._last_at = float("-inf")  # when a load was requested or measured
+        self._was_raised = False  # since the last measurement
+
+    def expected(self, num_blocks: int, now: float) -> float:
+        """Return the expected seconds to load so many blocks; 0.0 as long as nothing has been measured."""
+        if not self._blocks:
+            return 0.0
+        idle = now - self._last_at - FADE_SECONDS
+        fade = 0.5 ** (idle / FADE_SECONDS) if idle > 0 else 1.0
+        return (self._latency + num_blocks * self._seconds / self._blocks) * fade
+
+    def blocks_per_s(self) -> float:
+        """Return the blocks per second while loading; 0.0: not measured."""
+        return self._blocks / self._seconds if self._seconds else 0.0
+
+    def asked(self, now: float) -> None:
+        """Record the start of a load."""
+        self._last_at = now
+
+    def measured(self, num_blocks: int, seconds: float, latency: float, now: float) -> None:
+        """Record that `num_blocks` were read in `seconds`, by a load that had waited for `latency` before."""
+        is_first = not self._blocks
+        self._latency = latency if is_first else KEEP * self._latency + (1 - KEEP) * latency
+        self._seconds = KEEP * self._seconds + seconds
+        self._blocks = KEEP * self._blocks + num_blocks
+        self._last_at = now
+        self._was_raised = False
+
+    def too_slow(self, num_blocks: int, seconds: float, now: float) -> None:
+        """Record that a load was given up after `seconds`, within which `num_blocks` should have been read."""
+        if not self._blocks:
+            self._blocks = float(num_blocks)
+        per_block = self._seconds / self._blocks * (1 if self._was_raised else 2)
+        self._seconds = self._blocks * max(per_block, seconds / num_blocks)
+        self._was_raised = True
+        self._last_at = now

@@ -16,7 +16,6 @@ from typing import Protocol
 import aiohttp
 
 from headstart.gateway.proxy.request_reader import Served
-from headstart.gateway.replicas.bounded_reads import MAX_HEALTH, MAX_METRICS, MAX_MODELS, read_prefix, whole_lines
 from headstart.gateway.replicas.probes import (
     Metrics,
     ModelCard,
@@ -37,6 +36,9 @@ MAX_SILENCES = 3  # probes in a row without an answer, after which the replica i
 MAX_PROBES = 256  # at once, of replicas that are up, and again of others
 UP_RATE, OTHER_RATE = 400.0, 100.0  # probes per second of all replicas that are up, and of all others
 DEFAULT_BLOCK = 16  # tokens, of a replica that does not report it
+MAX_HEALTH = 2**16  # bytes
+MAX_MODELS = 2**21  # 3,000 adapters with all fields that vLLM lists for each
+MAX_METRICS = 2**22  # vLLM's page of one engine has 100 KB
 
 
 class MonitoredReplica:
@@ -319,3 +321,21 @@ class ReplicaMonitor:
 def pause(interval: float, count: int, rate: float) -> float:
     """Return the seconds between two probes of a replica, one of `count` that have `rate` probes per second."""
     return max(interval, count / rate)
+
+
+async def read_prefix(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """Return the body, or its first `max_bytes`; a connection with more data is closed."""
+    parts: list[bytes] = []
+    left = max_bytes
+    while left > 0 and (part := await response.content.read(min(left, 2**16))):
+        parts.append(part)
+        left -= len(part)
+    if not left and not response.content.at_eof():
+        response.close()
+    return b"".join(parts)
+
+
+def whole_lines(body: bytes, max_bytes: int) -> str:
+    """Return the text of a body that was read up to `max_bytes`, without a line that may have been cut."""
+    whole = body if len(body) < max_bytes else body[: body.rfind(b"\n") + 1]
+    return whole.decode(errors="replace")

@@ -1,6 +1,6 @@
 """Blocks that waiting requests will take over are evicted last: prompt tokens computed with and without that.
 
-    python benchmarks/eviction/queued_refs.py --chat conversation_trace.jsonl --agents agent_miniswe.jsonl
+    python -m headstart_lab.eviction.queued_refs --chat conversation_trace.jsonl --agents agent_miniswe.jsonl
 
 Recorded traffic at several loads, pool sizes, eviction and scheduling policies, in virtual time, and two made cases:
 the best one for the mechanism and the worst one. Without: a scheduler whose pool ignores the references (in
@@ -17,7 +17,12 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from virtual_serving import (
+from headstart.measurement.machine import print_document
+from headstart.measurement.progress_bar import QUIET, Bar, progress_bar
+from headstart.workload.jobs import Job
+from headstart.workload.synthetic import random_tokens
+from headstart.workload.traces import CHAIN_BLOCK, Trace, read_trace
+from headstart_lab.eviction.virtual_serving import (
     BLOCK_SIZE,
     VOCAB_SIZE,
     Server,
@@ -30,12 +35,6 @@ from virtual_serving import (
     singles,
     spread,
 )
-
-from headstart.measurement.machine import print_document
-from headstart.measurement.progress_bar import QUIET, Bar, progress_bar
-from headstart.workload.jobs import Job
-from headstart.workload.synthetic import random_tokens
-from headstart.workload.traces import CHAIN_BLOCK, Trace, read_trace
 
 POOLS = (0.02, 0.05, 0.1, 0.25, 0.5)  # of the distinct blocks
 EVICTIONS = ("lru", "2q")

@@ -1,14 +1,13 @@
-"""Rates at which `headstart lint` names the injected mistakes: python tests/bench/lint_rates.py (JSON on stdout)."""
+"""Rates at which `headstart lint` names the mistakes: python -m headstart_lab.prompts.lint_rates (JSON on stdout)."""
 
 import json
 from itertools import combinations
 from random import Random
 from typing import Any
 
-from bench.prompt_mistakes import MISTAKES, UNKNOWN_FORMS, Body, clean_log, log_with
-
 from headstart.explain.lint.log_report import LogReport, report_log
 from headstart.explain.lint.logged_prompt import read_log
+from headstart_lab.prompts.prompt_mistakes import MISTAKES, UNKNOWN_FORMS, Body, clean_log, log_with
 
 
 def report(bodies: list[Body]) -> LogReport:

@@ -3,7 +3,7 @@
 Starts `headstart serve` twice for each mistake and sends the same requests, one after the other, one token each; the
 figures are those of /v1/cache/stats. `headstart lint --against` then asks each server for causes. JSON on stdout.
 
-PYTHONPATH=src:tests python benchmarks/prompts/served_replay.py MODEL_FOLDER TRACE > served_replay.json
+python -m headstart_lab.prompts.served_replay MODEL_FOLDER TRACE > served_replay.json
 """
 
 import argparse
@@ -18,9 +18,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from agent_chats import Body, agent, bodies_of, recorded_chats
-from agent_replay import CASES
-from behind_router import call
+from headstart_lab.prompts.agent_chats import Body, agent, bodies_of, recorded_chats
+from headstart_lab.prompts.agent_replay import CASES
+from headstart_lab.prompts.behind_router import call
 
 NAMES = ("billing header first", "tools shuffled", "schemas serialized anew", "tool results serialized anew")
 

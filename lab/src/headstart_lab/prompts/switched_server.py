@@ -1,6 +1,6 @@
 """headstart serve whose diagnostics can be switched: SIGUSR1 turns them off, SIGUSR2 on again.
 
-    python benchmarks/prompts/switched_server.py [options of headstart serve]
+    python -m headstart_lab.prompts.switched_server [options of headstart serve]
 
 Both settings are served by one process, its engine, its cache and its process for chat templates, so that overhead.py
 measures what the features cost and not what two processes differ by, or that one of them has rested. The server starts

@@ -1,6 +1,6 @@
 """Retention hints: prompt tokens computed with and without `cache_ttl` and `prompt_cache_retention`.
 
-    python benchmarks/eviction/retention_hints.py --agents agent_miniswe.jsonl --one-off azure_llm_2023_conv.csv \\
+    python -m headstart_lab.eviction.retention_hints --agents agent_miniswe.jsonl --one-off azure_llm_2023_conv.csv \\
         --chat conversation_trace.jsonl
 
 Agents' sessions return after a pause, beside one-off prompts or beside a chat service; hints are sent by no client, by
@@ -17,8 +17,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from queued_refs import agent_sessions
-from virtual_serving import (
+from headstart.core.request import DEFAULT_RETENTION, Retention
+from headstart.measurement.machine import print_document
+from headstart.measurement.progress_bar import QUIET, Bar, progress_bar
+from headstart.openai.cache_params import KEYED_PRIORITY, MAX_TTL, TIMED_PRIORITY
+from headstart.workload.jobs import Job
+from headstart.workload.traces import CHAIN_BLOCK, Trace, read_trace
+from headstart_lab.eviction.queued_refs import agent_sessions
+from headstart_lab.eviction.virtual_serving import (
     BLOCK_SIZE,
     VOCAB_SIZE,
     Counts,
@@ -30,13 +36,6 @@ from virtual_serving import (
     singles,
     spread,
 )
-
-from headstart.core.request import DEFAULT_RETENTION, Retention
-from headstart.measurement.machine import print_document
-from headstart.measurement.progress_bar import QUIET, Bar, progress_bar
-from headstart.openai.cache_params import KEYED_PRIORITY, MAX_TTL, TIMED_PRIORITY
-from headstart.workload.jobs import Job
-from headstart.workload.traces import CHAIN_BLOCK, Trace, read_trace
 
 EVICTIONS = ("lru", "2q")
 SEEDS = 3

@@ -3,7 +3,7 @@
 Prompts are rendered by a published chat template and tokenized by a real tokenizer, as by the server; the cache is
 infinite, shares blocks of 16 tokens, and keeps what was generated.
 
-PYTHONPATH=src:tests python benchmarks/prompts/agent_replay.py MODEL_FOLDER TEMPLATE TRACE... > replay.json
+python -m headstart_lab.prompts.agent_replay MODEL_FOLDER TEMPLATE TRACE... > replay.json
 """
 
 import argparse
@@ -18,15 +18,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from agent_chats import Body, agent, bodies_of, recorded_chats
-from bench.prompt_mistakes import MISTAKES
-
 from headstart.explain.lint.miss_ratios import miss_ratios
 from headstart.openai.bounds import Bounds
 from headstart.openai.chat.chat_template import ChatTemplate
 from headstart.openai.request_bodies import parse_chat
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart_lab.prompts.agent_chats import Body, agent, bodies_of, recorded_chats
+from headstart_lab.prompts.prompt_mistakes import MISTAKES
 
 BLOCK = 16
 Mistake = Callable[[list[Body], Random], None]

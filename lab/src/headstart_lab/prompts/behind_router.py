@@ -3,7 +3,7 @@
 The engine is anybody's with an OpenAI-compatible API and vLLM's `cache_salt`: a salt for each arm keeps their caches
 apart. Requests go one after the other, the two arms in turn, one token each. JSON on stdout.
 
-PYTHONPATH=src:tests python benchmarks/prompts/behind_router.py ENGINE_URL MODEL TRACE... > behind_router.json
+python -m headstart_lab.prompts.behind_router ENGINE_URL MODEL TRACE... > behind_router.json
 """
 
 import argparse
@@ -18,8 +18,8 @@ from random import Random
 from typing import Any
 from uuid import uuid4
 
-from agent_chats import Body, agent, bodies_of, recorded_chats
-from agent_replay import CASES
+from headstart_lab.prompts.agent_chats import Body, agent, bodies_of, recorded_chats
+from headstart_lab.prompts.agent_replay import CASES
 
 SKIPPED = ("none", "none, all reasoning sent back", "timestamp first (reported only)")
 

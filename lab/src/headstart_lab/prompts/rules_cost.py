@@ -2,7 +2,7 @@
 
 Warm requests of recorded agent chats, without and with all rules in turn (A B A B). JSON on stdout.
 
-PYTHONPATH=src:tests python benchmarks/prompts/rules_cost.py MODEL_FOLDER TRACE > rules_cost.json
+python -m headstart_lab.prompts.rules_cost MODEL_FOLDER TRACE > rules_cost.json
 """
 
 import argparse
@@ -14,9 +14,6 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from agent_chats import agent, bodies_of, recorded_chats
-from agent_replay import billing_header, tool_schemas
-
 from headstart.gateway.proxy.request_reader import RequestReader, Sender
 from headstart.openai.bounds import Bounds
 from headstart.openai.canonical.canonical_body import CHAT
@@ -26,6 +23,8 @@ from headstart.openai.request_bodies import parse_chat
 from headstart.openai.request_json import parse_json
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart_lab.prompts.agent_chats import agent, bodies_of, recorded_chats
+from headstart_lab.prompts.agent_replay import billing_header, tool_schemas
 
 ALL: PromptRules = frozenset(RULE_TEXTS) - {"keep_reasoning"}
 

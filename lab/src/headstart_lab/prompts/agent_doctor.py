@@ -1,6 +1,6 @@
 """Does the doctor name mistakes injected into recorded agent traces? JSON on stdout; counts only.
 
-PYTHONPATH=src:tests python benchmarks/prompts/agent_doctor.py TRACE... > benchmarks/prompts/doctor.json
+python -m headstart_lab.prompts.agent_doctor TRACE... > benchmarks/prompts/doctor.json
 """
 
 import argparse
@@ -13,11 +13,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from agent_chats import Body, Call, agent, bodies_of, recorded_chats
-from bench.prompt_mistakes import MISTAKES, UNKNOWN_FORMS
-
 from headstart.explain.lint.log_report import report_log
 from headstart.explain.lint.logged_prompt import read_log
+from headstart_lab.prompts.agent_chats import Body, Call, agent, bodies_of, recorded_chats
+from headstart_lab.prompts.prompt_mistakes import MISTAKES, UNKNOWN_FORMS
 
 
 def log_of(chat: list[Call], seed: object, max_calls: int) -> list[Body]:

@@ -1,7 +1,7 @@
 """Hit rates of eviction policies over recorded traffic, 2q with other shares of the pool protected among them.
 
-    python benchmarks/eviction/replay.py --trace conversation_trace.jsonl
-    python benchmarks/eviction/replay.py --trace agent_miniswe.jsonl --concurrency 1
+    python -m headstart_lab.eviction.replay --trace conversation_trace.jsonl
+    python -m headstart_lab.eviction.replay --trace agent_miniswe.jsonl --concurrency 1
 
 The replay is that of `headstart bench lab eviction`, which reports redundancy and the bound: no model and no clock. The
 last stdout line is JSON.

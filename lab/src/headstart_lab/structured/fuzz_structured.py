@@ -29,10 +29,11 @@ from typing import Any
 
 import aiohttp
 import psutil
-from checks import Answer
-from hostile_grammars import Case, handmade
-from random_grammars import drawn, random_schema
-from serving import PROMPT, Running, metric_sum, metrics, post_chat, schema_request, serving
+
+from headstart_lab.structured.checks import Answer
+from headstart_lab.structured.hostile_grammars import Case, handmade
+from headstart_lab.structured.random_grammars import drawn, random_schema
+from headstart_lab.structured.serving import PROMPT, Running, metric_sum, metrics, post_chat, schema_request, serving
 
 MAX_GAP = 0.5  # seconds of CPU time of one process
 MAX_GROWTH = 300e6  # bytes

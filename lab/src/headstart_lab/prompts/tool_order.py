@@ -4,7 +4,7 @@ For each question and order, a server without rules samples calls at temperature
 two orders (total variation, mean over questions) is compared with that of the same samples with the order forgotten:
 the noise of seeds. JSON on stdout.
 
-PYTHONPATH=src:tests python benchmarks/prompts/tool_order.py URL > tool_order.json
+python -m headstart_lab.prompts.tool_order URL > tool_order.json
 """
 
 import argparse
@@ -17,11 +17,10 @@ from random import Random
 from typing import Any
 from urllib.error import HTTPError
 
-from agent_chats import Body
-from agent_replay import tool_schemas
-from behind_router import call
-
 from headstart.openai.canonical.canonical_body import CHAT, canonical_body
+from headstart_lab.prompts.agent_chats import Body
+from headstart_lab.prompts.agent_replay import tool_schemas
+from headstart_lab.prompts.behind_router import call
 
 PERMUTATIONS = 2000
 MAX_TOKENS = 16  # the name of the tool is among them

@@ -1,4 +1,4 @@
-"""Cost of diagnostics per request: python benchmarks/prompts/overhead.py [--model DIR] > overhead.json.
+"""Cost of diagnostics per request: python -m headstart_lab.prompts.overhead [--model DIR] > overhead.json.
 
 One server (switched_server.py) gets the same warm chats in three arms, a batch each in turns: `off`, `control`, which
 is off as well, and `on`. All six orders of the arms take turns. Per batch: CPU time per request (of all threads of the

@@ -16,15 +16,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from checks import KEYWORDS, named_keywords
 from llguidance import LLMatcher, LLTokenizer
-from suite import DRAFTS, VERSION, SuiteSchema, fetch_suite, integral, read_suite
 
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.structured.grammar_limits import parser_limits
 from headstart.openai.structured.grammar_process import reason
 from headstart.openai.structured.grammar_text import json_schema_grammar
 from headstart.openai.structured.structured_fields import check_schema
+from headstart_lab.structured.checks import KEYWORDS, named_keywords
+from headstart_lab.structured.suite import DRAFTS, VERSION, SuiteSchema, fetch_suite, integral, read_suite
 
 UNNAMED = "no keyword"
 UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["(.*?)"\]')
@@ -32,7 +32,7 @@ OPTIONS = {"lenient": False, "json_allowed_escapes": 'nrbtf"\\'}  # the server's
 PAGE = """# JSON Schema support
 
 Which schemas of the JSON-Schema-Test-Suite the server accepts, beside llguidance {llguidance} alone, and how far its
-grammars agree with the standard. Written on {date} by `benchmarks/structured/support.py`, from the suite in
+grammars agree with the standard. Written on {date} by `lab/src/headstart_lab/structured/support.py`, from the suite in
 `jsonschema` {jsonschema}: {counts}.
 
 *Accepts invalid*: instances that violate the schema, and that the grammar accepts in some form. An answer can then be

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from hostile_grammars import Case, Json, handmade
+from headstart_lab.structured.hostile_grammars import Case, Json, handmade
 
 
 def drawn(rng: random.Random, count: int) -> Iterator[Case]:

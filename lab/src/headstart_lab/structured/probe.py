@@ -16,9 +16,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from hostile_grammars import Case, handmade
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from random_grammars import drawn
+
+from headstart_lab.structured.hostile_grammars import Case, handmade
+from headstart_lab.structured.random_grammars import drawn
 
 WALKS = ("any", "any", "letters")
 LETTERS = ("a", "b", "x", "aa", "ab", '"', "a" * 4)

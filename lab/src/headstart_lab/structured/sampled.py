@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import aiohttp
-from bounded import bounded
-from checks import BROKEN, Answer, Checker, Result
 from llguidance import LLTokenizer
-from serving import Running, post_chat, schema_request, serving
-from suite import DRAFTS, SuiteSchema, fetch_suite, read_suite
+
+from headstart_lab.structured.bounded import bounded
+from headstart_lab.structured.checks import BROKEN, Answer, Checker, Result
+from headstart_lab.structured.serving import Running, post_chat, schema_request, serving
+from headstart_lab.structured.suite import DRAFTS, SuiteSchema, fetch_suite, read_suite
 
 BUNDLED, RANDOM_WEIGHTS = "bundled", "random weights"
 MAX_TOKENS = 96

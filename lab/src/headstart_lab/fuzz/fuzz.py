@@ -30,7 +30,8 @@ import hypothesis
 import psutil
 import requests
 import schemathesis
-from fuzz_requests import (
+
+from headstart_lab.fuzz.fuzz_requests import (
     THOUGHT,
     Post,
     broken_http,

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import psutil
-from checks import Answer
+
+from headstart_lab.structured.checks import Answer
 
 READY_SECONDS = 300
 PROMPT = [{"role": "user", "content": "Answer in JSON."}]

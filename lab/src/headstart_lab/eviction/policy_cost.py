@@ -1,6 +1,6 @@
 """CPU time of the eviction policies per block, measured in turns on one trace.
 
-    python benchmarks/eviction/policy_cost.py --trace conversation_trace.jsonl --pool 5 --rounds 7
+    python -m headstart_lab.eviction.policy_cost --trace conversation_trace.jsonl --pool 5 --rounds 7
 
 Each round replays the trace once with every policy, in alternating order; figures are CPU time of this thread, so other
 load on the machine disturbs them little. The last stdout line is JSON.

@@ -4,7 +4,7 @@ import json
 import random
 from typing import Any, NamedTuple
 
-from hostile_texts import larks, regexes
+from headstart_lab.structured.hostile_texts import larks, regexes
 
 Json = dict[str, Any]
 

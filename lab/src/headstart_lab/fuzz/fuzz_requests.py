@@ -3,13 +3,10 @@
 import copy
 import json
 import random
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "legal-requests"))
-from legal_requests import draw_chat, draw_completion, text, token_ids
+from headstart_lab.fuzz.legal_requests import draw_chat, draw_completion, text, token_ids
 
 Json = dict[str, Any]
 CONTEXT = 2048  # of the bundled model

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer
-from suite import SuiteSchema, integral, validator
 
 from headstart.openai.structured.schema_rewrites import rewritten_schema
+from headstart_lab.structured.suite import SuiteSchema, integral, validator
 
 LARGEST = 1.7976931348623157e308
 _ALL_KEYWORDS = """

@@ -1,0 +1,1 @@
+"""Hostile and legal requests, drawn at random, against a running server."""

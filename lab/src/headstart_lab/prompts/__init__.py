@@ -1,0 +1,1 @@
+"""Prompts of agents: canonical rules, the prompt doctor, and what both cost, on recorded chats."""
