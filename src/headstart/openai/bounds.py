@@ -10,7 +10,7 @@ from headstart.config.options import ServerOptions
 from headstart.core.engine import EngineInfo
 from headstart.core.request import NO_DEFAULTS, SamplingDefaults
 from headstart.openai.canonical.prompt_rules import NO_RULES, PromptRules
-from headstart.openai.chat.chat_template import ONE_TEXT, ContentForms
+from headstart.openai.chat.template_forms import ONE_TEXT, ContentForms
 
 INT31_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
