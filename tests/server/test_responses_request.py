@@ -109,7 +109,7 @@ def test_the_clients_template_variables_take_precedence() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),
         ({"input": [{"role": "user", "content": "x"}] * 21}, "input"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x", "max_output_tokens": 5000}, "max_output_tokens"),

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from headstart.openai.responses import Json
+from headstart.openai.tools.call_arguments import call_arguments
 from headstart.openai.value_checks import bad_value, check_list, check_text, missing, shown, unsupported
 
 MAX_MESSAGES = 100_000
@@ -135,9 +136,7 @@ def _read_assistant(name: str, role: str, blocks: "list[Any] | tuple[Any, ...]",
 
 
 def _call(name: str, block: Mapping[str, Any]) -> Json:
-    arguments = block.get("input")
-    if not isinstance(arguments, Mapping):
-        bad_value(f"{name}.input", f"is {shown(arguments)}", "it must be an object")
+    arguments = call_arguments(block.get("input"))
     return {
         "id": _string(f"{name}.id", block.get("id"), MAX_ID_CHARS),
         "type": "function",

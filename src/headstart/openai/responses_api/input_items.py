@@ -105,7 +105,8 @@ def read_item(name: str, item: object) -> Json:
         case "message":
             return _with_id(name, item, _message(name, item))
         case "function_call":
-            call = {key: _string(f"{name}.{key}", item.get(key)) for key in ("call_id", "name", "arguments")}
+            sent = {**item, "arguments": item.get("arguments") or ""}
+            call = {key: _string(f"{name}.{key}", sent.get(key)) for key in ("call_id", "name", "arguments")}
             return _with_id(name, item, {"type": "function_call", **call})
         case "function_call_output":
             call_id = _string(f"{name}.call_id", item.get("call_id"), MAX_ID_CHARS)

@@ -224,7 +224,8 @@ class Generation:
         is_last = delta.finish_reason is not None
         chat = parser.feed(delta.text)
         if is_last:
-            chat = joined(chat, parser.finish())
+            is_cut = delta.finish_reason == "length" or isinstance(delta.stop_reason, str)
+            chat = joined(chat, parser.finish(is_cut=is_cut))
             if delta.finish_reason == "stop" and parser.num_calls and not self._is_named:
                 self.finish_reason = "tool_calls"
         held, self._silent = self._silent, _NOTHING

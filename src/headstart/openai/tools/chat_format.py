@@ -106,6 +106,7 @@ class ChatOutput:
     family: ToolFamily | None = None  # None: no tool may be called, or calls are not recognized
     tool_names: frozenset[str] = frozenset()
     first_only: bool = False
+    is_forced: bool = False  # a call is required
     is_named: bool = False  # one function must be called: OpenAI's finish reason is "stop" then
     is_reasoning: bool = False
     is_open: bool = False  # the prompt ends inside the reasoning
@@ -116,7 +117,7 @@ class ChatOutput:
         rules = None
         if self.family is not None:
             special = tuple((self.special or {}).values())
-            rules = CallRules(self.tool_names, self.family.new_id, special, self.first_only)
+            rules = CallRules(self.tool_names, self.family.new_id, special, self.first_only, self.is_forced)
         read_calls = None if self.family is None else self.family.read_calls
         return ChatParser(ParserSetup(read_calls, rules, self.is_reasoning, self.is_open))
 
@@ -135,6 +136,7 @@ def chat_output(
         family=family,
         tool_names=frozenset(tool.name for tool in tools.callable_tools) if tools else frozenset(),
         first_only=tools is not None and not tools.parallel,
+        is_forced=tools is not None and tools.choice.mode == "required",
         is_named=tools is not None and tools.choice.name is not None,
         is_reasoning=form.reasoning is not None,
         is_open=form.reasoning is not None and (form.reasoning == "deepseek_r1" if ends_open is None else ends_open),

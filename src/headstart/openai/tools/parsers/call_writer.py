@@ -18,6 +18,7 @@ class CallRules:
     new_id: Callable[[], str]  # of a call
     special: tuple[str, ...] = ()  # markers that are special tokens here: they are never part of the content
     first_only: bool = False  # parallel_tool_calls is false: later calls are dropped
+    is_forced: bool = False  # the whole answer is calls: the beginning of a marker is one
 
 
 class CallWriter:
@@ -31,6 +32,7 @@ class CallWriter:
         self._is_after_call = False
         self._is_dropped = False  # the call that is being written
         self.num_calls = 0
+        self.is_cut = False  # the text ended where it was cut, not where the model ended it
 
     def accepts(self, name: str, *, any_name: bool) -> bool:
         """Return whether a call may have this name: that of a tool, or with `any_name` any valid one."""
@@ -50,6 +52,38 @@ class CallWriter:
         """Append content at the end of the text: whitespace after a call is dropped."""
         if not (self._is_after_call and text.isspace()):
             self.content(text)
+
+    def no_call(self, reader: TextReader, *, is_marked: bool = True) -> None:
+        """Take the kept text, which is no call, as content, unless it is the beginning of a call that was cut.
+
+        `is_marked`: it stands behind the marker of a call.
+        """
+        if self.ends_cut(reader) and (is_marked or self._rules.is_forced):
+            reader.take()
+        elif is_marked:
+            self.content(reader.take())
+        else:
+            self.last_content(reader.take())
+
+    def ends_cut(self, reader: TextReader) -> bool:
+        """Return whether all text is consumed, and was cut."""
+        return self.is_cut and reader.ended and reader.at == len(reader.text)
+
+    def end_call(self, reader: TextReader, closing: str) -> Read[None]:
+        """Consume the marker that closes a call if it is next; a beginning of it only where the text was cut."""
+        yield from reader.skip_space()
+        if (yield from reader.match(closing)) or self.skip_cut_marker(reader, closing):
+            reader.take()
+        else:
+            reader.rewind()
+
+    def skip_cut_marker(self, reader: TextReader, *markers: str) -> bool:
+        """Consume the beginning of a marker, or nothing, at the end of a text that was cut; return whether it was."""
+        rest = reader.text[reader.at :]
+        if not (self.is_cut and reader.ended and any(marker.startswith(rest) for marker in markers)):
+            return False
+        reader.at = len(reader.text)
+        return True
 
     def begin(self, name: str) -> None:
         """Begin a call."""
@@ -95,7 +129,10 @@ class CallWriter:
                 self.content(reader.take())
             elif reader.ended:
                 reader.at = len(reader.text)
-                self.last_content(reader.take())
+                is_marker = any(opener.startswith(reader.text.strip()) for opener in openers)
+                if self._is_after_call and is_marker and self.ends_cut(reader):
+                    reader.take()
+                self.no_call(reader, is_marked=False)
                 return False
             else:
                 yield

@@ -35,9 +35,9 @@ class ToolParser:
             next(self._run, None)
         return self._writer.take()
 
-    def finish(self) -> ChatDelta:
-        """Return what was held back at the end of the text."""
-        self._reader.ended = True
+    def finish(self, *, is_cut: bool = False) -> ChatDelta:
+        """Return what was held back at the end of the text. `is_cut`: it was not the model that ended it."""
+        self._reader.ended, self._writer.is_cut = True, is_cut
         return self.feed("")
 
 
@@ -70,13 +70,16 @@ class ChatParser:
         split = SplitText(rest=text) if self._reasoning is None else self._reasoning.feed(text)
         return self._parsed(split)
 
-    def finish(self) -> ChatDelta:
-        """Return what was held back at the end of the text."""
+    def finish(self, *, is_cut: bool = False) -> ChatDelta:
+        """Return what was held back at the end of the text. `is_cut`: it was not the model that ended it.
+
+        Of a call that was cut before its name and arguments are known nothing is returned.
+        """
         split = SplitText() if self._reasoning is None else self._reasoning.finish()
         delta = self._parsed(split)
         if self._tools is None:
             return delta
-        return joined(delta, self._tools.finish())
+        return joined(delta, self._tools.finish(is_cut=is_cut))
 
     def _parsed(self, split: SplitText) -> ChatDelta:
         if self._tools is None:

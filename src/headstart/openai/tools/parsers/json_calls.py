@@ -29,7 +29,7 @@ def read_object_call(reader: TextReader, writer: CallWriter, *, any_name: bool =
             break
         key = yield from _key(reader, is_first=is_first)
         if key is None:
-            return _stopped(reader, has_begun)
+            return _stopped(reader, writer, has_begun)
         is_first = False
         if key in _NAMES and name is None:
             name = yield from read_string(reader)
@@ -45,7 +45,7 @@ def read_object_call(reader: TextReader, writer: CallWriter, *, any_name: bool =
             if key in _ARGUMENTS and arguments is None:
                 value = arguments = _as_arguments(value)
             if not value:
-                return _stopped(reader, has_begun)
+                return _stopped(reader, writer, has_begun)
     if not has_begun:
         if name is None:
             return False
@@ -106,9 +106,11 @@ def read_balanced(reader: TextReader, write: Callable[[str], None] | None = None
     return not closing
 
 
-def _stopped(reader: TextReader, has_begun: bool) -> bool:
+def _stopped(reader: TextReader, writer: CallWriter, has_begun: bool) -> bool:
     """Return whether a call has begun in an object that is invalid here; the text behind its arguments is unread."""
-    if has_begun:
+    if has_begun and writer.ends_cut(reader):
+        reader.take()
+    elif has_begun:
         reader.rewind()
     return has_begun
 

@@ -17,13 +17,9 @@ def read_hermes(reader: TextReader, writer: CallWriter) -> Read[None]:
     while (yield from writer.text_until(reader, (opening,))):
         yield from reader.skip_space()
         if not (yield from read_object_call(reader, writer)):
-            writer.content(reader.take())
+            writer.no_call(reader)
             continue
-        yield from reader.skip_space()
-        if (yield from reader.match(closing)):
-            reader.take()
-        else:
-            reader.rewind()
+        yield from writer.end_call(reader, closing)
 
 
 def read_llama3_json(reader: TextReader, writer: CallWriter) -> Read[None]:
@@ -41,7 +37,7 @@ def read_mistral(reader: TextReader, writer: CallWriter) -> Read[None]:
         if char == "[":
             yield from _mistral_array(reader, writer)
         elif not (yield from (read_object_call(reader, writer) if char == "{" else _mistral_named(reader, writer))):
-            writer.content(reader.take())
+            writer.no_call(reader)
 
 
 def read_pythonic(reader: TextReader, writer: CallWriter) -> Read[None]:
@@ -60,7 +56,7 @@ def _llama3_calls(reader: TextReader, writer: CallWriter, *, is_tagged: bool) ->
             is_tagged = True
             yield from reader.skip_space()
         if not (yield from read_object_call(reader, writer, any_name=is_tagged)):
-            writer.last_content(reader.take())
+            writer.no_call(reader, is_marked=is_tagged)
             return
         yield from reader.skip_space()
         if not (yield from reader.match(";")) and (yield from reader.peek()) != "{":
@@ -73,7 +69,7 @@ def _mistral_array(reader: TextReader, writer: CallWriter) -> Read[None]:
     while True:
         yield from reader.skip_space()
         if not (yield from read_object_call(reader, writer)):
-            writer.content(reader.take())
+            writer.no_call(reader)
             return
         yield from reader.skip_space()
         if (yield from reader.match("]")):
@@ -91,6 +87,7 @@ def _mistral_named(reader: TextReader, writer: CallWriter) -> Read[bool]:
         yield from _word(reader)
     if (yield from reader.match(MISTRAL_MARKERS[2])):
         yield from reader.skip_space()
+    writer.skip_cut_marker(reader, *MISTRAL_MARKERS[1:])
     if not writer.accepts(name, any_name=True) or (yield from reader.peek()) != "{":
         return False
     writer.begin(name)
@@ -108,7 +105,7 @@ def _python_list(reader: TextReader, writer: CallWriter, openers: tuple[str, ...
             yield from reader.skip_space()
             break
     if not (yield from reader.match("[")):
-        writer.last_content(reader.take())
+        writer.no_call(reader, is_marked=any_name)
         return
     while True:
         yield from reader.skip_space()
@@ -118,7 +115,7 @@ def _python_list(reader: TextReader, writer: CallWriter, openers: tuple[str, ...
         is_call = is_call and (yield from read_balanced(reader, quotes="\"'"))
         arguments = parse_python_call(reader.text[start : reader.at]) if is_call else None
         if arguments is None:
-            writer.last_content(reader.take())
+            writer.no_call(reader, is_marked=any_name or is_call)
             return
         writer.begin(name)
         writer.arguments(arguments)
@@ -128,8 +125,8 @@ def _python_list(reader: TextReader, writer: CallWriter, openers: tuple[str, ...
             continue
         if (yield from reader.match("]")):
             yield from reader.skip_space()
-            yield from reader.match(PYTHONIC_MARKERS[1])
             reader.take()
+            yield from writer.end_call(reader, PYTHONIC_MARKERS[1])
         else:
             reader.rewind()
         return
