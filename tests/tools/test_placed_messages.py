@@ -11,6 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.chat.template_forms import ONE_TEXT, decoded_forms, encoded_forms
+from headstart.openai.engine_requests import check_shown
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
 NUM_ALL = 70
@@ -181,3 +182,14 @@ def check_against_transformers(shown: Shown, count: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_needs_no_placement_is_rendered_as_transformers_does(name: str) -> None:
     check_against_transformers(template(name), 20)
+
+
+def test_a_message_that_is_dropped_after_all_is_refused_by_name() -> None:
+    sent = [user("Hello there"), answer("Yes"), user("secret words")]
+    check_shown(sent, "<user>Hello there<user>secret words")
+    with pytest.raises(
+        InvalidRequestError, match=r"messages\[2\]\.content is dropped by the model's chat template"
+    ) as caught:
+        check_shown(sent, "<user>Hello there<assistant>Yes")
+    assert caught.value.param == "messages[2].content"
+    check_shown([user("..."), user(""), user("Hi"), user("Hi")], "... Hi")

@@ -4,6 +4,7 @@ import hashlib
 import re
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ from headstart.openai.tools.tool_grammar import answer_grammar
 PROBE_CHARS = 16 * 1024
 PROBE_CHARS_PER_TOKEN = 8
 END_TOKENS = 16  # of a prompt, which may open its reasoning
+WORD_CHARS = 256  # of a content, in which a word is chosen that the prompt must have
+_WORD = re.compile(r"[a-zA-Z0-9]{1,32}")
 _TOOL_ROLE = re.compile(r"""["']tool(?:_response)?["']""")
 
 
@@ -99,6 +102,7 @@ def chat_prompt(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> ChatPro
         options=options,
         tools=tools,
     )
+    check_shown(body.messages, text)
     try:
         special = bool(body.params.add_special_tokens)
         return ChatPrompt(encode_prompt(text, tokenizer, bounds, add_special_tokens=special), placed)
@@ -129,6 +133,24 @@ def shown_chat(messages: list[Message], tools: ToolParams | None, tokenizer: Tok
     forms = tokenizer.content_forms()
     placed = place(messages, forms, family_of(form), shows_results=shows_results(form.template))
     return ShownChat(placed.messages, definitions if forms.shows("no tools") else definitions or [], placed.counts)
+
+
+def check_shown(messages: Sequence[Message], prompt: str) -> None:
+    """Raise InvalidRequestError if a template drops a message after all, as one whose texts matter to it may.
+
+    Looks for one word of each; answers may be shown in part, since templates drop the reasoning in them.
+    """
+    at = 0
+    for index, message in enumerate(messages):
+        content = message["content"]
+        words = _WORD.findall(content, 0, WORD_CHARS) if content and message["role"] != "assistant" else ()
+        word = max(words, key=len, default="")
+        found = prompt.find(word, at)
+        if found < 0 and word not in prompt:
+            name = f"messages[{index}].content"
+            remedy = "leave the message out, or send it with another role"
+            raise InvalidRequestError(f"{name} is dropped by the model's chat template; {remedy}", param=name)
+        at = max(found, at)
 
 
 def family_of(form: ChatFormat) -> ToolFamily:

@@ -26,6 +26,10 @@ def lint(
         typer.Option(metavar="URL", help="A running server, whose last requests come before those of FILE, if any."),
     ] = None,
     last: Annotated[int, typer.Option(help="How many of the server's requests.", min=1, max=1000)] = LAST,
+    prompt_rule: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RULE", help="Apply this rule first: what it would mend. Repeat for several."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The whole report as one JSON document.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a picture (PNG).")] = None,
 ) -> None:
@@ -47,13 +51,24 @@ def lint(
     lines = [] if against is None else _lines_of_server(against, last)
     if log is not None:
         lines += _lines_of_file(log)
-    prompts, num_skipped = read_log(lines)
+    prompts, num_skipped = read_log(_after_rules(lines, prompt_rule or []))
     if not prompts:
         raise ConfigError(f"{log or against} holds no request: a line is a JSON body with messages, input or prompt")
     report = report_log(prompts, num_skipped)
     if plot is not None:
         write_plot(report, plot)
     print(json.dumps(report.as_dict()) if as_json else report_text(report))
+
+
+def _after_rules(lines: list[str], names: list[str]) -> list[str]:
+    """Return the lines with their bodies after rules for prompts. Raises ConfigError for an unknown rule."""
+    from headstart.config.options import ServerOptions, check_values
+    from headstart.openai.canonical.canonical_body import canonical_line
+
+    if not names:
+        return lines
+    check_values(ServerOptions(prompt_rule=tuple(names)))
+    return [canonical_line(line, frozenset(names)) for line in lines]
 
 
 def _lines_of_file(log: Path) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 from headstart.explain.lint.plain_json import as_list, as_object
 
 CHARS_PER_TOKEN = 4
-_BODY_KEYS = ("body", "request", "request_body")
+BODY_KEYS = ("body", "request", "request_body")
 _THINK = ("<think>", "</think>")
 
 
@@ -78,7 +78,7 @@ def _prompt(number: int, line: str) -> LoggedPrompt | None:
 def prompt_of(number: int, entry: object) -> LoggedPrompt | None:
     """Return the prompt of a decoded line; None if it holds none."""
     value = as_object(entry)
-    body = next((as_object(value[key]) for key in _BODY_KEYS if as_object(value.get(key))), value)
+    body = next((as_object(value[key]) for key in BODY_KEYS if as_object(value.get(key))), value)
     messages = tuple(_messages(body))
     if not messages:
         return None

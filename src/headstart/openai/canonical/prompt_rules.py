@@ -16,12 +16,14 @@ RULE_TEXTS: dict[str, str] = {
     "billing_header": "lines `x-anthropic-billing-header:` of system prompts (Claude Code) dropped",
     "trace_headers": "lines of system prompts that are tracing headers (`traceparent:`, `x-request-id:`, ...) dropped",
     "request_ids": "lines of system prompts that are ids (`Request ID: ...`) moved to the end of the last message",
+    "token_counts": "statements of the tokens that are left (`<total_tokens>`, `<system_warning>`) dropped",
+    "inline_system": "system messages that the chat template refuses, drops or moves written as a user's, in place",
     "dates": "dates and times in system prompts counted; never changed",
 }
 """Every rule, and its effect."""
 
 PLACEMENT_TEXTS: dict[str, str] = {
-    "inline_system": "system messages that the chat template refuses, drops or moves written as a user's, in place",
+    "inline_system": RULE_TEXTS["inline_system"],
     "developer_as_system": "developer messages that the chat template does not show written as a system's",
     "joined_turns": "turns joined by a blank line, where the chat template demands that roles alternate",
     "separate_calls": "parallel calls, or calls and the text beside them, written as several messages",
