@@ -1,15 +1,20 @@
 """Answers come back: whatever this server can send, cut anywhere, is accepted as history in every API and template."""
 
+import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import tokenizer_folders
 from conversations import FOLDER, Shown, all_templates
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from real.smollm2 import UnreachableError
+from server.harness import inside
+from tools.scripted_engine import PROMPT, SCRIPT, build_scripted
 
 from headstart.anthropic.message_events import CacheMarks, MessageEvents
 from headstart.anthropic.messages_request import MessagesRequest, read_body
@@ -22,6 +27,7 @@ from headstart.openai.responses_api.response_events import ResponseEvents
 from headstart.openai.responses_api.response_objects import ResponseShape
 from headstart.openai.responses_api.responses_request import parse_responses, translate_responses
 from headstart.openai.text.generation import Delta
+from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.call_arguments import call_arguments
 from headstart.openai.tools.chat_format import TOOL_FAMILIES
 from headstart.openai.tools.parsers.call_writer import CallRules
@@ -255,3 +261,55 @@ def test_a_message_keeps_the_arguments_of_a_call_that_was_cut() -> None:
     events = MessageEvents("msg_1", "m", CacheMarks())
     events.parts.add(Delta(finish_reason="length", chat=parsed("hermes", HERMES[: HERMES.index("ís")])))
     assert events.message(USAGE)["content"][0]["input"] == {"city": 'Pär"'}
+
+
+def test_a_call_that_max_tokens_cut_comes_back_to_a_server(tmp_path: Path) -> None:
+    """The answer as it was sent, in three APIs, and a stored response."""
+    folder = tokenizer_folders.write(
+        tmp_path / "model",
+        tokenizer_folders.BYTE_LEVEL,
+        chat_template=(FOLDER / "Qwen3-Coder.jinja").read_text(encoding="utf-8"),
+        bos_token="<|im_start|>",
+    )
+    tokenizer = Tokenizer.from_folder(str(folder))
+    tokens = list(tokenizer.encode(HERMES, add_special_tokens=False))
+    num_tokens = len(tokenizer.encode(HERMES[: HERMES.index("ís")], add_special_tokens=False))
+    (folder / SCRIPT).write_text(json.dumps(tokens), encoding="utf-8")
+    function = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    question, more = {"role": "user", "content": QUESTION}, {"role": "user", "content": "Go on."}
+
+    async def run() -> None:
+        options = {"tool_call_parser": "hermes"}
+        async with inside(f"{folder}?vocab=1000&length=9000", build_scripted, **options) as server:
+
+            async def ask(path: str, **body: Any) -> Any:
+                answer = await server.client.post(path, json=body)
+                assert answer.status_code == 200, answer.text
+                return answer.json()
+
+            def prompt() -> str:
+                sent = json.loads((folder / PROMPT).read_text(encoding="utf-8"))
+                return tokenizer.decode(sent, skip_special_tokens=False)
+
+            tools = {"tools": [{"type": "function", "function": function}]}
+            chat = await ask("/v1/chat/completions", messages=[question], max_tokens=num_tokens, **tools)
+            message = chat["choices"][0]["message"]
+            assert message["tool_calls"][0]["function"]["arguments"].startswith('{"city": "P')
+            await ask("/v1/chat/completions", messages=[question, message, more], max_tokens=1, **tools)
+            assert "<parameter=city>\nP" in prompt() and "Go on." in prompt()
+
+            tools = {"tools": [{"type": "function", **function}]}
+            cut = await ask("/v1/responses", input=[question], max_output_tokens=num_tokens, **tools)
+            assert cut["status"] == "incomplete" and cut["output"][0]["type"] == "function_call"
+            await ask("/v1/responses", input=[more], previous_response_id=cut["id"], max_output_tokens=1, **tools)
+            assert "<parameter=city>\nP" in prompt()
+            await ask("/v1/responses", input=[question, *cut["output"], more], max_output_tokens=1, **tools)
+
+            tools = {"tools": [{"name": "weather", "input_schema": function["parameters"]}]}
+            whole = await ask("/v1/messages", messages=[question], max_tokens=num_tokens, **tools)
+            assert whole["content"][0]["input"]["city"].startswith("P")
+            answer = {"role": "assistant", "content": whole["content"]}
+            await ask("/v1/messages", messages=[question, answer, more], max_tokens=1, **tools)
+            assert "<parameter=city>\nP" in prompt()
+
+    asyncio.run(run())
