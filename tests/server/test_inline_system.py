@@ -14,6 +14,7 @@ from tokenizer_folders import BYTE_LEVEL, write
 from typer.testing import CliRunner
 
 from headstart.cli.main import app
+from headstart.explain.divergence import KINDS, kind_of
 from headstart.explain.lint.log_report import report_log
 from headstart.explain.lint.logged_prompt import read_log
 from headstart.gateway.proxy.request_reader import RequestReader, Sender
@@ -199,3 +200,16 @@ def test_the_doctor_names_both_causes_and_a_rule_can_be_tried_on_a_log(tmp_path:
     tried = json.loads(runner.invoke(app, ["lint", str(log), "--json", "--prompt-rule", "token_counts"]).stdout)
     assert tried["causes"] == []
     assert runner.invoke(app, ["lint", str(log), "--prompt-rule", "nothing"]).exit_code != 0
+
+
+def test_an_explanation_names_both_kinds() -> None:
+    def text(system: str, count: int) -> str:
+        return f"<system>\n{system}\n<user>\nHi <total_tokens>{count} tokens left</total_tokens>"
+
+    for this, that, kind in [
+        (text("Be brief.", 8123), text("Be brief.", 9004), "token_count"),
+        (text("Be brief.\nIn French.", 5), text("Be brief.", 5), "system_grown"),
+        (text("Be kind.", 5), text("Be brief.", 5), "system_prompt"),
+    ]:
+        at = next(index for index, (one, other) in enumerate(zip(this, that, strict=False)) if one != other)
+        assert kind_of(this, that, at, is_chat=True) == kind and KINDS[kind]

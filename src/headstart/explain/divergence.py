@@ -51,6 +51,7 @@ KINDS = {
     "messages_dropped": "messages missing from this request: a conversation truncated at its start loses its cache",
     "messages_inserted": "messages that the other request does not have there",
     "system_prompt": "the system prompt",
+    "system_grown": "a system prompt that grows at its end: send its later texts in place (rule inline_system)",
     "role": "the role of a message",
     "content": "the content",
 }
@@ -102,8 +103,12 @@ def kind_of(this: str, that: str, at: int, *, is_chat: bool = False) -> str | No
             rest, other = this[at : own[index].end], that[at : others[twin].end]
             if _same_words(rest, other):
                 return "json_order" if _is_json(rest) else "order"
-            if index == twin == 0 and own[0].role in ("system", "developer"):
-                return "system_prompt"
+            if min(index, twin) == 0 and own[0].role == others[0].role and own[0].role in ("system", "developer"):
+                texts = sorted((this[own[0].start : own[0].end], that[others[0].start : others[0].end]), key=len)
+                if texts[0] != texts[1] and texts[1].startswith(texts[0]):
+                    return "system_grown"
+                if index == twin:
+                    return "system_prompt"
             return "content"
         if index is None and twin is None:  # in the tools, before the first message
             rest, other = this[at : own[0].start if own else None], that[at : others[0].start if others else None]
