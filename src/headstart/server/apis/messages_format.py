@@ -89,9 +89,9 @@ def _prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequ
         body = read.chat.parse(bounds)
         check_model(body.model, model)
         tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
-        rendered_chat = chat_prompt(body, tokenizer, bounds)
-        prompt = rendered_chat.token_ids
-        params = shortened(placed_params(body.params, rendered_chat), len(prompt), bounds)
+        chat = chat_prompt(body, tokenizer, bounds)
+        prompt = chat.token_ids
+        params = shortened(placed_params(body.params, chat), len(prompt), bounds)
         params = with_chat_output(params, prompt, tokenizer, bounds)
         requests = build_requests([prompt], params, bounds, origin)
     fills_context = params.max_tokens != body.params.max_tokens
