@@ -14,7 +14,7 @@ from headstart.core.errors import ConfigError
 from headstart.openai.bounds import Bounds
 from headstart.openai.canonical.canonical_body import CHAT, MESSAGES, RESPONSES, canonical_body
 from headstart.openai.canonical.canonical_messages import KEEPING_VARIABLES, canonical_messages
-from headstart.openai.canonical.prompt_rules import RULE_TEXTS, RULES_HEADER
+from headstart.openai.canonical.prompt_rules import PLACEMENT_TEXTS, RULE_TEXTS, RULES_HEADER
 from headstart.openai.canonical.stable_json import canonical_json
 from headstart.openai.canonical.stable_tools import sorted_schema, sorted_tools, tool_name
 from headstart.openai.request_bodies import parse_chat
@@ -102,7 +102,8 @@ def test_each_rule_changes_its_own_mistake_only(rule: str) -> None:
             {"role": "system", "content": system},
             {"role": "assistant", "content": content, "reasoning_content": "Hm."},
             {"role": "tool", "content": '{"b": 1, "a": 2}'},
-            {"role": "user", "content": "Go on."},
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Go on.\n<total_tokens>9 tokens left</total_tokens>"},
         ],
         "tools": [tool("b", flipped=True), tool("a")],
     }
@@ -129,7 +130,7 @@ def test_bodies_of_the_other_apis_are_changed_alike() -> None:
     last = found["messages"][1]["content"]
     assert last[0]["content"] == '{"a":2,"b":1}' and last[1] == {"type": "text", "text": "\nrequest_id: 12345678"}
     assert [one["name"] for one in found["tools"]] == ["a", "b"]
-    assert set(applied) == ALL - {"schemas", "trace_headers", "dates"}
+    assert set(applied) == ALL - {"schemas", "trace_headers", "dates", "token_counts", "inline_system"}
 
     items = [
         {"type": "reasoning", "summary": []},
@@ -242,7 +243,7 @@ def test_a_server_without_rules_changes_nothing_and_says_nothing(server: Server)
 
 def test_metrics_count_requests_by_rule(ruled: Server) -> None:
     before = _counts(ruled)
-    assert set(before) == set(RULE_TEXTS)
+    assert set(before) == set(RULE_TEXTS | PLACEMENT_TEXTS)
     ruled.post(CHAT, json=_bodies(5)[CHAT])
     changed = {name: count - before[name] for name, count in _counts(ruled).items() if count != before[name]}
     assert changed == {"tools": 1, "schemas": 1, "billing_header": 1}

@@ -14,7 +14,8 @@ from headstart.anthropic.messages_request import MessagesRequest, read_body
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import Bounds
 from headstart.openai.chat.chat_renderer import ChatRenderer
-from headstart.openai.chat.chat_template import ONE_TEXT, ChatTemplate
+from headstart.openai.chat.chat_template import ChatTemplate
+from headstart.openai.chat.template_forms import ONE_TEXT
 from headstart.openai.engine_requests import encode_chat
 from headstart.openai.request_bodies import parse_chat, parse_tokenize
 from headstart.openai.responses_api.responses_request import parse_responses, translate_responses
@@ -193,14 +194,15 @@ def test_prompts_and_tokenize_agree_and_a_tokenizer_knows_its_template(tmp_path:
 
 
 def test_a_server_renders_parts_and_null_as_its_template_does(tmp_path: Path) -> None:
-    folder = write(tmp_path / "model", BYTE_LEVEL, chat_template=MACRO)
+    called = "{% for c in m.tool_calls or [] %}({{ c.function.arguments }}){% endfor %}{% endfor %}"
+    folder = write(tmp_path / "model", BYTE_LEVEL, chat_template=MACRO.removesuffix("{% endfor %}") + called)
 
     async def run() -> None:
         async with inside(str(folder)) as server:
             sent = [{"role": "user", "content": PARTS}, *CALLED[1:]]
             answer = await server.client.post("/tokenize", json={"messages": sent, "add_generation_prompt": False})
             text = (await server.client.post("/detokenize", json={"tokens": answer.json()["tokens"]})).json()["prompt"]
-            assert text == "<user>onetwo three<assistant><null><tool>7"
+            assert text == "<user>onetwo three<assistant><null>({})<tool>7"
             chat = await server.client.post("/v1/chat/completions", json={"messages": sent, "max_tokens": 1})
             assert chat.json()["usage"]["prompt_tokens"] == answer.json()["count"]
 

@@ -134,7 +134,7 @@ def test_the_longest_lifetime_of_a_breakpoint_is_a_retention_hint(values: dict[s
         ({"messages": [{"role": "user", "content": [{"type": 5}]}]}, "messages[0].content[0].type"),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}]},
-            "messages[0].content[0].input",
+            "messages[0].content[0].name",
         ),
         ({"system": [{"type": "text"}]}, "system[0].text"),
         ({"system": [{"type": "text", "text": "x", "cache_control": {"type": "other"}}]}, "system[0].cache_control"),

@@ -85,9 +85,16 @@ def test_without_a_chat_template_messages_are_refused(tmp_path: Path) -> None:
 
 
 def test_messages_that_the_template_takes_in_no_continuation_are_refused(tmp_path: Path) -> None:
+    template = "{{ raise_exception('no conversations') }}"
+    tokenizer = Tokenizer.from_folder(write(tmp_path / "model", BYTE_LEVEL, chat_template=template))
+    with pytest.raises(InvalidRequestError, match="no conversations"):
+        chat_tokens([{"role": "user", "content": "x"}], tokenizer, BOUNDS)
+
+
+def test_a_system_message_that_the_template_refuses_there_is_pinned_as_it_is_rendered(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(write(tmp_path / "model", BYTE_LEVEL, chat_template=FOLDING))
-    with pytest.raises(InvalidRequestError, match="system must come first"):
-        chat_tokens([{"role": "user", "content": "x"}, {"role": "system", "content": "x"}], tokenizer, BOUNDS)
+    sent = [{"role": "user", "content": TEXT}, {"role": "system", "content": TEXT}]
+    assert tokenizer.decode(chat_tokens(sent, tokenizer, BOUNDS)).startswith(f"[INST] {TEXT} [/INST][INST] {TEXT}")
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:

@@ -213,7 +213,6 @@ def test_parts_that_are_no_text_are_placeholders_or_refused(kind: str) -> None:
         [{"role": "user", "content": "x", "name": 5}],
         [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}],
         [{"role": "assistant", "tool_calls": [{"function": {}}]}],
-        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}],
         [USER] * 6,
     ],
 )

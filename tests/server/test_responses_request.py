@@ -111,7 +111,7 @@ def test_the_clients_template_variables_take_precedence() -> None:
         ({"input": [{"type": "compaction_trigger"}]}, "input[0]"),
         ({"input": [{"type": "shell_call", "call_id": "c"}]}, "input[0].action"),
         ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input[0].input"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),
         ({"input": [{"role": "user", "content": "x"}] * 21}, "input"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x", "max_output_tokens": 5000}, "max_output_tokens"),

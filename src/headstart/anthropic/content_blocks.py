@@ -14,6 +14,7 @@ from headstart.openai.bounds import Bounds
 from headstart.openai.forms.carried_text import carried_text, part_text
 from headstart.openai.forms.treatments import UNREADABLE, ApiName, Place, Treatment, treatment
 from headstart.openai.responses import Json
+from headstart.openai.tools.call_arguments import call_arguments
 from headstart.openai.value_checks import bad_value, check_list, check_text, missing, shown
 
 MAX_MESSAGES = 100_000
@@ -143,9 +144,7 @@ def _read_assistant(name: str, blocks: "list[Any] | tuple[Any, ...]", into: Read
 
 
 def _call(name: str, block: Mapping[str, Any]) -> Json:
-    arguments = block.get("input")
-    if not isinstance(arguments, Mapping):
-        bad_value(f"{name}.input", f"is {shown(arguments)}", "it must be an object")
+    arguments = call_arguments(block.get("input"))
     return {
         "id": _string(f"{name}.id", block.get("id"), MAX_ID_CHARS),
         "type": "function",

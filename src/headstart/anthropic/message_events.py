@@ -4,11 +4,10 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from headstart.core.errors import InvalidRequestError
 from headstart.openai.chat.chat_parts import ChatPart, ChatParts, PartKind, PartStep
-from headstart.openai.request_json import parse_json
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
+from headstart.openai.tools.call_arguments import call_arguments
 
 PING: Json = {"type": "ping"}
 
@@ -135,16 +134,8 @@ def _block(part: ChatPart, *, is_empty: bool = False) -> Json:
     match part.kind:
         case PartKind.TOOL_CALL:
             assert part.call is not None
-            return {"type": "tool_use", "id": part.call.call_id, "name": part.call.name, "input": _arguments(text)}
+            return {"type": "tool_use", "id": part.call.call_id, "name": part.call.name, "input": call_arguments(text)}
         case PartKind.REASONING:
             return {"type": "thinking", "thinking": text, "signature": "" if is_empty else _signature(text)}
         case PartKind.CONTENT:
             return {"type": "text", "text": text, "citations": None}
-
-
-def _arguments(text: str) -> Json:
-    """Return the arguments of a call; empty if they are no JSON object, as when the output was cut by max_tokens."""
-    try:
-        return parse_json(text.encode()) if text else {}
-    except InvalidRequestError:
-        return {}

@@ -48,7 +48,7 @@ def _table(name: str) -> Any:
 
 PROMPT_RULES = (
     *("tools", "schemas", "json", "drop_reasoning", "keep_reasoning"),
-    *("billing_header", "trace_headers", "request_ids", "dates"),
+    *("billing_header", "trace_headers", "request_ids", "token_counts", "inline_system", "dates"),
 )
 """Names of the rules in openai/canonical/."""
 

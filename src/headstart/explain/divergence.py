@@ -26,12 +26,24 @@ _UUIDS = re.compile(r"\b[0-9a-fA-F]{8}(-?[0-9a-fA-F]{4}){3}-?[0-9a-fA-F]{12}\b")
 _IDS = re.compile(r"\b(?=[\w-]*\d)[A-Za-z]*[_-]?[0-9a-zA-Z]{8,}\b")
 _DIGIT = re.compile(r"\d")
 _NUMBERS = re.compile(r"[-+]?\d[\d,.]*")
+TOKEN_COUNTS = re.compile(
+    r"<total_tokens>\s*\d[\d,._]*\s+tokens?\s+(?:left|remaining)(?:\s*</total_tokens>)?"
+    r"|<system_warning>\s*Token usage:[^<\n]{1,80}</system_warning>"
+    r"|<(?P<tag>tokens_left|tokens_remaining|remaining_tokens|context_left)>[^<\n]{0,40}\d[^<\n]{0,40}</(?P=tag)>",
+    re.IGNORECASE,
+)
+"""Statements of the tokens that are left in the context, as agents add them to each turn (Claude Code)."""
+_VALUES = (
+    *(("token_count", TOKEN_COUNTS), ("uuid", _UUIDS), ("timestamp", _TIMES), ("identifier", _IDS)),
+    ("number", _NUMBERS),
+)
 
 KINDS = {
     "timestamp": "a time or date, which changes with every request: move it after the constant part",
     "uuid": "a UUID: move it after the constant part",
     "identifier": "an apparent id: move it after the constant part",
     "number": "a number",
+    "token_count": "the number of tokens that are left: leave it out (rule token_counts)",
     "whitespace": "white space only",
     "json_order": "the same JSON in another order: serialize keys and tools sorted",
     "order": "the same words in another order",
@@ -39,6 +51,7 @@ KINDS = {
     "messages_dropped": "messages missing from this request: a conversation truncated at its start loses its cache",
     "messages_inserted": "messages that the other request does not have there",
     "system_prompt": "the system prompt",
+    "system_grown": "a system prompt that grows at its end: send its later texts in place (rule inline_system)",
     "role": "the role of a message",
     "content": "the content",
 }
@@ -90,8 +103,12 @@ def kind_of(this: str, that: str, at: int, *, is_chat: bool = False) -> str | No
             rest, other = this[at : own[index].end], that[at : others[twin].end]
             if _same_words(rest, other):
                 return "json_order" if _is_json(rest) else "order"
-            if index == twin == 0 and own[0].role in ("system", "developer"):
-                return "system_prompt"
+            if min(index, twin) == 0 and own[0].role == others[0].role and own[0].role in ("system", "developer"):
+                texts = sorted((this[own[0].start : own[0].end], that[others[0].start : others[0].end]), key=len)
+                if texts[0] != texts[1] and texts[1].startswith(texts[0]):
+                    return "system_grown"
+                if index == twin:
+                    return "system_prompt"
             return "content"
         if index is None and twin is None:  # in the tools, before the first message
             rest, other = this[at : own[0].start if own else None], that[at : others[0].start if others else None]
@@ -120,7 +137,7 @@ def _kind_of_messages(this: str, that: str, at: int) -> str | None:
 
 def _kind_of_value(this: str, that: str, at: int) -> str | None:
     """Return the kind of value that both texts have there, if it is the same kind."""
-    for kind, pattern in (("uuid", _UUIDS), ("timestamp", _TIMES), ("identifier", _IDS), ("number", _NUMBERS)):
+    for kind, pattern in _VALUES:
         if _covers(pattern, this, at) and _covers(pattern, that, at):
             return kind
     return None
@@ -133,7 +150,7 @@ def value_kind(text: str, start: int, end: int) -> str | None:
     """
     first = max(start - REACH, 0)
     window = text[first : end + REACH]
-    for kind, pattern in (("uuid", _UUIDS), ("timestamp", _TIMES), ("identifier", _IDS), ("number", _NUMBERS)):
+    for kind, pattern in _VALUES:
         spans: list[tuple[int, int]] = []
         for found in pattern.finditer(window):
             begin = found.start()

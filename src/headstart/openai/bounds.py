@@ -12,7 +12,7 @@ from headstart.config.options import ServerOptions
 from headstart.core.engine import EngineInfo
 from headstart.core.request import NO_DEFAULTS, SamplingDefaults
 from headstart.openai.canonical.prompt_rules import NO_RULES, PromptRules
-from headstart.openai.chat.chat_template import ONE_TEXT, ContentForms
+from headstart.openai.chat.template_forms import ONE_TEXT, ContentForms
 from headstart.openai.forms.skipped import Skipped
 from headstart.openai.forms.treatments import Place
 

@@ -1,19 +1,31 @@
 """Conversion of a validated body to engine requests: tokens, one request per prompt and choice, domain, seeds."""
 
 import hashlib
+import re
 from array import array
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
 from headstart.core.request import Request
 from headstart.openai.bounds import INT64_MAX, Bounds
+from headstart.openai.canonical.prompt_rules import applied_rules
+from headstart.openai.chat.placed_messages import place
 from headstart.openai.generation_params import GenerationParams, fit
 from headstart.openai.request_bodies import ChatBody, CompletionBody, Message, Prompt
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.call_grammar import dropped_keywords
-from headstart.openai.tools.chat_format import ChatFormat, chat_format, chat_output, reasoning_at_end
+from headstart.openai.tools.chat_format import (
+    TOOL_FAMILIES,
+    ChatFormat,
+    ToolFamily,
+    chat_format,
+    chat_output,
+    reasoning_at_end,
+)
 from headstart.openai.tools.default_prompt import messages_with_tools, messages_without_calls
 from headstart.openai.tools.tool_fields import ToolParams
 from headstart.openai.tools.tool_grammar import answer_grammar
@@ -21,6 +33,9 @@ from headstart.openai.tools.tool_grammar import answer_grammar
 PROBE_CHARS = 16 * 1024
 PROBE_CHARS_PER_TOKEN = 8
 END_TOKENS = 16  # of a prompt, which may open its reasoning
+WORD_CHARS = 256  # of a content, in which a word is chosen that the prompt must have
+_WORD = re.compile(r"[a-zA-Z0-9]{1,32}")
+_TOOL_ROLE = re.compile(r"""["']tool(?:_response)?["']""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +69,29 @@ def encode_completion(body: CompletionBody, tokenizer: Tokenizer, bounds: Bounds
     return [encode_prompt(prompt, tokenizer, bounds, special is None or special) for prompt in body.prompts]
 
 
+class ChatPrompt(NamedTuple):
+    """The prompt of a chat, and the placements that were made for its chat template (PLACEMENT_TEXTS)."""
+
+    token_ids: "array[int]"
+    placed: Counter[str]
+
+
+class ShownChat(NamedTuple):
+    """Messages and tools for the chat template, and the placements that were made."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    placed: Counter[str]
+
+
 def encode_chat(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
     """Return the token ids of the rendered conversation. By default only the template adds special tokens."""
-    messages, tools = shown_chat(body.messages, body.params.tools, tokenizer, bounds)
+    return chat_prompt(body, tokenizer, bounds).token_ids
+
+
+def chat_prompt(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> ChatPrompt:
+    """Return the rendered conversation. Blocks. Raises InvalidRequestError and QueueFullError."""
+    messages, tools, placed = shown_chat(body.messages, body.params.tools, tokenizer, bounds)
     options: dict[str, str | int | bool] = dict(body.params.template_options)
     effort = body.params.reasoning_effort
     if effort is not None and "reasoning_effort" in (tokenizer.chat_template or ""):
@@ -68,35 +103,66 @@ def encode_chat(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> "array[
         options=options,
         tools=tools,
     )
+    check_shown(body.messages, text)
     try:
-        return encode_prompt(text, tokenizer, bounds, add_special_tokens=bool(body.params.add_special_tokens))
+        special = bool(body.params.add_special_tokens)
+        return ChatPrompt(encode_prompt(text, tokenizer, bounds, add_special_tokens=special), placed)
     except InvalidRequestError as error:
         error.param = "messages"
         raise
 
 
-def shown_chat(
-    messages: list[Message], tools: ToolParams | None, tokenizer: Tokenizer, bounds: Bounds
-) -> tuple[list[Message], list[dict[str, Any]] | None]:
-    """Return the messages and the tools for the chat template.
+def shown_chat(messages: list[Message], tools: ToolParams | None, tokenizer: Tokenizer, bounds: Bounds) -> ShownChat:
+    """Return the messages and the tools in forms that the chat template shows.
 
     A template without tools gets them in a system message, and earlier calls as text, if a parser is chosen; else
     InvalidRequestError is raised for tools that may be called.
     """
     form = _format_of(tokenizer, bounds)
-    if form.shows_tools:
-        return messages, None if tools is None else tools.definitions
-    if form.family is not None and form.is_chosen:
-        plain = messages_without_calls(messages, form.family)
-        return plain if tools is None else messages_with_tools(plain, tools, form.family), None
-    if tools is None or tools.choice.mode == "none":
-        return messages, None
-    raise InvalidRequestError(
-        "this model's chat template has no tools; leave them out, or start the server with --tool-call-parser hermes "
-        "(or llama3_json, mistral, pythonic, qwen3_coder, glm45: what the model was trained on)",
-        param="tools",
-        code="unsupported_parameter",
-    )
+    definitions = None if tools is None else tools.definitions
+    if not form.shows_tools:
+        if form.family is not None and form.is_chosen:
+            messages = messages_without_calls(messages, form.family)
+            messages = messages if tools is None else messages_with_tools(messages, tools, form.family)
+        elif tools is not None and tools.choice.mode != "none":
+            raise InvalidRequestError(
+                "this model's chat template has no tools; leave them out, or start the server with --tool-call-parser "
+                "hermes (or llama3_json, mistral, pythonic, qwen3_coder, glm45: what the model was trained on)",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        definitions = None
+    forms = tokenizer.content_forms()
+    placed = place(messages, forms, family_of(form), shows_results=shows_results(form.template))
+    return ShownChat(placed.messages, definitions if forms.shows("no tools") else definitions or [], placed.counts)
+
+
+def check_shown(messages: Sequence[Message], prompt: str) -> None:
+    """Raise InvalidRequestError if a template drops a message after all, as one whose texts matter to it may.
+
+    Looks for one word of each; answers may be shown in part, since templates drop the reasoning in them.
+    """
+    at = 0
+    for index, message in enumerate(messages):
+        content = message["content"]
+        words = _WORD.findall(content, 0, WORD_CHARS) if content and message["role"] != "assistant" else ()
+        word = max(words, key=len, default="")
+        found = prompt.find(word, at)
+        if found < 0 and word not in prompt:
+            name = f"messages[{index}].content"
+            remedy = "leave the message out, or send it with another role"
+            raise InvalidRequestError(f"{name} is dropped by the model's chat template; {remedy}", param=name)
+        at = max(found, at)
+
+
+def family_of(form: ChatFormat) -> ToolFamily:
+    """Return the family in which calls are written as text."""
+    return form.family or TOOL_FAMILIES["hermes"]
+
+
+def shows_results(template: str) -> bool:
+    """Return whether a chat template knows messages of role `tool`, rather than printing any role."""
+    return _TOOL_ROLE.search(template) is not None
 
 
 def _format_of(tokenizer: Tokenizer, bounds: Bounds) -> ChatFormat:
@@ -112,9 +178,16 @@ def chat_requests(
 
     `tokenizer` is from `tokenizer_of`. Blocks: renders the conversation. Raises InvalidRequestError and QueueFullError.
     """
-    prompt = encode_chat(body, tokenizer, bounds)
-    params = with_chat_output(body.params, prompt, tokenizer, bounds)
-    return params, build_requests([prompt], params, bounds, origin)
+    prompt = chat_prompt(body, tokenizer, bounds)
+    params = with_chat_output(placed_params(body.params, prompt), prompt.token_ids, tokenizer, bounds)
+    return params, build_requests([prompt.token_ids], params, bounds, origin)
+
+
+def placed_params(params: GenerationParams, prompt: ChatPrompt) -> GenerationParams:
+    """Return the parameters of a chat with the placements that were made for its prompt among the applied rules."""
+    if not prompt.placed:
+        return params
+    return replace(params, applied_rules=applied_rules(prompt.placed + Counter(dict(params.applied_rules))))
 
 
 def with_chat_output(

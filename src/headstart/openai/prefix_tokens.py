@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import Bounds
-from headstart.openai.engine_requests import encode_prompt
+from headstart.openai.engine_requests import encode_prompt, shown_chat
 from headstart.openai.request_bodies import Message
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
@@ -38,7 +38,8 @@ def chat_tokens(messages: list[Message], tokenizer: Tokenizer, bounds: Bounds) -
     refusal: InvalidRequestError | None = None
     for tail in _tails(messages[-1]["role"]):
         try:
-            rendered.append(tokenizer.render_chat([*messages, *tail]))
+            shown = shown_chat([*messages, *tail], None, tokenizer, bounds)
+            rendered.append(tokenizer.render_chat(shown.messages, tools=shown.tools))
         except InvalidRequestError as error:
             refusal = error
     if refusal is not None and not rendered:

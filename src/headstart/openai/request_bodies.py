@@ -4,7 +4,6 @@ Checks shapes and limits and does not tokenize: prompts stay text or token ids a
 exception raised is InvalidRequestError.
 """
 
-import json
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,8 +18,8 @@ from headstart.openai.canonical.prompt_rules import PromptRules
 from headstart.openai.forms.carried_text import part_text
 from headstart.openai.generation_fields import AddGenerationPrompt, ChatFields, CompletionFields, Model, TokenId
 from headstart.openai.generation_params import GenerationParams, generation_params
-from headstart.openai.request_json import parse_json
 from headstart.openai.request_model import RequestModel, Text, checked, validated
+from headstart.openai.tools.call_arguments import call_arguments
 from headstart.openai.tools.tool_fields import Tools
 from headstart.openai.value_checks import bad_value, check_int, check_text, check_token_ids, missing, shown
 
@@ -261,6 +260,8 @@ def _message(name: str, value: object, bounds: Bounds) -> Message:
     if tool_calls and role != "assistant":
         bad_value(f"{name}.tool_calls", f"is set on a message of role {role}", "only the assistant calls tools")
     content = value.get("content")
+    if content is None and role == "assistant" and not tool_calls:
+        content = ""  # an answer with reasoning only
     if content is None and not tool_calls:
         bad_value(f"{name}.content", "is missing", "it must be a string or a list of text parts")
     message["content"] = _content(f"{name}.content", content, bounds)
@@ -309,7 +310,7 @@ def _part(name: str, part: object, bounds: Bounds) -> str:
 
 
 def _tool_calls(name: str, value: object) -> list[dict[str, Any]]:
-    """Return the tool calls of an earlier turn for the template; arguments that are JSON are decoded."""
+    """Return the tool calls of an earlier turn for the template, with their arguments as objects."""
     if value is None:
         return []
     if not isinstance(value, list | tuple) or len(value) > MAX_TOOL_CALLS:
@@ -320,19 +321,10 @@ def _tool_calls(name: str, value: object) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             bad_value(f"{name}[{index}]", f"is {shown(call)}", "it must be an object with function.name")
         arguments = function.get("arguments")
-        if not isinstance(arguments, str | None):
-            bad_value(f"{name}[{index}]", "has arguments that are no string", "send them as a string of JSON")
+        if isinstance(arguments, str):
+            check_text(name, arguments)
         function_name = check_text(name, function["name"])
-        called = {"name": function_name, "arguments": _arguments(check_text(name, arguments or ""))}
+        called = {"name": function_name, "arguments": call_arguments(arguments)}
         call_id = None if call.get("id") is None else _text(f"{name}[{index}].id", call["id"], 256)
         calls.append({"id": call_id, "type": "function", "function": called})
     return calls
-
-
-def _arguments(text: str) -> Any:
-    try:
-        value = parse_json(text.encode())
-        json.dumps(value)
-    except (InvalidRequestError, ValueError):
-        return text
-    return value

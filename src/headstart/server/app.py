@@ -312,7 +312,7 @@ def _tokenized(body: TokenizeRequest, tokenizer: Tokenizer, bounds: Bounds) -> "
     text, special = body.prompt or "", body.add_special_tokens is None or body.add_special_tokens
     if body.messages is not None:
         special = bool(body.add_special_tokens)
-        messages, tools = shown_chat(body.messages, tool_params(body.tools, None, True), tokenizer, bounds)
+        messages, tools, _ = shown_chat(body.messages, tool_params(body.tools, None, True), tokenizer, bounds)
         text = tokenizer.render_chat(
             messages,
             add_generation_prompt=body.add_generation_prompt,

@@ -6,7 +6,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from headstart.explain.lint.causes import CAUSES
-from headstart.openai.canonical.prompt_rules import RULE_TEXTS, AppliedRules
+from headstart.openai.canonical.prompt_rules import PLACEMENT_TEXTS, RULE_TEXTS, AppliedRules
 from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
 from headstart.openai.forms.skipped import KNOWN, SkippedCounts, metric_label
 from headstart.server.prompt_doctor import PromptDoctor
@@ -37,7 +37,7 @@ class RuleCounts(Collector):
     def __init__(self, name: str, model_name: str) -> None:
         self._name = name
         self._model_name = model_name
-        self._counts = dict.fromkeys(RULE_TEXTS, 0)
+        self._counts = dict.fromkeys(RULE_TEXTS | PLACEMENT_TEXTS, 0)
 
     def add(self, applied: AppliedRules) -> None:
         """Count a request."""

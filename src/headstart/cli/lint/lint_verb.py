@@ -28,6 +28,10 @@ def lint(
         typer.Option(metavar="URL", help="A running server, whose last requests come before those of FILE, if any."),
     ] = None,
     last: Annotated[int, typer.Option(help="How many of the server's requests.", min=1, max=1000)] = LAST,
+    prompt_rule: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RULE", help="Apply this rule first: what it would mend. Repeat for several."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The whole report as one JSON document.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a picture (PNG).")] = None,
     trace_block_size: Annotated[
@@ -60,7 +64,7 @@ def lint(
                 raise ConfigError(f"{log} is a trace of ids, which cannot be compared with the texts of a server")
             found = ReadLog(id_prompts=id_prompts_of(log, trace_block_size, bar))
         else:
-            found = read_file(log, [] if against is None else read_server(against, last))
+            found = read_file(log, [] if against is None else read_server(against, last), prompt_rule or [])
         notes = found.told()
         if not found.prompts and not found.id_prompts:
             told = "".join(f"; {note}" for note in notes)

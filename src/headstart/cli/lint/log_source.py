@@ -4,6 +4,7 @@ import codecs
 import gzip
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,20 +55,20 @@ def read_server(url: str, last: int) -> list[Any]:
     return call_server(url, "GET", f"/v1/cache/requests?last={last}")["data"]
 
 
-def read_file(log: Path | None, before: list[Any]) -> ReadLog:
-    """Return the requests of a file behind those `before` it. Raises ConfigError.
+def read_file(log: Path | None, before: list[Any], rules: Sequence[str] = ()) -> ReadLog:
+    """Return the requests of a file behind those `before` it, all after `rules` for prompts. Raises ConfigError.
 
     Bytes that are no UTF-8 are replaced, alike wherever they occur, and counted. A byte order mark is left out; UTF-16
     is read if it has one, as PowerShell writes it.
     """
     if log is None:
-        return read_log(before)
+        return read_log(_after_rules(before, rules))
     try:
         data = sys.stdin.buffer.read() if log == STDIN else log.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {log}: {error}") from error
     text = data.decode("utf-16" if data.startswith(UTF_16) else "utf-8", "replace")
-    found = read_log([*before, *_entries(text)])
+    found = read_log(_after_rules([*before, *_entries(text)], rules))
     try:
         str(b"" if data.startswith(UTF_16) else data, "utf-8")
     except UnicodeDecodeError as error:
@@ -89,3 +90,15 @@ def _entries(text: str) -> list[Any]:
             return text.split("\n")
         return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else [value]
     return text.split("\n")
+
+
+def _after_rules(entries: list[Any], names: Sequence[str]) -> list[Any]:
+    """Return the entries with their bodies after rules for prompts. Raises ConfigError for an unknown rule."""
+    from headstart.config.options import ServerOptions, check_values
+    from headstart.openai.canonical.canonical_body import canonical_line
+
+    if not names:
+        return entries
+    check_values(ServerOptions(prompt_rule=tuple(names)))
+    lines = (one if isinstance(one, str) else json.dumps(one) for one in entries)
+    return [canonical_line(line, frozenset(names)) for line in lines]

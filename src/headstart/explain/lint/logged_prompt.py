@@ -16,7 +16,7 @@ from headstart.explain.lint.engine_logs import VLLM_HIDDEN, LogEntry, entry_of, 
 from headstart.explain.lint.plain_json import as_list, as_object
 
 CHARS_PER_TOKEN = 4
-_BODY_KEYS = ("body", "request", "request_body")
+BODY_KEYS = ("body", "request", "request_body")
 _THINK = ("<think>", "</think>")
 
 
@@ -113,7 +113,7 @@ def _add(found: ReadLog, number: int, entry: LogEntry) -> bool:
 
 def body_of(value: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the body that an object has under a known key; the object itself if it has none."""
-    return next((as_object(value[key]) for key in _BODY_KEYS if as_object(value.get(key))), value)
+    return next((as_object(value[key]) for key in BODY_KEYS if as_object(value.get(key))), value)
 
 
 def _salt(body: Mapping[str, Any]) -> str:

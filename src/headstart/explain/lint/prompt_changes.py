@@ -11,7 +11,7 @@ from headstart.explain.lint.logged_prompt import LoggedPrompt, Message
 from headstart.explain.lint.text_changes import MIN_ALIKE, Change, text_changes
 from headstart.explain.lint.tool_changes import tool_changes
 
-VALUES = frozenset({"timestamp", "uuid", "identifier", "number"})  # change with each request
+VALUES = frozenset({"timestamp", "uuid", "identifier", "number", "token_count"})  # change with each request
 FORMS = frozenset({"json_order", "document_order", "whitespace"})
 MAX_LINE = 256  # characters of a line that is kept
 MIN_BEHIND = 256  # characters behind a value in a question that make it likely that the text is a form
@@ -154,7 +154,8 @@ def _compare_text(walk: _Walk, path: str, own: Message, other: Message, *, is_la
         if change.kind == "other" and own.role != "system":
             return False
         line = _line(own.content, change.this_at) if own.role == "system" else ""
-        walk.add(path, change, "system_changed" if change.kind == "other" else None, line)
+        named = "system_grown" if own.content.startswith(other.content) else "system_changed"
+        walk.add(path, change, named if change.kind == "other" else None, line)
     return True
 
 

@@ -25,6 +25,7 @@ from headstart.http.spooled_body import SpooledBody, spooled
 from headstart.openai.bounds import MAX_JSON_VALUES, Bounds
 from headstart.openai.canonical.canonical_body import canonical_body
 from headstart.openai.canonical.prompt_rules import NO_RULES, AppliedRules, PromptRules
+from headstart.openai.chat.template_forms import ContentForms
 from headstart.openai.engine_requests import encode_chat, encode_completion
 from headstart.openai.request_bodies import parse_chat, parse_completion
 from headstart.openai.request_json import json_value, parse_json
@@ -131,7 +132,7 @@ class RequestReader:
             )
         applied: AppliedRules = ()
         if self.rules:
-            body, values, applied = canonical_body(path, body, values, self.rules)
+            body, values, applied = canonical_body(path, body, values, self.rules, self._forms())
         model = values.get("model")
         name = model if isinstance(model, str) else ""
         served = self.served.get(name) or Served(name or self.default_model)
@@ -165,6 +166,15 @@ class RequestReader:
         )
         used = api.used_response(values)
         return ReadRequest(request, sent, stream, hides_usage, text, domain, count == 1, used, applied)
+
+    def _forms(self) -> ContentForms | None:
+        """Return the forms of messages that the replicas' chat template takes; None: not known, or not needed."""
+        if "inline_system" not in self.rules or self.tokenizer is None:
+            return None
+        try:
+            return self.tokenizer.content_forms()
+        except (InvalidRequestError, QueueFullError):
+            return None
 
     def _values(self, path: str, body: bytes) -> Mapping[str, Any]:
         """Return the fields of a body, without the long ones if they do not matter. Raises InvalidRequestError."""

@@ -4,22 +4,27 @@ Only fields that a rule changes are written anew; a body that no rule changes st
 valid: what has not the expected form is left alone.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import msgspec
 
+from headstart.explain.lint.logged_prompt import BODY_KEYS
 from headstart.openai.canonical.canonical_messages import (
     KEEPING_VARIABLES,
     SYSTEM_RULES,
     canonical_content,
     canonical_messages,
     clean_system,
+    inline_systems,
+    without_counts,
     without_thought,
 )
 from headstart.openai.canonical.prompt_rules import AppliedRules, PromptRules, applied_rules
 from headstart.openai.canonical.stable_tools import sorted_schema, sorted_tools, tool_name
+from headstart.openai.chat.template_forms import ContentForms
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 _THOUGHTS = ("thinking", "redacted_thinking")
@@ -35,16 +40,48 @@ class CanonicalBody(NamedTuple):
     applied: AppliedRules
 
 
-def canonical_body(path: str, data: bytes, values: Values, rules: PromptRules) -> CanonicalBody:
-    """Return the body of a request to `path` after the rules; `values` are its fields."""
+def canonical_body(
+    path: str, data: bytes, values: Values, rules: PromptRules, forms: ContentForms | None = None
+) -> CanonicalBody:
+    """Return the body of a request to `path` after the rules; `values` are its fields.
+
+    `forms`: of the engine's chat template, if it is known.
+    """
     of_api = _APIS.get(path)
     if of_api is None:
         return CanonicalBody(data, values, ())
     counts: Counter[str] = Counter()
     changed = {**_changed_tools(values, rules, counts), **of_api(values, rules, counts)}
+    if "inline_system" in rules:
+        changed |= _inlined(path, {**values, **changed}, forms, counts)
     if changed:
         data = msgspec.json.encode({**msgspec.json.decode(data, type=dict[str, msgspec.Raw]), **changed})
     return CanonicalBody(data, {**values, **changed} if changed else values, applied_rules(counts))
+
+
+def canonical_line(line: str, rules: PromptRules) -> str:
+    """Return a line of a log with its body after the rules; a line without a body stays as it is."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+    if not isinstance(entry, dict):
+        return line
+    sent = cast("dict[str, Any]", entry)
+    key = next((key for key in BODY_KEYS if isinstance(sent.get(key), dict)), None)
+    values = sent if key is None else cast("dict[str, Any]", sent[key])
+    path = RESPONSES if "input" in values else MESSAGES if "system" in values else CHAT
+    found = dict(canonical_body(path, json.dumps(values).encode(), values, rules).values)
+    return json.dumps(found if key is None else {**sent, key: found})
+
+
+def _inlined(path: str, values: Values, forms: ContentForms | None, counts: Counter[str]) -> dict[str, Any]:
+    name = "input" if path == RESPONSES else "messages"
+    sent = _objects(values.get(name))
+    if sent is None:
+        return {}
+    found = inline_systems(sent, forms, counts, leads=path != MESSAGES)
+    return {} if _same(found, sent) else {name: found}
 
 
 def _changed_tools(values: Values, rules: PromptRules, counts: Counter[str]) -> dict[str, Any]:
@@ -84,6 +121,7 @@ def _messages(values: Values, rules: PromptRules, counts: Counter[str]) -> dict[
     if sent is None or (moved and not sent):
         return {}
     found = [_block_message(message, rules, counts) for message in sent]
+    found = [new for new, old in zip(found, sent, strict=True) if new.get("content") or not old.get("content")] or sent
     if moved:
         found[-1] = {**found[-1], "content": _with_text(found[-1].get("content"), "text", moved)}
     if not _same(found, sent):
@@ -96,9 +134,11 @@ def _clean_field(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the field with the system prompt if a rule changes it, and the lines that are to be moved."""
     sent = values.get(name)
-    if not sent or not rules & SYSTEM_RULES:
+    if not sent or not rules & (SYSTEM_RULES | {"token_counts"}):
         return {}, []
     clean = clean_system(sent, rules, counts)
+    if "token_counts" in rules:
+        clean = clean._replace(content=without_counts(clean.content, counts))
     return ({} if clean.content is sent else {name: clean.content}), clean.moved
 
 
@@ -115,6 +155,10 @@ def _block_message(message: Values, rules: PromptRules, counts: Counter[str]) ->
             return message
         counts["drop_reasoning"] += 1
         return {**message, "content": kept}
+    if message.get("role") != "assistant" and "token_counts" in rules:
+        found = without_counts(content, counts)
+        if found is not content:
+            message, content = {**message, "content": found}, found
     if message.get("role") == "user" and "json" in rules and (blocks := _objects(content)) is not None:
         found = [_field(block, "content", counts) if block.get("type") == "tool_result" else block for block in blocks]
         return message if _same(found, blocks) else {**message, "content": found}
@@ -133,10 +177,14 @@ def _responses(values: Values, rules: PromptRules, counts: Counter[str]) -> dict
     for item in items:
         if item.get("type") == "reasoning" and "drop_reasoning" in rules:
             counts["drop_reasoning"] += 1
-        elif item.get("type") == "function_call_output" and "json" in rules:
-            found.append(_field(item, "output", counts))
+        elif item.get("type") == "function_call_output" and rules & {"json", "token_counts"}:
+            if "token_counts" in rules:
+                output = without_counts(item.get("output"), counts)
+                item = item if output is item.get("output") else {**item, "output": output}
+            found.append(_field(item, "output", counts) if "json" in rules else item)
         else:
-            found += canonical_messages([item], rules - {"json"}, counts) if "role" in item else [item]
+            changed_item = canonical_messages([item], rules - {"json"}, counts)[0] if "role" in item else item
+            found += [changed_item] if changed_item.get("content") or not item.get("content") else []
     if moved and found:
         last = found[-1]
         name = "output" if last.get("type") == "function_call_output" else "content"

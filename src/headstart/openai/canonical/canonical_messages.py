@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from headstart.explain.divergence import num_times
-from headstart.openai.canonical.nonces import without_nonces
+from headstart.openai.canonical.nonces import without_nonces, without_token_counts
 from headstart.openai.canonical.prompt_rules import PromptRules
 from headstart.openai.canonical.stable_json import canonical_json
+from headstart.openai.chat.template_forms import SYSTEM_ROLES, ContentForms
 
 Message = Mapping[str, Any]
-SYSTEM_ROLES = ("system", "developer")
 SYSTEM_RULES = frozenset({"billing_header", "trace_headers", "request_ids", "dates"})
 KEEPING_VARIABLES: Mapping[str, bool] = {
     "preserve_thinking": True,  # Qwen 3.6 and later
@@ -48,8 +48,64 @@ def canonical_messages(messages: Sequence[Message], rules: PromptRules, counts: 
             content = canonical_content(message.get("content"), counts)
             if content is not message.get("content"):
                 message = {**message, "content": content}
+        if "token_counts" in rules and role != "assistant" and "content" in message:
+            content = without_counts(message["content"], counts)
+            if not content and message["content"] and len(messages) > 1:
+                continue
+            if content is not message["content"]:
+                message = {**message, "content": content}
         found.append(message)
     return _with_moved(found, moved) if moved else found
+
+
+def inline_systems(
+    messages: Sequence[Message], forms: ContentForms | None, counts: Counter[str], *, leads: bool
+) -> list[Message]:
+    """Return messages or items with system messages as a user's, in place, that the template refuses, drops or moves.
+
+    `forms` None: the template is not known, and any system message behind the first other one is inlined. `leads`: the
+    API allows system messages at the beginning.
+    """
+    known = None if forms is None or forms.shown is None else forms
+    joins = known is not None and not known.shows("user user")
+    found: list[Message] = []
+    is_leading, was_inlined = leads, False
+    for message in messages:
+        role = message.get("role")
+        is_leading = is_leading and role in SYSTEM_ROLES
+        shown = is_leading if known is None else known.shows(str(role) if is_leading else f"inline {role}")
+        is_inlined = role in SYSTEM_ROLES and not shown
+        if is_inlined:
+            counts["inline_system"] += 1
+            message = {**message, "role": "user"}
+        contents = [one.get("content") for one in (*found[-1:], message) if one.get("role") == "user"]
+        if joins and (is_inlined or was_inlined) and [isinstance(one, str | list) for one in contents] == [True, True]:
+            found[-1] = {**message, **found[-1], "content": _joined_content(*contents)}
+        else:
+            found.append(message)
+        was_inlined = is_inlined
+    return found
+
+
+def without_counts(content: Any, counts: Counter[str]) -> Any:
+    """Return a content without statements of the tokens that are left; the same object if it has none."""
+    if isinstance(content, str):
+        text = without_token_counts(content, counts)
+        return content if text == content else text
+    if not isinstance(content, list):
+        return content
+    parts: list[Any] = []
+    is_changed = False
+    for part in cast("list[Any]", content):
+        key = "content" if isinstance(part, Mapping) and "content" in part else "text"
+        inner = cast("Mapping[str, Any]", part).get(key) if isinstance(part, Mapping) else None
+        found = without_counts(inner, counts)
+        is_changed = is_changed or found is not inner
+        if found is inner:
+            parts.append(part)
+        elif found or key == "content":
+            parts.append({**part, key: found})
+    return parts if is_changed else content
 
 
 def clean_system(content: Any, rules: PromptRules, counts: Counter[str]) -> CleanText:
@@ -146,3 +202,12 @@ def _with_moved(messages: list[Message], lines: list[str]) -> list[Message]:
         changed = f"{content}\n\n{text}" if content else text
     messages[at] = {**message, "content": changed}
     return messages
+
+
+def _joined_content(one: Any, other: Any) -> Any:
+    """Return two contents as one, with a blank line between them; texts, or lists of parts."""
+    if isinstance(one, str) and isinstance(other, str):
+        return f"{one}\n\n{other}"
+    parts: list[Any] = [{"type": "text", "text": one}] if isinstance(one, str) else one
+    more: list[Any] = [{"type": "text", "text": other}] if isinstance(other, str) else other
+    return [*parts, {"type": "text", "text": "\n\n"}, *more]

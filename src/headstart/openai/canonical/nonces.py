@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
+from headstart.explain.divergence import TOKEN_COUNTS
 from headstart.openai.canonical.prompt_rules import PromptRules
 
 
@@ -75,3 +76,18 @@ def without_nonces(text: str, rules: PromptRules, counts: Counter[str]) -> tuple
 def rule_for_line(line: str) -> str:
     """Return the rule that removes or moves a line of a system prompt; empty if none does."""
     return next((nonce.rule for nonce in KNOWN_NONCES if nonce.lines.fullmatch(line)), "")
+
+
+def without_token_counts(text: str, counts: Counter[str]) -> str:
+    """Return a text without statements of the tokens that are left. Counts each.
+
+    They change with each turn, so a prompt that keeps the last one cannot extend the prompt before it.
+    """
+    if "token" not in text.lower():
+        return text
+    found, count = _COUNT_AND_SPACE.subn("", text)
+    counts["token_counts"] += count
+    return found.lstrip("\r\n") if count and not text.startswith(("\r", "\n")) else found
+
+
+_COUNT_AND_SPACE = re.compile(rf"\s*(?:{TOKEN_COUNTS.pattern})", re.IGNORECASE)

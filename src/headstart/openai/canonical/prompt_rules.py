@@ -5,9 +5,9 @@ behind it may have the same ones.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-RULE_TEXTS: Mapping[str, str] = {
+RULE_TEXTS: dict[str, str] = {
     "tools": "tools in the order of their names",
     "schemas": "keys of tools and their schemas in one order, `required` sorted",
     "json": "tool results that are JSON: keys sorted, no blanks",
@@ -16,9 +16,21 @@ RULE_TEXTS: Mapping[str, str] = {
     "billing_header": "lines `x-anthropic-billing-header:` of system prompts (Claude Code) dropped",
     "trace_headers": "lines of system prompts that are tracing headers (`traceparent:`, `x-request-id:`, ...) dropped",
     "request_ids": "lines of system prompts that are ids (`Request ID: ...`) moved to the end of the last message",
+    "token_counts": "statements of the tokens that are left (`<total_tokens>`, `<system_warning>`) dropped",
+    "inline_system": "system messages that the chat template refuses, drops or moves written as a user's, in place",
     "dates": "dates and times in system prompts counted; never changed",
 }
 """Every rule, and its effect."""
+
+PLACEMENT_TEXTS: dict[str, str] = {
+    "inline_system": RULE_TEXTS["inline_system"],
+    "developer_as_system": "developer messages that the chat template does not show written as a system's",
+    "joined_turns": "turns joined by a blank line, where the chat template demands that roles alternate",
+    "separate_calls": "parallel calls, or calls and the text beside them, written as several messages",
+    "short_ids": "ids of calls as nine letters and digits, where the chat template demands that",
+    "plain_calls": "tool calls and results that the chat template does not show written as text",
+}
+"""What is done for messages that a chat template would not show; unlike rules, always. Reported as rules are."""
 
 REPORTS = frozenset({"dates"})
 """Rules that change nothing."""
@@ -33,8 +45,8 @@ AppliedRules = tuple[tuple[str, int], ...]
 
 
 def applied_rules(counts: Counter[str]) -> AppliedRules:
-    """Return the rules that were counted, in the order of RULE_TEXTS."""
-    return tuple((name, counts[name]) for name in RULE_TEXTS if counts[name])
+    """Return the rules and placements that were counted, in the order of their texts."""
+    return tuple((name, counts[name]) for name in RULE_TEXTS | PLACEMENT_TEXTS if counts[name])
 
 
 def rules_header(applied: Iterable[tuple[str, int]]) -> str:

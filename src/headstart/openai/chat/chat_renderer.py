@@ -5,12 +5,12 @@ folder and may be hostile: `{{ 'a' * 2000000000 }}` or nested loops cannot be bo
 too much time or memory is killed, and a new one is started. `render` blocks: call it off the event loop.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from headstart.core.errors import ConfigError, InvalidRequestError
-from headstart.openai.chat.chat_template import MAX_CHARS, MAX_SECONDS, ONE_TEXT, ContentForms, check_source
+from headstart.openai.chat.chat_template import MAX_CHARS, MAX_SECONDS, check_source
+from headstart.openai.chat.template_forms import ContentForms, decoded_forms
 from headstart.openai.sandbox.sandbox_pool import Sandbox, SandboxLostError, SandboxPool
 
 MAX_BYTES = 512 * 1024 * 1024  # of one process; 16 Mi characters of a wide text take 64 MiB, several times
@@ -64,7 +64,7 @@ class ChatRenderer:
     def content_forms(self) -> ContentForms:
         """Return the forms of content that the template takes, as ChatTemplate does; raises what `render` raises."""
         if self._forms is None:
-            self._forms = _read_forms(self._ask(None))
+            self._forms = decoded_forms(self._ask(None))
         return self._forms
 
     def _ask(self, request: Any, tenant: str = "") -> str:
@@ -79,13 +79,3 @@ class ChatRenderer:
         except SandboxLostError as error:
             message = f"the model's chat template {error} for this conversation; send fewer or shorter messages"
             raise InvalidRequestError(message, param="messages") from None
-
-
-def _read_forms(answer: str) -> ContentForms:
-    """Return the answer of the process, which is not trusted."""
-    try:
-        separators, takes_null, takes_no_parameters = json.loads(answer)
-        known = {role: text for role, text in separators.items() if isinstance(text, str) and not text.strip()}
-    except (ValueError, TypeError, AttributeError):
-        return ONE_TEXT
-    return ContentForms(known, takes_null=takes_null is True, takes_no_parameters=takes_no_parameters is True)

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 import jinja2.utils
@@ -20,36 +20,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headstart.core.errors import ConfigError, InvalidRequestError
+from headstart.openai.chat.template_forms import ContentForms, find_forms
 
 MAX_CHARS = 16 * 1024 * 1024
 MAX_SECONDS = 2.0
 MAX_SOURCE_CHARS = 256 * 1024  # the longest templates on the hub have about 30,000
 _MARK = "\ue000headstart-continue\ue001 "  # the last one in the text is the one added here, even if messages contain it
-
-_PARTS = ("7f3a1", "9c2be")
-_SEPARATORS = ("", "\n", " ", "\n\n")
-_USER: dict[str, Any] = {"role": "user", "content": "a"}
-_CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
-_RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "call00001", "content": "b"}
-_CALLED: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-_AROUND: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {  # by role: messages before and after one
-    "system": ([], [_USER]),
-    "developer": ([], [_USER]),
-    "user": ([], []),
-    "assistant": ([_USER], [_USER]),
-    "tool": ([_USER, _CALLED], []),
-}
-
-
-class ContentForms(NamedTuple):
-    """The forms of content that a template takes beside one text."""
-
-    separators: Mapping[str, str]  # by role: the text it prints between two text parts; else it prints no parts
-    takes_null: bool  # content beside tool calls may be null
-    takes_no_parameters: bool  # a tool may have none
-
-
-ONE_TEXT = ContentForms({}, takes_null=False, takes_no_parameters=False)
 
 
 class ChatTemplate:
@@ -99,36 +75,13 @@ class ChatTemplate:
         return _cut_at_mark(text) if continue_final_message else text
 
     def content_forms(self) -> ContentForms:
-        """Return the forms of content that the template takes, found by rendering conversations of a few words.
+        """Return the forms of messages that the template takes, found by rendering conversations of a few words."""
+        return find_forms(self._tried)
 
-        A list of parts is printed between the same texts as one text, or as a Python list, which no model was trained
-        on: only in the first case is its separator the template's.
-        """
-        separators = {role: found for role in _AROUND if (found := self._separator(role)) is not None}
-        called: list[dict[str, Any]] = [_USER, {"role": "assistant", "content": None, "tool_calls": [_CALL]}, _RESULT]
-        null = self._tried(called)
-        return ContentForms(
-            separators,
-            takes_null=null is not None and "None" not in null,
-            takes_no_parameters=self._tried([_USER], [{"type": "function", "function": {"name": "f"}}]) is not None,
-        )
-
-    def _separator(self, role: str) -> str | None:
-        """Return the text between two text parts of a message of `role`; None if the template prints no parts."""
-        (before, after), kept = _AROUND[role], _RESULT if role == "tool" else {}
-
-        def shown(content: Any) -> str | None:
-            return self._tried([*before, {**kept, "role": role, "content": content}, *after])
-
-        found = shown([{"type": "text", "text": text} for text in _PARTS])
-        if found is None or not all(text in found for text in _PARTS):
-            return None
-        return next((one for one in _SEPARATORS if shown(one.join(_PARTS)) == found), None)
-
-    def _tried(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str | None:
+    def _tried(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
         """Return a rendered conversation, or None if the template does not take it."""
         try:
-            return self.render(messages, add_generation_prompt=False, tools=tools)
+            return self.render(messages, tools=tools)
         except InvalidRequestError:
             return None
 

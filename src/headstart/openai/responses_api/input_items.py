@@ -147,7 +147,10 @@ def _call(name: str, item: Mapping[str, Any]) -> Json:
     call: Json = {"type": item["type"], "call_id": _string(f"{name}.call_id", sent)}
     if not own_name:
         call["name"] = _string(f"{name}.name", item.get("name"))
-        call[form.payload] = _string(f"{name}.{form.payload}", item.get(form.payload))
+        payload = item.get(form.payload)
+        if payload is None and item["type"] == "function_call":
+            payload = ""  # as it is sent by those who had an answer cut
+        call[form.payload] = _string(f"{name}.{form.payload}", payload)
         if item.get("namespace") is not None:
             call["namespace"] = _string(f"{name}.namespace", item["namespace"])
         return call

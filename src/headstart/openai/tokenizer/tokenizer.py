@@ -22,7 +22,8 @@ from headstart.gguf.gguf_reader import is_gguf, read_gguf
 from headstart.gguf.metadata import text_of
 from headstart.gguf.tokenizer_json import gguf_tokenizer, named_tokens
 from headstart.openai.chat.chat_renderer import ChatRenderer
-from headstart.openai.chat.chat_template import MAX_SOURCE_CHARS, ONE_TEXT, ContentForms
+from headstart.openai.chat.chat_template import MAX_SOURCE_CHARS
+from headstart.openai.chat.template_forms import ONE_TEXT, ContentForms
 from headstart.openai.tokenizer.vocabulary import Vocabulary, parts_of
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")

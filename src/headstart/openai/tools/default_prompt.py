@@ -70,6 +70,11 @@ def _elements(family: str, name: str, arguments: object) -> str:
     return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
 
+def result_text(content: str) -> str:
+    """Return the result of a tool as text of a user message."""
+    return f"<tool_response>\n{content}\n</tool_response>"
+
+
 def _keywords(arguments: object) -> str:
     if not isinstance(arguments, Mapping):
         return ""
@@ -79,7 +84,7 @@ def _keywords(arguments: object) -> str:
 def _plain(message: Mapping[str, Any], family: ToolFamily) -> dict[str, Any]:
     content = message["content"]
     if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+        return {"role": "user", "content": result_text(content)}
     if not message.get("tool_calls"):
         return dict(message)
     calls = calls_text(message["tool_calls"], family)

@@ -14,7 +14,9 @@ from headstart.http.sse import named_event
 from headstart.openai.engine_requests import (
     Origin,
     build_requests,
+    chat_prompt,
     encode_chat,
+    placed_params,
     tokenizer_of,
     with_chat_output,
 )
@@ -87,8 +89,9 @@ def _prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequ
         body = read.chat.parse(bounds)
         check_model(body.model, model)
         tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
-        prompt = encode_chat(body, tokenizer, bounds)
-        params = shortened(body.params, len(prompt), bounds)
+        chat = chat_prompt(body, tokenizer, bounds)
+        prompt = chat.token_ids
+        params = shortened(placed_params(body.params, chat), len(prompt), bounds)
         params = with_chat_output(params, prompt, tokenizer, bounds)
         requests = build_requests([prompt], params, bounds, origin)
     fills_context = params.max_tokens != body.params.max_tokens

@@ -16,8 +16,9 @@ from headstart.ollama.ollama_request import is_raw, read_chat, read_generate
 from headstart.openai.engine_requests import (
     Origin,
     build_requests,
-    encode_chat,
+    chat_prompt,
     encode_completion,
+    placed_params,
     tokenizer_of,
     with_chat_output,
 )
@@ -88,8 +89,10 @@ def _prepare_chat(values: Mapping[str, Any], model: Model, origin: Origin, *, is
         body = chat.parse(bounds)
         check_model(body.model, model)
         tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
-        prompt = encode_chat(body, tokenizer, bounds)
-        params = with_chat_output(shortened(body.params, len(prompt), bounds), prompt, tokenizer, bounds)
+        rendered = chat_prompt(body, tokenizer, bounds)
+        prompt = rendered.token_ids
+        params = shortened(placed_params(body.params, rendered), len(prompt), bounds)
+        params = with_chat_output(params, prompt, tokenizer, bounds)
         requests = build_requests([prompt], params, bounds, origin)
     diagnosis = diagnosis_of(model, origin, params, prompt, body.messages, chat.message_names)
     form, named = partial(OllamaFormat, is_chat), chat.without_values().named

@@ -9,7 +9,9 @@ from headstart.openai.responses import CACHE_SOURCES, Json, token_name
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 SHOWN_CHARS = 40  # on either side of a divergence
-_NAMED_KINDS = frozenset({"timestamp", "uuid", "identifier", "number", "whitespace", "json_order", "order"})
+_NAMED_KINDS = frozenset(
+    {"timestamp", "uuid", "identifier", "number", "token_count", "whitespace", "json_order", "order"}
+)
 _CAUSES = {
     "capacity": "evicted to make room",
     "failed": "dropped because a request that used them failed in the engine",

@@ -1,0 +1,162 @@
+"""Conversations at random, with a marker of its own as each text, and the published chat templates to render them."""
+
+import os
+import random
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from real.smollm2 import pip
+
+from headstart.openai.chat.chat_template import ChatTemplate
+from headstart.openai.chat.placed_messages import Placed, place
+from headstart.openai.engine_requests import family_of, shows_results
+from headstart.openai.tools.chat_format import chat_format
+
+FOLDER = Path(__file__).parent / "data" / "chat_templates"
+PACKAGE, VERSION = "llama_cpp_python", "0.3.36"
+NAMED_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+Message = dict[str, Any]
+
+
+def all_templates() -> Path:
+    """Return the folder of the 70 templates in llama.cpp's source; pip downloads it once. Raises UnreachableError."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / f"chat-templates-{VERSION}"
+    if cache.is_dir():
+        return cache
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache.parent, prefix=".making-") as scratch:
+        pip("download", "--no-deps", "--no-binary", ":all:", "--dest", scratch, f"{PACKAGE}=={VERSION}")
+        made = Path(scratch) / "templates"
+        made.mkdir()
+        with tarfile.open(next(Path(scratch).glob("*.tar.gz"))) as source:
+            for member in source:
+                if "/llama.cpp/models/templates/" in member.name and member.name.endswith(".jinja"):
+                    stream = source.extractfile(member)
+                    assert stream is not None
+                    (made / Path(member.name).name).write_bytes(stream.read())
+        made.rename(cache)
+    return cache
+
+
+class Shown:
+    """A template, and what it shows of conversations."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.stem
+        self.source = path.read_text(encoding="utf-8")
+        self.template = ChatTemplate(self.source, NAMED_TOKENS)
+        self.forms = self.template.content_forms()
+
+    def place(self, messages: Sequence[Message]) -> Placed:
+        """Return the messages in forms that the template shows."""
+        return place(
+            messages,
+            self.forms,
+            family_of(chat_format(self.source, "auto", "auto")),
+            shows_results=shows_results(self.source),
+        )
+
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
+        """Return the prompt of placed messages."""
+        tools = None if self.forms.shows("no tools") else []
+        return self.template.render(self.place(messages).messages, **{"tools": tools, **options})
+
+
+def conversation(rng: random.Random) -> list[Message]:
+    """Return a conversation that ends with a message which a model answers; texts are markers."""
+    return _Conversation(rng).messages
+
+
+class _Conversation:
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._num_calls = self._num_texts = 0
+        self.messages: list[Message] = []
+        for _ in range(rng.choice((0, 0, 1, 1, 2))):
+            self._add(rng.choice(("system", "developer")))
+        for _ in range(rng.randint(1, 4)):
+            self._turn()
+        if self.messages[-1]["role"] == "assistant":
+            self._add("user")
+
+    def _turn(self) -> None:
+        rng = self._rng
+        self._add("user")
+        self._systems()
+        if rng.random() < 0.1:
+            self._add("user")
+        while rng.random() < 0.5:
+            self._calls(rng.choice((1, 1, 2, 3)))
+            self._systems()
+        if rng.random() < 0.85:
+            self._answer(self._text() if rng.random() < 0.9 else "")
+            self._systems()
+
+    def _calls(self, count: int) -> None:
+        rng = self._rng
+        ids = [f"call_{self._num_calls + index:020d}" for index in range(count)]
+        self._num_calls += count
+        calls = [
+            {"id": one, "type": "function", "function": {"name": "weather", "arguments": {"city": self._text()}}}
+            for one in ids
+        ]
+        self._answer(self._text() if rng.random() < 0.4 else "", tool_calls=calls)
+        num_results = rng.choice((count, count, count, 1, 0))
+        for one in ids[:num_results]:
+            self._add("tool", tool_call_id=one)
+
+    def _answer(self, content: str, **fields: Any) -> None:
+        if self._rng.random() < 0.3:
+            fields["reasoning_content"] = "Hm."
+        self.messages.append({"role": "assistant", "content": content, **fields})
+
+    def _systems(self) -> None:
+        while self._rng.random() < 0.25:
+            self._add(self._rng.choice(("system", "developer")))
+
+    def _add(self, role: str, **fields: Any) -> None:
+        self.messages.append({"role": role, **fields, "content": self._text()})
+
+    def _text(self) -> str:
+        self._num_texts += 1
+        return f"Zz{self._num_texts}x{self._rng.randrange(10**6)}q"
+
+
+def lost(messages: Sequence[Mapping[str, Any]], prompt: str) -> list[str]:
+    """Return the roles whose texts are not in the prompt once and in order.
+
+    A result stands behind its call; the calls of one message and their results may be in any other order.
+    """
+    found: list[str] = []
+    end = 0
+    for group in _groups(messages):
+        places: dict[str, int] = {}
+        for message in group:
+            for text in _texts(message):
+                places[text] = prompt.find(text)
+                if prompt.count(text) != 1 or places[text] < end:
+                    found.append(message["role"])
+        if len(group) > 1:
+            calls = {call["id"]: call["function"]["arguments"]["city"] for call in group[0]["tool_calls"]}
+            found += ["tool" for one in group[1:] if places[calls[one["tool_call_id"]]] > places[one["content"]]]
+        end = max(places.values(), default=end)
+    return found
+
+
+def _groups(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    group: list[Mapping[str, Any]] = []
+    for message in messages:
+        if message["role"] != "tool":
+            if group:
+                yield group
+            group = []
+        group.append(message)
+    yield group
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    calls = [call["function"]["arguments"]["city"] for call in message.get("tool_calls", ())]
+    return [*([message["content"]] if message["content"] else ()), *calls]
