@@ -24,8 +24,8 @@ def banner(model: Model, options: ServerOptions, host: str, port: int, *, store:
     lines = [
         f"Headstart {__version__} serves {model.name} at http://{where}:{port}/v1",
         f"  engine  {_numbers(info)} on {info.device}, {info.threads} threads, {info.attention_backend} attention",
-        f"  KV      {_size(info.kv_bytes)} = {tokens:,} tokens = {tokens / info.max_model_len:.1f} x max_model_len "
-        f"({info.max_model_len:,})",
+        f"  KV      {_pool(info)} = {tokens:,} tokens = {tokens / info.max_model_len:.1f} x max_model_len "
+        f"({info.max_model_len:,}); --kv-cache-memory changes it",
         *([f"  default {', '.join(defaults)}: where a request does not say (--generation-config)"] if defaults else []),
         *([] if store is None else [f"  store   {store}"]),
         *(
@@ -49,6 +49,12 @@ def store_text(folder: str, store: StoreStats) -> str:
 
 def _numbers(info: EngineInfo) -> str:
     return info.dtype if info.quantization == "none" else f"{info.dtype} with {info.quantization} weights"
+
+
+def _pool(info: EngineInfo) -> str:
+    """Return the size of the KV pool; on a CPU its memory is taken when it is first written."""
+    size = _size(info.kv_bytes)
+    return f"up to {size}, taken as it fills," if info.device == "cpu" else size
 
 
 def _size(num_bytes: int) -> str:
