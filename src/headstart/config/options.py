@@ -311,6 +311,9 @@ class ServerOptions:
     )
     max_num_queued_tokens: int = _option(2_000_000, "Prompt tokens that may wait; more get 429.", BOUNDS, minimum=1)
     max_body_bytes: int = _option(4 * 1024 * 1024, "Largest request body.", BOUNDS, minimum=1024)
+    clamp_max_tokens: bool = _option(
+        False, "Lower a max_tokens that exceeds the context to what fits, as /v1/messages does; off: 400.", BOUNDS
+    )
     max_n: int = _option(128, "Largest n of a request.", BOUNDS, minimum=1)
     max_prompts: int = _option(64, "Most prompts in one /v1/completions.", BOUNDS, minimum=1)
     max_logprobs: int = _option(20, "Most alternatives per token.", BOUNDS, minimum=0)

@@ -107,7 +107,8 @@ def _check_numbers(body: bytes | bytearray | memoryview, max_numbers: int) -> No
     found = (match for match in _VALUE_OR_NUMBER.finditer(text) if match.group()[0] in b"-0123456789")
     if sum(1 for _ in islice(found, max_numbers + 1)) > max_numbers:
         raise RequestTooLargeError(
-            f"the body has more than {max_numbers} numbers: no request of this model has as many token ids; shorten it"
+            f"prompt is too long: the body has more than {max_numbers} numbers, and no request of this model has as "
+            "many token ids; shorten it"
         )
 
 
