@@ -5,6 +5,7 @@ import contextlib
 import gc
 import ipaddress
 import time
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -214,14 +215,16 @@ class _Life:
         url = self._fronts[0].url
         members = state.members.members.values()
         up = sum(member.state == "up" for member in members)
+        others = Counter("not reached" if m.state in ("new", "absent") else m.state for m in members if m.state != "up")
+        waiting = f" ({', '.join(f'{count} {state}' for state, count in sorted(others.items()))})" if others else ""
         names = sorted({card.id for card in state.members.cards()})
         counting = "the replicas' own tokens" if state.reader.tokenizer is not None else "bytes (no tokenizer here)"
         lines = [
             f"Headstart {__version__} routes to {self._discovery.describe()} at {url}/v1",
-            f"  replicas {up} of {len(members)} up" + (f", serving {', '.join(names[:4])}" if names else ""),
+            f"  replicas {up} of {len(members)} up{waiting}" + (f", serving {', '.join(names[:4])}" if names else ""),
             f"  policy   {state.router.policy.name}, prompts counted in {counting}",
             f"  keys     {_keys(self._options)}",
-            f"  look     curl {url}/v1/fleet",
+            f"  look     {_look(self._options, url)}",
         ]
         return "\n".join(lines)
 
@@ -234,6 +237,12 @@ async def _any_of(
     await asyncio.wait([*tasks, watching], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
+
+
+def _look(options: ServerOptions, url: str) -> str:
+    if options.api_key or options.tenants or options.admin_api_key:
+        return f'with KEY set to the admin key: curl -H "Authorization: Bearer $KEY" {url}/v1/fleet'
+    return f"curl {url}/v1/fleet"
 
 
 def _keys(options: ServerOptions) -> str:

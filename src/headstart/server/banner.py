@@ -2,8 +2,10 @@
 
 import ipaddress
 import json
+from pathlib import Path
 
 from headstart import __version__
+from headstart.bundled import EXAMPLE, bundled_model
 from headstart.config.options import ServerOptions
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineInfo
@@ -18,8 +20,9 @@ def banner(model: Model, options: ServerOptions, host: str, port: int, *, store:
     where = f"[{host}]" if ":" in host else host
     if host in ("0.0.0.0", "::"):
         where = "127.0.0.1"
-    body = json.dumps({"model": model.name, "prompt": "Hello", "max_tokens": 16})
-    key = ' -H "Authorization: Bearer $KEY"' if options.api_key or options.tenants else ""
+    path, body = _example(model)
+    has_keys = bool(options.api_key or options.tenants)
+    key, first = (' -H "Authorization: Bearer $KEY"', "with KEY set to a key: ") if has_keys else ("", "")
     defaults = default_texts(model.bounds.defaults)
     lines = [
         f"Headstart {__version__} serves {model.name} at http://{where}:{port}/v1",
@@ -34,10 +37,22 @@ def banner(model: Model, options: ServerOptions, host: str, port: int, *, store:
             else []
         ),
         f"  keys    {_keys(options, host)}",
-        f"  try     curl http://{where}:{port}/v1/completions{key} -H 'Content-Type: application/json' \\",
-        f"            -d '{body}'",
+        f"  try     {first}curl http://{where}:{port}{path}{key} -H 'Content-Type: application/json' \\",
+        f"            -d '{json.dumps(body)}'",
     ]
     return "\n".join(lines)
+
+
+def _example(model: Model) -> tuple[str, dict[str, object]]:
+    """Return path and body of a request that the model can answer: its task, a chat, or the beginning of a text."""
+    if Path(model.info.model) == bundled_model():
+        roles = zip(("system", "user"), EXAMPLE, strict=True)
+        messages = [{"role": role, "content": text} for role, text in roles]
+        return "/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": 64}
+    if model.tokenizer.chat_template is not None:
+        question = {"role": "user", "content": "What is the capital of France?"}
+        return "/v1/chat/completions", {"messages": [question], "max_tokens": 64}
+    return "/v1/completions", {"prompt": "The capital of France is", "max_tokens": 16}
 
 
 def store_text(folder: str, store: StoreStats) -> str:
