@@ -106,6 +106,32 @@ def test_what_changes_no_answer_is_left_out_with_a_warning(argv: str, capsys: py
     assert len(warnings) == argv.count("--") and all(" is left out: not needed: " in line for line in warnings)
 
 
+@pytest.mark.parametrize(
+    ("argv", "names", "model"),
+    [
+        ("m --served-model-name a b c --port 1", ("a", "b", "c"), "m"),
+        ("m --served-model-name a --served-model-name b", ("a", "b"), "m"),
+        ("--served-model-name a m", ("a",), "m"),
+        ("--served-model-name a b m", ("a", "b"), "m"),
+        ("--served-model-name a --port 1 m", ("a",), "m"),
+        ("--served-model-name=a m", ("a",), "m"),
+    ],
+)
+def test_a_model_may_have_several_names(
+    argv: str, names: tuple[str, ...], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[object] = []
+
+    def settled(options: type, *sources: dict[str, object]) -> object:
+        got.append({name: value for source in reversed(sources) for name, value in source.items()})
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("headstart.cli.serve.settle", settled)
+    assert cli.main(["serve", *argv.split()]) == 2
+    [values] = got
+    assert isinstance(values, dict) and (values["served_model_name"], values["model"]) == (names, model)
+
+
 def test_values_that_look_like_options_are_no_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "/no/such/folder", "--api-key", "--enforce-eager", "--seed", "-1"]) == 2
     assert capsys.readouterr().err.startswith("headstart: there is no folder")

@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import typer
@@ -18,6 +18,7 @@ from headstart.cli.cli_options import expand_switches
 from headstart.config.option_hints import hint_of, is_harmless, takes_value
 
 _FLAGS_WIDTH = 34
+_NAMES = "--served-model-name"  # takes several values after one flag, as in vLLM
 _UsageError: Any = typer.BadParameter.__mro__[1]  # base class of all usage errors
 
 
@@ -32,6 +33,7 @@ class GroupedCommand(TyperCommand):
     def _known(self, ctx: Any, args: list[str]) -> list[str]:
         """Return the arguments without unknown options that have no effect, which get a warning each.
 
+        Several names after one --served-model-name become one flag each.
         Raises a usage error that names all unknown options, if there are several.
         """
         has_value = {flag: not getattr(p, "is_flag", False) for p in self.params for flag in p.opts}
@@ -39,16 +41,23 @@ class GroupedCommand(TyperCommand):
         has_value |= dict.fromkeys(ctx.help_option_names, False)
         kept: list[str] = []
         unknown: list[str] = []
-        words = iter(args)
-        for word in words:
+        has_argument = False
+        words = iter(enumerate(args))
+        for position, word in words:
             if word == "--":
-                kept += [word, *words]
+                kept += args[position:]
                 break
             flag, joined, _ = word.partition("=")
             if not word.startswith("-") or word == "-":
                 kept.append(word)
+                has_argument = True
+            elif flag == _NAMES and not joined:
+                names = list(takewhile(lambda after: not after.startswith("-"), args[position + 1 :]))
+                names = names if has_argument or len(names) < 2 else names[:-1]  # the last one is the model
+                kept += [part for name in names or [""] for part in (flag, name)]
+                list(islice(words, len(names)))
             elif flag in has_value:
-                kept += [word, *islice(words, int(has_value[flag] and not joined))]
+                kept += [word, *(value for _, value in islice(words, int(has_value[flag] and not joined)))]
             elif is_harmless(flag):
                 print(f"headstart: {flag} is left out: {hint_of(flag)}", file=sys.stderr)
                 if takes_value(flag) and not joined:

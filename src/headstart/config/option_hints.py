@@ -110,7 +110,7 @@ _TABLE: dict[tuple[str, ...], str] = {
     ("--log-level", "--uvicorn-log-level", "--log-level-http", "--log-disable", "--log-requests-level"): _LOGS,
     ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-key-file", "--ssl-cert-file"): _TLS,
     ("--allowed-origins", "--allowed-methods", "--allowed-headers", "--allow-credentials"): _CORS,
-    ("--root-path", "--api-prefix", "--fastapi-root-path"): "there is no path prefix; put a proxy in front",
+    ("--api-prefix", "--fastapi-root-path"): "use --root-path",
     ("--enable-metrics", "--metrics", "--slots"): _METRICS,
     ("--enable-prompt-tokens-details", "--enable-cache-report"): _USAGE,
     ("--cont-batching", "-cb", "--async-scheduling", "--flash-attn", "-fa", "--enable-mixed-chunk"): _ALWAYS,

@@ -238,8 +238,12 @@ class ServerOptions:
 
     host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0: every interface, then set --api-key.", LISTENING)
     port: int = _option(8000, "Port to listen on; 0: any free one (printed).", LISTENING, minimum=0, maximum=65535)
-    served_model_name: str | None = _option(
-        None, "Name in /v1/models (default: the model's id or folder name).", LISTENING
+    uds: str | None = _option(None, "Unix socket to listen on, instead of host and port.", LISTENING)
+    root_path: str = _option(
+        "", "Path prefix under which a proxy passes requests on, as /llm; paths without it are served, too.", LISTENING
+    )
+    served_model_name: tuple[str, ...] = _option(
+        (), "Name in /v1/models (default: the model's id or folder name); several: all are accepted.", LISTENING
     )
     api_key: tuple[str, ...] = _option(
         (), "Key clients must send; repeat for several, each a tenant that shares no cache.", LISTENING, secret=True

@@ -37,6 +37,7 @@ from headstart.http.lifecycle import (
     Shutdown,
     first_of,
     listen,
+    unlink,
 )
 from headstart.http.logs import Log
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
@@ -69,7 +70,7 @@ def route(
         reader = RequestReader(router_tokenizer(router_options.tokenizer), rules, chain)
         decisions = DecisionLog(Path(router_options.decision_log)) if router_options.decision_log else None
         is_own = not (fronts and fronts[0].url)
-        listener = listen(server_options.host, server_options.port) if is_own else None
+        listener = listen(server_options.host, server_options.port, server_options.uds) if is_own else None
     except ConfigError as error:
         log.line(f"headstart: {error}")
         return EXIT_CONFIG
@@ -82,6 +83,8 @@ def route(
     finally:
         if decisions is not None:
             decisions.close()
+        if is_own:
+            unlink(server_options.uds)
 
 
 def discovery_of(options: RouterOptions) -> Discovery:

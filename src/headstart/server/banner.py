@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import shlex
 from pathlib import Path
 
 from headstart import __version__
@@ -13,19 +14,26 @@ from headstart.openai.sampling_defaults import default_texts
 from headstart.server.server_state import Model
 
 
-def banner(model: Model, options: ServerOptions, host: str, port: int, *, store: str | None = None) -> str:
-    """Return the banner, several lines for the terminal; `store` is the text of `store_text`, None without a store."""
+def banner(
+    model: Model, options: ServerOptions, host: str, port: int, *, store: str | None = None, uds: str = ""
+) -> str:
+    """Return the banner, several lines for the terminal.
+
+    `store` is the text of `store_text`, None without a store; `uds` the path of a Unix socket, empty without one.
+    """
     info = model.info
     tokens = info.num_blocks * info.block_size
     where = f"[{host}]" if ":" in host else host
     if host in ("0.0.0.0", "::"):
         where = "127.0.0.1"
     path, body = _example(model)
+    url = "http://localhost" if uds else f"http://{where}:{port}"
+    curl = f"curl --unix-socket {shlex.quote(uds)}" if uds else "curl"
     has_keys = bool(options.api_key or options.tenants)
     key, first = (' -H "Authorization: Bearer $KEY"', "with KEY set to a key: ") if has_keys else ("", "")
     defaults = default_texts(model.bounds.defaults)
     lines = [
-        f"Headstart {__version__} serves {model.name} at http://{where}:{port}/v1",
+        f"Headstart {__version__} serves {model.name} at {url}/v1" + (f" on the socket {uds}" if uds else ""),
         f"  engine  {_numbers(info)} on {info.device}, {info.threads} threads, {info.attention_backend} attention",
         f"  KV      {_pool(info)} = {tokens:,} tokens = {tokens / info.max_model_len:.1f} x max_model_len "
         f"({info.max_model_len:,}); --kv-cache-memory changes it",
@@ -36,8 +44,8 @@ def banner(model: Model, options: ServerOptions, host: str, port: int, *, store:
             if info.exceptions
             else []
         ),
-        f"  keys    {_keys(options, host)}",
-        f"  try     {first}curl http://{where}:{port}{path}{key} -H 'Content-Type: application/json' \\",
+        f"  keys    {_keys(options, '127.0.0.1' if uds else host)}",
+        f"  try     {first}{curl} {url}{path}{key} -H 'Content-Type: application/json' \\",
         f"            -d '{json.dumps(body)}'",
     ]
     return "\n".join(lines)
