@@ -60,7 +60,7 @@ def unlink(uds: str | None) -> None:
 
 
 def _listen_at(path: Path) -> socket.socket:
-    """Return a socket listening at a path; a file of an earlier process that nobody listens at is replaced."""
+    """Return a socket listening at a path; a socket that an earlier process left is replaced."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket():
