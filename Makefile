@@ -94,7 +94,12 @@ $(RUN): pyproject.toml | $(BIN)/python
 	elif [ "$$(uname -s)" = Linux ] && [ -n "$(TORCH_INDEX)" ] && ! command -v nvidia-smi >/dev/null \
 	  && $(BIN)/python -c 'import sys, urllib.request as u; u.urlopen(u.Request(sys.argv[1] + "/torch/", method="HEAD"), timeout=3)' "$(TORCH_INDEX)" 2>/dev/null; then \
 	  $(BIN)/pip install --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH)"; \
-	else $(BIN)/pip install "$(TORCH)"; fi
+	else \
+	  if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
+	    echo "== no CPU build of torch ($(if $(TORCH_INDEX),$(TORCH_INDEX) does not answer,TORCH_INDEX is empty)): the registry's default build"; \
+	    echo "   brings CUDA packages, 0.5 GB to several GB, which this machine has no use for; for another index: make TORCH_INDEX=URL"; \
+	  fi; \
+	  $(BIN)/pip install "$(TORCH)"; fi
 	@echo "== headstart"
 	$(BIN)/pip install $(QUIET) -e '.[engine]'
 	@touch $@

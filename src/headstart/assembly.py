@@ -3,6 +3,7 @@
 Imports torch: call `prepare_threads` before importing this module.
 """
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -24,7 +25,7 @@ from headstart.gguf.gguf_reader import is_gguf
 from headstart.measurement.progress_bar import progress_bar
 from headstart.model.grammar.grammar_compiler import CompiledGrammars
 from headstart.model.kernels.block_hashes import compiled_chain
-from headstart.model.kernels.library import kernels
+from headstart.model.kernels.library import find, kernels
 from headstart.model.model_runner import ModelRunner
 from headstart.model.setup.sizes import Memory, format_bytes, parse_bytes
 from headstart.model.setup.sizing import (
@@ -132,6 +133,8 @@ def _load(
     """Return the model, the KV pool plan and max_model_len. Raises ConfigError before loading what cannot fit."""
     on_gpu = device.startswith("cuda")
     available = _available(options, found, on_gpu=on_gpu)
+    if device == "cpu" and kernels() is None:
+        print(f"Headstart has no CPU kernels here: {find().note}; torch is slower (headstart doctor)", file=sys.stderr)
     packs = options.dtype != "float32" and device == "cpu" and kernels() is not None  # weights of less than 8 bits
     unpacks = options.quantization == "int4" or (
         options.dtype == "float32" and device == "cpu" and kernels() is not None

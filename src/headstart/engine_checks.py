@@ -3,6 +3,7 @@
 Importing torch and Transformers takes five seconds of CPU time; these checks take milliseconds.
 """
 
+import difflib
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,6 +39,16 @@ def check_engine(options: EngineOptions) -> None:
     folder = local_folder(options.model) if options.model else None
     if folder is not None:
         check_model_folder(folder)
+    elif options.model and "/" not in options.model and options.model not in PACKAGED_MODELS:
+        _suggest(options.model)
+
+
+def _suggest(model: str) -> None:
+    """Raise ConfigError if `model` is almost the short name of a packaged model."""
+    near = [name for name in PACKAGED_MODELS if name.startswith(model.lower())]
+    near = near or difflib.get_close_matches(model.lower(), PACKAGED_MODELS, 1)
+    if near:
+        raise ConfigError(f"there is no folder and no model {model!r}; did you mean {near[0]}?")
 
 
 def checked_model_folder(options: EngineOptions) -> Path:

@@ -60,6 +60,8 @@ def models(tmp_path: Path) -> Path:
 
 MISTAKES = [
     ("serve /no/such/path", "there is no folder '/no/such/path'"),
+    ("serve smollm2", "did you mean smollm2-135m?"),
+    ("serve smollm2-135", "did you mean smollm2-135m?"),
     ("serve empty", "has no config.json"),
     ("serve malformed", "malformed/config.json cannot be read"),
     ("serve nameless", "config.json names no architecture"),

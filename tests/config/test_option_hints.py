@@ -56,7 +56,11 @@ def test_no_hint_is_for_an_option_that_exists() -> None:
         ("serve --model m", "--model; the model is named without a flag: headstart serve MODEL"),
         ("serve --model-path m", "--model-path; the model is named without a flag: headstart serve MODEL"),
         ("serve m --trust-remote-code", "--trust-remote-code; code from a checkpoint is never run"),
-        ("serve m --enable-chunked-prefill", "prompts are always computed in chunks"),
+        ("serve m --no-enable-chunked-prefill", "prompts are always computed in chunks"),
+        ("serve m --load-format dummy", "random weights (dummy): headstart init-model"),
+        ("serve m --override-generation-config {}", "use --generation-config FOLDER"),
+        ("serve m --otlp-traces-endpoint http://a", "spans are not exported"),
+        ("serve m -j {}", "response_format or structured_outputs in its body"),
         ("serve m --context-length 4096", "--context-length; use --max-model-len"),
         ("serve m --mem_fraction_static 0.8", "--memory-limit 8GiB"),
         ("serve m -c 4096", "-c; use --max-model-len"),
@@ -73,6 +77,64 @@ def test_an_option_of_another_engine_gets_a_hint(argv: str, complaint: str, caps
     assert cli.main(argv.split()) == 2
     shown = capsys.readouterr().err
     assert complaint in shown and shown.startswith("headstart: No such option") and shown.count("\n") == 1, shown
+
+
+def test_all_unknown_options_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = "serve m --tp 2 --port 9000 --nonsense 3 --load-format=dummy --dtype auto --context-length 9"
+    assert cli.main(argv.split()) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert [flag for flag in ("--tp", "--nonsense", "--load-format", "--context-length") if flag not in shown] == []
+    assert "--replicas N" in shown and "use --max-model-len" in shown and "--port" not in shown
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--guided-decoding-backend xgrammar",
+        "--guided-decoding-backend=xgrammar",
+        "--enforce-eager",
+        "--enable-chunked-prefill",
+        "--disable-log-requests",
+        "--max-seq-len-to-capture 8192 --enable_prompt_tokens_details",
+    ],
+)
+def test_what_changes_no_answer_is_left_out_with_a_warning(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", *argv.split(), "/no/such/folder", "--port", "0"]) == 2
+    *warnings, last = capsys.readouterr().err.splitlines()
+    assert "there is no folder '/no/such/folder'" in last
+    assert len(warnings) == argv.count("--") and all(" is left out: not needed: " in line for line in warnings)
+
+
+@pytest.mark.parametrize(
+    ("argv", "names", "model"),
+    [
+        ("m --served-model-name a b c --port 1", ("a", "b", "c"), "m"),
+        ("m --served-model-name a --served-model-name b", ("a", "b"), "m"),
+        ("--served-model-name a m", ("a",), "m"),
+        ("--served-model-name a b m", ("a", "b"), "m"),
+        ("--served-model-name a --port 1 m", ("a",), "m"),
+        ("--served-model-name=a m", ("a",), "m"),
+    ],
+)
+def test_a_model_may_have_several_names(
+    argv: str, names: tuple[str, ...], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[object] = []
+
+    def settled(options: type, *sources: dict[str, object]) -> object:
+        got.append({name: value for source in reversed(sources) for name, value in source.items()})
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("headstart.cli.serve.settle", settled)
+    assert cli.main(["serve", *argv.split()]) == 2
+    [values] = got
+    assert isinstance(values, dict) and (values["served_model_name"], values["model"]) == (names, model)
+
+
+def test_values_that_look_like_options_are_no_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "/no/such/folder", "--api-key", "--enforce-eager", "--seed", "-1"]) == 2
+    assert capsys.readouterr().err.startswith("headstart: there is no folder")
 
 
 @pytest.mark.parametrize(

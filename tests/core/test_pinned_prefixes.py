@@ -152,7 +152,7 @@ def test_a_prefix_that_cannot_be_changes_nothing(name: str, tokens: list[int], c
 
 def test_one_that_leaves_no_room_for_an_answer_is_refused() -> None:
     engine = make_engine(max_model_len=8)
-    with pytest.raises(InvalidRequestError, match="cannot be computed: the prompt has 8 tokens"):
+    with pytest.raises(InvalidRequestError, match="cannot be computed: prompt is too long: 8 tokens > 7 maximum"):
         engine.add_prefix("whole", FIXED)
     assert engine.list_prefixes() == [] and engine.stats().pool.num_free == 8 and not engine.has_work
 

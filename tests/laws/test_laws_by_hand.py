@@ -201,7 +201,7 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
     engine.add_request(make_request("fits", range(12), 5))
     with pytest.raises(RequestTooLargeError, match="need 5 KV blocks but the pool has 4"):
         engine.add_request(make_request("pool", range(12), 6))
-    with pytest.raises(RequestTooLargeError, match="limit of 64"):
+    with pytest.raises(RequestTooLargeError, match="length is 64 tokens"):
         engine.add_request(make_request("context", range(64)))
     with pytest.raises(ValueError, match="in use"):
         engine.add_request(make_request("fits", range(3)))

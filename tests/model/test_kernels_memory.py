@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headstart.model.kernels.memory import ALIGNED, CHUNK, HUGE, Arena
+from headstart.core.errors import ConfigError
+from headstart.model.kernels.memory import ALIGNED, CHUNK, HUGE, Arena, reserve
 
 
 @settings(max_examples=30, deadline=None)
@@ -62,3 +63,9 @@ def test_memory_is_given_back_with_the_last_that_shares_it() -> None:
 def test_a_system_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("mmap.MADV_HUGEPAGE")
     assert Arena().take((10,), torch.uint8).sum() == 0
+    assert reserve((3, 10), torch.int32, num_parts=3).sum() == 0
+
+
+def test_more_address_space_than_there_is_is_refused_with_the_number() -> None:
+    with pytest.raises(ConfigError, match=r"16777216\.0 GiB of the KV pool .*lower --kv-cache-memory"):
+        reserve((1 << 54,), torch.uint8, num_parts=1)

@@ -4,6 +4,7 @@ from random import Random
 from threading import Thread
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from model.paged import token_writes
@@ -65,6 +66,18 @@ def test_tokens_and_spans_land_where_paged_kv_puts_them(
 def test_the_pool_begins_where_a_huge_page_can_and_is_zero(kernels: load.Kernels) -> None:
     packed, _ = pair(kernels, 64, torch.bfloat16, 16)
     assert packed.pool.ctypes.data % HUGE == 0 and not packed.pool.any()
+
+
+def test_the_pool_takes_memory_as_its_blocks_are_written(kernels: load.Kernels) -> None:
+    """A pool of 1.5 GiB: nothing at first, then what is written, not a huge page of each layer and head."""
+    shape, process = KVShape(16, 3, 64), psutil.Process()
+    before = process.memory_info().rss
+    packed = PackedKV(kernels, shape, num_blocks=8192, block_size=16, dtype=torch.bfloat16)
+    assert packed.pool.nbytes == 1536 << 20
+    assert process.memory_info().rss - before < 16 << 20
+    for block in range(1, 257):
+        packed.write_block(block, bytes(packed.block_bytes))
+    assert 40 << 20 < process.memory_info().rss - before < 80 << 20
 
 
 def test_a_token_leaves_its_neighbours_in_the_same_words_alone(kernels: load.Kernels) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from threading import Event, Thread
 
+import psutil
 import pytest
 import torch
 from model.paged import token_writes
@@ -132,3 +133,14 @@ def test_zeroing_clears_exactly_the_given_blocks() -> None:
     kv.zero_blocks([])
     for layer in kv.layers:
         assert layer.isfinite().flatten(3).all(3).all(1).all(0).tolist() == [False, True, False, False, True]
+
+
+def test_the_pool_takes_memory_as_its_blocks_are_written() -> None:
+    shape, process = KVShape(16, 3, 64), psutil.Process()
+    before = process.memory_info().rss
+    kv = PagedKV(shape, num_blocks=8192, block_size=16, dtype=torch.bfloat16, device=CPU)
+    assert kv.block_bytes * kv.num_blocks == 1536 << 20
+    assert process.memory_info().rss - before < 16 << 20
+    for block in range(1, 257):
+        kv.write_block(block, bytes(kv.block_bytes))
+    assert 40 << 20 < process.memory_info().rss - before < 80 << 20

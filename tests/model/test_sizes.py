@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,16 @@ def test_memory_of_this_machine_is_plausible(tmp_path: Path) -> None:
     assert 0 < here.available <= here.limit
     elsewhere = cpu_memory(tmp_path)  # no /proc/meminfo: what psutil says
     assert 0 < elsewhere.available <= elsewhere.limit
+
+
+def test_a_limit_of_address_space_binds() -> None:
+    """`ulimit -v`: what is reserved counts, used or not."""
+    show = """
+import resource
+from headstart.model.setup.sizes import cpu_memory
+resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+print(*cpu_memory(), sep="|")
+"""
+    done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
+    limit, available, source = done.stdout.strip().split("|")
+    assert (int(limit), source) == (2**30, "ulimit -v") and 0 < int(available) < 2**30

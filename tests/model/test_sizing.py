@@ -51,6 +51,13 @@ def test_pool_of_a_tiny_model_ends_where_all_running_sequences_are_full() -> Non
     assert tiny.text.endswith("= 22 x max_model_len")
 
 
+def test_a_full_pool_beside_a_small_model_leaves_half_of_the_memory_to_others() -> None:
+    """Pages are taken as they are used, so a neighbour may come when the pool is still empty."""
+    for total in (2 * GIB, 8 * GIB, 64 * GIB):
+        got = plan(weight_bytes=GIB // 8, available_bytes=total)
+        assert got.kv_bytes + GIB // 8 + total // 2 < total
+
+
 def test_given_size_and_given_blocks_are_taken() -> None:
     assert plan(kv_cache_memory="6GiB").num_blocks == 6 * GIB // (16 * 12 * 1024)
     assert plan(num_blocks_override=5).num_blocks == 5  # even if one sequence of max_model_len needs more

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from real.chats import chats
 from server.harness import spawn
@@ -44,6 +45,20 @@ def test_the_first_chat_of_the_readme_gives_the_answer_that_is_shown(tmp_path: P
         answer = server.post("/v1/chat/completions", json=json.loads(body)).json()
     assert answer["model"] == SMOLLM2.name
     assert answer["choices"][0]["message"]["content"] == json.loads(shown[1])
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.skipif(sys.platform != "linux", reason="memory that processes share is counted on Linux only")
+def test_a_server_with_defaults_takes_memory_as_it_is_used(tmp_path: Path) -> None:
+    """All processes together; pages that they share count once."""
+    serve = [sys.executable, "-m", "headstart", "serve", SMOLLM2.name, "--port", "0"]
+    with spawn(serve, tmp_path / "log") as started:
+        server = started.wait_ready()
+        first = psutil.Process(server.process.pid)
+        resident = sum(one.memory_full_info().pss for one in (first, *first.children(recursive=True)))
+        log = server.log
+    assert resident <= 0.6e9, log
+    assert re.search(r"KV +up to [\d.]+ \wiB, taken as it fills, = .*--kv-cache-memory changes it", log), log
 
 
 def test_tokens_and_prompts_equal_transformers_reading_the_same_file(path: Path) -> None:

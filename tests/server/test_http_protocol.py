@@ -223,6 +223,72 @@ class Gated:
                 await asyncio.sleep(0.01)
 
 
+async def streamed(scope: Any, receive: Any, send: Any) -> None:
+    """Answers in parts, without a length."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for part in (b"data: 1\n\n", b"data: 2\r\n5\r\n\n\n", b""):
+        await send({"type": "http.response.body", "body": part, "more_body": bool(part)})
+
+
+def test_a_client_of_http_1_0_gets_a_stream_without_chunks_until_the_end_of_the_connection() -> None:
+    async def test() -> None:
+        async with serving(streamed) as served:
+            for keep in (b"", b"connection: keep-alive\r\n"):
+                old = await rest(await served.connect(b"GET /a HTTP/1.0\r\n" + keep + b"\r\n"))
+                head, _, body = old.partition(b"\r\n\r\n")
+                assert b"transfer-encoding" not in head.lower()
+                assert body == b"data: 1\n\ndata: 2\r\n5\r\n\n\n"
+            new = await rest(await served.connect(b"GET /a HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"))
+            assert b"transfer-encoding: chunked" in new
+        async with serving(echo) as served:
+            answered = await rest(await served.connect(b"GET /a HTTP/1.0\r\n\r\n"))
+            assert answered.endswith(b"content-length: 2\r\nconnection: close\r\n\r\n/a")
+
+    run(test)
+
+
+def test_a_client_that_ended_its_half_gets_its_answer() -> None:
+    """As `nc -N` and `socat` do after the request."""
+
+    async def test() -> None:
+        app = Gated()
+        async with serving(app) as served:
+            client = await served.connect(b"GET /a HTTP/1.1\r\nhost: a\r\n\r\n")
+            await app.until_asked(1)
+            client[1].write_eof()
+            await asyncio.sleep(0.05)
+            app.gate.set()
+            answered = await rest(client)
+            assert answered.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK") and answered.endswith(b"/a")
+            assert app.gone == []
+
+    run(test)
+
+
+def test_a_client_that_is_gone_is_told_from_one_that_ended_its_half() -> None:
+    async def test() -> None:
+        app = Gated()
+        async with serving(app) as served:
+            client = await served.connect(b"GET /a HTTP/1.1\r\nhost: a\r\n\r\n")
+            await app.until_asked(1)
+            client[1].close()
+            async with asyncio.timeout(PATIENCE):
+                while app.gone != ["/a"]:
+                    await asyncio.sleep(0.01)
+
+    run(test)
+
+
+def test_a_half_of_a_request_has_no_answer() -> None:
+    async def test() -> None:
+        async with serving(echo) as served:
+            client = await served.connect(b"POST /a HTTP/1.1\r\nhost: a\r\ncontent-le")
+            client[1].write_eof()
+            assert await rest(client) == b""
+
+    run(test)
+
+
 def test_requests_sent_ahead_are_held_unparsed_and_all_answered_in_order() -> None:
     async def test() -> None:
         app = Gated()

@@ -372,7 +372,7 @@ def test_of_a_text_that_is_much_too_long_only_the_beginning_is_tokenized(monkeyp
     monkeypatch.setattr(TOKENIZER, "encode", watched)
     monkeypatch.setattr(TOKENIZER, "max_token_chars", 0)
     bounds = Bounds(TOKENIZER.vocab_size, 3000)
-    with pytest.raises(RequestTooLargeError, match="the first 24000 of the prompt's 1000000 characters have"):
+    with pytest.raises(RequestTooLargeError, match="tokens of the first 24000 of 1000000 characters"):
         encode_prompt("ab cd " * 166_666 + "abcd", TOKENIZER, bounds, add_special_tokens=True)
     assert read == [24_000]
     read.clear()

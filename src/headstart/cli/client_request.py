@@ -5,9 +5,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, Request, build_opener, getproxies, proxy_bypass
 
 from headstart.core.errors import HeadstartError
+from headstart.http.web_pages import is_loopback
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLES = ("HEADSTART_ADMIN_API_KEY", "HEADSTART_API_KEY")  # the first key of the first that is set
@@ -27,19 +29,32 @@ def call_server(url: str, method: str, path: str, body: Mapping[str, Any] | None
     if key := key_from(os.environ):
         headers["authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
+    proxy = proxy_of(address)
+    opener = build_opener() if proxy else build_opener(ProxyHandler({}))
+    through = f" through the proxy {proxy}, which the environment names" if proxy else ""
     try:
-        with urlopen(Request(address + path, data, headers, method=method), timeout=TIMEOUT) as answer:
+        with opener.open(Request(address + path, data, headers, method=method), timeout=TIMEOUT) as answer:
             text = answer.read()
             return json.loads(text) if text else None
     except HTTPError as error:
-        raise HeadstartError(_error_message(error, bool(key))) from error
+        raise HeadstartError(_error_message(error, bool(key)) + through) from error
     except (URLError, TimeoutError, ConnectionError) as error:
         reason = getattr(error, "reason", error)
         raise HeadstartError(
-            f"no server answers at {address} ({reason}); start one, or name another with --url"
+            f"no server answers at {address}{through} ({reason}); start one, or name another with --url"
         ) from error
     except ValueError as error:
-        raise HeadstartError(f"{address} is not a headstart server, or not an address ({error})") from error
+        raise HeadstartError(f"{address} is not a headstart server, or not an address ({error}){through}") from error
+
+
+def proxy_of(address: str) -> str | None:
+    """Return the proxy of the environment for an address, without its password; None for this machine."""
+    parts = urlsplit(address)
+    host = parts.hostname or ""
+    proxy = getproxies().get(parts.scheme)
+    if proxy is None or is_loopback(host) or proxy_bypass(host):
+        return None
+    return proxy.rpartition("@")[2]
 
 
 def _error_message(error: HTTPError, has_key: bool) -> str:

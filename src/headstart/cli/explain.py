@@ -60,7 +60,7 @@ def wrapped(message: str) -> str:
 def _read(file: Path | None) -> str:
     assert file is not None
     try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
 

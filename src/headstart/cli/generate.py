@@ -94,7 +94,7 @@ def _read(path: str | None, what: str = "") -> str | None:
     if path is None:
         return None
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {what}{path}: {error}") from error
 

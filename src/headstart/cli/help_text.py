@@ -5,16 +5,21 @@ Help is plain text under headings, with full flag names, most of them on one lin
 
 import inspect
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from itertools import islice, takewhile
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
 from headstart.cli.cli_options import expand_switches
-from headstart.config.option_hints import hint_of
+from headstart.config.option_hints import hint_of, is_harmless, takes_value
 
 _FLAGS_WIDTH = 34
+_NAMES = "--served-model-name"  # takes several values after one flag, as in vLLM
+_UsageError: Any = typer.BadParameter.__mro__[1]  # base class of all usage errors
 
 
 class GroupedCommand(TyperCommand):
@@ -22,7 +27,48 @@ class GroupedCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse argv; options that are also switches may be given without a value."""
-        return super().parse_args(ctx, expand_switches(args, {flag for p in self.params for flag in p.opts}))
+        words = expand_switches(args, {flag for p in self.params for flag in p.opts})
+        return super().parse_args(ctx, self._known(ctx, words))
+
+    def _known(self, ctx: Any, args: list[str]) -> list[str]:
+        """Return the arguments without unknown options that have no effect, which get a warning each.
+
+        Several names after one --served-model-name become one flag each.
+        Raises a usage error that names all unknown options, if there are several.
+        """
+        has_value = {flag: not getattr(p, "is_flag", False) for p in self.params for flag in p.opts}
+        has_value |= {flag: False for p in self.params for flag in p.secondary_opts}
+        has_value |= dict.fromkeys(ctx.help_option_names, False)
+        kept: list[str] = []
+        unknown: list[str] = []
+        has_argument = False
+        words = iter(enumerate(args))
+        for position, word in words:
+            if word == "--":
+                kept += args[position:]
+                break
+            flag, joined, _ = word.partition("=")
+            if not word.startswith("-") or word == "-":
+                kept.append(word)
+                has_argument = True
+            elif flag == _NAMES and not joined:
+                names = list(takewhile(lambda after: not after.startswith("-"), args[position + 1 :]))
+                names = names if has_argument or len(names) < 2 else names[:-1]  # the last one is the model
+                kept += [part for name in names or [""] for part in (flag, name)]
+                list(islice(words, len(names)))
+            elif flag in has_value:
+                kept += [word, *(value for _, value in islice(words, int(has_value[flag] and not joined)))]
+            elif is_harmless(flag):
+                print(f"headstart: {flag} is left out: {hint_of(flag)}", file=sys.stderr)
+                if takes_value(flag) and not joined:
+                    next(words, None)
+            else:
+                kept.append(word)
+                unknown.append(flag)
+        if len(unknown) > 1:
+            root = ctx.find_root().command
+            raise _UsageError(f"No such options: {'; '.join(_with_hint(flag, root) for flag in unknown)}", ctx=ctx)
+        return kept
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write usage, the docstring, the options and the examples."""
@@ -94,9 +140,19 @@ def usage_message(error: Any, argv: Sequence[str]) -> str:
     if option is None or error.ctx is None or not error.message.startswith("No such option"):
         return error.format_message()
     flag = _as_written(option, argv)
-    owners = _owners(error.ctx.find_root().command, flag)
-    hint = hint_of(flag) or (f"it is an option of {' and '.join(owners)}" if owners else None)
+    hint = _hint(flag, error.ctx.find_root().command)
     return f"No such option: {flag}; {hint}" if hint else error.format_message()
+
+
+def _hint(flag: str, root: Any) -> str | None:
+    """Return the hint for an unknown flag, or the verbs that have it."""
+    owners = _owners(root, flag)
+    return hint_of(flag) or (f"it is an option of {' and '.join(owners)}" if owners else None)
+
+
+def _with_hint(flag: str, root: Any) -> str:
+    hint = _hint(flag, root)
+    return f"{flag} ({hint})" if hint else flag
 
 
 def _as_written(option: str, argv: Sequence[str]) -> str:

@@ -91,7 +91,7 @@ def behind_router(server: ServerOptions) -> ServerOptions:
     Where the router has no local address, an Envoy may pass on any host name of its clients.
     """
     names = server.allowed_host if is_loopback(server.host) else (ANY,)
-    return replace(server, host=REPLICA_HOST, port=0, access_log="none", allowed_host=names)
+    return replace(server, host=REPLICA_HOST, port=0, uds=None, root_path="", access_log="none", allowed_host=names)
 
 
 def divided(

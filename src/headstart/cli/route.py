@@ -19,7 +19,15 @@ EXAMPLES = """Examples:
   headstart route --replica http://10.0.0.7:8000 --replica http://10.0.0.8:8000 --envoy
   curl -sD- localhost:8000/v1/completions -H 'x-headstart-explain: 1' -d '{"prompt": "Hi"}' -o/dev/null"""
 NOT_OF_A_ROUTER = (
-    *("served_model_name", "max_num_queued_tokens", "max_n", "max_prompts", "max_logprobs", "heartbeat_timeout"),
+    *(
+        "served_model_name",
+        "clamp_max_tokens",
+        "max_num_queued_tokens",
+        "max_n",
+        "max_prompts",
+        "max_logprobs",
+        "heartbeat_timeout",
+    ),
     *("stats_interval", "replicas", "on", "max_replicas", "target_ongoing_requests"),
     *("upscale_delay", "downscale_delay"),
 )

@@ -9,16 +9,19 @@ _DEVICES = "a model is not split over devices; --replicas N serves it N times be
 _COPIES = "use --replicas N: N servers behind one router that knows their prefix caches"
 _LENGTH = "use --max-model-len"
 _RUNNING = "use --max-num-seqs"
+_CHUNKED = "not needed: prompts are always computed in chunks, of --max-num-batched-tokens tokens at most"
 _BUDGET = "use --max-num-batched-tokens, the token budget of a step; prompts are always computed in chunks"
 _CACHING = "prefix caching is on; --no-enable-prefix-caching turns it off"
 _OFFLOAD = "use --kv-store DIR: blocks on disk that outlive the process"
-_KV_DTYPE = "not needed: the KV cache has the dtype of the model, see --dtype"
+_KV_DTYPE = "the KV cache has the dtype of the model, see --dtype"
 _INT8 = "quantised checkpoints are not loaded; --quantization int8 or int4 quantises weights while it loads them"
 _LORA = "LoRA is not supported; merge the adapter into the weights and serve those"
 _SPECULATIVE = """draft models are not supported; --speculative-config '{"method": "ngram"}' drafts from known tokens"""
 _DRAFT_LENGTH = """use --speculative-config '{"method": "ngram", "num_speculative_tokens": 15}'"""
 _TOOLS = "use --tool-call-parser and --reasoning-parser, or leave it out"
-_STRUCTURED = "structured output is not supported; leave it out"
+_STRUCTURED = "not needed: structured output is always there, by llguidance"
+_IN_BODY = "a request has its own schema or grammar: response_format or structured_outputs in its body"
+_TRACES = "spans are not exported; --access-log requests has the times of each request, /metrics their histograms"
 _MULTIMODAL = "images and audio are not supported; leave it out"
 _EMBEDDING = "only text generation is supported; leave it out"
 _REMOTE_CODE = "code from a checkpoint is never run; decoders that Transformers itself knows are served without it"
@@ -27,6 +30,7 @@ _SAFETENSORS = "not needed: weights are read from safetensors files only"
 _GRAPHS = "not needed: nothing is captured or compiled at the start"
 _ACCESS = "use --access-log all, requests, errors or none"
 _STATISTICS = "use --stats-interval SECONDS; 0: no statistics lines"
+_NO_LOGS = "not needed: requests are logged without their prompts, see --access-log"
 _LOGS = "prompts are never logged, and there are no log levels; see --access-log and --stats-interval"
 _TLS = "TLS is not served; put a proxy such as nginx or Caddy in front, and set --api-key"
 _CORS = "use --cors-origin"
@@ -49,7 +53,8 @@ _TABLE: dict[tuple[str, ...], str] = {
     ("--context-length", "--ctx-size", "--n-ctx", "--max-seq-len", "-c"): _LENGTH,
     ("--max-running-requests", "--parallel", "-np", "--max-batch-size"): _RUNNING,
     ("--chunked-prefill-size", "--max-prefill-tokens", "--batch-size", "-b", "--ubatch-size", "-ub"): _BUDGET,
-    ("--enable-chunked-prefill", "--no-enable-chunked-prefill", "--max-num-partial-prefills"): _BUDGET,
+    ("--enable-chunked-prefill",): _CHUNKED,
+    ("--no-enable-chunked-prefill", "--max-num-partial-prefills"): _BUDGET,
     ("--max-long-partial-prefills",): "use --long-prefill-token-threshold",
     ("--max-total-tokens",): "use --num-blocks, in blocks of --block-size tokens, or --kv-cache-memory",
     ("--history-size",): "removed: the prompt of a chat has the tokenizer's tokens always; leave it out",
@@ -81,14 +86,17 @@ _TABLE: dict[tuple[str, ...], str] = {
     ("--tool-server",): _TOOLS,
     ("--tool-parser-plugin", "--enable-reasoning", "--reasoning-format", "--reasoning-budget"): _TOOLS,
     ("--structured-outputs-config", "--guided-decoding-backend", "--grammar-backend"): _STRUCTURED,
-    ("--grammar", "--json-schema", "-j"): _STRUCTURED,
+    ("--guided-decoding-disable-fallback",): _STRUCTURED,
+    ("--grammar", "--json-schema", "-j"): _IN_BODY,
+    ("--otlp-traces-endpoint", "--collect-detailed-traces", "--enable-trace", "--oltp-traces-endpoint"): _TRACES,
     ("--limit-mm-per-prompt", "--mm-processor-kwargs", "--mmproj", "--enable-multimodal"): _MULTIMODAL,
     ("--allowed-local-media-path", "--media-io-kwargs"): _MULTIMODAL,
     ("--task", "--runner", "--convert", "--is-embedding", "--embedding", "--embeddings", "--reranking"): _EMBEDDING,
     ("--pooling", "--pooler-config", "--override-pooler-config"): _EMBEDDING,
     ("--trust-remote-code",): _REMOTE_CODE,
     ("--chat-template", "--chat-template-file", "--jinja", "--chat-template-content-format"): _TEMPLATE,
-    ("--load-format", "--config-format", "--use-safetensors", "--safetensors-load-strategy"): _SAFETENSORS,
+    ("--load-format",): "formats are recognised, leave it out; for random weights (dummy): headstart init-model",
+    ("--config-format", "--use-safetensors", "--safetensors-load-strategy"): _SAFETENSORS,
     ("--tokenizer-mode", "--tokenizer-path", "--tokenizer-revision"): "the tokenizer is the one in the model's folder",
     ("--hf-overrides", "--rope-scaling", "--rope-theta", "--json-model-override-args", "--hf-config-path"): (
         "edit config.json in a copy of the model's folder"
@@ -96,12 +104,13 @@ _TABLE: dict[tuple[str, ...], str] = {
     ("--enforce-eager", "--compilation-config", "--enable-torch-compile", "--disable-cuda-graph"): _GRAPHS,
     ("--cuda-graph-max-bs", "--cuda-graph-bs", "--max-seq-len-to-capture", "-O", "--optimization-level"): _GRAPHS,
     ("--disable-uvicorn-access-log", "--disable-access-log-for-endpoints", "--enable-access-log"): _ACCESS,
-    ("--disable-log-stats", "--decode-log-interval", "--log-stats-interval"): _STATISTICS,
-    ("--enable-log-requests", "--disable-log-requests", "--log-requests", "--max-log-len", "--verbose", "-v"): _LOGS,
+    ("--decode-log-interval", "--log-stats-interval"): _STATISTICS,
+    ("--disable-log-requests", "--no-enable-log-requests", "--disable-log-stats"): _NO_LOGS,
+    ("--enable-log-requests", "--log-requests", "--max-log-len", "--verbose", "-v"): _LOGS,
     ("--log-level", "--uvicorn-log-level", "--log-level-http", "--log-disable", "--log-requests-level"): _LOGS,
     ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-key-file", "--ssl-cert-file"): _TLS,
     ("--allowed-origins", "--allowed-methods", "--allowed-headers", "--allow-credentials"): _CORS,
-    ("--root-path", "--api-prefix", "--fastapi-root-path"): "there is no path prefix; put a proxy in front",
+    ("--api-prefix", "--fastapi-root-path"): "use --root-path",
     ("--enable-metrics", "--metrics", "--slots"): _METRICS,
     ("--enable-prompt-tokens-details", "--enable-cache-report"): _USAGE,
     ("--cont-batching", "-cb", "--async-scheduling", "--flash-attn", "-fa", "--enable-mixed-chunk"): _ALWAYS,
@@ -110,7 +119,8 @@ _TABLE: dict[tuple[str, ...], str] = {
     ("--api-key-file",): "keys stand in headstart.toml, or in HEADSTART_API_KEY, separated by commas",
     ("--watchdog-timeout", "--timeout", "-to"): "use --heartbeat-timeout for the engine, --drain-timeout for the end",
     ("--n-predict", "--predict", "-n", "--temp", "--top-k", "--min-p", "--repeat-penalty"): _SAMPLING,
-    ("--override-generation-config", "--default-chat-template-kwargs"): _SAMPLING,
+    ("--override-generation-config",): "use --generation-config FOLDER, with a generation_config.json of your own",
+    ("--default-chat-template-kwargs",): "a request sends chat_template_kwargs, in its own body; leave it out",
     ("--sampling-backend", "--prefill-attention-backend", "--decode-attention-backend"): "see --attention-backend",
     ("--enable-kv-cache-events",): "use --kv-events-config",
     ("--reload",): "restart the server; with --kv-store DIR its cache is still there",
@@ -122,6 +132,25 @@ _TABLE: dict[tuple[str, ...], str] = {
 }
 HINTS = {flag: hint for flags, hint in _TABLE.items() for flag in flags}
 """Hints by flag, as written in argv."""
+
+_WITH_VALUE = frozenset(
+    (
+        *("--structured-outputs-config", "--guided-decoding-backend", "--grammar-backend", "--config-format", "-O"),
+        *("--safetensors-load-strategy", "--compilation-config", "--cuda-graph-max-bs", "--cuda-graph-bs", "--numa"),
+        *("--max-seq-len-to-capture", "--optimization-level"),
+    )
+)
+"""Flags without effect that take a value."""
+
+
+def is_harmless(flag: str) -> bool:
+    """Return whether an unknown flag changes no answer and may be left out."""
+    return (hint_of(flag) or "").startswith("not needed")
+
+
+def takes_value(flag: str) -> bool:
+    """Return whether a harmless flag is followed by a value."""
+    return flag.replace("_", "-") in _WITH_VALUE
 
 
 def hint_of(flag: str) -> str | None:

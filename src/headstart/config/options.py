@@ -238,8 +238,12 @@ class ServerOptions:
 
     host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0: every interface, then set --api-key.", LISTENING)
     port: int = _option(8000, "Port to listen on; 0: any free one (printed).", LISTENING, minimum=0, maximum=65535)
-    served_model_name: str | None = _option(
-        None, "Name in /v1/models (default: the model's id or folder name).", LISTENING
+    uds: str | None = _option(None, "Unix socket to listen on, instead of host and port.", LISTENING)
+    root_path: str = _option(
+        "", "Path prefix under which a proxy passes requests on, as /llm; paths without it are served, too.", LISTENING
+    )
+    served_model_name: tuple[str, ...] = _option(
+        (), "Name in /v1/models (default: the model's id or folder name); several: all are accepted.", LISTENING
     )
     api_key: tuple[str, ...] = _option(
         (), "Key clients must send; repeat for several, each a tenant that shares no cache.", LISTENING, secret=True
@@ -311,6 +315,9 @@ class ServerOptions:
     )
     max_num_queued_tokens: int = _option(2_000_000, "Prompt tokens that may wait; more get 429.", BOUNDS, minimum=1)
     max_body_bytes: int = _option(4 * 1024 * 1024, "Largest request body.", BOUNDS, minimum=1024)
+    clamp_max_tokens: bool = _option(
+        False, "Lower a max_tokens that exceeds the context to what fits, as /v1/messages does; off: 400.", BOUNDS
+    )
     max_n: int = _option(128, "Largest n of a request.", BOUNDS, minimum=1)
     max_prompts: int = _option(64, "Most prompts in one /v1/completions.", BOUNDS, minimum=1)
     max_logprobs: int = _option(20, "Most alternatives per token.", BOUNDS, minimum=0)

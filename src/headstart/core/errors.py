@@ -35,6 +35,27 @@ class RequestTooLargeError(InvalidRequestError):
         super().__init__(message, param=param, code=code)
 
 
+def overflow_text(excess: str, max_tokens: int) -> str:
+    """Return the message of a context overflow: `excess`, and the phrases by which clients recognise one.
+
+    Clients compare the message rather than the code: LiteLLM, LangChain and agents that then shorten a conversation
+    (tests/server/test_context_overflow.py lists the phrases).
+    """
+    return (
+        f"{excess}. This model's maximum context length is {max_tokens} tokens, prompt and output together, and the "
+        "request exceeds the context window"
+    )
+
+
+def prompt_overflow(num_tokens: int, max_tokens: int, remedy: str, *, counted: str = "") -> RequestTooLargeError:
+    """Return the error of a prompt of `num_tokens` tokens, which leaves no token of `max_tokens` for the output.
+
+    `counted` stands before the number if the prompt may have more.
+    """
+    excess = f"prompt is too long: {counted}{num_tokens} tokens > {max_tokens - 1} maximum"
+    return RequestTooLargeError(f"{overflow_text(excess, max_tokens)}: {remedy}", param="prompt")
+
+
 class QueueFullError(HeadstartError):
     """The bounded waiting queue is full; `retry_after` is in seconds."""
 

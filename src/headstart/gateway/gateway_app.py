@@ -48,7 +48,7 @@ def build_front(state: GatewayState, forward: Forward | None = None) -> ASGIApp:
 
     `forward` None: the router's own proxy; else one of which the router does not read the answers.
     """
-    return Gate(_Front(state, forward), state, api_of)
+    return Gate(_Front(state, forward), state, api_of, root_path=state.server_options.root_path)
 
 
 class _Front:

@@ -8,7 +8,7 @@ from typing import Protocol
 from headstart.gateway.gateway_app import build_front
 from headstart.gateway.gateway_state import FILES_PER_REQUEST, GatewayState
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.http.lifecycle import HttpServer, uvicorn_config
+from headstart.http.lifecycle import HttpServer, address_of, uvicorn_config
 from headstart.http.protocol.connections import MIN_CONNECTIONS, ConnectionTable, connection_cap
 
 
@@ -50,8 +50,8 @@ class HttpFront:
     @property
     def url(self) -> str:
         """The address of its clients."""
-        host, port = self._listener.getsockname()[:2]
-        return url_of(host, port)
+        host, port, path = address_of(self._listener)
+        return "http://localhost" if path else url_of(host, port)
 
     def changed(self, replicas: Sequence[ReplicaAddress]) -> None:
         """Change the cap on connections with the requests that may wait; those that are open stay open."""

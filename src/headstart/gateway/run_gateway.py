@@ -5,6 +5,7 @@ import contextlib
 import gc
 import ipaddress
 import time
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -38,6 +39,7 @@ from headstart.http.lifecycle import (
     Shutdown,
     first_of,
     listen,
+    unlink,
 )
 from headstart.http.logs import Log
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
@@ -72,7 +74,7 @@ def route(
         reader = RequestReader(router_tokenizer(router_options.tokenizer), rules, chain)
         decisions = DecisionLog(Path(router_options.decision_log)) if router_options.decision_log else None
         is_own = not (fronts and fronts[0].url)
-        listener = listen(server_options.host, server_options.port) if is_own else None
+        listener = listen(server_options.host, server_options.port, server_options.uds) if is_own else None
     except ConfigError as error:
         log.line(f"headstart: {error}")
         return EXIT_CONFIG
@@ -85,6 +87,8 @@ def route(
     finally:
         if decisions is not None:
             decisions.close()
+        if is_own:
+            unlink(server_options.uds)
 
 
 def discovery_of(options: RouterOptions) -> Discovery:
@@ -218,14 +222,16 @@ class _Life:
         url = self._fronts[0].url
         members = state.members.members.values()
         up = sum(member.state == "up" for member in members)
+        others = Counter("not reached" if m.state in ("new", "absent") else m.state for m in members if m.state != "up")
+        waiting = f" ({', '.join(f'{count} {state}' for state, count in sorted(others.items()))})" if others else ""
         names = sorted({card.id for card in state.members.cards()})
         counting = "the replicas' own tokens" if state.reader.tokenizer is not None else "bytes (no tokenizer here)"
         lines = [
             f"Headstart {__version__} routes to {self._discovery.describe()} at {url}/v1",
-            f"  replicas {up} of {len(members)} up" + (f", serving {', '.join(names[:4])}" if names else ""),
+            f"  replicas {up} of {len(members)} up{waiting}" + (f", serving {', '.join(names[:4])}" if names else ""),
             f"  policy   {state.router.policy.name}, prompts counted in {counting}",
             f"  keys     {_keys(self._options)}",
-            f"  look     curl {url}/v1/fleet",
+            f"  look     {_look(self._options, url)}",
         ]
         return "\n".join(lines)
 
@@ -238,6 +244,12 @@ async def _any_of(
     await asyncio.wait([*tasks, watching], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
+
+
+def _look(options: ServerOptions, url: str) -> str:
+    if options.api_key or options.tenants or options.admin_api_key:
+        return f'with KEY set to the admin key: curl -H "Authorization: Bearer $KEY" {url}/v1/fleet'
+    return f"curl {url}/v1/fleet"
 
 
 def _keys(options: ServerOptions) -> str:

@@ -37,15 +37,18 @@ class Host(Protocol):
 class Gate:
     """ASGI middleware: creates each request's record and id, checks its key, and writes its access line."""
 
-    def __init__(self, app: ASGIApp, state: Host, api_of: Callable[[str], ApiRules]) -> None:
-        """`api_of` returns the rules of the API that a path belongs to."""
+    def __init__(self, app: ASGIApp, state: Host, api_of: Callable[[str], ApiRules], *, root_path: str = "") -> None:
+        """`api_of` returns the rules of the API that a path belongs to; `root_path` is taken off paths that have it."""
         self._app = app
+        self._root = "/" + root_path.strip("/") if root_path.strip("/") else ""
         self._api_of = api_of
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        if self._root and scope["path"].startswith(f"{self._root}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._root)}
         record = RequestRecord.of(scope)
         api = self._api_of(record.path)
         own = [*identity_headers(api, record.request_id), *self._state.pages.cors(scope)]
@@ -74,6 +77,8 @@ class Gate:
         if preflight is not None:
             await preflight(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # the protocol leaves the body out
+            scope = {**scope, "method": "GET"}
         try:
             await self._app(scope, receive, send)
         except Exception as error:  # not expected: handlers convert their exceptions

@@ -7,6 +7,7 @@ import functools
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Generator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -22,8 +23,10 @@ INTERRUPT_SECONDS = 10.0  # limit of the drain after Ctrl-C
 CUT_SECONDS = 3.0  # for connections that are still open when all requests are answered
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Called before anything is loaded. Raises ConfigError."""
+def listen(host: str, port: int, uds: str | None = None) -> socket.socket:
+    """Return a listening socket, at the path `uds` if given. Called before anything is loaded. Raises ConfigError."""
+    if uds is not None:
+        return _listen_at(Path(uds).expanduser())
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -41,6 +44,35 @@ def listen(host: str, port: int) -> socket.socket:
             message = f"port {port} on {host} is in use; stop what uses it, or choose another with --port (0: any)"
             raise ConfigError(message) from error
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return listener
+
+
+def address_of(listener: socket.socket) -> tuple[str, int, str]:
+    """Return host, port and path of a listening socket; the path is empty unless it is a Unix socket."""
+    found = listener.getsockname()
+    return ("localhost", 80, found) if isinstance(found, str) else (*found[:2], "")
+
+
+def unlink(uds: str | None) -> None:
+    """Remove the file of a Unix socket, if there is one, at the end of its process."""
+    if uds is not None:
+        Path(uds).expanduser().unlink(missing_ok=True)
+
+
+def _listen_at(path: Path) -> socket.socket:
+    """Return a socket listening at a path; a socket that an earlier process left is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+                    path.unlink()
+        listener.bind(str(path))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        why = "another process listens there" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+        raise ConfigError(f"cannot listen on --uds {path}: {why}") from error
     return listener
 
 

@@ -2,7 +2,7 @@
 
 It is the counterpart of PagedKV for these kernels: the same blocks and the same canonical form, but another memory
 layout (see kernels/attention.h), which is the same for every kernel variant. Head size and block size are padded to a
-multiple of 16. All memory is zero at the start.
+multiple of 16. All memory is zero at the start, and taken from the system when it is written.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from headstart.core.cache.block_store import Data
 from headstart.core.errors import ConfigError
 from headstart.model.kernels.attention import MAX_DIMS, NO_PLAN, PAGE, AttentionCall
 from headstart.model.kernels.library import Kernels, threads
-from headstart.model.kernels.memory import Arena
+from headstart.model.kernels.memory import reserve
 from headstart.model.kv_writes import Writes
 from headstart.model.paged_kv import KVShape
 
@@ -55,7 +55,9 @@ class PackedKV:
         self.block_bytes = block_size * shape.token_bytes(dtype)  # of one block in canonical form
         self.pages_per_block = -(-block_size // PAGE)
         block_words = self.pages_per_block * PAGE * -(-shape.head_dim // 16) * 16 * dtype.itemsize // 4
-        self.pool = _zeros((shape.num_layers, 2, shape.num_kv_heads, num_blocks, block_words))
+        size = (shape.num_layers, 2, shape.num_kv_heads, num_blocks, block_words)
+        num_parts = 2 * shape.num_layers * shape.num_kv_heads
+        self.pool = reserve(size, torch.int32, num_parts=num_parts).numpy().view(np.uint32)
         self._head_words = num_blocks * block_words
         calls = [self._layer_call(layer) for layer in range(shape.num_layers)]
         for call in calls:
@@ -186,10 +188,3 @@ class PackedKV:
 def packed(rows: Tensor) -> Tensor:
     """Return `rows` [T, H, D], copied if the elements of a head are not adjacent in memory."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-def _zeros(size: tuple[int, ...]) -> NDArray[np.uint32]:
-    """Return zeroed words, in huge pages if available, because one sequence accesses many separate places."""
-    words = Arena().take(size, torch.int32).numpy().view(np.uint32)
-    words.fill(0)  # commits the memory now, so that a shortage shows here and not in the middle of a step
-    return words

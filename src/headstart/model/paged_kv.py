@@ -2,7 +2,8 @@
 
 The memory layout is head-major, [keys | values, kv heads, blocks, block_size, head_dim] per layer. The gathered pages
 of a head are therefore contiguous, and attention is a plain batched matmul. All memory is zero at the start, because
-attention multiplies the content of a masked slot by 0, which needs a finite content.
+attention multiplies the content of a masked slot by 0, which needs a finite content. A host takes it from the system
+when it is written.
 
 On the host, numpy writes KV and copies blocks: its elements may be as wide as a whole head, while ATen copies 16 bytes
 at a time. Another thread may read blocks while a step runs: numpy releases the GIL while it copies, and a thread that
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core.cache.block_store import Data
+from headstart.model.kernels.memory import reserve
 from headstart.model.kv_writes import Writes
 
 WIDE_BYTES = 16  # an indexed write has a cost per element, so it moves elements of this size if the head size allows
@@ -45,7 +47,10 @@ class PagedKV:
         self.device = device
         self.block_bytes = block_size * shape.token_bytes(dtype)  # of one block in canonical form
         size = (shape.num_layers, 2, shape.num_kv_heads, num_blocks, block_size, shape.head_dim)
-        pool = torch.zeros(size, dtype=dtype, device=device)
+        if device.type == "cpu":
+            pool = reserve(size, dtype, num_parts=2 * shape.num_layers * shape.num_kv_heads)
+        else:
+            pool = torch.zeros(size, dtype=dtype, device=device)
         self.layers = list(pool.unbind(0))
         row_bytes = shape.head_dim * dtype.itemsize
         wide = torch.complex128 if row_bytes % WIDE_BYTES == 0 else dtype

@@ -45,6 +45,7 @@ class Bounds:
     max_n: int = 128
     max_prompts: int = 64
     max_logprobs: int = 20
+    clamp_max_tokens: bool = False  # lower max_tokens to what fits, as the Messages API does
     max_messages: int = 2048
     max_sequence_tokens: int = 4 << 20  # prompt tokens of a request, once per choice: each is a sequence in the engine
     max_answer_entries: int = 16 << 20  # see request_limits.py; 200 MB in memory, 500 MB of JSON
@@ -80,6 +81,7 @@ class Bounds:
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
             eos_token_ids=info.eos_token_ids,
+            clamp_max_tokens=options.clamp_max_tokens,
             max_n=options.max_n,
             max_prompts=options.max_prompts,
             max_logprobs=options.max_logprobs,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from headstart.core.errors import InvalidRequestError, RequestTooLargeError
+from headstart.core.errors import InvalidRequestError, RequestTooLargeError, prompt_overflow
 from headstart.core.request import Request
 from headstart.openai.bounds import INT64_MAX, Bounds
 from headstart.openai.canonical.prompt_rules import applied_rules
@@ -244,11 +244,10 @@ def _check_length(prompt: str, tokenizer: Tokenizer, bounds: Bounds) -> None:
     """Raise RequestTooLargeError if a text is too long for the context, as far as is known before it is tokenized."""
     longest = tokenizer.max_token_chars
     if longest and len(prompt) > bounds.max_model_len * longest:
-        raise RequestTooLargeError(
-            f"the prompt has {len(prompt)} characters; the model's context of {bounds.max_model_len} tokens holds at "
-            f"most {bounds.max_model_len * longest}: shorten the prompt",
-            param="prompt",
+        remedy = (
+            f"its {len(prompt)} characters are more than any {bounds.max_model_len} tokens have; shorten the prompt"
         )
+        raise prompt_overflow(-(-len(prompt) // longest), bounds.max_model_len, remedy, counted="at least ")
     _probe_length(prompt, tokenizer, bounds)
 
 
@@ -263,11 +262,8 @@ def _probe_length(text: str, tokenizer: Tokenizer, bounds: Bounds) -> None:
     while size < len(text):
         num_tokens = len(tokenizer.encode(text[:size], add_special_tokens=False))
         if num_tokens > limit + limit // 8 + 64:
-            raise RequestTooLargeError(
-                f"the first {size} of the prompt's {len(text)} characters have {num_tokens} tokens; prompt and output "
-                f"share the model's context of {limit} tokens: shorten the prompt",
-                param="prompt",
-            )
+            remedy = f"these are the tokens of the first {size} of {len(text)} characters; shorten the prompt"
+            raise prompt_overflow(num_tokens, limit, remedy, counted="at least ")
         size *= 2
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from headstart.core.errors import RequestTooLargeError
+from headstart.core.errors import RequestTooLargeError, overflow_text, prompt_overflow
 from headstart.core.request import DEFAULT_RETENTION, CacheMode, Retention, SamplingParams
 from headstart.openai.bounds import Bounds
 from headstart.openai.cache_params import cache_wishes
@@ -161,18 +161,14 @@ def fit(params: GenerationParams, num_prompt_tokens: int, bounds: Bounds) -> Sam
     room = limit - num_prompt_tokens
     wanted = params.max_tokens
     if room < 1:
-        raise RequestTooLargeError(
-            f"the prompt has {num_prompt_tokens} tokens; prompt and output share the model's context of {limit} tokens "
-            f"and at least 1 must be left for output: shorten the prompt by {1 - room} tokens",
-            param="prompt",
-        )
+        raise prompt_overflow(num_prompt_tokens, limit, f"shorten the prompt by {1 - room} tokens")
     if wanted is not None and wanted > room:
-        raise RequestTooLargeError(
-            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {wanted}, together "
-            f"{num_prompt_tokens + wanted}; the model's context is {limit} tokens: lower max_tokens to {room} or "
-            f"shorten the prompt",
-            param="max_tokens",
-        )
+        if not bounds.clamp_max_tokens:
+            excess = f"max_tokens is {wanted} and the prompt has {num_prompt_tokens} tokens"
+            raise RequestTooLargeError(
+                f"{overflow_text(excess, limit)}: lower max_tokens to {room} or shorten the prompt", param="max_tokens"
+            )
+        wanted = room
     if wanted is None:
         default = bounds.defaults.max_tokens
         max_tokens = room if default is None else min(max(default, params.sampling.min_tokens), room)
@@ -233,10 +229,11 @@ def _max_tokens(fields: GenerationFields, bounds: Bounds) -> int | None:
         bad_value("max_tokens", f"is {older} and max_completion_tokens {newer}", "send only one of them")
     wanted = older if newer is None else newer
     if wanted is not None and wanted > bounds.max_model_len:
+        if bounds.clamp_max_tokens:
+            return bounds.max_model_len
         name = "max_tokens" if newer is None else "max_completion_tokens"
         raise RequestTooLargeError(
-            f"{name} is {wanted}; the model's context is {bounds.max_model_len} tokens, prompt included: lower it",
-            param=name,
+            f"{overflow_text(f'{name} is {wanted}', bounds.max_model_len)}: lower it", param=name
         )
     if wanted is None and isinstance(fields, CompletionFields) and bounds.defaults.max_tokens is None:
         return DEFAULT_COMPLETION_TOKENS

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from headstart.core.errors import InvalidRequestError, RequestTooLargeError
+from headstart.core.errors import InvalidRequestError, prompt_overflow
 from headstart.openai.bounds import Bounds
 from headstart.openai.canonical.canonical_chat import canonical_chat
 from headstart.openai.canonical.prompt_rules import PromptRules
@@ -239,11 +239,7 @@ def _token_ids(values: "list[Any] | tuple[Any, ...] | array[int]", bounds: Bound
     if not len(values):
         bad_value("prompt", "has an empty list of token ids", "send at least one token")
     if len(values) > bounds.max_model_len:
-        raise RequestTooLargeError(
-            f"the prompt has {len(values)} tokens; the model's context of {bounds.max_model_len} holds prompt and "
-            f"output: shorten the prompt",
-            param="prompt",
-        )
+        raise prompt_overflow(len(values), bounds.max_model_len, "shorten the prompt")
     for value in values:
         check_int("prompt", value, 0, bounds.vocab_size - 1)
     return array("i", values)

@@ -4,6 +4,7 @@ For any input, the only exception raised is InvalidRequestError.
 """
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from itertools import islice
 from math import isfinite
@@ -30,6 +31,7 @@ def parse_json(body: bytes | bytearray | memoryview, max_numbers: int | None = N
     Strict: no NaN, no numbers that overflow, no lone surrogates, at most MAX_DEPTH levels and MAX_JSON_VALUES values;
     at most `max_numbers` numbers, of which a list of token ids takes 8 to 40 bytes each: then RequestTooLargeError.
     """
+    body = without_bom(body)
     _check_size(body)
     if max_numbers is not None:
         _check_numbers(body, max_numbers)
@@ -45,6 +47,11 @@ def parse_json(body: bytes | bytearray | memoryview, max_numbers: int | None = N
         raise InvalidRequestError(f"the body is {shown(value)}; it must be a JSON object", code="invalid_json")
     check_depth(value)
     return value
+
+
+def without_bom(body: bytes | bytearray | memoryview) -> bytes | bytearray | memoryview:
+    """Return the body without the byte order mark that editors and shells of some systems put before UTF-8."""
+    return body[len(BOM_UTF8) :] if body[: len(BOM_UTF8)] == BOM_UTF8 else body
 
 
 def json_value(text: bytes | bytearray | memoryview | msgspec.Raw) -> Any:
@@ -107,7 +114,8 @@ def _check_numbers(body: bytes | bytearray | memoryview, max_numbers: int) -> No
     found = (match for match in _VALUE_OR_NUMBER.finditer(text) if match.group()[0] in b"-0123456789")
     if sum(1 for _ in islice(found, max_numbers + 1)) > max_numbers:
         raise RequestTooLargeError(
-            f"the body has more than {max_numbers} numbers: no request of this model has as many token ids; shorten it"
+            f"prompt is too long: the body has more than {max_numbers} numbers, and no request of this model has as "
+            "many token ids; shorten it"
         )
 
 

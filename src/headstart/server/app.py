@@ -135,7 +135,7 @@ def build_app(state: ServerState) -> ASGIApp:
         routes=[Route("/openapi.json", openapi), *table], exception_handlers={HTTPException: _framework_error}
     )
     app.router.redirect_slashes = False
-    return Gate(app, state, api_of)
+    return Gate(app, state, api_of, root_path=state.options.root_path)
 
 
 def _guarded(state: ServerState, handler: Handler) -> Handler:
@@ -173,7 +173,7 @@ class _Routes:
 
     async def models(self, request: Request) -> Response:
         """List the served model."""
-        models = [self.card()]
+        models = [self.card(name) for name in self._state.loaded_model.names]
         is_anthropic = VERSION_HEADER in request.headers
         return json_response(model_page(models) if is_anthropic else responses.model_list(models))
 
@@ -181,7 +181,7 @@ class _Routes:
         """Describe the served model."""
         name = request.path_params["model_id"]
         check_model(name, self._state.loaded_model)
-        model = self.card()
+        model = self.card(name)
         return json_response(anthropic_model(model) if VERSION_HEADER in request.headers else model)
 
     async def tokenize(self, request: Request) -> Response:
@@ -292,12 +292,12 @@ class _Routes:
         """Explain why a completion or chat with this body would have no more prefix cache hits."""
         return json_response(await explain(self._state, request))
 
-    def card(self) -> responses.Json:
-        """Return the object of the served model."""
+    def card(self, name: str | None = None) -> responses.Json:
+        """Return the object of the served model under one of its names, by default the first."""
         model = self._state.loaded_model
         info = model.info
         return responses.model_object(
-            model.name,
+            name or model.name,
             model.created,
             model.bounds.max_model_len,
             block_size=info.block_size,

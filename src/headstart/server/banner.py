@@ -2,8 +2,11 @@
 
 import ipaddress
 import json
+import shlex
+from pathlib import Path
 
 from headstart import __version__
+from headstart.bundled import EXAMPLE, bundled_model
 from headstart.config.options import ServerOptions
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineInfo
@@ -11,21 +14,29 @@ from headstart.openai.sampling_defaults import default_texts
 from headstart.server.server_state import Model
 
 
-def banner(model: Model, options: ServerOptions, host: str, port: int, *, store: str | None = None) -> str:
-    """Return the banner, several lines for the terminal; `store` is the text of `store_text`, None without a store."""
+def banner(
+    model: Model, options: ServerOptions, host: str, port: int, *, store: str | None = None, uds: str = ""
+) -> str:
+    """Return the banner, several lines for the terminal.
+
+    `store` is the text of `store_text`, None without a store; `uds` the path of a Unix socket, empty without one.
+    """
     info = model.info
     tokens = info.num_blocks * info.block_size
     where = f"[{host}]" if ":" in host else host
     if host in ("0.0.0.0", "::"):
         where = "127.0.0.1"
-    body = json.dumps({"model": model.name, "prompt": "Hello", "max_tokens": 16})
-    key = ' -H "Authorization: Bearer $KEY"' if options.api_key or options.tenants else ""
+    path, body = _example(model)
+    url = "http://localhost" if uds else f"http://{where}:{port}"
+    curl = f"curl --unix-socket {shlex.quote(uds)}" if uds else "curl"
+    has_keys = bool(options.api_key or options.tenants)
+    key, first = (' -H "Authorization: Bearer $KEY"', "with KEY set to a key: ") if has_keys else ("", "")
     defaults = default_texts(model.bounds.defaults)
     lines = [
-        f"Headstart {__version__} serves {model.name} at http://{where}:{port}/v1",
+        f"Headstart {__version__} serves {model.name} at {url}/v1" + (f" on the socket {uds}" if uds else ""),
         f"  engine  {_numbers(info)} on {info.device}, {info.threads} threads, {info.attention_backend} attention",
-        f"  KV      {_size(info.kv_bytes)} = {tokens:,} tokens = {tokens / info.max_model_len:.1f} x max_model_len "
-        f"({info.max_model_len:,})",
+        f"  KV      {_pool(info)} = {tokens:,} tokens = {tokens / info.max_model_len:.1f} x max_model_len "
+        f"({info.max_model_len:,}); --kv-cache-memory changes it",
         *([f"  default {', '.join(defaults)}: where a request does not say (--generation-config)"] if defaults else []),
         *([] if store is None else [f"  store   {store}"]),
         *(
@@ -33,11 +44,23 @@ def banner(model: Model, options: ServerOptions, host: str, port: int, *, store:
             if info.exceptions
             else []
         ),
-        f"  keys    {_keys(options, host)}",
-        f"  try     curl http://{where}:{port}/v1/completions{key} -H 'Content-Type: application/json' \\",
-        f"            -d '{body}'",
+        f"  keys    {_keys(options, '127.0.0.1' if uds else host)}",
+        f"  try     {first}{curl} {url}{path}{key} -H 'Content-Type: application/json' \\",
+        f"            -d '{json.dumps(body)}'",
     ]
     return "\n".join(lines)
+
+
+def _example(model: Model) -> tuple[str, dict[str, object]]:
+    """Return path and body of a request that the model can answer: its task, a chat, or the beginning of a text."""
+    if Path(model.info.model) == bundled_model():
+        roles = zip(("system", "user"), EXAMPLE, strict=True)
+        messages = [{"role": role, "content": text} for role, text in roles]
+        return "/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": 64}
+    if model.tokenizer.chat_template is not None:
+        question = {"role": "user", "content": "What is the capital of France?"}
+        return "/v1/chat/completions", {"messages": [question], "max_tokens": 64}
+    return "/v1/completions", {"prompt": "The capital of France is", "max_tokens": 16}
 
 
 def store_text(folder: str, store: StoreStats) -> str:
@@ -49,6 +72,12 @@ def store_text(folder: str, store: StoreStats) -> str:
 
 def _numbers(info: EngineInfo) -> str:
     return info.dtype if info.quantization == "none" else f"{info.dtype} with {info.quantization} weights"
+
+
+def _pool(info: EngineInfo) -> str:
+    """Return the size of the KV pool; on a CPU its memory is taken when it is first written."""
+    size = _size(info.kv_bytes)
+    return f"up to {size}, taken as it fills," if info.device == "cpu" else size
 
 
 def _size(num_bytes: int) -> str:

@@ -23,8 +23,10 @@ from headstart.http.lifecycle import (
     EXIT_OK,
     HttpServer,
     Shutdown,
+    address_of,
     first_of,
     listen,
+    unlink,
     uvicorn_config,
 )
 from headstart.http.logs import Log
@@ -58,13 +60,16 @@ def serve(
     log = log or Log()
     give_memory_back()
     try:
-        listener = listen(server_options.host, server_options.port)
+        listener = listen(server_options.host, server_options.port, server_options.uds)
     except ConfigError as error:
         log.line(f"headstart: {error}")
         return EXIT_CONFIG
     disable_created_metrics()  # no extra `_created` series per counter
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Run(build, engine_options, server_options, listener, log, num_shares).run())
+        try:
+            return runner.run(_Run(build, engine_options, server_options, listener, log, num_shares).run())
+        finally:
+            unlink(server_options.uds)
 
 
 class _Run:
@@ -139,8 +144,8 @@ class _Run:
         except (ConfigError, EngineDeadError) as error:
             self._log.line(f"headstart: {error}")
             return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_BROKEN
-        host, port = self._listener.getsockname()[:2]
-        self._log.line(banner(model, self._options, host, port, store=store))
+        host, port, path = address_of(self._listener)
+        self._log.line(banner(model, self._options, host, port, store=store, uds=path))
         regular = [asyncio.create_task(work) for work in (write_statistics(state), trim_regularly())]
         try:
             await self._until_stopped(engine.died.wait())

@@ -69,6 +69,7 @@ class Model:
     grammars: GrammarCheck
     doctor: PromptDoctor
     fingerprints: FingerprintMemory | None = None  # of answered requests' prompts, for comparisons
+    names: tuple[str, ...] = ()  # all that requests may use; `name`, the first, is in answers
 
 
 class ServerState:
@@ -117,7 +118,8 @@ class ServerState:
 
     def prepare(self, info: EngineInfo) -> Model:
         """Return a Model for the engine's loaded model. Raises ConfigError without a tokenizer."""
-        name = self.options.served_model_name or info.served_name
+        names = self.options.served_model_name or (info.served_name,)
+        name = names[0]
         tokenizer = SegmentedTokenizer(Tokenizer.from_folder(Path(info.model)))
         metrics = Metrics(name, ROUTES)
         metrics.watch(self.engine)
@@ -128,7 +130,7 @@ class ServerState:
         metrics.watch_fingerprints(fingerprints)
         doctor = PromptDoctor(self.options.doctor_share, lambda: time.process_time() + self.engine.stats.step_seconds)
         metrics.watch_doctor(doctor)
-        return Model(name, info, tokenizer, bounds, metrics, int(time.time()), grammars, doctor, fingerprints)
+        return Model(name, info, tokenizer, bounds, metrics, int(time.time()), grammars, doctor, fingerprints, names)
 
     def open(self, model: Model) -> None:
         """Start to admit requests."""

@@ -8,6 +8,7 @@ from langchain.agents import create_agent
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain.tools import tool
 from langchain_anthropic import ChatAnthropic
+from langchain_core.exceptions import ContextOverflowError
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, ConfigDict
 
@@ -112,6 +113,16 @@ def check_messages_tools(servers: Servers) -> None:
 
 def check_messages_schema(servers: Servers) -> None:
     schema(messages(servers.bundled, BUNDLED), "json_schema", "function_calling")
+
+
+def check_overflow(servers: Servers) -> None:
+    """A prompt beyond the context, by which agents notice that they must shorten the conversation."""
+    for model in (chat, responses, messages):
+        try:
+            model(servers.bundled, BUNDLED).invoke("again and again " * 2000)
+        except ContextOverflowError:
+            continue
+        raise AssertionError(f"{model} was answered")
 
 
 if __name__ == "__main__":

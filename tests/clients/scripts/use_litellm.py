@@ -1,6 +1,7 @@
 """LiteLLM as a library: chats through its openai, hosted_vllm and anthropic providers, and its responses."""
 
 import json
+from functools import partial
 from typing import Any, Literal
 
 import checks
@@ -112,6 +113,25 @@ def check_responses(servers: Servers) -> None:
     output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": checks.weather("Paris")}
     last = litellm.responses(input=[output], tools=[tool], previous_response_id=first.id, **common)
     assert last.output[0].content[0].text == f"{REPORT}Paris."
+
+
+def check_overflow(servers: Servers) -> None:
+    """A prompt beyond the context: five of five providers and APIs know what it is."""
+    question, server = "again and again " * 2000, servers.bundled
+    asked: Any = [{"role": "user", "content": question}]
+    calls = [
+        partial(litellm.completion, messages=asked, **options("openai", server, BUNDLED)),
+        partial(litellm.completion, messages=asked, **options("hosted_vllm", server, BUNDLED)),
+        partial(litellm.completion, messages=asked, **options("anthropic", server, BUNDLED)),
+        partial(litellm.text_completion, prompt=question, **options("text-completion-openai", server, BUNDLED)),
+        partial(litellm.responses, input=question, **options("openai", server, BUNDLED) | {"max_tokens": None}),
+    ]
+    for call in calls:
+        try:
+            call()
+        except litellm.ContextWindowExceededError:
+            continue
+        raise AssertionError(f"{call} was answered")
 
 
 async def check_async(servers: Servers) -> None:

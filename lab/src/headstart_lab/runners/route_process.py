@@ -28,6 +28,7 @@ START_SECONDS = 120.0
 STOP_SECONDS = 5.0
 _BANNER = re.compile(r" at (http://\S+)/v1")
 _PROBE_SECONDS = 5.0
+_NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # all of it is on this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,7 @@ def _wait(router: RouterProcess, probe: Any) -> Any:
 def _serves_all(url: str, num_replicas: int) -> bool:
     """Return whether it responds, with all replicas healthy if it reports a count."""
     try:
-        with urllib.request.urlopen(url, timeout=_PROBE_SECONDS) as response:
+        with _NO_PROXY.open(url, timeout=_PROBE_SECONDS) as response:
             found = json.loads(response.read() or b"{}")
     except (OSError, ValueError, urllib.error.URLError):
         return False

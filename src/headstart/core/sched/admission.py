@@ -6,7 +6,7 @@ the pool can hold it to its end beside all other such sequences, and is then nev
 """
 
 from headstart.core.cache.kv_cache import Hit, KVCache
-from headstart.core.errors import RequestTooLargeError
+from headstart.core.errors import RequestTooLargeError, overflow_text
 from headstart.core.request import Sequence
 from headstart.core.sched.waiting_queue import OrderedSequences
 
@@ -74,9 +74,12 @@ class Admission:
         usable = pool.num_usable - pinned + own
         if blocks > usable:
             kept = f" beside {pinned - own} pinned ones" if pinned > own else ""
+            wanted = f"prompt and output of {self._longest(seq)} tokens need {blocks} KV blocks"
+            excess = f"{wanted} but the pool has {usable}{kept}"
+            room = usable * cache.block_size
             raise RequestTooLargeError(
-                f"prompt and output of {self._longest(seq)} tokens need {blocks} KV blocks but the pool has {usable}"
-                f"{kept}; lower max_tokens, shorten the prompt, or serve with a larger --kv-cache-memory",
+                f"{overflow_text(excess, room)}: lower max_tokens, shorten the prompt, or serve with a larger "
+                "--kv-cache-memory",
                 param="max_tokens",
             )
 

@@ -28,7 +28,7 @@ from headstart.core.cache.kv_cache import NO_HIT, Hit, KVCache
 from headstart.core.cache.pinned_prefixes import Demand, PinnedPrefixes
 from headstart.core.cache.transfers import Transfers
 from headstart.core.cache.trust import Trust
-from headstart.core.errors import RequestTooLargeError
+from headstart.core.errors import prompt_overflow
 from headstart.core.request import FinishReason, Request, Sequence, Status
 from headstart.core.sched.admission import MAX_CANDIDATES, Admission, non_preemptible
 from headstart.core.sched.in_flight import InFlight, is_current, needs_host
@@ -617,8 +617,4 @@ class Scheduler:
         length, limit = len(request.prompt), self.limits.max_model_len
         assert length > 0, "an empty prompt has nothing to compute; the front end refuses it"
         if length + 1 > limit:
-            raise RequestTooLargeError(
-                f"the prompt has {length} tokens; with at least one output token that exceeds the limit of {limit} "
-                f"(max_model_len); shorten the prompt",
-                param="prompt",
-            )
+            raise prompt_overflow(length, limit, "shorten the prompt, or raise max_model_len")

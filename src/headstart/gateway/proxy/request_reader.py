@@ -9,6 +9,7 @@ replicas do not see the tenant's own key, and rules for prompts change what they
 import re
 import sys
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -125,6 +126,7 @@ class RequestReader:
 
     def read(self, path: str, body: bytes, sender: Sender) -> ReadRequest:
         """Parse the body of a POST. Raises InvalidRequestError if it is no JSON object, or has fields of replicas."""
+        body = body.removeprefix(BOM_UTF8)
         api, values = generation_api(path), self._values(path, body)
         if values.get(_OF_REPLICAS):
             unsupported(

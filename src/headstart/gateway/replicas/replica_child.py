@@ -5,6 +5,7 @@ cause.
 """
 
 import asyncio
+import json
 import re
 import subprocess
 import threading
@@ -123,8 +124,16 @@ class ReplicaChild:
             self._set(self.settled)
             line = f"{ready[1]}, behind the router at port {ready[3]}"  # no address: the first one must be the router's
         if not line.startswith(_FOR_CLIENTS):
-            self._log.line(f"[{self._name}] {line}")
+            self._log.line(named_line(self._name, line))
 
     def _set(self, *events: asyncio.Event) -> None:
         with suppress(RuntimeError):  # the loop is closed: nothing waits for the event
             self._loop.call_soon_threadsafe(lambda: [event.set() for event in events])
+
+
+def named_line(name: str, line: str) -> str:
+    """Return a line of a replica's output with its name: a field of a JSON object, else in front."""
+    if line.startswith("{"):
+        with suppress(ValueError):
+            return json.dumps({**json.loads(line), "replica": name})
+    return f"[{name}] {line}"

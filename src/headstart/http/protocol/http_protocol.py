@@ -6,7 +6,7 @@ header counts only if it comes before the body.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -59,6 +59,39 @@ class _Line:
         self.write = transport.write
         self.is_closing = transport.is_closing
         self.close = close
+
+
+class _Unchunked(_Line):
+    """The same for a client of HTTP/1.0, which knows no chunks: the end of the connection ends the body."""
+
+    __slots__ = ("_is_chunked", "_send")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        super().__init__(transport, close)
+        self._is_chunked: bool | None = None  # not known before the head
+        self._send = transport.write
+        self.write = self._write
+
+    def _write(self, data: bytes) -> None:
+        """Send the head without its framing, then the contents of whole chunks."""
+        if self._is_chunked is None:
+            head = data.replace(b"transfer-encoding: chunked\r\n", b"", 1)
+            self._is_chunked = len(head) < len(data)
+            self._send(head)
+        elif self._is_chunked:
+            self._send(b"".join(_chunks(data)))
+        else:
+            self._send(data)
+
+
+def _chunks(data: bytes) -> Iterator[bytes]:
+    """Yield the contents of whole chunks."""
+    at = 0
+    while at < len(data):
+        begin = data.index(b"\r\n", at) + 2
+        size = int(data[at : begin - 2], 16)
+        yield data[begin : begin + size]
+        at = begin + size + 2
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -133,6 +166,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().resume_writing()
         if not self._closing:
             self._watch.stop()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection of a client that only ended its own half until the complete request is answered.
+
+        One that is gone resets the connection when something is sent to it; an answer that has not begun is preceded
+        by a 100, which clients ignore, so that its work ends at once.
+        """
+        running = self._running
+        if self._closing or running is None or self._in_body or self._has_begun or self._held:
+            return False
+        if not running.response_started:
+            if running.scope["http_version"] == "1.0":
+                return False
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._keep_alive, self.cycle.keep_alive, self._is_last = False, False, True
+        return True
 
     # --------------------------------------------------------------------------------------------------- bytes received
 
@@ -215,7 +264,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._disarm()
         super().on_headers_complete()
         self._in_body = True
-        self.cycle.transport = self._line  # type: ignore[assignment]  # it calls only these three
+        line = self._line
+        if self.scope["http_version"] == "1.0":
+            line = _Unchunked(self.transport, self._close_behind_answer)
+        self.cycle.transport = line  # type: ignore[assignment]  # it calls only these three
         self._keep_alive = self.cycle.keep_alive and not self._is_upgrade()
         self.cycle.keep_alive = False  # until the body is complete: a response before that closes the connection
         length = dict(self.headers).get(b"content-length")  # the parser refuses a second one

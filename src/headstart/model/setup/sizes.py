@@ -1,6 +1,7 @@
 """Byte sizes as text, and the available memory. Does not import torch, so that processes without torch can use it."""
 
 import re
+import resource
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,9 +23,12 @@ class Memory(NamedTuple):
 
 
 def cpu_memory(root: Path = SYSTEM) -> Memory:
-    """Return the memory of the CPU: the lowest of all cgroup limits and the machine's memory."""
+    """Return the memory of the CPU: the lowest of all cgroup limits, `ulimit -v`, and the machine's memory."""
     total, available = _machine_memory(root)
     found = [Memory(total, available, "machine")]
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        found.append(Memory(address_space, address_space - psutil.Process().memory_info().vms, "ulimit -v"))
     found += [Memory(grant.limit, grant.limit - grant.used, "cgroup") for grant in memory_grants(root)]
     tightest = min(found, key=lambda m: m.available)
     return Memory(min(m.limit for m in found), max(tightest.available, 0), tightest.source)

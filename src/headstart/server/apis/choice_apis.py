@@ -114,10 +114,12 @@ def _keeps_echo(job: GenerationJob, prompts: Sequence[SharedPrompt]) -> bool:
 
 def check_model(name: str | None, model: Model) -> None:
     """Raise InvalidRequestError (model_not_found) for another model's name; None is accepted."""
-    if name is not None and name != model.name:
+    if name is not None and name not in model.names:
         shown = ascii(name if len(name) <= 60 else name[:60] + "...")
         raise InvalidRequestError(
-            f"model {shown} is not served here; this server has {model.name!r}", param="model", code="model_not_found"
+            f"model {shown} is not served here; this server has {' and '.join(map(repr, model.names))}",
+            param="model",
+            code="model_not_found",
         )
 
 
