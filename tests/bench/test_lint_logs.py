@@ -162,6 +162,30 @@ def test_token_ids_of_vllm_are_reported_by_ids(
     assert told["causes"] is None and told["avoidable_tokens"] is None
 
 
+@pytest.mark.parametrize("limit", [100, 0], ids=["cut", "whole"])
+def test_prompts_that_vllm_has_cut_are_told(limit: int) -> None:
+    """With --max-log-len, all long prompts end at one length."""
+    texts = [f"{RULES} {'and so on' * number}" for number in range(5)]
+    lines = [
+        line
+        for number, text in enumerate(texts)
+        for line in vllm_new(number, (text + "x" * number)[: limit or None], None)
+    ]
+    notes = read_log(lines).notes
+    assert [note for note in notes if "--max-log-len" in note] == list(notes)
+    assert len(notes) == 0  # what is equal up to the cut is one prompt
+    lines = [
+        line
+        for number, text in enumerate(texts)
+        for line in vllm_new(number, f"{number} {text}"[: limit or None], None)
+    ]
+    assert list(read_log(lines).notes.values()) == ([5] if limit else [])
+    ids = [
+        line for number in range(4) for line in vllm_new(number, None, [number, *range(40 if limit else 40 + number)])
+    ]
+    assert any("41 tokens" in note for note in read_log(ids).notes) == bool(limit)
+
+
 QUOTES = st.text(st.sampled_from("a'\"\\\n\tü\u2028, prompt_token_ids: [1]<|im_start|>"), max_size=30)
 
 

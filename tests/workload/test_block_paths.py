@@ -56,3 +56,5 @@ def test_sessions_overlap_so_many_at_a_time_and_keep_their_pauses() -> None:
         *((0, "x0"), (0, "y0"), (1, "x1"), (1, "z0"), (2, "z1"), (3, "y1"))
     ]
     assert [row.at for row in overlapped(agents(*rows), 1, stretch=2).requests] == [0, 2, 2, 8, 8, 10]
+    same = [(at, f"agents/{name}", text) for at, name, text in rows]  # no sub-agents of one session
+    assert [row.at for row in overlapped(agents(*same), 2).requests] == [row.at for row in found.requests]

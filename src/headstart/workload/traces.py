@@ -43,14 +43,15 @@ class TracedRequest:
     hash_ids: Sequence[int] = ()  # one per block, also for the last tokens; equal ids, equal prefix up to there
     text: str = ""
     session: str = ""  # session id, if the trace has one; a sub-agent's is "SESSION/AGENT"
+    parent: str = ""  # of a sub-agent: the session that it belongs to
     number: int = 0  # of the request in its trace, if others come `after` it
     after: tuple[int, ...] = ()  # numbers of the requests whose answers it needs
     pause: float = 0.0  # seconds after the last of these: think time, or that of a tool
 
     @property
     def root(self) -> str:
-        """The session that a sub-agent belongs to."""
-        return self.session.partition("/")[0]
+        """The session that the request belongs to, also if a sub-agent sends it."""
+        return self.parent or self.session
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from headstart.explain.lint.plain_json import as_list, as_object, parsed_object
 VLLM_HIDDEN = "vLLM logs prompts only with VLLM_LOGGING_LEVEL=DEBUG, beside --enable-log-requests"
 REDACTED = "LiteLLM has removed the texts (turn_off_message_logging)"
 NOT_STORED = "LiteLLM stores bodies only with store_prompts_in_spend_logs: true"
+CUT_AT = "vLLM has cut prompts at {:,} {} (--max-log-len): what stood behind is not known, and figures are too low"
 CUT = "LiteLLM has cut long texts (MAX_STRING_LENGTH_PROMPT_IN_DB): lengths and costs are too low"
 
 _REDACTED_TEXT = "redacted-by-litellm"
@@ -39,6 +40,7 @@ class LogEntry(NamedTuple):
     value: Mapping[str, Any]
     note: str = ""
     request_id: str = ""
+    prompt: str | tuple[int, ...] = ""  # as vLLM logged it, perhaps cut
 
 
 NOTHING = LogEntry({})
@@ -104,13 +106,15 @@ def _vllm(text: str) -> LogEntry:
         return NOTHING if hidden is None else LogEntry({}, VLLM_HIDDEN, hidden[1])
     if found[2] != "None":
         try:
-            return LogEntry({"messages": split_rendered(literal_eval(found[2]))}, "", found[1])
+            prompt = literal_eval(found[2])
+            return LogEntry({"messages": split_rendered(prompt)}, "", found[1], prompt)
         except (ValueError, SyntaxError):  # cut within the text of the log
             return NOTHING
     ids = _TOKEN_IDS.search(text, found.end())
     if ids is None:
         return LogEntry({}, VLLM_HIDDEN, found[1])
-    return LogEntry({"prompt": [int(token) for token in ids[1].split(",") if token.strip()]}, "", found[1])
+    tokens = tuple(int(token) for token in ids[1].split(",") if token.strip())
+    return LogEntry({"prompt": list(tokens)}, "", found[1], tokens)
 
 
 def _record(message: str) -> LogEntry:

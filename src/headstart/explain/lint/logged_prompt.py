@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
-from headstart.explain.lint.engine_logs import VLLM_HIDDEN, LogEntry, entry_of, log_entry
+from headstart.explain.lint.engine_logs import CUT_AT, VLLM_HIDDEN, LogEntry, entry_of, log_entry
 from headstart.explain.lint.plain_json import as_list, as_object
 
 CHARS_PER_TOKEN = 4
+MANY_ALIKE = 3  # different prompts of one length, the largest of a log: they were cut
 BODY_KEYS = ("body", "request", "request_body")
 _THINK = ("<think>", "</think>")
 
@@ -82,6 +83,7 @@ class ReadLog:
 def read_log(lines: Iterable[str | Mapping[str, Any]]) -> ReadLog:
     """Return the requests of a log in order, one per line or object; blank lines do not count."""
     found = ReadLog()
+    lengths: dict[tuple[int, bool], set[int]] = {}  # of vLLM's prompts: the different ones
     hidden: set[str] = set()
     shown: set[str] = set()
     for number, line in enumerate(lines, 1):
@@ -93,6 +95,10 @@ def read_log(lines: Iterable[str | Mapping[str, Any]]) -> ReadLog:
             found.notes[entry.note] += 1
         if not _add(found, number, entry) and entry.note != VLLM_HIDDEN:
             found.num_skipped += 1
+        lengths.setdefault((len(entry.prompt), isinstance(entry.prompt, str)), set()).add(hash(entry.prompt))
+    (longest, is_text), ends = max(lengths.items(), default=((0, True), set[int]()))
+    if longest and len(ends) >= MANY_ALIKE:
+        found.notes[CUT_AT.format(longest, "characters" if is_text else "tokens")] = len(ends)
     found.notes.update({VLLM_HIDDEN: len(hidden - shown)} if hidden - shown else {})
     return found
 

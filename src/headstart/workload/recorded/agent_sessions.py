@@ -106,7 +106,7 @@ class SessionReader:
                 agents = [agent for agent in agents if agent not in ended]
                 self._add_request(thread, row, at - start, [agent.done[-1] for agent in ended])
                 continue
-            agents.append(_Thread(f"{session}/{row['agent_id']}", ids))
+            agents.append(_Thread(f"{session}/{row['agent_id']}", ids, session))
             before = thread.ended(at - start)
             for inner in row["requests"]:
                 own = float(inner["t"])
@@ -135,6 +135,7 @@ class SessionReader:
                 output,
                 ids,
                 session=thread.session,
+                parent=thread.parent,
                 number=number,
                 after=tuple(one.number for one in before),
                 pause=max(at - max((one.end for one in before), default=0.0), 0.0),
@@ -161,8 +162,9 @@ class _Done(NamedTuple):
 class _Thread:
     """The requests of one agent, in order."""
 
-    def __init__(self, session: str, ids: dict[int, int]) -> None:
+    def __init__(self, session: str, ids: dict[int, int], parent: str = "") -> None:
         self.session = session
+        self.parent = parent
         self.done: list[_Done] = []
         self._ids = ids
         self._names: list[int] = []
