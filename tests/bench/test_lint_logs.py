@@ -6,8 +6,6 @@ from random import Random
 from typing import Any
 
 import pytest
-from bench.lint_rates import report
-from bench.prompt_mistakes import clean_log, log_with
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +16,8 @@ from headstart.explain.lint.id_report import report_ids
 from headstart.explain.lint.log_report import report_log
 from headstart.explain.lint.logged_prompt import IdPrompt, read_log
 from headstart.openai.canonical.nonces import rule_for_line
+from headstart_lab.prompts.lint_rates import report
+from headstart_lab.prompts.prompt_mistakes import clean_log, log_with
 
 BODIES = log_with(["timestamp"], 1)
 RULES = "\n".join(f"Rule {name}: never leave the {name} open over night." for name in ("door", "safe", "gate", "well"))

@@ -1,6 +1,6 @@
 """Measures how many answers end by themselves with and without the properties that a schema does not list.
 
-Usage: python benchmarks/structured/additional_properties.py [MODEL]. The last line of stdout is JSON.
+Usage: python -m headstart_lab.structured.additional_properties [MODEL]. The last line of stdout is JSON.
 """
 
 import json
