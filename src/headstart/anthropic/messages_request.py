@@ -8,7 +8,6 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from headstart.anthropic.client_tools import as_client_tool
 from headstart.anthropic.content_blocks import MAX_BLOCKS, ReadConversation, cache_ttl, read_messages, read_system
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import INT31_MAX, Bounds
@@ -16,7 +15,7 @@ from headstart.openai.cache_params import MAX_ID_CHARS, MAX_LABEL_CHARS
 from headstart.openai.chat.chat_translation import ChatTranslation, passed_on, template_variables
 from headstart.openai.engine_requests import encode_chat
 from headstart.openai.forms.fields import check_fields
-from headstart.openai.forms.treatments import ApiName, Place
+from headstart.openai.forms.treatments import ApiName, Place, Treatment, treatment, unversioned
 from headstart.openai.generation_fields import Model, SamplingFields, StopTexts, check_stops
 from headstart.openai.request_model import checked, validated
 from headstart.openai.responses import Json
@@ -35,6 +34,44 @@ Objects = list[dict[str, Any]]
 StopSequences = Annotated[tuple[str, ...], checked(lambda value, _: check_stops("stop_sequences", value), StopTexts)]
 _THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
+# Tools that a client executes although their schemas are the vendor's: models not trained on them need the schema.
+_TEXT, _RANGE = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
+_EDITS = {"path": _TEXT, "file_text": _TEXT, "old_str": _TEXT, "new_str": _TEXT, "insert_line": {"type": "integer"}}
+
+
+def _commands(*names: str) -> Json:
+    return {"command": {"type": "string", "enum": list(names)}}
+
+
+_SCHEMAS: Mapping[str, tuple[str, Json, tuple[str, ...]]] = {  # description, properties, the required ones
+    "bash": (
+        "Run a command in a bash session on the user's machine that lasts; restart begins a new one.",
+        {"command": _TEXT, "restart": {"type": "boolean"}},
+        (),
+    ),
+    "text_editor": (
+        "View, create and edit files on the user's machine.",
+        {
+            **_commands("view", "create", "str_replace", "insert"),
+            **_EDITS,
+            "insert_text": _TEXT,
+            "view_range": _RANGE,
+        },
+        ("command", "path"),
+    ),
+    "memory": (
+        "Read and write files of notes that last between conversations, below /memories.",
+        {
+            **_commands("view", "create", "str_replace", "insert", "delete", "rename"),
+            **_EDITS,
+            "insert_text": _TEXT,
+            "view_range": _RANGE,
+            "old_path": _TEXT,
+            "new_path": _TEXT,
+        },
+        ("command",),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +283,7 @@ def _tools(value: object, bounds: Bounds) -> Tools:
         if not isinstance(sent, Mapping):
             bad_value(name, f"is {shown(sent)}", "it must be an object with name and input_schema")
         ttl = max(ttl, cache_ttl(f"{name}.cache_control", sent.get("cache_control")))
-        tool = as_client_tool(sent)
+        tool = _as_client_tool(sent)
         if tool is None:
             bounds.skip(Place.TOOL, sent.get("type"))
             continue
@@ -315,3 +352,19 @@ def _metadata(value: object) -> str | None:
     if not isinstance(user, str):
         bad_value("metadata.user_id", f"is {shown(user)}", "it must be a string")
     return user[:MAX_LABEL_CHARS]
+
+
+def _as_client_tool(tool: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return a tool with name and schema; None if it is skipped. One of an unknown type may bring both itself."""
+    kind = tool.get("type")
+    if kind is None or kind == "custom":
+        return tool
+    row = treatment(ApiName.MESSAGES, Place.TOOL, kind)
+    if row is None:
+        return tool if "name" in tool and "input_schema" in tool else None
+    if row.treatment is Treatment.SKIPPED:
+        return None
+    description, properties, required = _SCHEMAS[unversioned(kind)]
+    schema = {"type": "object", "properties": properties, "required": list(required)}
+    name = tool.get("name", unversioned(kind))
+    return {"description": description, **tool, "name": name, "input_schema": schema}
