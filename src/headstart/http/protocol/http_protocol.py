@@ -24,7 +24,7 @@ from headstart.http.protocol.http_refusals import (
     UPGRADE,
     refusal,
 )
-from headstart.http.protocol.write_watch import WriteWatch
+from headstart.http.protocol.write_watch import ResetWatch, WriteWatch
 
 HEAD_SECONDS = 10.0  # from the start of a connection, or of its next request, to the end of the headers
 HEAD_SLICE, CHUNKED_SLICE = 1024, 4096  # bytes parsed at a time; few requests fit into a slice
@@ -125,6 +125,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._line = _Line(transport, self._close_behind_answer)
         self.flow = self._flow = _Flow(transport)
         self._watch = WriteWatch(transport, self.loop)
+        self._reset_watch = ResetWatch(transport, self.loop)
         if self._table.admit(self):
             self._arm()
             return
@@ -137,6 +138,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._disarm()
         self._stop_lingering()
         self._watch.stop()
+        self._reset_watch.stop()
         self._unset_keepalive_if_required()
         self._disconnect()
         self._held = b""
@@ -168,19 +170,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._watch.stop()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection of a client that only ended its own half until the complete request is answered.
+        """Keep the connection of a client that ended only its own half behind a request whose answer has not begun.
 
-        One that is gone resets the connection when something is sent to it; an answer that has not begun is preceded
-        by a 100, which clients ignore, so that its work ends at once.
+        One that is gone resets the connection when something is sent to it: a 100, which clients ignore. In an answer
+        that has begun nothing of this kind can be sent, so there every client counts as gone.
         """
         running = self._running
         if self._closing or running is None or self._in_body or self._has_begun or self._held:
             return False
-        if not running.response_started:
-            if running.scope["http_version"] == "1.0":
-                return False
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if running.response_started or running.scope["http_version"] == "1.0":
+            return False
+        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._keep_alive, self.cycle.keep_alive, self._is_last = False, False, True
+        self._reset_watch.start()
         return True
 
     # --------------------------------------------------------------------------------------------------- bytes received
