@@ -73,7 +73,9 @@ def test_a_body_in_latin_1_is_refused_with_the_position_in_the_body(field: str) 
         body = (text % field).encode() + '\u00e9 noir"}]}'.encode("latin-1")
         at = len((text % field).encode())
         for form in (body, bytearray(body), memoryview(body)):
-            with pytest.raises(InvalidRequestError, match=f"at byte {at} .0xe9, line {1 + text.count(chr(10))}.; send"):
+            with pytest.raises(
+                InvalidRequestError, match=f"at byte {at} .E9 in hex, line {1 + text.count(chr(10))}.; send"
+            ):
                 parse_json(form)
 
 

@@ -82,7 +82,7 @@ def _not_utf8(body: bytes | bytearray | memoryview, error: UnicodeDecodeError) -
         str(text, "utf-8")
     except UnicodeDecodeError as found:
         at, line = found.start, text.count(b"\n", 0, found.start) + 1
-        return f"the body is not valid UTF-8 at byte {at} (0x{text[at]:02x}, line {line}); send it as UTF-8"
+        return f"the body is not valid UTF-8 at byte {at} ({text[at]:02X} in hex, line {line}); send it as UTF-8"
     return f"the body has a string that is not valid UTF-8: {error.reason}"
 
 
