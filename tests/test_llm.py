@@ -219,7 +219,7 @@ def test_a_mistake_is_told_before_anything_runs(prompts, sampling, match: str) -
 
 
 def test_a_prompt_that_is_too_long_is_told_by_its_number() -> None:
-    with pytest.raises(RequestTooLargeError, match=r"^prompt 1: .*context of 64 tokens"):
+    with pytest.raises(RequestTooLargeError, match=r"^prompt 1: prompt is too long: 64 tokens > 63 maximum"):
         make_llm().generate([[5], [6] * 64, [7]], GREEDY)
 
 

@@ -15,11 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from clients.scripted_agent import END, scripted_server
+from clients.scripted_agent import scripted, scripted_server
 
 WORD = "rhubarb-1848"  # only in the file
 RUN_SECONDS = 300
-TEMPLATE = (
+TEMPLATE = scripted(
     """
 {%- set results = messages | selectattr('role', 'equalto', 'tool') | map(attribute='content') | list %}
 {%- set names = (tools or []) | map(attribute='function') | map(attribute='name') | list %}
@@ -32,7 +32,6 @@ TEMPLATE = (
 {%- elif 'exec_command' in names %}{{ call('exec_command', '{"cmd": "cat note.txt"}') }}
 {%- else %}No tool.
 {%- endif %}"""
-    + END
 )
 CODEX = """model = "fake"
 model_provider = "local"

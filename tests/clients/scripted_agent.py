@@ -1,8 +1,9 @@
 """A model whose answers are scripted, so that the loop of an agent runs to its end.
 
-The engine of server/fake_engine.py repeats its prompt, up to the end-of-sequence token. So what this chat template
-renders is what the model answers: a call of the first tool that fits, reasoning if the user asks to think, and, when
-the output of a tool is there, a sentence that contains it. Calls are in the format of the hermes family.
+The engine of server/fake_engine.py repeats its prompt from a marker up to the end-of-sequence token. So what this chat
+template renders behind the conversation and the marker is what the model answers: a call of the first tool that fits,
+reasoning if the user asks to think, and, when the output of a tool is there, a sentence that contains it. Calls are in
+the format of the hermes family.
 """
 
 import sys
@@ -14,7 +15,22 @@ import tokenizer_folders
 from server.harness import Server, fake_command, spawn
 
 END = "<|im_end|>"
-TEMPLATE = (
+TOLD = """{%- for message in messages %}{{ message.role }}:{{ " " }}
+{%- if not loop.last or (message.content or '') not in script %}{{ message.content }}{% endif %}
+{%- for call in message.tool_calls or [] %} {{ call.function.name }} {{ call.function.arguments | tojson }}
+{%- endfor %}
+{% endfor %}<|im_start|>"""
+
+
+def scripted(script: str) -> str:
+    """Return the chat template of an agent that answers what `script` renders.
+
+    It shows the conversation too, as any template should; the last message only where the answer does not repeat it.
+    """
+    return f"{{%- set script %}}{script}{{% endset %}}{TOLD}{{{{ script }}}}{END}"
+
+
+TEMPLATE = scripted(
     """
 {%- set last = messages[-1] %}
 {%- set asked = messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join(' ') %}
@@ -40,17 +56,16 @@ I look it up.
 {%- elif last.role == 'tool' %}The weather report: {{ last.content }}
 {%- else %}You said: {{ last.content }}
 {%- endif %}"""
-    + END
 )
-MAX_MODEL_LEN = 8192
+MAX_MODEL_LEN = 1 << 18
 
 
 def write_model(folder: Path, template: str = TEMPLATE) -> str:
     """Write the folder of the scripted model and return it with the engine's knobs."""
     kind = tokenizer_folders.BYTE_LEVEL
     tokenizer_folders.write(folder, kind, chat_template=template)
-    end = tokenizer_folders.build(kind).token_to_id(END)
-    return f"{folder}?vocab=1000&length={MAX_MODEL_LEN}&eos={end}&step=0.0005"
+    begin, end = map(tokenizer_folders.build(kind).token_to_id, ("<|im_start|>", END))
+    return f"{folder}?vocab=1000&length={MAX_MODEL_LEN}&behind={begin}&eos={end}&step=0.0005"
 
 
 @contextmanager

@@ -4,7 +4,8 @@ EngineOptions.model is a folder with a tokenizer, and after a "?" the knobs: `st
 seconds that it is said to take, `hold` tokens for each request until its `gate` is open (see Gate), `crash` and
 `poison` tokens (a prompt that begins with one breaks the engine, or fails alone), `load` seconds to build, `close`
 seconds to end, `die` to end the process without a word, `config` to refuse to start, `store` to tell of a store (2:
-of one that is degraded), `length` tokens of context, `vocab` rows of logits, `eos` the end-of-sequence token.
+of one that is degraded), `length` tokens of context, `vocab` rows of logits, `eos` the end-of-sequence token, `behind`
+a token: what follows the last one of them in the prompt is repeated.
 """
 
 import os
@@ -139,7 +140,9 @@ class FakeEngine:
 
     def next_token(self, request: Request, count: int) -> int:
         """The token that follows `count` tokens of an answer."""
-        return request.prompt[count % len(request.prompt)]
+        prompt, begin = request.prompt, int(self.knobs.get("behind", -1))
+        start = len(prompt) - prompt[::-1].index(begin) if begin in prompt else 0
+        return prompt[start + count % (len(prompt) - start)]
 
     def _look_up(self, request: Request) -> int:
         key = (request.domain, request.prompt.tobytes())

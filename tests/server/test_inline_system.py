@@ -179,7 +179,8 @@ RULES = "You are a careful agent. Keep to these rules, all of them, and answer b
 
 
 def causes(lines: list[str]) -> set[str]:
-    prompts, num_skipped = read_log(lines)
+    found = read_log(lines)
+    prompts, num_skipped = found.prompts, found.num_skipped
     return {one.cause for one in report_log(prompts, num_skipped).causes}
 
 

@@ -183,7 +183,7 @@ SAMPLES: dict[tuple[str, str, str], Any] = {
     (MESSAGES, FIELD, "context_management"): {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     (MESSAGES, FIELD, "mcp_servers"): [{"type": "url", "url": "http://example.invalid", "name": "n"}],
     (MESSAGES, FIELD, "container"): "c",
-    (MESSAGES, FIELD, "thread"): {"type": "continue", "previous_message_id": "msg_1"},
+    (MESSAGES, FIELD, "thread"): {"type": "create"},
     (MESSAGES, FIELD, "compaction"): {"type": "enabled"},
     (MESSAGES, TOOL, "custom"): {"type": "custom", "name": "MARK", "input_schema": {"type": "object"}},
     (MESSAGES, TOOL, "bash"): {"type": "bash_20250124", "name": "bash"},

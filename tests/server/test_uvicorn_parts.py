@@ -15,6 +15,7 @@ OVERRIDDEN = {
     "connection_lost",
     "connection_made",
     "data_received",
+    "eof_received",
     "on_body",
     "on_header",
     "on_headers_complete",

@@ -174,7 +174,7 @@ def test_behind_its_marker_nothing_of_a_call_that_was_cut_is_content(family: str
 def test_what_only_looks_like_a_call_stays_content() -> None:
     for family, text in [("hermes", "See <tool_call> tags"), ("llama3_json", '{"x": 1'), ("pythonic", "[1, 2")]:
         assert parsed(family, text).content == text
-    assert parsed("hermes", "a <tool_c").content == "a <tool_c"
+    assert parsed("hermes", "a <").content == "a <"
 
 
 @pytest.mark.parametrize(

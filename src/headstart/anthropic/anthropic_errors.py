@@ -2,6 +2,7 @@
 
 from headstart.openai.responses import Json
 
+THREAD_NOT_FOUND = "thread_not_found"  # Anthropic's clients send the whole conversation then
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -22,4 +23,6 @@ def anthropic_error(status: int, body: Json, request_id: str) -> Json:
     error = body["error"]
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     shaped = {"type": kind, "message": error["message"], "code": error["code"], "param": error["param"]}
+    if error["code"] == THREAD_NOT_FOUND:
+        shaped["details"] = {"error_code": THREAD_NOT_FOUND}
     return {"type": "error", "error": shaped, "request_id": request_id}

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
+from headstart.anthropic.anthropic_errors import THREAD_NOT_FOUND
 from headstart.anthropic.content_blocks import MAX_BLOCKS, ReadConversation, cache_ttl, read_messages, read_system
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import INT31_MAX, Bounds
@@ -157,6 +158,10 @@ def read_body(
 ) -> ReadMessages:
     """Return a validated body as a chat request. Raises InvalidRequestError."""
     check_fields(ApiName.MESSAGES, values, bounds)
+    thread = values.get("thread")
+    if isinstance(thread, Mapping) and thread.get("type") == "continue":
+        message = "thread: no earlier messages of it are here; send all messages"
+        raise InvalidRequestError(message, param="thread", code=THREAD_NOT_FOUND)
     fields = validated(model, values, bounds)
     conversation = fields.system or ReadConversation()
     read_messages(fields.messages, conversation, bounds)

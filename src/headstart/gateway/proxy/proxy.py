@@ -121,7 +121,8 @@ class Proxy:
         num_serving = sum(not (one.health.absent or one.health.draining) for one in endpoints)
         limit = min(settings.max_pending * max(num_serving, 1), settings.max_pending_in_all)
         pending = self.relay.pending_of
-        if not has_share(self.num_pending, pending[tenant], 1, limit, len(pending.keys() | {tenant})):
+        own = pending[tenant] if tenant else self.num_pending
+        if not has_share(self.num_pending, own, 1, limit, len(pending.keys() | {tenant})):
             wait = min((endpoint.backlog_ms(time.monotonic()) for endpoint in endpoints), default=0.0) / 1e3
             raise QueueFullError(
                 f"{self.num_pending} requests are waiting: try again later", retry_after=min(wait, 60.0)

@@ -158,7 +158,7 @@ def _messages() -> Iterator[TreatedName]:
     yield from _rows(api, field, Treatment.MAPPED, "`user_id` as `user`", "metadata")
     yield from _rows(api, field, Treatment.SKIPPED, "the client shortens its conversation itself", "context_management")
     yield from _rows(api, field, Treatment.SKIPPED, _HOSTED, "mcp_servers", "container")
-    yield from _rows(api, field, Treatment.REFUSED, f"{_NO_STATE}; send all messages", "thread")
+    yield from _rows(api, field, Treatment.IGNORED, f"{_NO_STATE}; one that continues another is refused", "thread")
     yield from _rows(
         api,
         field,

@@ -126,7 +126,7 @@ class CallWriter:
                     return True
                 self.content(reader.take())
             elif reader.ended:
-                reader.at = len(reader.text) - (held if reader.is_cut and held > 1 else 0)
+                reader.at = len(reader.text) - (held if reader.is_cut and (held > 1 or self._is_after_call) else 0)
                 self.last_content(reader.take())
                 reader.at = len(reader.text)  # of a marker that was cut
                 reader.take()

@@ -133,8 +133,10 @@ def _python_list(reader: TextReader, writer: CallWriter, openers: tuple[str, ...
             continue
         if (yield from reader.match("]")):
             yield from reader.skip_space()
-            yield from reader.match(PYTHONIC_MARKERS[1])
+            is_closed = yield from reader.match(PYTHONIC_MARKERS[1])
             reader.take()
+            if not is_closed:
+                reader.rewind()
         else:
             reader.rewind()
         return
