@@ -148,7 +148,7 @@ def test_the_longest_lifetime_of_a_breakpoint_is_a_retention_hint(values: dict[s
         ({"metadata": {"user_id": 5}}, "metadata.user_id"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"stop_sequences": ["a"], "stop": "b"}, "stop"),
-        ({"thread": {"type": "create"}}, "thread"),
+        ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread"),
         ({"temperature": -1}, "temperature"),
     ],
 )
