@@ -13,6 +13,7 @@ has the growth of the router and of each replica. The last line of stdout is JSO
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -75,24 +76,37 @@ MAKERS = {
 }
 
 
-class Silence(threading.Thread):
-    """A thread that asks for /livez all the time, and notes the longest wait for its answer."""
+class Silence:
+    """A process that asks for /livez all the time, and notes the longest wait for its answer.
+
+    A thread here would count the turns that it waits for while requests are made.
+    """
 
     def __init__(self, url: str) -> None:
-        super().__init__(daemon=True)
-        self.longest = 0.0  # seconds
-        self._url = url
-        self._stopped = threading.Event()
+        self._longest = multiprocessing.Value("d", 0.0)  # seconds
+        self._process = multiprocessing.Process(target=_ask_all_the_time, args=(url, self._longest), daemon=True)
 
-    def run(self) -> None:
-        with requests.Session() as session:
-            while not self._stopped.wait(0.02):
-                began = time.monotonic()
-                session.get(f"{self._url}/livez", timeout=600)
-                self.longest = max(self.longest, time.monotonic() - began)
+    @property
+    def longest(self) -> float:
+        return self._longest.value
+
+    def start(self) -> None:
+        self._process.start()
+
+    def reset(self) -> None:
+        self._longest.value = 0.0
 
     def stop(self) -> None:
-        self._stopped.set()
+        self._process.terminate()
+
+
+def _ask_all_the_time(url: str, longest: Any) -> None:
+    with requests.Session() as session:
+        while True:
+            time.sleep(0.02)
+            began = time.monotonic()
+            session.get(f"{url}/livez", timeout=600)
+            longest.value = max(longest.value, time.monotonic() - began)
 
 
 class Memory(threading.Thread):
@@ -402,7 +416,8 @@ def main() -> int:
             fuzz, began = Fuzz(url, memory, options.seed), time.monotonic()
             scale = options.requests / sum(SHARES[kind] for kind in kinds)
             for kind in kinds:
-                count, memory.peak, silence.longest = round(SHARES[kind] * scale), memory.current, 0.0
+                count, memory.peak = round(SHARES[kind] * scale), memory.current
+                silence.reset()
                 if kind == "schemathesis":
                     fuzz.schemathesis(count, document)
                 else:
