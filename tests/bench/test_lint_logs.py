@@ -24,7 +24,7 @@ RULES = "\n".join(f"Rule {name}: never leave the {name} open over night." for na
 
 
 def litellm_payload(body: dict[str, Any]) -> dict[str, Any]:
-    """What LiteLLM 1.110 gives to a logging callback; fields that a reader could confuse with a body are kept."""
+    """Payload of LiteLLM 1.110 for a logging callback, with the fields that a reader could confuse with a body."""
     parameters = {key: value for key, value in body.items() if key not in ("messages", "model")}
     answer = {"choices": [{"message": {"role": "assistant", "content": "Fine."}}]}
     return {

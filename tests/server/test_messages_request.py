@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_folders import BYTE_LEVEL, write
 
-from headstart.anthropic.messages_request import MessagesRequest, common_length, num_marked_tokens, read_body
+from headstart.anthropic.messages_request import MessagesRequest, num_marked_tokens, read_body
+from headstart.common_prefix import common_prefix_length
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import Retention
 from headstart.openai.bounds import Bounds
@@ -188,4 +189,4 @@ def test_a_breakpoint_is_where_the_prompt_depends_on_what_is_behind(tokenizer: T
 def test_the_common_length_is_that_of_the_common_beginning(one: list[int], other: list[int]) -> None:
     differing = (index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
     expected = next(differing, min(len(one), len(other)))
-    assert common_length(array("i", one), array("i", other)) == expected
+    assert common_prefix_length(array("i", one), array("i", other)) == expected

@@ -1,4 +1,4 @@
-"""What stands between a client and a server, or comes along: HEAD, byte order marks."""
+"""HEAD requests, byte order marks, root paths, Unix sockets and model names at servers and routers."""
 
 import sys
 from pathlib import Path

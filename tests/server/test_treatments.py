@@ -259,7 +259,7 @@ def body(row: TreatedName, *, has: bool) -> dict[str, Any]:
 
 
 def problems(row: TreatedName, asked: Asked, base: Asked) -> Iterator[str]:
-    """What is not as the table says."""
+    """Differences between an answer of the server and its row of the table."""
     answer, prompt = asked
     header = answer.headers.get(SKIPPED_HEADER, "")
     if row.treatment is Treatment.REFUSED:

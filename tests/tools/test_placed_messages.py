@@ -168,7 +168,7 @@ def test_no_text_is_lost_in_any_template_of_llama_cpp() -> None:
 
 
 def check_against_transformers(shown: Shown, count: int) -> None:
-    """What needs no placement is rendered as apply_chat_template does it."""
+    """Conversations that need no placement are rendered as by apply_chat_template."""
     for seed in range(count):
         messages = conversation(random.Random(1000 + seed))
         if shown.place(messages).messages != messages:

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from headstart.anthropic.anthropic_errors import THREAD_NOT_FOUND
 from headstart.anthropic.content_blocks import MAX_BLOCKS, ReadConversation, cache_ttl, read_messages, read_system
+from headstart.common_prefix import common_prefix_length
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import INT31_MAX, Bounds
 from headstart.openai.cache_params import MAX_ID_CHARS, MAX_LABEL_CHARS
@@ -191,7 +192,7 @@ def num_marked_tokens(read: ReadMessages, prompt: "array[int]", tokenizer: Token
         return len(prompt)
     try:
         body = replace(read.chat, values={**read.chat.values, "messages": changed}).parse(bounds)
-        return common_length(prompt, encode_chat(body, tokenizer, bounds))
+        return common_prefix_length(prompt, encode_chat(body, tokenizer, bounds))
     except InvalidRequestError:  # the template refuses the changed text
         return len(prompt)
 
@@ -218,17 +219,6 @@ def _changed_behind(messages: list[Json], num_messages: int, num_parts: int) -> 
 
 def _other(text: str) -> str:
     return ("b" if text.startswith("a") else "a") + text
-
-
-def common_length(one: "array[int]", other: "array[int]") -> int:
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _chat_values(fields: PromptFields, values: Mapping[str, Any], conversation: ReadConversation, ttl: float) -> Json:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from headstart.common_prefix import common_prefix_length
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.cache.history import Evicted
 from headstart.core.cache.pinned_prefixes import REQUEST_PREFIX
@@ -243,7 +244,7 @@ class _Case:
                 continue
             tokens = seen.seq.token_ids.tobytes()
             if tokens.startswith(prompt[: len(best) + _ITEM]) and len(best) < len(prompt):
-                found, best = seen, prompt[: _common(prompt, tokens) * _ITEM]
+                found, best = seen, prompt[: common_prefix_length(prompt, tokens) // _ITEM * _ITEM]
         return found, len(best) // _ITEM
 
     def _would_have_helped(self, near: Seen, common: int) -> bool:
@@ -266,7 +267,7 @@ class _Case:
         return Reason.GONE
 
     def _common(self, seq: Sequence) -> int:
-        return _common(self._prompt.tobytes(), seq.token_ids.tobytes())
+        return common_prefix_length(self._prompt, seq.token_ids)
 
     def _near(self, seq: Sequence, common: int) -> NearMatch:
         prompt, tokens, end = self._prompt, seq.token_ids, common + WINDOW
@@ -283,15 +284,3 @@ def _found_now(scheduler: Scheduler, seq: Sequence) -> PromptTokenBreakdown:
     pinned = sum(map(scheduler.pool.is_pinned, block_hashes)) * scheduler.block_size
     pinned = min(pinned, hit.num_tokens)
     return PromptTokenBreakdown(pinned, hit.num_tokens - pinned, computed=len(seq.token_ids) - hit.num_tokens)
-
-
-def _common(prompt: bytes, tokens: bytes) -> int:
-    """Return the number of leading tokens that two packed lists have in common."""
-    low, high = 0, min(len(prompt), len(tokens)) // _ITEM
-    while low < high:
-        middle = (low + high + 1) // 2
-        if prompt[low * _ITEM : middle * _ITEM] == tokens[low * _ITEM : middle * _ITEM]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from headstart.common_prefix import common_prefix_length
+
 MAX_REQUESTS = 1000
 MAX_BYTES = 32 << 20
 CHUNK = 1024  # characters of a run, or token ids
@@ -135,7 +137,9 @@ class RecentRoutings:
         start = (low - 1) * self.chunk
         best: tuple[int, bool, int, Seen] | None = None
         for number, seen in others(hashes[low - 1]):
-            common = start + _common(asked.prompt[start : start + self.chunk], seen.prompt[start : start + self.chunk])
+            common = start + common_prefix_length(
+                asked.prompt[start : start + self.chunk], seen.prompt[start : start + self.chunk]
+            )
             if best is None or (common, seen.scope == asked.scope, number) > best[:3]:
                 best = (common, seen.scope == asked.scope, number, seen)
         return Nearest(best[3], best[0]) if best is not None and best[0] else None
@@ -176,15 +180,3 @@ def _prefix_hashes(tenant: str, prompt: "str | array[int]", chunk: int) -> list[
         digest.update(run.encode("utf-8", "surrogatepass") if isinstance(run, str) else run.tobytes())
         hashes.append(digest.digest())
     return hashes
-
-
-def _common(one: "str | array[int]", other: "str | array[int]") -> int:
-    """Return the number of common leading items, by bisection."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

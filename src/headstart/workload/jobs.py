@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from headstart.common_prefix import common_prefix_length
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -76,7 +78,7 @@ def ideal_tokens(prompts: "Sequence[array[int]]") -> int:
     ordered = sorted((prompt.tobytes(), index, prompt.itemsize) for index, prompt in enumerate(prompts))
     total, before = 0, b""
     for position, (tokens, index, size) in enumerate(ordered):
-        total += (len(tokens) - _common_bytes(before, tokens) // size * size) // size
+        total += (len(tokens) - common_prefix_length(before, tokens) // size * size) // size
         total += _is_contained(ordered, position, tokens, index)
         before = tokens
     return total
@@ -92,15 +94,3 @@ def _is_contained(ordered: list[tuple[bytes, int, int]], position: int, tokens: 
         if at < index:
             return True
     return False
-
-
-def _common_bytes(a: bytes, b: bytes) -> int:
-    """Return the length of the common prefix, by bisection."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[:middle] == b[:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import Any
 
+from headstart.common_prefix import common_prefix_length
 from headstart.explain.lint.avoidable_text import BLOCK_TOKENS
 from headstart.explain.lint.logged_prompt import IdPrompt
 from headstart.explain.lint.miss_ratios import MissRatio, miss_ratios
@@ -90,7 +91,7 @@ def report_ids(
         known.update(dict.fromkeys(chain, prompt.session))
         if prompt.session in last:
             before, earlier = last[prompt.session]
-            same = _num_common(chain, earlier)
+            same = common_prefix_length(chain, earlier)
             if same == len(earlier):
                 num_continued += 1
             else:
@@ -154,10 +155,3 @@ def _hashes(prompt: IdPrompt) -> Iterator[int]:
     for start in range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         hashed.update(ids[start : start + BLOCK_TOKENS].tobytes())
         yield int.from_bytes(hashed.digest(), "little")
-
-
-def _num_common(chain: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of leading blocks that are equal."""
-    return next(
-        (index for index, (a, b) in enumerate(zip(chain, other, strict=False)) if a != b), min(len(chain), len(other))
-    )

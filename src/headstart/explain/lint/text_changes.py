@@ -10,6 +10,7 @@ from collections import Counter
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
+from headstart.common_prefix import common_prefix_length
 from headstart.explain.divergence import value_kind
 
 NEAR = 24  # characters between two changes of one line that belong to one value, such as a date and its time
@@ -58,7 +59,7 @@ def text_changes(this: str, that: str) -> Changes:
         return Changes(len(this), [])
     whole = _whole_change(this, that)
     if whole is not None:
-        at = _common_prefix(this, that)
+        at = common_prefix_length(this, that)
         return Changes(at, [Change(whole, at, this[at : at + 40], that[at : at + 40], len(this) - at)])
     this, that = f"{this}\n", f"{that}\n"  # the last line may have moved too
     moved = _moved_lines(this, that)
@@ -151,11 +152,11 @@ def _word_gaps(this: str, that: str, gap: _Gap) -> list[_Gap]:
         return [gap]
     words, other_words = _WORD.findall(own), _WORD.findall(others)
     if len(words) + len(other_words) > MAX_LINES:
-        start = _common_prefix(own, others)
-        end = _common_prefix(own[start:][::-1], others[start:][::-1])
+        start = common_prefix_length(own, others)
+        end = common_prefix_length(own[start:][::-1], others[start:][::-1])
         return [_Gap(gap.this_start + start, gap.this_end - end, gap.that_start + start, gap.that_end - end)]
     matcher = SequenceMatcher(None, words, other_words, autojunk=False)
-    if matcher.ratio() < MIN_ALIKE and _common_prefix(own[::-1], others[::-1]) < len(own) // 4:
+    if matcher.ratio() < MIN_ALIKE and common_prefix_length(own[::-1], others[::-1]) < len(own) // 4:
         return [gap]
     starts, other_starts = _starts(words), _starts(other_words)
     return [
@@ -213,17 +214,6 @@ def _starts(pieces: list[str]) -> list[int]:
     for piece in pieces:
         starts.append(starts[-1] + len(piece))
     return starts
-
-
-def _common_prefix(one: str, other: str) -> int:
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[:middle] == other[:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _parsed(text: str) -> object:

@@ -30,7 +30,7 @@ PLACEMENT_TEXTS: dict[str, str] = {
     "short_ids": "ids of calls as nine letters and digits, where the chat template demands that",
     "plain_calls": "tool calls and results that the chat template does not show written as text",
 }
-"""What is done for messages that a chat template would not show; unlike rules, always. Reported as rules are."""
+"""Placements of messages that a chat template would not show. Always on, unlike rules, and reported with them."""
 
 REPORTS = frozenset({"dates"})
 """Rules that change nothing."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeGuard, cast, overload
 
+from headstart.common_prefix import common_prefix_length
 from headstart.core.errors import ConfigError
 from headstart.workload.traces import Trace, TracedRequest, check_request, check_span
 
@@ -177,7 +178,7 @@ class _Thread:
 
     def runs(self, names: list[int], number_of: Callable[[int, dict[int, int]], int]) -> IdRuns:
         """Return ids as runs; those that the request before begins with are not looked at again."""
-        same = _num_common(names, self._names)
+        same = common_prefix_length(names, self._names)
         runs = list(self._runs.first(same).runs)
         for name in names[same:]:
             number = number_of(name, self._ids)
@@ -194,18 +195,6 @@ def _ids_of(value: object) -> list[int]:
     if found != value or set(map(type, found)) - {int}:
         raise ValueError("hash_ids is no list of numbers")
     return found
-
-
-def _num_common(one: list[int], other: list[int]) -> int:
-    """Return the number of leading ids that are equal, by bisection: comparing lists is fast."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def is_session(value: object) -> TypeGuard[Mapping[str, Any]]:
