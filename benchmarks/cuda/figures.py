@@ -1,10 +1,12 @@
 """Times of whole engine steps and runs on a GPU, each with its floor: bytes or operations over measured ceilings."""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import torch
 from headstart.core.engine import Engine
 from headstart.core.request import SamplingParams
 from headstart.measurement.inprocess import Run, drive, make_requests
+from headstart.model.cuda.cuda_runner import CudaRunner
 from headstart.workload.synthetic import random_tokens, rotations
 
 
@@ -73,6 +76,21 @@ class Figures:
             differing_first_tokens=differing,
         )  # fmt: skip
 
+    def host(self, count: int = 48, length: int = 1025, repeats: int = 4) -> None:
+        """Record what the host does in warm rotations and for a first token: seconds inside each part, calls nested."""
+        prompts = rotations(self.tokens(length), count)
+        prefix = self.tokens(900)
+        for cached in (prompts, [prefix + self.tokens(1)]):
+            self.run(cached, 1)
+        for name in ("rotations warm", "first token, 900 of 1000 cached"):
+            runs: list[dict[str, float]] = []
+            for _ in range(repeats):
+                with timed(*_host_parts(self.engine)) as spent:
+                    result = self.run(prompts if name == "rotations warm" else [prefix + self.tokens(100)], 1)
+                runs.append({part: seconds * 1e3 for part, seconds in spent.items()} | {"run": result.seconds * 1e3})
+            middle = {part: round(median(one.get(part, 0.0) for one in runs), 3) for part in runs[-1]}
+            self._record(model=self.label, host=name, ms=middle)
+
     def decode(self, streams: int, shared: int, own: int, steps: int = 32) -> None:
         prefix = self.tokens(shared)
         self.run([prefix], 1)
@@ -130,6 +148,38 @@ class Figures:
             f"decode {streams} beside prompts of {length}: p99", [_p99(gaps[1])], self.floor.read(64 * streams),
             alone_p99_ms=_p99(gaps[0]) * 1e3, steps=len(gaps[1]),
         )  # fmt: skip
+
+
+def _host_parts(engine: Engine) -> list[tuple[object, str]]:
+    runner = engine.executor
+    assert isinstance(runner, CudaRunner)
+    return [
+        (engine, "add_request"), (engine.scheduler, "schedule"), (engine.scheduler, "update"), (engine, "step"),
+        (runner, "submit"), (runner, "collect"), (runner, "_launch_pass"), (runner.planner, "fill"),
+        (runner.sampler, "stage"), (runner.graphs, "replay"), (runner, "_queue_answer"), (runner, "_finish"),
+    ]  # fmt: skip
+
+
+@contextmanager
+def timed(*methods: tuple[object, str]) -> Generator[dict[str, float]]:
+    """Add up the seconds inside methods of these objects' classes, by name; nested ones count in both."""
+    spent: dict[str, float] = {}
+    originals = [(type(owner), name, getattr(type(owner), name)) for owner, name in methods]
+    for kind, name, original in originals:
+
+        def call(*arguments: Any, _original: Any = original, _name: str = name, **options: Any) -> Any:
+            began = perf_counter()
+            try:
+                return _original(*arguments, **options)
+            finally:
+                spent[_name] = spent.get(_name, 0.0) + perf_counter() - began
+
+        setattr(kind, name, call)
+    try:
+        yield spent
+    finally:
+        for kind, name, original in originals:
+            setattr(kind, name, original)
 
 
 def _p99(values: Sequence[float]) -> float:
