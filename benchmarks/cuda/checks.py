@@ -192,8 +192,12 @@ def attention_bits(record: Record) -> None:
             own = Case(one, case.queries[row : row + 1], case.kv, queries, case.scoring, case.expected[:1])
             alone.append(run_case(own, **shape)[1])
         error = float((together.double() - case.expected).norm() / case.expected.norm())
-        equal = bool(torch.equal(together, torch.cat(alone)))
-        record(check="attention of decodes", heads=[queries, kvs], **options, equal_bits=equal, error=error)
+        apart = torch.cat(alone)
+        far = float((together.float() - apart.float()).abs().max())
+        record(
+            check="attention of decodes", heads=[queries, kvs], **options, error=error, numbers=apart.numel(),
+            equal_bits=bool(torch.equal(together, apart)), differ=int((together != apart).sum()), furthest=far,
+        )  # fmt: skip
     for dim in (64, 80, 96, 128, 256):
         case = make_case(
             [(900, 1), (130, 70), (0, 200)], queries=4, kvs=2, dim=dim, dtype=torch.bfloat16, device="cuda"

@@ -82,11 +82,19 @@ class Figures:
         prefix = self.tokens(900)
         for cached in (prompts, [prefix + self.tokens(1)]):
             self.run(cached, 1)
-        for name in ("rotations warm", "first token, 900 of 1000 cached"):
+        cases: dict[str, tuple[Callable[[], Sequence[array[int]]], int]] = {
+            "rotations warm": (lambda: prompts, 1),
+            "first token, 900 of 1000 cached": (lambda: [prefix + self.tokens(100)], 1),
+            "twins": (lambda: [fresh + self.tokens(32) for fresh in [self.tokens(2048)] for _ in range(32)], 1),
+            "64 tokens of 1 stream": (lambda: [self.tokens(64)], 64),
+            "64 tokens of 32 streams": (lambda: [prefix + self.tokens(16) for _ in range(32)], 64),
+        }
+        for name, (made, tokens) in cases.items():
             runs: list[dict[str, float]] = []
             for _ in range(repeats):
+                asked = made()
                 with timed(*_host_parts(self.engine)) as spent:
-                    result = self.run(prompts if name == "rotations warm" else [prefix + self.tokens(100)], 1)
+                    result = self.run(asked, tokens)
                 runs.append({part: seconds * 1e3 for part, seconds in spent.items()} | {"run": result.seconds * 1e3})
             middle = {part: round(median(one.get(part, 0.0) for one in runs), 3) for part in runs[-1]}
             self._record(model=self.label, host=name, ms=middle)
@@ -199,6 +207,13 @@ def ceilings() -> tuple[float, float]:
     product = seconds_of(lambda: a @ b, 20)
     torch.cuda.empty_cache()
     return (2 << 32) / copy, 2 * 8192**3 / product
+
+
+def sustained(seconds: float = 1.5) -> float:
+    """Return FLOP/s of products [4096, 4096] x [22016, 4096] over so long that the card's power limit counts."""
+    rows, weight = (torch.randn(n, 4096, device="cuda", dtype=torch.bfloat16) for n in (4096, 22016))
+    one = seconds_of(lambda: rows @ weight.t(), 5)
+    return 2 * 4096**2 * 22016 / seconds_of(lambda: rows @ weight.t(), int(seconds / one))
 
 
 def seconds_of(call: Callable[[], object], repeats: int) -> float:

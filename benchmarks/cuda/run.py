@@ -1,8 +1,9 @@
 """Everything that only a GPU can show, in one call: `python benchmarks/cuda/run.py OUT.json [PART ...]`.
 
-Parts: bits, syncs, exact, tokens (or tokens:SHAPE), append, prefill, end, 7b, 0.6b, tune. Without parts: all, in about
-seven minutes on an H100. Floors are measured in the same call. Each result is a line on stdout and an entry of the JSON
-file, which is written after each part, so that a run that is cut short leaves what it has.
+Parts: bits, syncs, exact, tokens (or tokens:SHAPE), append, decodes, prefill, end, 7b, 0.6b, tune.
+Without parts: all, in about eight minutes on an H100. Floors are measured in the same call. Each result is a line on
+stdout and an entry of the JSON file, which is written after each part, so that a run that is cut short leaves what it
+has.
 """
 
 import gc
@@ -25,7 +26,7 @@ import torch
 import triton
 from checks import attention_bits, exact_products, exact_runs, store_speed, syncs, tokens
 from endtoend import end_to_end
-from figures import Figures, Floor, ceilings, graph_seconds, seconds_of
+from figures import Figures, Floor, ceilings, graph_seconds, seconds_of, sustained
 from random_model import BLOCK, SMALL, make_engine, random_model
 from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import ProfilerActivity, profile
@@ -33,10 +34,11 @@ from torch.profiler import ProfilerActivity, profile
 from headstart.model.cuda import triton_layers
 from headstart.model.cuda.cuda_runner import CudaRunner
 from headstart.model.cuda.step_plan import StepPlanner, StepRows
-from headstart.model.cuda.triton_attention import Scoring, Shape, attend, make_parts
+from headstart.model.cuda.triton_attention import Scoring, Shape, attend, make_parts, merge
 from headstart.model.cuda.triton_rotary import rotate_and_append
 from headstart.model.kernels.block_hashes import compiled_chain
 from headstart.model.layers.decoder import Decoder
+from headstart.workload.synthetic import rotations
 
 GPU = torch.device("cuda")
 ROW_TILES = ((4, 1024, 4), (4, 2048, 4), (2, 1024, 4), (8, 512, 4), (2, 2048, 8), (1, 4096, 4), (8, 1024, 8))
@@ -86,7 +88,7 @@ def _driver() -> str:
 
 
 def model(log: Log, shape: str, measured: tuple[float, float], *, parts: set[str]) -> None:
-    """Record the figures of a model with random bfloat16 weights, in fast mode, then the price of exact mode."""
+    """Record the figures of a model with random bfloat16 weights, in fast mode; with part exact the price of that."""
     loaded = random_model(shape, torch.bfloat16, GPU, max_model_len=16_384)
     decoder = loaded.model
     assert isinstance(decoder, Decoder)
@@ -96,7 +98,7 @@ def model(log: Log, shape: str, measured: tuple[float, float], *, parts: set[str
     ]
     weight_bytes = sum(linear.weight.nbytes for linear in linears if linear.weight is not None)
     floor = Floor(weight_bytes, loaded.kv_bytes_per_token, bandwidth, flops)
-    for exact in (False, True):
+    for exact in (False, True) if "exact" in parts else (False,):
         runner = CudaRunner(replace(loaded, batch_invariant=exact), num_blocks=4500, block_size=BLOCK)
         if not exact and "tune" in parts:
             tune(log, runner, shape)
@@ -121,7 +123,7 @@ def model(log: Log, shape: str, measured: tuple[float, float], *, parts: set[str
         log.attempt(figures.twins)
         log.attempt(figures.rotations)
         if not exact:
-            for budget in (4096, 144):
+            for budget in (4096, 144, 80):
                 engine = make_engine(runner, budget=budget, max_len=16_384, max_seqs=64)
                 beside = Figures(engine, loaded.vocab_size, floor, f"{shape}, {budget} tokens a step", log.record)
                 log.attempt(beside.beside_prompts)
@@ -189,6 +191,7 @@ def kernels(log: Log, runner: CudaRunner, figures: Figures) -> None:
         "1 stream": ([prefix + figures.tokens(16)], 12),
         "32 streams": ([prefix + figures.tokens(16) for _ in range(32)], 12),
         "a prompt of 4,096": ([figures.tokens(4096)], 1),
+        "8 rotations cold": (rotations(figures.tokens(1025), 8), 1),
         "104 of 1,000": ([prefix[:896] + figures.tokens(104)], 1),
     }
     for name, (prompts, count) in cases.items():
@@ -207,8 +210,15 @@ def kernels(log: Log, runner: CudaRunner, figures: Figures) -> None:
 
 def prefill(log: Log) -> None:
     """Record the rate of attention in a long prompt for each shape of tile."""
-    for heads, kvs in ((32, 32), (32, 8)):
-        length, dim = 4096, 128
+    for heads, kvs, length in (
+        (32, 32, 4096),
+        (32, 32, 2048),
+        (32, 32, 1024),
+        (32, 32, 512),
+        (16, 8, 4096),
+        (16, 8, 1024),
+    ):
+        dim = 128
         pages = length // BLOCK
         positions = np.arange(length, dtype=np.int32)
         blocks = np.random.default_rng(0).permutation(np.arange(1, pages + 1)).astype(np.int32)
@@ -217,7 +227,7 @@ def prefill(log: Log) -> None:
         kv = torch.randn(pages + 1, 2, kvs, BLOCK, dim, device=GPU, dtype=torch.bfloat16)
         queries = torch.randn(length, heads * dim, device=GPU, dtype=torch.bfloat16)
         out = torch.empty(length, heads, dim, device=GPU, dtype=torch.bfloat16)
-        parts = make_parts(1, length, heads, kvs, dim, GPU)
+        parts = make_parts(1, heads, kvs, dim, GPU)
         for shape in PREFILL_SHAPES:
             planner = StepPlanner(
                 page=BLOCK, group=heads // kvs, kv_heads=kvs, processors=132, max_parts=1, exact=False
@@ -230,7 +240,41 @@ def prefill(log: Log) -> None:
             call = partial(attend, *common, Scoring(dim**-0.5), shape, single=False, programs=programs)
             seconds = seconds_of(call, 10)
             rate = 4 * heads * dim * length * length / 2 / seconds / 1e12
-            log.record(attention="prompt of 4096", heads=[heads, kvs], shape=shape, us=seconds * 1e6, tflop_s=rate)
+            log.record(attention=f"prompt of {length}", heads=[heads, kvs], shape=shape, us=seconds * 1e6, tflop_s=rate)
+
+
+def decodes(log: Log) -> None:
+    """Record the time of attention and merge of full decodes for each form of the launch, beside the read of the KV."""
+    for heads, kvs, count, length in ((32, 32, 48, 1025), (32, 32, 8, 1025), (32, 32, 1, 1025), (32, 8, 48, 1025),
+                                      (16, 8, 48, 1025), (16, 8, 8, 1025), (32, 8, 32, 8192)):  # fmt: skip
+        dim, pages = 128, -(-length // BLOCK)
+        blocks = np.random.default_rng(0).permutation(np.arange(1, count * pages + 1)).astype(np.int32)
+        ones = np.ones(count, np.int32)
+        ends = np.arange(count + 1, dtype=np.int32), np.arange(count + 1, dtype=np.int32) * np.int32(pages)
+        rows = StepRows(ones, ones * np.int32(length - 1), ones * 0 - 1, ones * 0 - 1, *ends, blocks)
+        kv = torch.randn(count * pages + 1, 2, kvs, BLOCK, dim, device=GPU, dtype=torch.bfloat16)
+        queries = torch.randn(count, heads * dim, device=GPU, dtype=torch.bfloat16)
+        out = torch.empty(count, heads, dim, device=GPU, dtype=torch.bfloat16)
+        planner = StepPlanner(
+            page=BLOCK, group=heads // kvs, kv_heads=kvs, processors=132, max_parts=32768, exact=False
+        )
+        memory, none = np.zeros(1 << 20, np.int32), np.zeros(0, np.int32)
+        layout = planner.fill(memory, rows, padded=None, tile_rows=64, selected=none, outputs=0)
+        parts = make_parts(layout.num_parts, heads, kvs, dim, GPU)
+        meta = torch.from_numpy(memory[: layout.total]).to(GPU)
+        common = (queries, (kv[:, 0], kv[:, 1]), out, parts, meta, meta[layout.positions :], meta[layout.singles :])
+        merged = meta[layout.merged_tokens :][: layout.merged], meta[layout.firsts :]
+        shown: dict[str, float] = {}
+
+        def once(shape: Shape, programs: int, common: Any = common, merged: Any = merged) -> None:
+            attend(*common, Scoring(128**-0.5), shape, single=True, programs=programs * 132, pdl=True)
+            merge(common[3], common[2], *merged, pdl=True)
+
+        for keys, stages, programs in ((64, 2, 4), (64, 2, 8), (64, 2, 16), (64, 2, 32), (64, 3, 16), (32, 3, 16)):
+            calls = [partial(once, Shape(16, keys, 4, stages), programs)] * 8
+            shown[f"{keys} keys, {stages} stages, {programs} programs"] = round(graph_seconds(calls) / 8 * 1e6, 2)
+        read = 4.0 * count * length * kvs * dim / ceilings()[0] * 1e6
+        log.record(decodes=[count, length], heads=[heads, kvs], us=shown, read_us=read)
 
 
 def append(log: Log) -> None:
@@ -253,7 +297,7 @@ def main() -> None:
     compiled_chain()  # hashes are compiled, as in the product, if there is a compiler; kernels for CPUs are not needed
     os.environ.setdefault("HEADSTART_KERNELS", "none")
     path, parts = Path(sys.argv[1]), set(sys.argv[2:])
-    parts = parts or {"bits", "tokens", "exact", "syncs", "7b", "0.6b", "tune", "append", "prefill", "end"}
+    parts = parts or {"bits", "tokens", "exact", "syncs", "7b", "0.6b", "tune", "append", "decodes", "prefill", "end"}
     log = Log(path)
     began = time.perf_counter()
     if "bits" in parts:
@@ -268,12 +312,14 @@ def main() -> None:
         log.attempt(tokens, shape, log.record)
     if "append" in parts:
         log.attempt(append, log)
+    if "decodes" in parts:
+        log.attempt(decodes, log)
     if "prefill" in parts:
         log.attempt(prefill, log)
     if "end" in parts:
         log.attempt(end_to_end, log.record)
     measured = ceilings()
-    log.record(copy_tb_s=measured[0] / 1e12, product_tflop_s=measured[1] / 1e12)
+    log.record(copy_tb_s=measured[0] / 1e12, product_tflop_s=measured[1] / 1e12, sustained_tflop_s=sustained() / 1e12)
     if "7b" in parts:
         log.attempt(model, log, "llama-2-7b", measured, parts=parts)
     if "0.6b" in parts:

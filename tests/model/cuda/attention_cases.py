@@ -105,17 +105,15 @@ def run_case(
     missing = torch.full((layout.rows - len(case.queries), case.queries.shape[1]), float("nan"), device=device)
     queries = torch.cat((case.queries, missing.to(case.queries.dtype)))
     out = torch.full((layout.rows, case.heads, dim), float("nan"), dtype=case.queries.dtype, device=device)
-    parts = make_parts(max(1, layout.num_parts), layout.rows, case.heads, kvs, dim, out.device)
+    parts = make_parts(max(1, layout.num_parts), case.heads, kvs, dim, out.device)
     parts.out.fill_(float("nan")), parts.lse.fill_(float("nan"))
     kv = (case.kv[:, 0], case.kv[:, 1])
     common = (queries, kv, out, parts, meta, meta[layout.positions :], meta[layout.singles :], case.scoring)
-    last = layout.merges_by_last
     wide = planner.split if exact else 0
-    attend(*common, Shape(single_rows, tile_keys), single=True, programs=programs, last=last, split=wide)
-    if not last:
+    attend(*common, Shape(single_rows, tile_keys), single=True, programs=programs, split=wide)
+    if layout.num_tiles:
         shape = Shape(tile_rows, tile_keys, max(1, tile_rows // 16))
         attend(*common, shape, single=False, programs=2, split=wide)
-        if layout.merged:
-            merge(parts, out, meta[layout.merged_tokens :][: layout.merged], meta[layout.firsts :], case.scoring.sinks)
-    assert not parts.arrived.any()
+    if layout.merged:
+        merge(parts, out, meta[layout.merged_tokens :][: layout.merged], meta[layout.firsts :], case.scoring.sinks)
     return layout, out

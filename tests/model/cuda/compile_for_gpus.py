@@ -58,12 +58,12 @@ def compile_all(capability: int, dim: int, dtype: torch.dtype) -> list[int]:
     pdl = capability >= 90
     kv = tuple(torch.empty(9, 2, 16, dim, dtype=dtype, device=META) for _ in range(2))
     rows, out = (torch.empty(5, heads, dim, dtype=dtype, device=META) for heads in (2, 8))
-    parts, ints = make_parts(9, 5, 8, 2, dim, META), torch.empty(99, dtype=torch.int32, device=META)
+    parts, ints = make_parts(9, 8, 2, dim, META), torch.empty(99, dtype=torch.int32, device=META)
     scoring = Scoring(1.0, 128, 30.0, torch.empty(8, device=META))
     common = (out, kv, out, parts, ints, ints, ints, scoring)
     single, tile = launch_shapes(dim, dtype, GPUS[capability])
     triton_rotary.append_kv(rows, rows, ints, kv, pdl=pdl)
-    triton_attention.attend(*common, single, single=True, programs=4, last=True, pdl=pdl)
+    triton_attention.attend(*common, single, single=True, programs=4, pdl=pdl)
     triton_attention.attend(*common, tile, single=False, programs=4, pdl=pdl)
     triton_attention.merge(parts, out, ints, ints, scoring.sinks, pdl=pdl)
     for name, module in kernels.items():

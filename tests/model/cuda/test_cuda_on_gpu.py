@@ -45,9 +45,10 @@ def test_no_step_waits_for_the_device(tmp_path: Path) -> None:
     requests = random_requests(loaded.vocab_size, 40, Random(4), tokens=8)
     plain = [r for r in requests if r.sampling.prompt_logprobs is None]  # these wait, and so does a wide top_p set
     drive(make_runner(loaded), plain)  # compiles
+    runner = make_runner(loaded, graphs=False)  # what it copies once waits
     torch.cuda.set_sync_debug_mode("error")
     try:
-        drive(make_runner(loaded, graphs=False), plain)
+        drive(runner, plain)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

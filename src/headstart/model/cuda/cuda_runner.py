@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from headstart.model.cuda.cuda_kv import CudaKV
 from headstart.model.cuda.decoder_pass import DECODES, GROUPS, MIXED, DecoderPass, PassResult
 from headstart.model.cuda.device_sampling import DeviceSampler
 from headstart.model.cuda.staged_sampling import Staged
+from headstart.model.cuda.steady_decodes import SteadyDecodes
 from headstart.model.cuda.step_graphs import GraphKey, StepGraphs, graph_tokens
 from headstart.model.cuda.step_plan import Layout, StepPlanner, StepRows
 from headstart.model.grammar.grammar_compiler import CompiledGrammars
@@ -31,7 +33,9 @@ from headstart.model.weights.model_loader import LoadedModel
 
 META_INTS = 1 << 20  # room for the array of a step
 MAX_ROWS = 256  # of decodes; more are computed in several passes
-GRAPHS_BYTES = 1200 << 20  # of the driver's and torch's memory for 45 graphs: 1.0 to 1.1 GB on an H100
+GRAPHS_BYTES = (
+    1 << 30
+)  # of the driver and torch for 60 graphs: 0.3 GB on an H200 beside logits that they share, once 1.0 GB
 MAX_ANSWERS = 1 << 15  # ints that come back from a step without log-probabilities
 _NOT_FINITE = Row(error=RowError(RowErrorKind.NON_FINITE, "the model computed no finite hidden states"))
 
@@ -95,9 +99,7 @@ class CudaRunner:
         )
         self.block_bytes = self.kv.block_bytes
         max_positions, config = loaded.max_model_len, loaded.model.config
-        self.decoder = DecoderPass(
-            loaded.model, self.kv, max_positions=max_positions, max_rows=max(max_rows, max_graph_tokens), exact=exact
-        )
+        self.decoder = DecoderPass(loaded.model, self.kv, max_positions=max_positions, exact=exact)
         self.graphs = StepGraphs(self.kv, max_rows=max_rows, max_tokens=max_graph_tokens)
         rows = None if grammars is None else GrammarRows(grammars, torch.get_num_threads())
         self.sampler = DeviceSampler(loaded.vocab_size, seed=seed, grammars=rows)
@@ -111,6 +113,7 @@ class CudaRunner:
             split=self.decoder.split,
             exact=exact,
         )
+        self._steady = SteadyDecodes(self._bounds, self.decoder.split)
         on_gpu = self.device.type == "cuda"
         self._max_rows = max(max_rows, max_graph_tokens)
         self._staging = [torch.zeros(META_INTS, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
@@ -137,6 +140,11 @@ class CudaRunner:
         step = SubmittedStep(began, batch.finished, [None] * len(batch.chunks), [], [-1] * len(batch.chunks))
         previous = self._flying[-1].outputs if self._flying else []
         where = list(range(len(batch.chunks)))
+        ready = self._steady.advance(batch.chunks, previous)
+        if ready is not None:
+            step.passes.append(self._launch_pass(step, list(batch.chunks), where, ready))
+            self._flying.append(step)
+            return step
         packed = pack_chunks(batch.chunks, self._bounds) if batch.chunks else None
         if packed is None and batch.chunks:
             errors = chunk_problems(batch.chunks, self._bounds)
@@ -181,6 +189,7 @@ class CudaRunner:
     @torch.inference_mode()
     def warm_up(self, keys: Sequence[GraphKey] | None = None) -> None:
         """Compile kernels and capture graphs, all of them if none are named."""
+        self._steady.forget()  # what is captured is padded otherwise
         for key in self.graphs.keys() if keys is None else keys:
             layout = Layout(key.rows, key.rows, key.outputs)
             self._meta.zero_()
@@ -232,19 +241,35 @@ class CudaRunner:
         for at, index in enumerate(where):
             step.outputs[index] = at
 
-    def _launch_pass(self, step: SubmittedStep, chunks: list[Chunk], where: list[int], rows: StepRows) -> _Pass:
+    def _launch_pass(
+        self, step: SubmittedStep, chunks: list[Chunk], where: list[int], planned: "StepRows | tuple[Int32s, Layout]"
+    ) -> _Pass:
+        """Queue a pass: of rows to plan, or of decodes whose array is known."""
         turn, self._turn = self._turn, 1 - self._turn
-        staging, count = self._staging[turn], len(rows.tokens)
-        memory = staging.numpy()
-        sampled = [index for index, chunk in enumerate(chunks) if chunk.num_logits]
-        only_decodes = count == len(chunks) == len(sampled)
-        spans = [np.arange(rows.indptr[i + 1] - chunks[i].num_logits, rows.indptr[i + 1]) for i in sampled]
-        selected = np.concatenate(spans).astype(np.int32) if spans and not only_decodes else np.zeros(0, np.int32)
-        key = self.graphs.padded(GROUPS if only_decodes else MIXED, count, len(selected))
-        tile_rows = (self.decoder.group_tile if only_decodes else self.decoder.tile).tile_rows
-        padded, outputs = (None, len(selected)) if key is None else (key.rows, key.outputs)
-        layout = self.planner.fill(memory, rows, padded=padded, tile_rows=tile_rows, selected=selected, outputs=outputs)
-        kind = (DECODES if layout.merges_by_last else GROUPS) if only_decodes else MIXED
+        staging = self._staging[turn]
+        memory, sampled = staging.numpy(), [index for index, chunk in enumerate(chunks) if chunk.num_logits]
+        if isinstance(planned, StepRows):
+            count, indptr = len(planned.tokens), planned.indptr
+            only_decodes = count == len(chunks) == len(sampled)
+            spans = [np.arange(indptr[i + 1] - chunks[i].num_logits, indptr[i + 1]) for i in sampled]
+            selected = np.concatenate(spans).astype(np.int32) if spans and not only_decodes else np.zeros(0, np.int32)
+            key = self.graphs.padded(GROUPS if only_decodes else MIXED, count, len(selected))
+            tile_rows = (self.decoder.group_tile if only_decodes else self.decoder.tile).tile_rows
+            padded, outputs = (None, len(selected)) if key is None else (key.rows, key.outputs)
+            options: dict[str, Any] = dict(padded=padded, tile_rows=tile_rows, selected=selected, outputs=outputs)
+            if only_decodes:
+                planned = self._steady.with_room(planned)
+                layout = self.planner.fill(memory, planned, **options)
+                self._steady.remember(chunks, planned, memory, layout)
+            else:
+                layout = self.planner.fill(memory, planned, **options)
+                self._steady.forget()
+        else:
+            only_decodes, indptr = True, np.arange(len(chunks) + 1, dtype=np.int32)
+            array, layout = planned
+            memory[: layout.total] = array
+            key = self.graphs.padded(GROUPS, len(chunks), 0)
+        kind = (DECODES if layout.is_plain else GROUPS) if only_decodes else MIXED
         some = [chunks[index] for index in sampled]
         staged = self.sampler.stage(some, memory[layout.total :]) if some else Staged(0)
         used = layout.total + staged.used
@@ -254,7 +279,7 @@ class CudaRunner:
         else:
             key, capture = key._replace(kind=kind), layout._replace(total=0)
             result = self.graphs.replay(key, lambda: self._run(capture, kind))
-        one = _Pass(chunks, where, rows.indptr, sampled, staged, self._answers[turn], self._events[turn])
+        one = _Pass(chunks, where, indptr, sampled, staged, self._answers[turn], self._events[turn])
         self._queue_answer(step, one, result, self._meta[layout.total :])
         return one
 

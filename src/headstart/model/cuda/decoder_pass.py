@@ -1,7 +1,7 @@
 """The forward pass of the compact decoder by Triton kernels, over a step whose array is on the device.
 
 Every launch takes its work from that array and has a fixed grid, so a pass can be captured as a graph and replayed for
-any step with as many tokens. Launches of a layer: 9 for decodes, 11 where they share prefixes, 10 or (if results are
+any step with as many tokens. Launches of a layer: 10 for decodes, 11 where they share prefixes, 10 or (if results are
 merged) 11 where prompts are computed, 5 for a step of one token.
 """
 
@@ -25,7 +25,9 @@ DECODES, GROUPS, MIXED = "decodes", "groups", "mixed"  # kinds of pass: what it 
 TILES = (4, 2048, 4)  # of products of one row: outputs and inputs at once, warps; measured on an H100
 LARGE_TILES = (2, 2048, 8)  # the same where there are as many outputs as LARGE
 LARGE = 12_288
-MANY = 8  # programs of a processor from which on tiles of prompts have fewer warps
+MOST_LOGITS = 256  # rows whose logits have memory that all steps share
+SINGLES = 16  # programs of a processor for decodes: those that have read their keys make room for others
+MANY = 4  # programs of a processor from which on tiles of prompts have fewer warps
 
 
 class PassResult(NamedTuple):
@@ -40,7 +42,7 @@ class PassResult(NamedTuple):
 class DecoderPass:
     """The weights of a Decoder, and the launches that compute a step of it."""
 
-    def __init__(self, decoder: Decoder, kv: CudaKV, *, max_positions: int, max_rows: int, exact: bool) -> None:
+    def __init__(self, decoder: Decoder, kv: CudaKV, *, max_positions: int, exact: bool) -> None:
         """`exact`: the bits of a row do not depend on the other rows of a step, nor on how it was cut into chunks."""
         config = decoder.config
         assert isinstance(decoder.embedding, Tensor)
@@ -56,7 +58,8 @@ class DecoderPass:
         own = -(-max_positions // self.split)  # of the longest row
         self.max_parts = max(max_parts(config.num_heads, config.head_dim), own)
         shape = (config.num_heads, config.num_kv_heads, config.head_dim)
-        self.parts = make_parts(self.max_parts, max_rows, *shape, self.device)
+        self._logits = torch.empty(MOST_LOGITS, config.vocab_size, dtype=kv.dtype, device=self.device)
+        self.parts = make_parts(self.max_parts, *shape, self.device)
         frequencies, factor = inverse_frequencies(config.rope)
         angles = torch.arange(max_positions)[:, None].float() * frequencies
         self.angles = (angles.cos() * factor).to(self.device), (angles.sin() * factor).to(self.device)
@@ -67,7 +70,7 @@ class DecoderPass:
         self.group_tile = many._replace(tile_rows=min(64, many.tile_rows), stages=single.stages)
         self.single = self.group_tile if exact else single
         # Of prompts: more warps where there are few tiles, fewer where there are many.
-        few = many._replace(warps=max(4, many.tile_rows // 16), stages=single.stages)
+        few = many._replace(warps=max(4, many.tile_rows // 16))
         self.tile, self.tile_of_many = (self.group_tile, self.group_tile) if exact else (few, many)
 
     def run(self, meta: Tensor, sampled: Tensor, layout: Layout, kind: str) -> PassResult:
@@ -80,23 +83,30 @@ class DecoderPass:
             return PassResult(stream, logits, _best(logits), None)
         hidden = self._forward(meta, sampled, layout, kind)
         if kind != MIXED:
-            logits = self.logits(hidden)
+            logits = self._step_logits(hidden)
             return PassResult(hidden, logits, _best(logits), None)
         finite = torch.isfinite(hidden.sum(-1, dtype=torch.float32)).int()
         if layout.outputs == 0:
             return PassResult(hidden, None, None, finite)
-        logits = self.logits(hidden.index_select(0, meta[layout.selected :][: layout.outputs]))
+        logits = self._step_logits(hidden.index_select(0, meta[layout.selected :][: layout.outputs]))
         return PassResult(hidden, logits, _best(logits), finite)
 
     def logits(self, rows: Tensor) -> Tensor:
         """Return the logits [n, V] of normalised rows."""
         return self._product(rows, self.decoder.head)
 
-    def _product(self, rows: Tensor, linear: Linear) -> Tensor:
-        assert linear.weight is not None
+    def _step_logits(self, rows: Tensor) -> Tensor:
+        """Return the same in memory that all steps share: they would be most of what graphs hold."""
+        return self._product(rows, self.decoder.head, self._logits[: len(rows)] if len(rows) <= MOST_LOGITS else None)
+
+    def _product(self, rows: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+        weight, bias = linear.weight, linear.bias
+        assert weight is not None
         if self.exact:
-            return triton_layers.exact_product(rows, linear.weight, linear.bias)
-        return F.linear(rows, linear.weight, linear.bias)
+            return triton_layers.exact_product(rows, weight, bias, out=out)
+        if out is None:
+            return F.linear(rows, weight, bias)
+        return torch.mm(rows, weight.t(), out=out) if bias is None else torch.addmm(bias, rows, weight.t(), out=out)
 
     def _forward(self, meta: Tensor, sampled: Tensor, layout: Layout, kind: str) -> Tensor:
         config, pdl, count = self.config, self.pdl, layout.rows
@@ -161,21 +171,24 @@ class DecoderPass:
         pdl = self.pdl and side is None
         split = self.split if self.exact else 0
         if kind != DECODES:
-            shape = self.group_tile if kind == GROUPS else self.tile
+            shape, kvs = self.group_tile if kind == GROUPS else self.tile, kv[0].shape[1]
             # A graph's launch may find more items than programs: each takes several.
             programs = (2 if kind == MIXED else 1) * self.processors
             if layout.total:
-                programs = max(1, layout.num_tiles * kv[0].shape[1])
-                shape = self.tile_of_many if kind == MIXED and programs > MANY * self.processors else shape
+                programs = max(1, layout.num_tiles * kvs)
+            elif kind == MIXED:  # as if all tokens were of one prompt
+                programs = max(programs, -(-layout.rows * out.shape[1] // (kvs * shape.tile_rows)) * kvs)
+            if kind == MIXED and programs > MANY * self.processors:
+                shape = self.tile_of_many
             if side is not None and main is not None:
                 side.wait_stream(main)
             with nullcontext() if side is None else torch.cuda.stream(side):
                 triton_attention.attend(*common, shape, single=False, programs=programs, split=split, pdl=pdl)
-        programs, last = 4 * self.processors, kind == DECODES
-        triton_attention.attend(*common, self.single, single=True, programs=programs, last=last, split=split, pdl=pdl)
+        programs = SINGLES * self.processors
+        triton_attention.attend(*common, self.single, single=True, programs=programs, split=split, pdl=pdl)
         if side is not None and main is not None:
             main.wait_stream(side)
-        if not last and layout.merged:
+        if layout.merged:
             tokens, firsts = meta[layout.merged_tokens :][: layout.merged], meta[layout.firsts :]
             triton_attention.merge(self.parts, out, tokens, firsts, scoring.sinks, pdl=pdl)
 

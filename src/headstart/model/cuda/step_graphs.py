@@ -14,8 +14,11 @@ from headstart.model.cuda.cuda_kv import CudaKV
 from headstart.model.cuda.decoder_pass import DECODES, GROUPS, MIXED, PassResult
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256)  # rows
-CHUNK_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # with chunks of prompts
-LAUNCH_SECONDS = 45e-6  # of the host, for one launch outside a graph: 17 ms for 352 launches, seen on an H100's host
+CHUNK_SIZES = (  # tokens of steps with chunks of prompts; padding is computed too
+    16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072,
+    3584, 4096,
+)  # fmt: skip
+LAUNCH_SECONDS = 70e-6  # of the host, for one launch outside a graph: 24 ms for 352 launches, seen on an H200's host
 DEVICE_FLOPS = 6e14  # of such a GPU in the products of a prompt
 OUTPUTS = 64  # selected rows of such a step
 
@@ -83,14 +86,15 @@ class StepGraphs:
         return result
 
     def clear(self) -> None:
-        """Drop all graphs."""
+        """Drop all graphs, and the memory that they share."""
         self._captured.clear()
+        self._memory = torch.cuda.graph_pool_handle() if self._on_gpu else None
 
 
 def graph_tokens(num_layers: int, num_weights: int) -> int:
     """Return the longest step of chunks worth a graph; longer ones keep the device busy while they are launched.
 
-    `num_weights` are those that every token is multiplied by. 768 for a model of 7B, 4,096 for one of 1B.
+    `num_weights` are those that every token is multiplied by. 1,280 for a model of 7B, 4,096 for one of 1B.
     """
     host = 11 * num_layers * LAUNCH_SECONDS
     tokens = host * DEVICE_FLOPS / (2 * num_weights)

@@ -14,7 +14,7 @@ Ints = NDArray[np.int32]
 HEADER = 4  # ints at the start: number of singles, number of tiles, offset of the tiles, offset of their entries
 ITEM = 7  # ints of an item. Single: token, part, table, first key, end key, first part of its row, number of its parts
 #           Tile: first entry, number of entries, table, first key, end key, 0, 0. Entry: token, part (-1: whole result)
-_MAX_MERGED_BY_LAST = 32  # parts of a row that its last program merges; more are merged by a launch of their own
+_MAX_MERGED_BY_LAST = 32  # parts of a step of one token that a program merges
 
 
 class StepRows(NamedTuple):
@@ -74,9 +74,9 @@ class Layout(NamedTuple):
         return self.selected + aligned(self.outputs)
 
     @property
-    def merges_by_last(self) -> bool:
-        """Whether all results are of singles whose rows have few parts, so that no launch is needed for merging."""
-        return self.num_tiles == 0 and self.longest <= _MAX_MERGED_BY_LAST
+    def is_plain(self) -> bool:
+        """Whether decodes share no prefix, and one that is alone has few parts: it is merged by its last program."""
+        return self.num_tiles == 0 and (self.rows > 1 or self.longest <= _MAX_MERGED_BY_LAST)
 
 
 class _Tiles:

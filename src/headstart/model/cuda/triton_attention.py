@@ -2,7 +2,8 @@
 
 Keys of a partial result are cut at fixed multiples counted from position 0 (step_plan.py), so a partial result is a
 function of its own row. Partial results are normalised and carry their log-sum-exp (base 2); they are merged in the
-order of their keys, by the last program of a row or by a launch of its own, with the same code.
+order of their keys by a launch of its own: a row's last program would have to wait for the stores of the others, which
+takes longer (measured) except in a step of one token.
 """
 
 from typing import NamedTuple
@@ -21,6 +22,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 PARTS_BYTES = 1 << 28  # of partial results
 _SHARED_MEMORY = 0.75  # share for keys and values; the rest is the compiler's
 _MERGE_LOADS = 4096  # elements of partial results that are read together when they are merged
+_MERGE_COLUMNS = 2048  # the most elements of a row that a program merges
+_MERGERS = 1024  # programs of a merge from which on each takes more heads
 
 
 class Scoring(NamedTuple):
@@ -179,34 +182,17 @@ def _store_merged(
 
 
 @triton.jit
-def _merge_last(
-    arrived, part_out, part_lse, sinks, out, token, first, count, unit, head, GROUP: tl.constexpr,
-    POWER_OF_GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, POWER: tl.constexpr, SINKS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """Count a finished part of (row, kv head) `unit`; the last one merges the row's heads, and resets the count."""
-    tl.debug_barrier()  # all threads have stored their part
-    if tl.atomic_add(arrived + unit, 1, sem="acq_rel") == count - 1:
-        _store_merged(
-            part_out, part_lse, sinks, out, token, first, first + count, head * GROUP,
-            GROUP, POWER_OF_GROUP, HEADS, DIM, POWER, SINKS, AT_ONCE,
-        )  # fmt: skip
-        tl.store(arrived + unit, 0)
-
-
-@triton.jit
 def _attend(
-    queries, keys, values, out, part_out, part_lse, arrived, sinks, meta, positions, singles, scale, softcap, window,
+    queries, keys, values, out, part_out, part_lse, sinks, meta, positions, singles, scale, softcap, window,
     q_stride, block_stride, KVS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, POWER: tl.constexpr,
-    PAGE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, SINGLE: tl.constexpr, LAST: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FIELDS: tl.constexpr,
-    POWER_OF_GROUP: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, SINGLE: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute work items; each program takes every n-th pair of an item and a kv head.
 
     A single is one token, whose result is part `part`. A tile has entries (token, part); a part below 0 means that the
-    result is whole, and goes to `out`. LAST: the last part of a single merges its row. SPLIT: exact; whole results are
-    sums of partial ones of SPLIT keys, as a decode of the same row would be.
+    result is whole, and goes to `out`. SPLIT: exact; whole results are sums of partial ones of SPLIT keys, as a decode
+    of the same row would be.
     """
     HEADS: tl.constexpr = KVS * GROUP
     EXACT: tl.constexpr = SPLIT > 0
@@ -278,12 +264,6 @@ def _attend(
             whole = (real & (part < 0))[:, None] & inside
             o_at = (token.to(tl.int64)[:, None] * HEADS + query_head[:, None]) * DIM + d[None, :]
             tl.store(out + o_at, result.to(out.dtype.element_ty), mask=whole)
-        elif LAST:
-            first, count = tl.load(item + 5), tl.load(item + 6)
-            _merge_last(
-                arrived, part_out, part_lse, sinks, out, own, first, count, own * KVS + head, head,
-                GROUP, POWER_OF_GROUP, HEADS, DIM, POWER, SINKS, AT_ONCE,
-            )  # fmt: skip
 
 
 @triton.jit
@@ -357,36 +337,41 @@ def _attend_one(
         row = part.to(tl.int64) * HEADS + query_head
         tl.store(part_out + row[:, None] * DIM + d[None, :], result, mask=real[:, None] & inside)
         tl.store(part_lse + row, lse, mask=real)
-        _merge_last(
-            arrived, part_out, part_lse, part_lse, out, tl.load(item), first, count, head, head,
-            GROUP, POWER_OF_GROUP, HEADS, DIM, POWER, False, AT_ONCE,
-        )  # fmt: skip
+        tl.debug_barrier()  # all threads have stored their part
+        if tl.atomic_add(arrived + head, 1, sem="acq_rel") == count - 1:  # the last part of a kv head merges its heads
+            _store_merged(
+                part_out, part_lse, part_lse, out, tl.load(item), first, first + count, head * GROUP,
+                GROUP, POWER_OF_GROUP, HEADS, DIM, POWER, False, AT_ONCE,
+            )  # fmt: skip
+            tl.store(arrived + head, 0)
 
 
 @triton.jit
 def _merge(
-    part_out, part_lse, sinks, out, tokens, firsts, HEADS: tl.constexpr, DIM: tl.constexpr, POWER: tl.constexpr,
-    AT_ONCE: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    part_out, part_lse, sinks, out, tokens, firsts, GROUP: tl.constexpr, POWER_OF_GROUP: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, POWER: tl.constexpr, AT_ONCE: tl.constexpr, SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Combine the parts [firsts[i], firsts[i + 1]) of row tokens[i]; a row without parts is left alone."""
+    """Combine the parts [firsts[i], firsts[i + 1]) of GROUP heads of row tokens[i]; one without parts is left alone."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head = tl.program_id(0), tl.program_id(1) * GROUP
     token = tl.load(tokens + row).to(tl.int64)
     first, end = tl.load(firsts + row), tl.load(firsts + row + 1)
     if end > first:
         _store_merged(
-            part_out, part_lse, sinks, out, token, first, end, head, 1, 1, HEADS, DIM, POWER, SINKS, AT_ONCE
+            part_out, part_lse, sinks, out, token, first, end, head, GROUP, POWER_OF_GROUP, HEADS, DIM, POWER, SINKS,
+            AT_ONCE,
         )  # fmt: skip
 
 
 class Parts(NamedTuple):
-    """Partial results on the device, and how many parts of each (row, kv head) have arrived."""
+    """Partial results on the device, and how many parts of each kv head have arrived in a step of one token."""
 
     out: Tensor  # [parts, Hq, D], float32
     lse: Tensor  # [parts, Hq], float32
-    arrived: Tensor  # [rows * Hkv], int32; zero between launches
+    arrived: Tensor  # [Hkv], int32; zero between launches
 
 
 def attend(
@@ -402,23 +387,22 @@ def attend(
     *,
     single: bool,
     programs: int,
-    last: bool = False,
     split: int = 0,
     pdl: bool = False,
 ) -> None:
     """Run the singles or the tiles of the step in `meta`; `queries` are rows of Hq * D or more, `out` is [T, Hq, D].
 
-    `last`: the last part of each single merges its row, so that no `merge` follows. `split`: see `_attend`.
+    `split`: see `_attend`.
     """
     _, kvs, page, dim = kv[0].shape
     group = out.shape[1] // kvs
     sinks = parts.lse if scoring.sinks is None else scoring.sinks
     _attend[(programs,)](
-        queries, *kv, out, parts.out, parts.lse, parts.arrived, sinks, meta, positions, singles, scoring.scale,
+        queries, *kv, out, parts.out, parts.lse, sinks, meta, positions, singles, scoring.scale,
         scoring.softcap or 1.0, scoring.window or 0, queries.stride(0), kv[0].stride(0), kvs, group, dim,
         max(16, triton.next_power_of_2(dim)), page, max(shape.tile_rows, triton.next_power_of_2(group)),
-        shape.tile_keys, single, last, split, scoring.window is not None, scoring.softcap is not None,
-        scoring.sinks is not None, ITEM, *_merging(group, dim), pdl,
+        shape.tile_keys, single, split, scoring.window is not None, scoring.softcap is not None,
+        scoring.sinks is not None, ITEM, pdl,
         num_warps=shape.warps, num_stages=shape.stages, **launch_options(pdl=pdl),
         # The variants of an exact kernel must not differ in which products and sums a compiler fuses.
         enable_fp_fusion=split == 0,
@@ -461,10 +445,15 @@ def merge(
 ) -> None:
     """Write the rows `tokens` of `out` [T, Hq, D] from their parts."""
     _, heads, dim = out.shape
-    _merge[(len(tokens), heads)](
-        parts.out, parts.lse, parts.lse if sinks is None else sinks, out, tokens, firsts, heads, dim,
-        max(16, triton.next_power_of_2(dim)), _merging(1, dim)[1], sinks is not None, pdl,
-        num_warps=2, **launch_options(pdl=pdl),
+    # Many rows are a graph's, and few of them have parts: fewer programs find out sooner.
+    group = 1
+    while 2 * group * dim <= _MERGE_COLUMNS and heads % (2 * group) == 0 and len(tokens) * heads > group * _MERGERS:
+        group *= 2
+    columns, at_once = _merging(group, dim)
+    _merge[(len(tokens), heads // group)](
+        parts.out, parts.lse, parts.lse if sinks is None else sinks, out, tokens, firsts, group, columns, heads, dim,
+        max(16, triton.next_power_of_2(dim)), at_once, sinks is not None, pdl,
+        num_warps=2 if group < 4 else 4, **launch_options(pdl=pdl),
     )  # fmt: skip
 
 
@@ -492,8 +481,8 @@ def max_parts(heads: int, dim: int) -> int:
     return max(2048, min(32768, PARTS_BYTES // (4 * heads * dim)))
 
 
-def make_parts(count: int, rows: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> Parts:
-    """Return room for `count` partial results of steps of at most `rows` singles."""
+def make_parts(count: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> Parts:
+    """Return room for `count` partial results."""
     out = torch.zeros(count, heads, dim, device=device)
-    arrived = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
+    arrived = torch.zeros(kv_heads, dtype=torch.int32, device=device)
     return Parts(out, torch.zeros(count, heads, device=device), arrived)

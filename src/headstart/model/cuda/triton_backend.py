@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from headstart.model.attention.cpu import check_tables
@@ -63,15 +62,12 @@ class TritonAttention:
             processors=self.processors, max_parts=max_parts(heads, shape.head_dim), split=self._split, exact=False,
         )  # fmt: skip
 
-    def parts(self, count: int, rows: int, heads: int) -> Parts:
+    def parts(self, count: int, heads: int) -> Parts:
         """Return room for the partial results of a launch; the launches share it."""
         _, kvs, dim = self.kv.shape
         held = self._parts.get(heads)
-        if held is None or len(held.out) < count or len(held.arrived) < rows * kvs:
-            count, rows = max(count, max_parts(heads, dim)), max(256, triton.next_power_of_2(rows))
-            if held is not None:
-                count, rows = max(count, len(held.out)), max(rows, len(held.arrived) // kvs)
-            held = self._parts[heads] = make_parts(count, rows, heads, kvs, dim, self.kv.device)
+        if held is None or len(held.out) < count:
+            held = self._parts[heads] = make_parts(max(count, max_parts(heads, dim)), heads, kvs, dim, self.kv.device)
         return held
 
 
@@ -127,14 +123,14 @@ class TritonStep:
 
     def _attend(self, plan: _Plan, queries: Tensor, kv: KV, out: Tensor, scoring: Scoring) -> None:
         layout, meta, backend, kvs = plan.layout, plan.meta, self._backend, kv[0].shape[1]
-        parts = backend.parts(layout.num_parts, len(out), out.shape[1])
+        parts = backend.parts(layout.num_parts, out.shape[1])
         common = (queries, kv, out, parts, meta, meta[layout.positions :], meta[layout.singles :], scoring)
-        last, pdl = layout.merges_by_last, backend.pdl
+        pdl = backend.pdl
         if count := layout.num_singles * kvs:
-            attend(*common, backend.single, single=True, programs=count, last=last, pdl=pdl)
+            attend(*common, backend.single, single=True, programs=count, pdl=pdl)
         if count := layout.num_tiles * kvs:
             attend(*common, backend.tile, single=False, programs=count, pdl=pdl)
-        if layout.merged and not last:
+        if layout.merged:
             tokens, firsts = meta[layout.merged_tokens :][: layout.merged], meta[layout.firsts :]
             merge(parts, out, tokens, firsts, scoring.sinks, pdl=pdl)
 

@@ -211,10 +211,12 @@ def vector_product(
     return out
 
 
-def exact_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
-    """Return rows @ W^T + b; the bits of a row do not depend on the other rows, nor on their number."""
+def exact_product(
+    rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None, pdl: bool = False
+) -> Tensor:
+    """Return rows @ W^T + b, in `out` if given; a row's bits do not depend on the other rows, nor on their number."""
     (count, width), num_rows = weight.shape, len(rows)
-    out = rows.new_empty(num_rows, count)
+    out = rows.new_empty(num_rows, count) if out is None else out
     wide = rows.dtype == torch.float32
     tile_m, tile_n, warps = (64, 32, 4) if num_rows <= 64 or wide else (128, 128, 8)
     _exact_product[(triton.cdiv(count, tile_n), triton.cdiv(num_rows, tile_m))](
