@@ -1,4 +1,4 @@
-"""What holds for every test: one quiet compute thread, settled before torch is imported, and repeatable examples."""
+"""Settings of every test: one quiet compute thread, settled before torch is imported, and repeatable examples."""
 
 import atexit
 import os

@@ -29,7 +29,7 @@ NextToken = Callable[["array[int]"], int]
 
 
 def next_token(tokens: "array[int]") -> int:
-    """What the model of these tests says after `tokens`."""
+    """Return the token that the model of these tests samples after `tokens`."""
     return zlib.crc32(tokens.tobytes()) % VOCAB
 
 

@@ -19,7 +19,7 @@ LOAD_SECONDS = 300.0
 
 @dataclass
 class Troubles:
-    """How often what happens; what did happen is counted below. Probabilities are per call."""
+    """Probabilities of each behaviour, per call; what did happen is counted below."""
 
     slow: float = 0.5  # a load waits for some polls
     very_slow: float = 0.05  # and so long that nobody should still wait for it

@@ -16,7 +16,7 @@ Shelf = dict[BlockHash, tuple[BlockKey, bytes]]
 
 @dataclass
 class Habits:
-    """How a store behaves; each is asked once per occasion."""
+    """The behaviour of a store; each function is asked once per occasion."""
 
     write_delay: Callable[[], int] = lambda: 0  # polls until an offered block is read
     load_delay: Callable[[], int] = lambda: 0  # polls until the next piece of a load

@@ -30,7 +30,7 @@ VOCAB = 128
 
 @dataclass
 class Tally:
-    """What a comparison saw. `wrong` must stay empty."""
+    """The findings of a comparison. `wrong` must stay empty."""
 
     requests: int = 0
     excused: int = 0

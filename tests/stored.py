@@ -1,4 +1,4 @@
-"""What tests of a store on disk need: blocks whose content follows from their name, a pool to offer them from, a disk
+"""Helpers for tests of a store on disk: blocks whose content follows from their name, a pool to offer them from, a disk
 that fails on request, and waiting that ends."""
 
 import errno

@@ -57,7 +57,7 @@ def names(blocks: Iterable[Block]) -> list[BlockHash]:
 
 
 def read(catalog: Catalog, blocks: Sequence[Block]) -> tuple[int, str | None]:
-    """How many of these come back, and why the next does not. Raises AssertionError for a wrong byte."""
+    """Return how many of these come back, and why the next does not. Raises AssertionError for a wrong byte."""
     buffer = bytearray(b"?" * (len(blocks) * SHAPE.block_bytes))
     num_blocks, miss, _ = catalog.read([key for key, _ in blocks], memoryview(buffer))
     expected = b"".join(content for _, content in blocks[:num_blocks])

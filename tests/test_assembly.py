@@ -85,7 +85,7 @@ def test_different_dtypes_never_share_block_names(tiny: Path) -> None:
 
 
 def cached_tokens(options: EngineOptions) -> int:
-    """What one prompt of 100 tokens finds in a new engine that is closed afterwards."""
+    """Return the cached tokens of one prompt of 100 in a new engine that is closed afterwards."""
     engine, _ = build_engine(options)
     engine.add_request(Request("a", array("i", range(100)), SamplingParams(temperature=0.0, max_tokens=2)))
     outputs = []

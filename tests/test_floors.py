@@ -48,7 +48,7 @@ def _imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
 
 
 def violations(path: str, source: str) -> list[str]:
-    """What is wrong with the imports of one file; `path` is relative to src/headstart."""
+    """Return the forbidden imports of one file; `path` is relative to src/headstart."""
     tree = ast.parse(source)
     room = path.split("/")[0].removesuffix(".py")
     floor = FLOORS.get(room, TOP)

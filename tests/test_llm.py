@@ -83,7 +83,7 @@ def test_a_chat_with_tools_reports_calls_and_reasoning(monkeypatch: pytest.Monke
 
 
 def sampled(llm: LLM, ask: Callable[[], object]) -> SamplingParams:
-    """What the engine is asked to sample with; the stop ids of the model are left out."""
+    """Return the parameters that the engine samples with; the stop ids of the model are left out."""
     found: list[SamplingParams] = []
     add = llm.engine.add_request
 

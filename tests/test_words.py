@@ -12,6 +12,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 FILES = [path for folder in ("src", "lab/src", "docs") for path in (ROOT / folder).rglob("*")]
 DATA = ROOT / "lab/src/headstart_lab/intent/intent_travel_home.py"  # sentences of a synthetic workload
 SOURCES = sorted(path for path in FILES if path.suffix in (".py", ".md") and path != DATA)
+TESTS = sorted(path for name in ("tests", "lab/tests", "benchmarks") for path in (ROOT / name).rglob("*.py"))
 
 
 def dialect(text: str) -> Iterator[str]:
@@ -35,6 +36,13 @@ def violations(path: Path) -> list[str]:
 def test_no_private_words() -> None:
     found = [f"{path.relative_to(ROOT)}:{line}" for path in SOURCES for line in violations(path)]
     assert SOURCES and not found, "\n" + "\n".join(found)
+
+
+def test_docstrings_of_tests_begin_with_no_question_word() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}" for path in TESTS for line in openings(path.read_text(encoding="utf-8"))
+    ]
+    assert TESTS and not found, "\n" + "\n".join(found)
 
 
 def test_private_words_are_found() -> None:

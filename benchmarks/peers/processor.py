@@ -1,4 +1,4 @@
-"""What the CPU of this machine can do. Needs the standard library only: drivers of all environments import it."""
+"""Instruction sets and caches of this machine's CPU. Standard library only: drivers of all environments import it."""
 
 from pathlib import Path
 

@@ -18,7 +18,7 @@ def never_built(*_: object, **__: object) -> None:
 
 
 def setup_for(model: str) -> Setup:
-    """What the labs of servers need to know."""
+    """A stand-in with the facts that experiments on servers read."""
     return Setup(never_built, model, "a label", "float32", threads=1)  # type: ignore[arg-type]
 
 

@@ -38,7 +38,7 @@ def test_no_request_is_lost_when_replicas_are_killed_and_restarted() -> None:
 
 
 def ask(answer: Answer, *, is_stream: bool) -> Outcome:
-    """What the client makes of one answer."""
+    """Return the client's record of one answer."""
 
     async def run() -> Outcome:
         app = web.Application()

@@ -1,4 +1,4 @@
-"""What llama.cpp is given: names, row order and bytes of a model's tensors, without llama.cpp."""
+"""Files that llama.cpp is given: names, row order and bytes of a model's tensors, without llama.cpp."""
 
 import importlib.util
 import json

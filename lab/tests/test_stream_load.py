@@ -22,7 +22,7 @@ PLAN = Plan(("",), "fake", streams=2, tokens=2, stream_seconds=0.01, warm_up=0.0
 
 
 async def measured(plan: Plan) -> dict[str, Any]:
-    """What a client finds in the time of the plan, or in longer and longer ones until there is something."""
+    """Return a client's findings in the time of the plan, or in longer and longer ones until there are any."""
     found = await run(plan)
     while not (found["errors"] or (found["requests"] and found["first_p50_ms"])) and plan.seconds < PATIENCE:
         plan = replace(plan, seconds=2 * plan.seconds)
@@ -35,7 +35,7 @@ def chunk(data: bytes) -> bytes:
 
 
 def found_of(*pieces: bytes, closes: bool = False) -> dict[str, Any]:
-    """What the client finds at a server that answers every request by these pieces, one write each."""
+    """Return the client's findings at a server that answers every request by these pieces, one write each."""
 
     async def go() -> dict[str, Any]:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

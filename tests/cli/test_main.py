@@ -37,7 +37,7 @@ def bare_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
-    """What `headstart serve` would have served."""
+    """The options that `headstart serve` would have served."""
     calls: Served = []
 
     def serve(build: Callable[..., object], engine: EngineOptions, server: ServerOptions) -> int:

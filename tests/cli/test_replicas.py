@@ -1,4 +1,4 @@
-"""What each of several replicas on one machine gets, and the whole command once."""
+"""The settings that each of several replicas on one machine gets, and the whole command once."""
 
 import os
 import re

@@ -30,7 +30,7 @@ print(json.dumps(results))
 
 
 def run(commands: list[list[str]], folder: Path) -> list[dict[str, Any]]:
-    """What each command prints and returns, and what it imported of what takes seconds; all in one new process."""
+    """Return each command's output and exit code, and the slow modules it imported; all in one new process."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADSTART_")}
     argv = [sys.executable, "-c", _RUN, json.dumps(commands)]
     done = subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)

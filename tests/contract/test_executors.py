@@ -1,4 +1,4 @@
-"""What every executor promises, run on all of them: checking, null, virtual, and the runner on torch."""
+"""The promises of every executor, run on all of them: checking, null, virtual, and the runner on torch."""
 
 from array import array
 from collections.abc import Callable

@@ -111,7 +111,7 @@ class Driver:
         return int(self.floor / len(self.seen)) if tenant and self.seen else 0
 
     def priority(self, name: BlockHash) -> int | None:
-        """What its users asked for; None if a time is involved."""
+        """Return the priority that its users asked for; None if a time is involved."""
         asked = self.asked.get(name, [])
         return None if any(r.ttl for r in asked) else max((r.priority for r in asked), default=None)
 

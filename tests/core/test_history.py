@@ -1,4 +1,4 @@
-"""What was evicted is remembered for a while, by name only."""
+"""Evicted blocks are remembered for a while, by name only."""
 
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.cache.history import Evicted, EvictionHistory

@@ -23,7 +23,7 @@ def why(engine: Engine, request_id: str, viewer: Viewer = NOBODY, now: float = 0
 
 
 def why_not(engine: Engine, prompt: Iterable[int], viewer: Viewer = NOBODY, **fields: object) -> Explanation:
-    """What a prompt of 4-token blocks would meet now."""
+    """Explain a prompt of 4-token blocks as it would be served now."""
     return explain_prompt(engine.scheduler, engine.recent, make_request("", prompt, **fields), viewer, 10.0)
 
 
@@ -88,7 +88,7 @@ def test_only_what_came_before_explains_a_request() -> None:
 
 
 def test_less_than_a_block_in_common_was_never_seen_and_the_nearest_request_is_named() -> None:
-    """What a chat template writes before every conversation makes two of them no relatives."""
+    """Text that a chat template writes before every conversation makes two of them no relatives."""
     engine = make_engine(num_blocks=40)
     generate(engine, make_request("first", prompt()))
     for common in (1, 2, 3):

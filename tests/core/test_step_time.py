@@ -1,4 +1,4 @@
-"""What steps take and how many prompt tokens fit into one, against machines whose cost is known."""
+"""Durations of steps, and how many prompt tokens fit into one, against machines whose cost is known."""
 
 from array import array
 from itertools import pairwise

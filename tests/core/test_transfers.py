@@ -1,4 +1,4 @@
-"""What moves between pool and store, by hand: 8 usable blocks of 4 tokens, and a store in memory."""
+"""Blocks that move between pool and store, by hand: 8 usable blocks of 4 tokens, and a store in memory."""
 
 import pytest
 from checking import executor_of, expected_tokens, generate, make_engine, make_request, run

@@ -1,4 +1,4 @@
-"""What a row that is not finite costs: its own blocks, and shared ones only if computing them anew mends it."""
+"""The costs of a row that is not finite: its own blocks, and shared ones only if computing them anew mends it."""
 
 from array import array
 

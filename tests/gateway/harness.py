@@ -231,7 +231,7 @@ TEXTS = ["a", "b", "c"]
 
 
 def texts(body: str) -> list[str]:
-    """What a stream of completions says, event by event."""
+    """Return the texts of a stream of completions, event by event."""
     return [event["choices"][0]["text"] for event in parse_events(body) if event != "[DONE]" and event.get("choices")]
 
 

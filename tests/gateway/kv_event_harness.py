@@ -1,4 +1,4 @@
-"""What the tests of KV event consumers share: a loop with an end, and patience in small pieces."""
+"""Shared by the tests of KV event consumers: a loop with an end, and patience in small pieces."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -14,7 +14,7 @@ from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
 
 
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a consumer looks after now and then it looks after often."""
+    """Make a consumer check often what it checks now and then."""
     monkeypatch.setattr(kv_events, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(kv_events, "QUIET_SECONDS", 0.05)
     monkeypatch.setattr(kv_events, "CHECK_SECONDS", 0.5)

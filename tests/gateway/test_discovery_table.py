@@ -1,4 +1,4 @@
-"""What --discover takes."""
+"""Values of --discover."""
 
 import pytest
 

@@ -48,7 +48,7 @@ def decode_events(*events: Any, kind: str = "vllm") -> list[Event]:
 
 
 def left_out(payload: bytes, kind: str = "vllm") -> dict[str, int]:
-    """What it counted of a payload without events of use."""
+    """Return the counts after a payload without events of use."""
     decoder = EventDecoder(kind)
     assert list(decoder.decode(payload)) == []
     return {key: value for key, value in decoder.counts.items() if value and key != "events"}

@@ -98,7 +98,7 @@ def test_a_batch_of_a_million_tiny_events_is_refused_by_its_head(around: Any, fi
     ],
 )
 def test_a_wrong_shape_costs_its_event_and_an_unknown_removal_is_told(event: Any, removes: bool) -> None:
-    """What is not stored is only missing; what is not removed would be believed to be there."""
+    """A block that is not stored is only missing; one that is not removed would be believed to be there."""
     decoder = EventDecoder("vllm")
     assert list(decoder.decode(encode([1.0, [event]]))) == []
     assert decoder.counts["malformed"] == 1

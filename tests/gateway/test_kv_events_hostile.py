@@ -212,7 +212,7 @@ def test_an_index_that_outgrows_its_bound_starts_anew() -> None:
 
 
 async def turns_during(work: Any) -> int:
-    """How often another task ran while `work` did."""
+    """Return how often another task ran while `work` did."""
     turns = 0
 
     async def other() -> None:

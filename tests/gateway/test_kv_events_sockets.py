@@ -62,7 +62,7 @@ class Publisher:
         await self.pub.send_multipart((b"", number.to_bytes(8, "big"), batch(event)))
 
     async def asked(self) -> tuple[bytes, int]:
-        """Who asks for a replay, and from where on."""
+        """Return the next request for a replay: its sender, and from where on."""
         client, _, start = await self.router.recv_multipart()
         return client, int.from_bytes(start, "big")
 

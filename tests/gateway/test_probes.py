@@ -1,4 +1,4 @@
-"""What replicas say of themselves: pages of three engines, and pages of nonsense."""
+"""Pages by which replicas describe themselves: pages of three engines, and pages of nonsense."""
 
 from hypothesis import given
 from hypothesis import strategies as st

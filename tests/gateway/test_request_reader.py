@@ -38,7 +38,7 @@ def read(
 
 
 def shared(one: ReadRequest, other: ReadRequest, size: int = 1) -> int:
-    """How many leading blocks two prompts share."""
+    """Return the number of leading blocks that two prompts share."""
     names = zip(one.request.prompt.block_hashes(size), other.request.prompt.block_hashes(size), strict=False)
     return next(
         (i for i, (a, b) in enumerate(names) if a != b),

@@ -49,7 +49,7 @@ def habits(rng: Random) -> Habits:
 
 @cache
 def stocked() -> Shelf:
-    """What a process left behind that knew the stems, and some more, of every tenant."""
+    """A store as a process left it that knew the stems, and some more, of every tenant."""
     store = MemoryStore()
     engine = make_engine(100, BLOCK, store=store)
     prompts = ([*stem, *tail] for stem in STEMS for tail in ([0] * 8, [1, 2] * 4, [2, 0] * 4) if stem)

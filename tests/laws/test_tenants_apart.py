@@ -119,7 +119,7 @@ def test_whoever_asks_for_prompt_logprobs_takes_nothing_over_and_leaves_what_it_
 
 
 def schedule_of_b(seed: int, shift: int, policy: str, eviction_policy: str) -> tuple[list[object], int]:
-    """What B observes where A's tokens are B's plus `shift`: the chunks of every step and the outputs; and evictions.
+    """Return all that B observes where A's tokens are B's plus `shift`: chunks of every step, outputs; and evictions.
 
     Two tenants draw from the same few prefixes, on a pool that is too small for both.
     """

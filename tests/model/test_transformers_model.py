@@ -98,7 +98,7 @@ def test_a_model_that_mixes_tokens_beside_its_attention_is_noticed(
 
 
 def call(**keywords: Any) -> dict[str, object]:
-    """What a backend is asked for when Transformers asks for `keywords`."""
+    """Return the arguments that a backend gets when Transformers asks for `keywords`."""
     module = keywords.pop("module", None) or nn.Module()
     module.layer_idx = 0
     heads = torch.zeros(1, 2, 3, 4)

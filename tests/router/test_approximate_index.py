@@ -15,7 +15,7 @@ from headstart.router.index.prefix_index import Reservation
 
 
 class RealCache:
-    """What an engine does for one request after the other."""
+    """Serve one request after the other, as an engine does."""
 
     def __init__(self, num_blocks: int, policy: str = "lru") -> None:
         self.pool = BlockPool(num_blocks + 1, eviction_policy=policy)

@@ -5,7 +5,7 @@ from headstart.router.index.event_sequencer import MAX_WAITING, Due, EventSequen
 
 
 def batch(number: int, publisher: str = "first") -> bytes:
-    """What one publisher said under one number: no other ever says the same."""
+    """The events of one publisher under one number: no other ever has the same."""
     return f"{publisher}/{number}".encode()
 
 

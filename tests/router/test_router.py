@@ -324,7 +324,7 @@ def test_tokens_of_text_are_scaled_and_nearly_is_enough() -> None:
 
 
 def test_text_in_the_middle_of_a_prompt_may_be_off_by_more_than_at_its_ends() -> None:
-    """How many tokens a text has differs from place to place, but all of it has as many as the engine says."""
+    """The tokens per character of a text differ from place to place, but all of it has as many as the engine says."""
     for expected, least in ((50, 36), (100, 98), (2, 0)):  # of 100 blocks
         said = [
             found for found in range(101) if blocks(8 * found, expected=expected, total=400, exact=False) == expected

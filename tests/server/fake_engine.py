@@ -32,7 +32,7 @@ HELD_SECONDS = 0.005  # of a step in which all requests are held
 
 
 class Gate:
-    """What requests of a fake engine wait for, as long as a test likes: a file that is there or not.
+    """A barrier that requests of a fake engine wait for, as long as a test likes: a file that is there or not.
 
     So a test decides what happens first, however slow the processes are. The model `gate.holds(folder, 3)` gives every
     request three tokens, and the rest once the gate is open; what is not let through runs until it is aborted.
@@ -164,7 +164,7 @@ class FakeEngine:
         print("the fake engine was closed", file=sys.stderr, flush=True)
 
     def store(self) -> StoreStats:
-        """What a store would say that had lost a block for every reason but one."""
+        """Statistics of a store that has lost a block for every reason but one."""
         return StoreStats(
             num_blocks=self.stored,
             num_bytes=self.stored * 1024,

@@ -182,7 +182,7 @@ def quiet_port() -> int:
 
 
 def num_told(server: Inside) -> int:
-    """How many tokens the streams of this server have been given."""
+    """Return how many tokens the streams of this server have been given."""
     return sum(generation.num_tokens for job in server.state._jobs for generation in job.generations)
 
 

@@ -121,7 +121,7 @@ def test_other_requests_are_answered_while_a_large_answer_is_sent(folder: str, s
 
 
 async def answered_meanwhile(server: Inside, body: dict[str, Any]) -> int:
-    """How many /livez are answered between the first and the last byte of the body."""
+    """Return how many /livez are answered between the first and the last byte of the body."""
     app = build_app(server.state)
     num_answered = 0
     marks: list[int] = []

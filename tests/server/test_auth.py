@@ -1,4 +1,4 @@
-"""Who may do what: every route times every kind of caller, and tenants that share nothing."""
+"""Permissions: every route times every kind of caller, and tenants that share nothing."""
 
 import asyncio
 from collections.abc import Iterator
@@ -152,7 +152,7 @@ def test_without_administrator_keys_no_tenant_may_administer() -> None:
 
 
 def who(auth: Authenticator, key: str) -> Principal:
-    """Whose key it is."""
+    """Return the principal of a key."""
     return auth.authorise({"path": "/v1/models", "headers": [(b"authorization", b"bearer " + key.encode())]})
 
 

@@ -89,7 +89,7 @@ def receive_stored(sub: "zmq.Socket[bytes]") -> int:
 
 
 def replay(context: "zmq.Context[Any]", endpoint: str, start: int) -> list[tuple[bytes, int, list[Any]]]:
-    """What the replay socket has from `start` on: topic, number, events; read up to the end marker."""
+    """Return the messages of the replay socket from `start` on: topic, number, events; read up to the end marker."""
     sock = context.socket(zmq.DEALER)
     sock.connect(endpoint)
     sock.send_multipart((b"", start.to_bytes(8, "big")))

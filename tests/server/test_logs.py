@@ -1,4 +1,4 @@
-"""What is logged, for programs and for people: access lines, and the statistics line."""
+"""Logs for programs and for people: access lines, and the statistics line."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What later prompts are sure to share of a prefix: never a token more, and hardly one less."""
+"""The tokens of a prefix that later prompts are sure to share: never a token more, and hardly one less."""
 
 from pathlib import Path
 

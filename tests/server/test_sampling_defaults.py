@@ -125,7 +125,7 @@ def test_what_cannot_be_read_is_a_configuration_error_in_one_line(tmp_path: Path
 
 
 def sampled(folder: Path, ask: Callable[[Inside], Awaitable[object]], source: str = "auto") -> SamplingParams:
-    """What the engine is asked to sample with when `ask` asks a server of that model."""
+    """Return the parameters that the engine gets when `ask` asks a server of that model."""
 
     async def run() -> SamplingParams:
         async with inside(str(folder), generation_config=source) as server:

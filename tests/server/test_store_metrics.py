@@ -1,4 +1,4 @@
-"""What is told of the store, in numbers that add up, and to whom."""
+"""Metrics of the store: in numbers that add up, and to whom."""
 
 import asyncio
 from typing import Any

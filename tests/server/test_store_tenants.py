@@ -47,7 +47,7 @@ ROOT = {"authorization": "Bearer root-of-all-keys"}
 
 
 class Reply:
-    """What one caller sees of one answer, and what the server's store did for it."""
+    """One caller's view of one answer, and the work of the server's store for it."""
 
     def __init__(self, answer: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> None:
         self.text: str = answer["choices"][0]["text"]

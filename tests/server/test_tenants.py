@@ -49,7 +49,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 class Reply:
-    """What one caller sees of one answer."""
+    """One caller's view of one answer."""
 
     def __init__(self, answer: dict[str, Any]) -> None:
         self.text: str = answer["choices"][0]["text"]

@@ -114,7 +114,7 @@ def cached(records: list[RequestRecord]) -> list[int]:
 
 
 def errors(fleet: VirtualFleet) -> list[int]:
-    """How far off each prediction was, in tokens, in the order of arrival."""
+    """Return how far off each prediction was, in tokens, in the order of arrival."""
     return [abs(pick.candidate.hit_tokens - (pick.cached_tokens or 0)) for pick in fleet.picks]
 
 

@@ -1,4 +1,4 @@
-"""How long a load will take: from what was measured, raised by loads given up, faded when nothing confirms it."""
+"""Estimated durations of loads: from what was measured, raised by loads given up, faded when nothing confirms it."""
 
 import pytest
 

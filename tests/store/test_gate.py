@@ -14,7 +14,7 @@ METHODS = {"import_module", "system", "popen", "memmap", "eval", "exec"}
 
 
 def findings(path: str, source: str) -> Iterator[str]:
-    """What is forbidden in one file of store/."""
+    """Return the forbidden imports and calls in one file of store/."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name.split(".")[0] for alias in node.names]

@@ -1,4 +1,4 @@
-"""What people are told of a folder: what is in it, by model, and what of it is damaged."""
+"""Reports about a folder: its content, by model, and what of it is damaged."""
 
 import errno
 import os

@@ -72,7 +72,7 @@ PLANS = [
 
 @dataclass
 class Seen:
-    """What all the deaths of one test left behind. `wrong` must stay empty."""
+    """The remains of all the deaths of one test. `wrong` must stay empty."""
 
     deaths: int = 0
     finished: int = 0  # blocks of which a victim said so
@@ -137,7 +137,7 @@ class Victim:
         return max((int(number) for word, number in self._lines() if word == b"evicted"), default=0)
 
     def _lines(self) -> list[tuple[bytes, bytes]]:
-        """What it has reported; a line that was cut is none."""
+        """Return the lines it has reported; one that was cut is none."""
         pairs = (line.split() for line in self.log.read_bytes().split(b"\n")[1:-1])
         return [(first, second) for first, second in pairs]
 

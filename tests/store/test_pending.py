@@ -1,4 +1,4 @@
-"""What waits to be written: in which order it goes, what is dropped when too much waits, and what replaces what."""
+"""Blocks that wait to be written: their order, what is dropped when too much waits, and what replaces what."""
 
 from headstart.core.cache.block_store import BlockKey
 from headstart.core.cache.hashing import BlockHash

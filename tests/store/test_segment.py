@@ -146,7 +146,7 @@ def test_an_entry_that_is_damaged_twice_is_damaged_and_does_not_hide_the_next(tm
 
 
 def test_a_payload_without_an_entry_is_no_block_and_no_damage(tmp_path: Path) -> None:
-    """What a writer leaves behind that is killed between the two."""
+    """The file of a writer that is killed between the two."""
     writer = SegmentWriter(FILES, tmp_path, HEADER)
     writer.append(chain(2))
     with writer.path.open("r+b") as file:

@@ -31,7 +31,7 @@ EVERY: dict[str, Callable[[Random], Scenario]] = {
 
 
 def ideals(scenario: Scenario) -> list[int]:
-    """What is new in each phase, given those before it."""
+    """Return the blocks that are new in each phase, given those before it."""
     prompts, totals = [], [0]
     for phase in scenario.phases:
         prompts += [job.prompt for job in phase.jobs]
