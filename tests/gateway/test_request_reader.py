@@ -328,3 +328,51 @@ def test_prompts_are_hashed_by_the_given_chain() -> None:
     prompt = read(body, COMPLETIONS, RequestReader(chain=chain)).request.prompt
     assert prompt.block_hashes(16) == read(body, COMPLETIONS, RequestReader()).request.prompt.block_hashes(16)
     assert prompt.block_hashes_with(range(20), 16) and calls == [64, 64]
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------
+
+IMAGE = "iVBORw0KGgo" + "A" * 2000
+
+
+def with_image(api: str, data: str, more: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Return a conversation with an image between two texts, as each API has it."""
+    before, after = "Look at this picture of a lighthouse on a cliff. ", "What do you see in it, in one word?"
+    if api == "/v1/messages":
+        source = {"type": "base64", "media_type": "image/png", "data": data}
+        image: dict[str, Any] = {"type": "image", "source": source, "cache_control": {"type": "ephemeral"}}
+        texts = [{"type": "text", "text": text} for text in (before, after)]
+        return {"max_tokens": 1, "messages": [{"role": "user", "content": [texts[0], image, texts[1]]}, *(more or [])]}
+    url = f"data:image/png;base64,{data}"
+    if api == "/v1/responses":
+        parts = [{"type": "input_text", "text": before}, {"type": "input_image", "image_url": url}]
+        return {"input": [{"role": "user", "content": [*parts, {"type": "input_text", "text": after}]}, *(more or [])]}
+    parts = [{"type": "text", "text": before}, {"type": "image_url", "image_url": {"url": url}}]
+    return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": after}]}, *(more or [])]}
+
+
+@pytest.mark.parametrize("api", [CHAT, "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_an_image_again_is_the_same_prompt_and_another_is_one_from_there_on(
+    api: str, has_tokenizer: bool, tokenizer: Tokenizer
+) -> None:
+    reader = RequestReader(tokenizer if has_tokenizer else None)
+    first, again = (read(with_image(api, IMAGE), api, reader) for _ in range(2))
+    length = first.request.prompt.num_tokens
+    assert length < 400 and shared(first, again) == length
+    assert first.request.has_parts or not has_tokenizer
+    other = read(with_image(api, IMAGE[:-1] + "B"), api, reader)
+    text = read({"prompt": "Look at this picture of a lighthouse on a cliff. "}, reader=reader)
+    assert text.request.prompt.num_tokens <= shared(first, other) < length - 8
+    turns = [{"role": "assistant", "content": "A lighthouse."}, {"role": "user", "content": "Where is it?"}]
+    later = read(with_image(api, IMAGE, turns), api, reader)
+    assert shared(first, later) >= length - 8 and later.request.prompt.num_tokens > length
+
+
+def test_images_at_replicas_that_read_none_are_counted_as_they_count_them(tokenizer: Tokenizer) -> None:
+    reader = RequestReader(tokenizer)
+    reader.served = {"m": Served("m", reads_parts=False)}
+    routed = read({**with_image(CHAT, IMAGE), "model": "m"}, CHAT, reader).request
+    bounds = Bounds(10**6, 4096, content_forms=tokenizer.content_forms)
+    _, requests = chat_requests(parse_chat(with_image(CHAT, IMAGE), bounds), tokenizer, bounds, Origin("x"))
+    assert list(routed.prompt.token_ids) == list(requests[0].prompt) and routed.prompt.exact and not routed.has_parts

@@ -290,6 +290,18 @@ def test_a_replica_that_counts_another_number_of_tokens_is_guessed_at_for_prompt
     assert router.pick(chat, 2 * late).candidate.hit_tokens == 0
 
 
+def test_a_prompt_with_an_image_says_nothing_of_how_a_replica_counts_others() -> None:
+    router = precise_fleet()
+    chat = RoutingRequest(prompt(*range(8)), form="chat", has_parts=True)
+    router.finished(router.sent(router.pick(chat, 0.0), 0.0), 1.0, Usage(1000, 0))
+    told = router.endpoints["r0"].index
+    assert isinstance(told, KVEventIndex)
+    told.apply([stored("ab", 0, 1)])
+    for has_parts in (False, True):  # both go by events
+        asked = RoutingRequest(prompt(*range(8)), form="chat", has_parts=has_parts)
+        assert router.pick(asked, 100.0).candidate.hit_tokens == 2 * BLOCK
+
+
 # -------------------------------------------------------------------------------------------------------------- reports
 
 

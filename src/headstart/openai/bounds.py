@@ -56,7 +56,7 @@ class Bounds:
     prompt_rules: PromptRules = NO_RULES  # for chats
     closes_objects: bool = False  # in answers, objects have no properties but those that a schema lists
     content_forms: Callable[[], ContentForms] = _one_text  # of the chat template; asked only for other contents
-    unreadable_parts: str = "placeholder"  # or refuse: images, audio and files
+    unreadable_parts: str = "placeholder"  # or refuse, or (at a router) digest: images, audio and files
     skipped: Skipped | None = None  # collects what one request loses; None: not collected
 
     def skip(self, place: Place, name: object) -> None:

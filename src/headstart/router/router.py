@@ -214,7 +214,7 @@ class Router:
             return
         in_flight.cached_tokens, in_flight.reported_tokens = usage.cached_tokens, usage.prompt_tokens
         prompt = in_flight.view.request.prompt
-        if prompt.exact:
+        if prompt.exact and not in_flight.view.request.has_parts:
             _compare_counts(in_flight.endpoint, in_flight.view.request, usage)
         scaled = usage.cached_tokens * prompt.num_tokens // max(usage.prompt_tokens, 1)
         in_flight.endpoint.load.learn(in_flight.flight, Work.of(prompt.num_tokens, scaled))

@@ -91,7 +91,8 @@ class RoutingRequest:
     """One request to be routed. `subset`: names of the replicas that may serve it; None: all.
 
     `form`: the way in which the prompt became tokens ("chat": by a chat template). Where a replica counts the tokens of
-    one form otherwise than the router, it may count those of others alike.
+    one form otherwise than the router, it may count those of others alike. `has_parts`: the prompt has digests in place
+    of images, so that every engine counts its tokens otherwise.
     """
 
     prompt: Prompt
@@ -101,6 +102,7 @@ class RoutingRequest:
     max_tokens: int = 0  # upper bound of output tokens; 0: not known
     subset: frozenset[str] | None = None
     form: str = ""
+    has_parts: bool = False
 
 
 class Usage(NamedTuple):

@@ -28,6 +28,9 @@ from headstart.openai.canonical.canonical_body import canonical_body
 from headstart.openai.canonical.prompt_rules import NO_RULES, AppliedRules, PromptRules
 from headstart.openai.chat.template_forms import ContentForms
 from headstart.openai.engine_requests import encode_chat, encode_completion
+from headstart.openai.forms.carried_text import DIGEST, part_digest
+from headstart.openai.forms.skipped import Skipped
+from headstart.openai.forms.treatments import UNREADABLE, Place
 from headstart.openai.request_bodies import parse_chat, parse_completion
 from headstart.openai.request_json import json_value, parse_json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
@@ -63,6 +66,7 @@ class Served:
     adapter: str | None = None
     default_max_tokens: int = 0  # of a request without a limit; 0: not known
     max_model_len: int = 0  # tokens; 0: not known
+    reads_parts: bool = True  # its replicas may read images, audio and files; Headstart's do not
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,11 @@ class RequestReader:
         root = router_root(served.model, adapter=served.adapter, domain=domain)
         scoped = None if self.tokenizer is None else self.tokenizer.for_domain(sender.domain.hex(), domain)
         limit = model_info.max_model_len or sys.maxsize  # the replica refuses a longer prompt
-        tokens, text, count = self._prompt(path, api, values, scoped, limit)
+        skipped = Skipped()
+        bounds = replace(_ANYTHING, skipped=skipped)
+        if model_info.reads_parts:
+            bounds = replace(bounds, unreadable_parts=DIGEST)
+        tokens, text, count = self._prompt(path, api, values, scoped, limit, bounds)
         if tokens is not None:
             prompt = Prompt(tokens if len(tokens) <= limit else tokens[:limit], root, chain=self._chain)
         else:
@@ -165,6 +173,7 @@ class RequestReader:
             session=_session(sender, values),
             max_tokens=min(most, limit) if isinstance(most, int) and most > 0 else 0,
             form="chat" if api.chat_values is not None else "ids" if text is None else "text",
+            has_parts=model_info.reads_parts and skipped.has(Place.PART),
         )
         used = api.used_response(values)
         return ReadRequest(request, sent, stream, hides_usage, text, domain, count == 1, used, applied)
@@ -193,7 +202,7 @@ class RequestReader:
             return _short_fields(body)
 
     def _prompt(
-        self, path: str, api: Api, values: Mapping[str, Any], tokenizer: Tokenizer | None, limit: int
+        self, path: str, api: Api, values: Mapping[str, Any], tokenizer: Tokenizer | None, limit: int, bounds: Bounds
     ) -> "tuple[array[int] | None, str | None, int]":
         """Return the first prompt's token ids if known, its text if it has one, and the number of prompts.
 
@@ -203,7 +212,7 @@ class RequestReader:
             return None, "", 0  # only its replica knows the prompt
         if api.chat_values is not None:
             try:
-                return self._chat(dict(api.chat_values(values, _ANYTHING)), tokenizer, limit)
+                return self._chat(dict(api.chat_values(values, bounds)), tokenizer, limit, bounds)
             except InvalidRequestError:  # another engine's API, or invalid: the replica decides
                 return None, msgspec.json.encode(values).decode(), 1
         if api is COMPLETIONS:
@@ -211,12 +220,12 @@ class RequestReader:
         return None, "" if path in UNCACHED else msgspec.json.encode(values).decode(), 1
 
     def _chat(
-        self, values: dict[str, Any], tokenizer: Tokenizer | None, limit: int
+        self, values: dict[str, Any], tokenizer: Tokenizer | None, limit: int, bounds: Bounds
     ) -> "tuple[array[int] | None, str | None, int]":
         text = conversation(values)
         if tokenizer is not None and can_tokenize(text, limit):
             try:
-                bounds = replace(_ANYTHING, content_forms=tokenizer.content_forms)
+                bounds = replace(bounds, content_forms=tokenizer.content_forms)
                 return encode_chat(parse_chat(dict(values), bounds), tokenizer, bounds), text, 1
             except (InvalidRequestError, QueueFullError):  # another engine's API, or invalid: the replica decides
                 pass
@@ -266,10 +275,18 @@ def conversation(values: Mapping[str, Any]) -> str:
         if not isinstance(message, Mapping):
             continue
         content = message.get("content")
+        if isinstance(content, list):
+            content = [_shortened(part) for part in content]
         text = content if isinstance(content, str) else msgspec.json.encode(content).decode() if content else ""
         calls = message.get("tool_calls")
         parts.append(f"<{message.get('role')}>\n{text}{msgspec.json.encode(calls).decode() if calls else ''}")
     return "\n".join(parts)
+
+
+def _shortened(part: object) -> object:
+    """Return a part of a message, the digest of an image in place of its bytes."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return part_digest(kind, part) if isinstance(kind, str) and kind in UNREADABLE else part
 
 
 def _salt(sender: Sender, cache_salt: object) -> str:

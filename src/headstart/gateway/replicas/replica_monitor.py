@@ -162,14 +162,18 @@ class ReplicaMonitor:
         """Return the model and adapter of each model name, with the longest context of its replicas."""
         found: dict[str, Served] = {}
         lengths: dict[str, list[int]] = {}
+        own: dict[str, list[bool]] = {}
         for member in self.members.values():
             for card in member.models:
                 found.setdefault(
                     card.id, Served(member.base_model, card.id if card.parent else None, card.default_max_tokens)
                 )
+                own.setdefault(card.id, []).append(card.fields.get("owned_by") == "headstart")
                 lengths.setdefault(card.id, []).append(card.max_model_len)
         return {
-            name: replace(served, max_model_len=max(lengths[name]) if all(lengths[name]) else 0)
+            name: replace(
+                served, max_model_len=max(lengths[name]) if all(lengths[name]) else 0, reads_parts=not all(own[name])
+            )
             for name, served in found.items()
         }
 

@@ -1,19 +1,21 @@
 """The text of parts, items and blocks of any type: the same bytes for the same value in each turn.
 
 Ids, states and encrypted content are left out, since the model cannot use them. What cannot be read here, such as an
-image, becomes a placeholder with its kind, or is refused (`--unreadable-parts`).
+image, becomes a placeholder with its kind, or is refused (`--unreadable-parts`). A router, whose replicas may read it,
+has its digest in the place of a placeholder.
 """
 
 import json
 import re
 from collections.abc import Mapping
+from hashlib import sha256
 from typing import Any
 
 from headstart.openai.bounds import Bounds
 from headstart.openai.forms.treatments import UNREADABLE, Place
 from headstart.openai.value_checks import check_text, shown, unsupported
 
-REFUSE = "refuse"
+REFUSE, DIGEST = "refuse", "digest"
 _LEFT_OUT = frozenset(
     (
         *("type", "id", "status", "call_id", "tool_use_id", "role", "phase", "caller", "cache_control", "citations"),
@@ -39,10 +41,10 @@ def part_text(name: str, part: Mapping[str, Any], bounds: Bounds) -> str:
     """Return the text of a part that is no text part, perhaps a placeholder. Raises InvalidRequestError."""
     kind = part["type"]
     if kind in UNREADABLE:
-        return _placeholder(name, kind, _title(part), bounds)
+        return _placeholder(name, kind, part, bounds)
     if kind == "document":
         return _document(name, part, bounds)
-    return carried_text(name, part, bounds) or _placeholder(name, kind, "", bounds)
+    return carried_text(name, part, bounds) or _placeholder(name, kind, part, bounds)
 
 
 def left_of(name: str, value: object, bounds: Bounds) -> object:
@@ -50,7 +52,7 @@ def left_of(name: str, value: object, bounds: Bounds) -> object:
     if isinstance(value, Mapping):
         kind = value.get("type")
         if isinstance(kind, str) and kind in UNREADABLE:
-            return _placeholder(name, kind, _title(value), bounds)
+            return _placeholder(name, kind, value, bounds)
         text = next((value[key] for key in _TEXT_KEYS if isinstance(value.get(key), str)), None)
         if text is not None and not set(value) - _LEFT_OUT - set(_TEXT_KEYS):
             return text
@@ -65,7 +67,7 @@ def left_of(name: str, value: object, bounds: Bounds) -> object:
         texts = [item for item in kept if isinstance(item, str)]
         return "\n".join(texts) if texts and len(texts) == len(kept) else kept
     if isinstance(value, str) and _BASE64.fullmatch(value):
-        return _placeholder(name, "file", "", bounds)
+        return _placeholder(name, "file", value, bounds)
     return value
 
 
@@ -82,12 +84,20 @@ def _document(name: str, part: Mapping[str, Any], bounds: Bounds) -> str:
     elif isinstance(source, Mapping) and source.get("type") == "content":
         inside = left_of(f"{name}.source.content", source.get("content"), bounds)
     if not inside:
-        return _placeholder(name, "file", _title(part), bounds)
+        return _placeholder(name, "file", part, bounds)
     head = " ".join(item for item in (part.get("title"), part.get("context")) if isinstance(item, str))
     return check_text(name, f"[document{head and ' '}{head}]\n{as_text(inside)}\n")
 
 
-def _title(part: Mapping[str, Any]) -> str:
+def part_digest(kind: str, part: object) -> str:
+    """Return a text that stands for the content of a part, the same in each turn: `[image 1f8a...]`."""
+    kept = {key: item for key, item in part.items() if key != "cache_control"} if isinstance(part, Mapping) else part
+    return f"[{UNREADABLE.get(kind, kind)} {sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()}]"
+
+
+def _title(part: object) -> str:
+    if not isinstance(part, Mapping):
+        return ""
     inner = part.get("file")
     for holder in (part, inner if isinstance(inner, Mapping) else {}):
         for key in ("filename", "title"):
@@ -96,11 +106,14 @@ def _title(part: Mapping[str, Any]) -> str:
     return ""
 
 
-def _placeholder(name: str, kind: str, title: str, bounds: Bounds) -> str:
+def _placeholder(name: str, kind: str, part: object, bounds: Bounds) -> str:
     """Return the placeholder of a part, and note it as skipped. Raises InvalidRequestError if the server refuses it."""
     if bounds.unreadable_parts == REFUSE:
         remedy = "this server reads text only; send text, or start it with --unreadable-parts placeholder"
         unsupported(name, f"parts of type {shown(kind)} are not read: {remedy}")
     known = UNREADABLE.get(kind, kind[:_SHOWN_TYPE_CHARS])
     bounds.skip(Place.PART, known)
+    if bounds.unreadable_parts == DIGEST:
+        return part_digest(known, part)
+    title = _title(part)
     return check_text(name, f"[{known}{title and ' '}{title}: not shown, this server reads text only]")

@@ -36,6 +36,10 @@ class Skipped:
         plain = unversioned(name) if isinstance(name, str) else ""
         self._counts[f"{place}.{plain if _PLAIN.fullmatch(plain) else _OTHER}"] += 1
 
+    def has(self, place: Place) -> bool:
+        """Return whether anything of this kind was left out."""
+        return any(name.startswith(f"{place}.") for name in self._counts)
+
     def counts(self) -> SkippedCounts:
         """Return the names so far."""
         return tuple(sorted(self._counts.items()))
