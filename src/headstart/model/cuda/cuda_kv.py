@@ -6,6 +6,7 @@ step has been collected. Writes are queued on the stream of the steps, so the ne
 """
 
 import threading
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from headstart.core.cache.block_store import Data
 from headstart.model.paged_kv import KVShape
 
+warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
 RING = 8  # pinned buffers of blocks on their way to the device
 
 
@@ -63,7 +65,7 @@ class CudaKV:
             self._next = (self._next + 1) % RING
             if copied is not None:
                 copied.synchronize()  # its last copy, RING blocks ago
-            pinned.view(-1).view(torch.uint8).numpy().data[:] = memoryview(data).cast("B")
+            pinned.view(-1).view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))  # by several threads
             self.pool[block_id].transpose(2, 3).copy_(pinned.to(self.device, non_blocking=True))
             if copied is not None:
                 copied.record(torch.cuda.current_stream(self.device))
