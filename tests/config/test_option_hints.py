@@ -53,6 +53,8 @@ def test_no_hint_is_for_an_option_that_exists() -> None:
         ("serve m --kv-cache-memory-bytes 9", "--kv-cache-memory-bytes; use --kv-cache-memory 6GiB"),
         ("serve m --pipeline-parallel-size 2", "a model is not split over devices; --replicas N"),
         ("serve m -tp 2", "-tp; a model is not split over devices"),
+        ("serve -hf foo/bar", "-hf; the model is named without a flag: headstart serve MODEL"),
+        ("serve -hfr foo/bar", "-hfr; the model is named without a flag: headstart serve MODEL"),
         ("serve --model m", "--model; the model is named without a flag: headstart serve MODEL"),
         ("serve --model-path m", "--model-path; the model is named without a flag: headstart serve MODEL"),
         ("serve m --trust-remote-code", "--trust-remote-code; code from a checkpoint is never run"),

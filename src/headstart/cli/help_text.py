@@ -34,7 +34,7 @@ class GroupedCommand(TyperCommand):
         """Return the arguments without unknown options that have no effect, which get a warning each.
 
         Several names after one --served-model-name become one flag each.
-        Raises a usage error that names all unknown options, if there are several.
+        Raises a usage error for several unknown options, which names all, and for one with a hint.
         """
         has_value = {flag: not getattr(p, "is_flag", False) for p in self.params for flag in p.opts}
         has_value |= {flag: False for p in self.params for flag in p.secondary_opts}
@@ -68,6 +68,8 @@ class GroupedCommand(TyperCommand):
         if len(unknown) > 1:
             root = ctx.find_root().command
             raise _UsageError(f"No such options: {'; '.join(_with_hint(flag, root) for flag in unknown)}", ctx=ctx)
+        if unknown and (hint := hint_of(unknown[0])):  # before the parser reads -hf as -h and -f
+            raise _UsageError(f"No such option: {unknown[0]}; {hint}", ctx=ctx)
         return kept
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

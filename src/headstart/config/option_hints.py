@@ -41,7 +41,7 @@ _SAMPLING = "a request chooses it, in its own body; leave it out"
 _REPLICAS = "use --replica URL, once for each server"
 
 _TABLE: dict[tuple[str, ...], str] = {
-    ("--model", "--model-path", "--model-id", "--hf-repo", "--model-url", "-m", "-hfr"): _MODEL,
+    ("--model", "--model-path", "--model-id", "--hf-repo", "--model-url", "-m", "-hf", "-hfr"): _MODEL,
     # vLLM, and the equivalents of SGLang and llama.cpp
     ("--mem-fraction-static",): "use --gpu-memory-utilization, or on a CPU --memory-limit 8GiB",
     ("--kv-cache-memory-bytes",): "use --kv-cache-memory 6GiB",

@@ -221,7 +221,7 @@ class EngineOptions:
     )
     kv_store_size: str = _option("20GiB", "Size limit of that folder; the least recently used is evicted.", SCHEDULING)
     kv_events_config: str | None = _option(
-        None, "JSON as in vLLM: publish KV events over ZMQ, see docs/api.md.", SCHEDULING, json=True
+        None, "JSON as in vLLM: publish KV events over ZMQ, see docs/kv-events.md.", SCHEDULING, json=True
     )
     speculative_config: str | None = _option(
         None,

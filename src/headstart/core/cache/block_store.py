@@ -38,7 +38,7 @@ class Loaded(NamedTuple):
 class StoreStats:
     """A snapshot; counters run since start. Units: blocks, bytes, seconds.
 
-    `misses` and `lost_writes` are counted by reason; see docs/api.md for what each means.
+    `misses` and `lost_writes` are counted by reason; see docs/store.md for what each means.
     """
 
     num_blocks: int = 0  # loadable: of this model and block size
