@@ -20,7 +20,7 @@ WITHOUT = f"""
 import runpy, sys
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
-missing = {(*ENGINE_PACKAGES, "matplotlib", "kubernetes_asyncio", "ray")!r}
+missing = {(*ENGINE_PACKAGES, "matplotlib", "kubernetes_asyncio", "ray", "opentelemetry")!r}
 PathFinder.find_spec = staticmethod(lambda name, path=None, target=None: (
     None if name.split(".")[0] in missing else find(name, path, target)))
 """
