@@ -1,6 +1,8 @@
 """Traces over OTLP, through a router and a server in processes of their own: to a receiver, and to a real collector."""
 
+import gzip
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ from server.harness import Server, fake_command, quiet_port, spawn, wait_for
 from tokenizer_folders import BYTE_LEVEL, write
 
 from headstart.model.weights.init_model import init_model
+from headstart_lab.router.failover_processes import quiet_ports
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra [otlp] is not installed")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -41,7 +44,10 @@ class Receiver:
             def do_POST(self) -> None:
                 assert self.path == "/v1/traces"
                 receiver.headers.append(dict(self.headers))
-                found = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
+                body = self.rfile.read(int(self.headers["content-length"]))
+                if self.headers["content-encoding"] == "gzip":
+                    body = gzip.decompress(body)
+                found = ExportTraceServiceRequest.FromString(body)
                 for resource in found.resource_spans:
                     service = {a.key: a.value.string_value for a in resource.resource.attributes}["service.name"]
                     for scope in resource.scope_spans:
@@ -74,11 +80,16 @@ def receiver() -> Iterator[Receiver]:
     receiver.server.server_close()
 
 
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 @contextmanager
 def rotel(target: str, folder: Path) -> Iterator[str]:
     """A collector of its own, which passes traces on to `target`; its address."""
     package = pytest.importorskip("rotel", reason="the collector is not installed")
-    ports = [quiet_port(), quiet_port()]
+    ports = quiet_ports(2)
     options = {
         "--otlp-http-endpoint": f"127.0.0.1:{ports[0]}",
         "--otlp-grpc-endpoint": f"127.0.0.1:{ports[1]}",
@@ -94,6 +105,7 @@ def rotel(target: str, folder: Path) -> Iterator[str]:
             [agent, "start", *(w for pair in options.items() for w in pair)], stdout=log, stderr=log
         )
     try:
+        wait_for(lambda: is_listening(ports[0]))
         yield f"http://127.0.0.1:{ports[0]}"
     finally:
         process.terminate()
