@@ -9,6 +9,7 @@ from gateway.harness import Front, Replica, front, reset, run, two
 from server.collected import Collected, named, texts
 from server.harness import until
 
+from headstart.gateway.proxy.upstream import headers_changed
 from headstart.http.logs import Log
 from headstart.http.tracing import tracer as tracing
 from headstart.http.tracing.request_trace import RequestTrace
@@ -102,6 +103,14 @@ def test_an_invalid_context_begins_a_new_trace_without_its_state() -> None:
         assert "tracestate" not in replica.heads[-1]
 
     run(scenario())
+
+
+def test_envoy_removes_the_state_of_a_context_that_is_not_continued() -> None:
+    theirs = [(name.encode(), value.encode()) for name, value in CALLER.items()]
+    ours = CALLER["traceparent"]
+    assert headers_changed(theirs, {"traceparent": ours})[1] == ["tracestate"]
+    assert headers_changed(theirs, {"traceparent": ours, "tracestate": "vendor=1"})[1] == []
+    assert headers_changed(theirs, {})[1] == []
 
 
 @pytest.mark.parametrize("headers", [{}, {"traceparent": f"00-{TRACE}-{SPAN}-00"}])

@@ -231,6 +231,16 @@ async def test_only_generation_is_traced_and_a_caller_may_have_it_left_out(folde
     assert collected.traces == []
 
 
+@on_a_loop
+async def test_a_request_without_a_key_is_not_traced(folder: str) -> None:
+    async with inside(folder, build_checked, api_key=("k",)) as server:
+        collected = Collected()
+        server.state.tracer = Tracer(collected, Log(io.StringIO()))
+        refused = await server.complete("x")
+        server.state.tracer.close()
+    assert refused.status_code == 401 and collected.traces == []
+
+
 def timings(header: str) -> dict[str, float]:
     return {part.split(";dur=")[0]: float(part.split(";dur=")[1]) for part in header.split(", ")}
 

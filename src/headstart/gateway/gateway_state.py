@@ -351,10 +351,8 @@ def _add_spans(call: ProxiedCall, trace: RequestTrace, record: RequestRecord) ->
     trace.add("receive", record.arrival, received_at)
     sent_at = next((span.start for span in trace.spans if span.kind == "client"), now)
     trace.add("route", received_at, sent_at)
-    trace.root.attributes |= {
-        "gen_ai.request.model": call.reading.request.model[:128],
-        "gen_ai.response.id": call.answer_id,
-    }
+    names = {"gen_ai.request.model": call.reading.request.model[:128], "gen_ai.response.id": call.answer_id}
+    trace.root.attributes |= {name: value for name, value in names.items() if value}
     decision = call.in_flight
     if decision is not None and decision.cached_tokens is not None:
         trace.root.attributes["gen_ai.usage.cache_read.input_tokens"] = decision.cached_tokens

@@ -54,9 +54,7 @@ class Gate:
         if self._root and scope["path"].startswith(f"{self._root}/"):
             scope = {**scope, "path": scope["path"].removeprefix(self._root)}
         record = RequestRecord.of(scope)
-        api, tracer = self._api_of(record.path), self._state.tracer
-        if tracer is not None and api.operation and record.path == api.path and record.method == "POST":
-            record.trace = tracer.begin(record, api.operation, scope["headers"])
+        api = self._api_of(record.path)
         own = [*identity_headers(api, record.request_id), *self._state.pages.cors(scope)]
 
         async def send_identified(message: Message) -> None:
@@ -83,6 +81,9 @@ class Gate:
         if preflight is not None:
             await preflight(scope, receive, send)
             return
+        tracer = self._state.tracer
+        if tracer is not None and api.operation and record.path == api.path and record.method == "POST":
+            record.trace = tracer.begin(record, api.operation, scope["headers"])  # no one without a key fills the queue
         if scope["method"] == "HEAD":  # the protocol leaves the body out
             scope = {**scope, "method": "GET"}
         try:
