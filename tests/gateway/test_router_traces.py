@@ -45,7 +45,8 @@ def test_the_span_of_an_attempt_is_the_parent_of_the_replicas(stream: bool) -> N
         (attempt,) = named(trace, "POST /v1/completions")
         assert replica.heads[-1]["traceparent"] == f"00-{TRACE}-{attempt.span_id:016x}-01"
         assert replica.heads[-1]["tracestate"] == "vendor=1"
-        assert [span.name for span in trace.spans] == ["text_completion", attempt.name, "receive", "route"]
+        assert [span.name for span in trace.spans] == ["text_completion", attempt.name]
+        assert min(trace.root.attributes[f"headstart.{part}_ms"] for part in ("receive", "route")) >= 0
         root = trace.root
         assert (f"{trace.trace_id:032x}", f"{root.parent_id:016x}", root.kind) == (TRACE, SPAN, "server")
         assert {span.parent_id for span in trace.spans[1:]} == {root.span_id}

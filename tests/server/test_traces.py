@@ -107,6 +107,16 @@ def test_spans_beyond_the_queue_are_dropped_and_counted_while_the_collector_hang
     assert (tracer.num_exported, tracer.num_dropped, len(collected.traces)) == (6, 6, 6)
 
 
+def test_many_spans_are_exported_before_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "EXPORT_SECONDS", 1e6)
+    monkeypatch.setattr(tracing, "EXPORT_SPANS", 3)
+    tracer = Tracer(Collected(), Log(io.StringIO()))
+    for exported in (3, 6):
+        add(tracer, 3)
+        wait_for(lambda exported=exported: tracer.num_exported == exported)
+    tracer.close()
+
+
 def test_a_collector_that_refuses_costs_spans_and_two_lines_in_the_log() -> None:
     collected, stream = Collected(), io.StringIO()
     collected.answer = False

@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 from headstart.apis.api import Api
 from headstart.apis.api_table import generation_api
@@ -64,13 +63,10 @@ class ProxiedCall:
             return
         in_flight = self.in_flight
         self.attempt = self.trace.add(f"POST {self.path}", in_flight.sent_at, in_flight.sent_at)
-        url = urlsplit(in_flight.endpoint.name)
         self.attempt.kind = "client"
         self.attempt.attributes |= {
             "http.request.method": "POST",
             "url.full": in_flight.endpoint.name + self.path,
-            "server.address": url.hostname or "",
-            "server.port": url.port or (443 if url.scheme == "https" else 80),
             "headstart.route.reason": in_flight.choice.reason,
             "headstart.route.predicted_tokens": in_flight.candidate.hit_tokens,
             "headstart.route.expected_ms": in_flight.flight.expected_ms,

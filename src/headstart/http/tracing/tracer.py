@@ -18,7 +18,8 @@ from headstart.http.access_record import RequestRecord
 from headstart.http.logs import Log
 from headstart.http.tracing.request_trace import RequestTrace, SpanEvent, TraceParent, TraceSpan, new_id
 
-EXPORT_SECONDS = 1.0  # between two looks at the queue
+EXPORT_SECONDS = 5.0  # that a span waits at most
+EXPORT_SPANS = 512  # that wait at most: few exports, since each costs a request
 BATCH_SPANS = 128  # of one export: encoding a batch holds the interpreter for a few milliseconds
 MAX_WAITING_SPANS = 8192
 CLOSE_SECONDS = 2.0  # for the export of what waits at the end
@@ -52,7 +53,8 @@ class Tracer:
         self._waiting: deque[RequestTrace] = deque()
         self._num_added = self._num_taken = 0  # spans that have been in the queue
         self._is_lost = False  # the last export failed
-        self._closing = threading.Event()
+        self._is_closing = False
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
@@ -77,15 +79,20 @@ class Tracer:
             return
         self._num_added += num_spans
         self._waiting.append(trace)
+        if self._num_added - self._num_taken >= EXPORT_SPANS and not self._wake.is_set():
+            self._wake.set()
 
     def close(self) -> None:
         """Export what waits, for CLOSE_SECONDS at most; blocks."""
-        self._closing.set()
+        self._is_closing = True
+        self._wake.set()
         self._thread.join(CLOSE_SECONDS)
         self._exporter.shutdown()
 
     def _run(self) -> None:
-        while not self._closing.wait(EXPORT_SECONDS):
+        while not self._is_closing:
+            self._wake.wait(EXPORT_SECONDS)
+            self._wake.clear()
             self._export()
         self._export()
 
