@@ -109,7 +109,7 @@ def test_spans_beyond_the_queue_are_dropped_and_counted_while_the_collector_hang
 
 def test_many_spans_are_exported_before_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "EXPORT_SECONDS", 1e6)
-    monkeypatch.setattr(tracing, "EXPORT_SPANS", 3)
+    monkeypatch.setattr(tracing, "BATCH_SPANS", 3)
     tracer = Tracer(Collected(), Log(io.StringIO()))
     for exported in (3, 6):
         add(tracer, 3)

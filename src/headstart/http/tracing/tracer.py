@@ -19,8 +19,7 @@ from headstart.http.logs import Log
 from headstart.http.tracing.request_trace import RequestTrace, SpanEvent, TraceParent, TraceSpan, new_id
 
 EXPORT_SECONDS = 5.0  # that a span waits at most
-EXPORT_SPANS = 512  # that wait at most: few exports, since each costs a request
-BATCH_SPANS = 128  # of one export: encoding a batch holds the interpreter for a few milliseconds
+BATCH_SPANS = 512  # of one export, which begins once so many wait; each costs a request
 MAX_WAITING_SPANS = 8192
 CLOSE_SECONDS = 2.0  # for the export of what waits at the end
 PROVIDER = "headstart"
@@ -79,7 +78,7 @@ class Tracer:
             return
         self._num_added += num_spans
         self._waiting.append(trace)
-        if self._num_added - self._num_taken >= EXPORT_SPANS and not self._wake.is_set():
+        if self._num_added - self._num_taken >= BATCH_SPANS and not self._wake.is_set():
             self._wake.set()
 
     def close(self) -> None:
