@@ -43,7 +43,7 @@ BUDGETS = {
     "HTTP, server, engine": Budget(("http", "server", "llm.py", "assembly.py", "engine_checks.py"), 8_240, 7_500),
     "store": Budget(("store",), 2_600, 2_300),
     "sim": Budget(("sim",), 2_900, 2_900),
-    "all": Budget(("",), 71_400, 58_900),
+    "all": Budget(("",), 71_500, 58_900),
 }
 REST = Budget(("",), 11_100, 8_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
