@@ -71,6 +71,14 @@ def test_an_engine_is_refused_in_one_line_that_names_the_extra(words: list[str])
     assert "torch" in line and line.endswith("install it: pip install 'headstart[engine]'")
 
 
+def test_traces_are_refused_in_one_line_that_names_the_extra() -> None:
+    url = "http://127.0.0.1:9"
+    done = run("route", "--replica", url, "--port", "0", "--otlp-endpoint", url)
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert re.fullmatch(r"headstart: --otlp-endpoint needs opentelemetry\S*: pip install 'headstart\[otlp\]'", line)
+
+
 def test_the_class_llm_is_refused_alike() -> None:
     code = f"{WITHOUT}\nimport headstart\nprint(headstart.SamplingParams().temperature)\nheadstart.LLM()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)

@@ -186,7 +186,7 @@ class GatewayState:
         if record.status not in (401, 403):  # otherwise any client could evict requests that tenants may explain
             self.memory.sent(call, record.principal)
         decision = call.in_flight
-        if call.trace is not None:
+        if call.trace is not None and call.trace.is_sampled:
             _add_spans(call, call.trace, record)
         if decision is not None:
             record.num_prompt_tokens = decision.view.prompt_tokens

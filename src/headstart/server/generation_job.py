@@ -159,7 +159,7 @@ class GenerationJob:
         self.record.breakdown = self._ledger
         self._metrics.prompts(self.record.principal.tenant, self.record.breakdown)
         self.record.finish_reason = self.generations[0].finish_reason or "abort"
-        if self.record.trace is not None:
+        if self.record.trace is not None and self.record.trace.is_sampled:
             _add_spans(self.record.trace, self.record, self._chunks, time.monotonic())
 
     def _take(self, index: int, output: Output, at: float, found: list[News]) -> None:

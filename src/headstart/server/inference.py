@@ -48,7 +48,7 @@ async def infer(state: ServerState, api: ServedApi, request: Request) -> Respons
     record = record_of(request.scope)
     origin = Origin(api.id_prefix + uuid4().hex, record.arrival, record.principal.domain, record.principal.tenant)
     asked, prepared = await _prepared(state, api, model, origin, request)
-    if record.trace is not None:
+    if record.trace is not None and record.trace.is_sampled:
         record.trace.root.attributes |= _attributes(model, prepared, origin.request_id)
     job = state.admit(prepared, record)
     job.diagnosis, job.examined = asked.diagnosis, asked.examined

@@ -59,7 +59,7 @@ class ProxiedCall:
 
     def begin_attempt(self) -> None:
         """Begin a span for the attempt at the replica in `in_flight`."""
-        if self.trace is None or self.in_flight is None:
+        if self.trace is None or not self.trace.is_sampled or self.in_flight is None:
             return
         in_flight = self.in_flight
         self.attempt = self.trace.add(f"POST {self.path}", in_flight.sent_at, in_flight.sent_at)
