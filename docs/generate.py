@@ -68,10 +68,17 @@ class _Engine:
     last_heard = 0.0
 
 
+class _Tracer:
+    """A tracer that has exported nothing."""
+
+    num_exported = num_failed = num_dropped = 0
+
+
 def metrics() -> str:
     """Return the table of all metrics of a server."""
     source = Metrics("m", ("/health",))
     source.watch(_Engine())
+    source.watch_tracer(_Tracer())
     source.answered("/health", "GET", 200)
     source.prompts("t", PromptTokenBreakdown())
     return _metric_table(source.expose().decode())
@@ -101,6 +108,7 @@ async def _router_page() -> str:
             failures=[Failure.LOST],
         )
         state.metrics.routed(call)
+        state.metrics.watch_tracer(_Tracer())
         state.metrics.answered("/health", "GET", 200)
         state.index_of(MonitoredReplica(ReplicaAddress("http://r", "ipc:///unused")))
         page = state.metrics.expose().decode()

@@ -20,7 +20,7 @@ WITHOUT = f"""
 import runpy, sys
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
-missing = {(*ENGINE_PACKAGES, "matplotlib", "kubernetes_asyncio", "ray")!r}
+missing = {(*ENGINE_PACKAGES, "matplotlib", "kubernetes_asyncio", "ray", "opentelemetry")!r}
 PathFinder.find_spec = staticmethod(lambda name, path=None, target=None: (
     None if name.split(".")[0] in missing else find(name, path, target)))
 """
@@ -69,6 +69,14 @@ def test_an_engine_is_refused_in_one_line_that_names_the_extra(words: list[str])
     assert done.returncode == 2 and done.stdout == ""
     [line] = done.stderr.splitlines()
     assert "torch" in line and line.endswith("install it: pip install 'headstart[engine]'")
+
+
+def test_traces_are_refused_in_one_line_that_names_the_extra() -> None:
+    url = "http://127.0.0.1:9"
+    done = run("route", "--replica", url, "--port", "0", "--otlp-endpoint", url)
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert re.fullmatch(r"headstart: --otlp-endpoint needs opentelemetry\S*: pip install 'headstart\[otlp\]'", line)
 
 
 def test_the_class_llm_is_refused_alike() -> None:

@@ -32,7 +32,7 @@ FORBIDDEN = {
 # attention table, `headstart.LLM`.
 LAZY = ("__init__.py", "__main__.py", "cli/", "bench/cli/", "model/attention/__init__.py")
 # extras; a fallback that would bring torch along
-OPTIONAL = {"matplotlib", "kubernetes_asyncio", "transformers"}
+OPTIONAL = {"matplotlib", "kubernetes_asyncio", "transformers", "headstart.http.tracing.otlp_exporter"}
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
@@ -73,7 +73,7 @@ def violations(path: str, source: str) -> list[str]:
             found.append(f"{where}: the package does without the laboratory; see bench/cli/laboratory.py")
         if any(name == bad or name.startswith(bad + ".") for bad in FORBIDDEN.get(room, ())):
             found.append(f"{where}: forbidden in {room}")
-        if id(node) not in top_level and not path.startswith(LAZY) and package not in OPTIONAL:
+        if id(node) not in top_level and not path.startswith(LAZY) and not {package, name} & OPTIONAL:
             found.append(f"{where}: imported inside a function")
     return found
 

@@ -65,10 +65,10 @@ class Worker:
 class Served:
     """A server or router of a checkout, as processes."""
 
-    def __init__(self, checkout: Path, arguments: list[str], log: Path) -> None:
+    def __init__(self, checkout: Path, arguments: list[str], log: Path, variables: dict[str, str]) -> None:
         words = [sys.executable, "-m", "headstart", *arguments, "--port", "0", "--no-access-log"]
         self._process = subprocess.Popen(
-            words, env=environment(checkout), stdout=log.open("wb"), stderr=subprocess.STDOUT
+            words, env=environment(checkout) | variables, stdout=log.open("wb"), stderr=subprocess.STDOUT
         )
         while not (found := re.search(r" at (http://[^\s/]+)/v1", log.read_text(errors="replace"))):
             if self._process.poll() is not None:
@@ -198,13 +198,18 @@ def main() -> int:
     parser.add_argument("--model", required=True, help="folder of llama-100m: headstart init-model --shape llama-100m")
     parser.add_argument("--requests", type=int, default=200, help="per side of a pair, over HTTP")
     parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--new-env", action="append", default=[], help="NAME=VALUE for the new server or router only")
     options = parser.parse_args()
+    more = dict(one.split("=", 1) for one in options.new_env)
     checkouts, results = (options.old, options.new), []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 
         def served(arguments: list[str], name: str) -> tuple[Served, Served]:
-            sides = [Served(checkout, arguments, folder / f"{name}{i}") for i, checkout in enumerate(checkouts)]
+            sides = [
+                Served(checkout, arguments, folder / f"{name}{i}", more if i else {})
+                for i, checkout in enumerate(checkouts)
+            ]
             for side in sides:
                 stack.callback(side.close)
             return sides[0], sides[1]

@@ -61,7 +61,7 @@ def test_no_hint_is_for_an_option_that_exists() -> None:
         ("serve m --no-enable-chunked-prefill", "prompts are always computed in chunks"),
         ("serve m --load-format dummy", "random weights (dummy): headstart init-model"),
         ("serve m --override-generation-config {}", "use --generation-config FOLDER"),
-        ("serve m --otlp-traces-endpoint http://a", "spans are not exported"),
+        ("serve m --collect-detailed-traces all", "--collect-detailed-traces; use --otlp-endpoint"),
         ("serve m -j {}", "response_format or structured_outputs in its body"),
         ("serve m --context-length 4096", "--context-length; use --max-model-len"),
         ("serve m --mem_fraction_static 0.8", "--memory-limit 8GiB"),

@@ -23,10 +23,26 @@ from headstart.config.options import flag_of
 FOLDER = ROOT / "deploy" / "docker"
 DOCKERFILE = (FOLDER / "Dockerfile").read_text(encoding="utf-8")
 COMPOSE = yaml.safe_load((FOLDER / "compose.yaml").read_text(encoding="utf-8"))
-BOARD = json.loads((FOLDER / "grafana/dashboards/headstart.json").read_text(encoding="utf-8"))
+BOARDS = {
+    path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (FOLDER / "grafana/dashboards").glob("*.json")
+}
 RULES = yaml.safe_load((FOLDER / "prometheus/rules.yml").read_text(encoding="utf-8"))
 SCHEMA = json.loads((ROOT / "tests/data/compose-spec.json").read_text(encoding="utf-8"))
 OURS = ("replica", "router")
+OF_VLLM = {  # of those that vLLM documents (docs.vllm.ai, Production Metrics), the ones that the board and alerts use
+    *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
+    *("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:num_preemptions_total"),
+    *("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total"),
+    *(
+        f"vllm:{name}{end}"
+        for name in (
+            *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+            *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
+            *("request_prompt_tokens", "request_generation_tokens"),
+        )
+        for end in ("_bucket", "_sum", "_count")
+    ),
+}
 
 
 def lint(path: Path) -> tuple[int, str]:
@@ -164,10 +180,25 @@ def series(expression: str) -> set[str]:
     return set(re.findall(r"\b(?:vllm|headstart):\w+", expression))
 
 
+def expressions(board: dict[str, Any]) -> list[str]:
+    return [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+
+
+def test_the_board_and_the_alerts_of_engines_are_for_vllm_too() -> None:
+    [group] = [group for group in RULES["groups"] if group["name"] == "engines"]
+    used = [*expressions(BOARDS["engines"]), *(rule["expr"] for rule in group["rules"])]
+    assert len(used) > 20 and set().union(*map(series, used)) - OF_VLLM == set()
+    assert all(
+        f'{variable["name"]}=~"${variable["name"]}"' in expr
+        for expr in expressions(BOARDS["engines"])
+        for variable in BOARDS["engines"]["templating"]["list"]
+    )
+
+
 def test_every_metric_of_the_board_and_of_the_rules_exists() -> None:
     recorded = {rule["record"] for group in RULES["groups"] for rule in group["rules"] if "record" in rule}
     rules = [series(rule["expr"]) for group in RULES["groups"] for rule in group["rules"]]
-    panels = [series(target["expr"]) for panel in BOARD["panels"] for target in panel.get("targets", ())]
+    panels = [series(expr) for board in BOARDS.values() for expr in expressions(board)]
     assert len(rules) > 5 and len(panels) > 20 and all(rules) and all(panels)
     assert set().union(*rules) - exported() == set()
     assert set().union(*panels) - exported() - recorded == set()
@@ -175,8 +206,9 @@ def test_every_metric_of_the_board_and_of_the_rules_exists() -> None:
     assert series("rate(headstart:no_such_total[5m])") - exported()
 
 
-def test_panels_have_names_of_their_own_and_do_not_overlap() -> None:
-    panels = BOARD["panels"]
+@pytest.mark.parametrize("name", sorted(BOARDS))
+def test_panels_have_names_of_their_own_and_do_not_overlap(name: str) -> None:
+    panels = BOARDS[name]["panels"]
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
     cells = [
         (x, y)

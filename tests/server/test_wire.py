@@ -35,6 +35,7 @@ def test_every_field_of_a_request_crosses_the_border() -> None:
         cache=CacheMode.READ_ONLY,
         tenant="acme",
         retention=Retention(80, 60.5),
+        is_traced=True,
     )
     plain = Request("r", request.prompt)
     same = [

@@ -83,6 +83,7 @@ class Api:
     """
 
     path: str  # of generation
+    operation: str = "chat"  # gen_ai.operation.name of the traces of `path`
     other_paths: tuple[str, ...] = ()  # POST routes that neither use nor fill a cache and answer with JSON objects
     get_paths: tuple[str, ...] = ()  # its GET routes, which a router answers itself
     answer: "msgspec.json.Decoder[Any]"  # of the fields that a whole answer must have

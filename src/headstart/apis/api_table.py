@@ -74,6 +74,7 @@ def _message_refused(status: int, body: bytes, request_id: str, num_events: int)
 
 COMPLETIONS = Api(
     path="/v1/completions",
+    operation="text_completion",
     answer=msgspec.json.Decoder(_Choices),
     beginning=_CHOICES,
     default_max_tokens=16,
@@ -103,7 +104,13 @@ MESSAGES = Api(
     id_header=b"request-id",
 )
 APIS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, OLLAMA_CHAT, OLLAMA_GENERATE)
-OTHER = Api(path="", other_paths=("/tokenize", "/detokenize"), answer=msgspec.json.Decoder(AnyObject), end=OPENAI_END)
+OTHER = Api(
+    path="",
+    operation="",
+    other_paths=("/tokenize", "/detokenize"),
+    answer=msgspec.json.Decoder(AnyObject),
+    end=OPENAI_END,
+)
 """Of all other routes, also of routes that only a router's replicas have: errors and streams are OpenAI's."""
 _BY_PATH = {path: api for api in (*APIS, OTHER) for path in (api.path, *api.other_paths)}
 _GENERATION = {api.path: api for api in APIS}

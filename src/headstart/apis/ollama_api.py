@@ -42,6 +42,7 @@ OLLAMA_CHAT = Api(
 )
 OLLAMA_GENERATE = Api(
     path="/api/generate",
+    operation="text_completion",
     answer=_ANSWER,
     chat_values=_generate,
     error_body=error_body,

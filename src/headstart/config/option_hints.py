@@ -21,7 +21,7 @@ _DRAFT_LENGTH = """use --speculative-config '{"method": "ngram", "num_speculativ
 _TOOLS = "use --tool-call-parser and --reasoning-parser, or leave it out"
 _STRUCTURED = "not needed: structured output is always there, by llguidance"
 _IN_BODY = "a request has its own schema or grammar: response_format or structured_outputs in its body"
-_TRACES = "spans are not exported; --access-log requests has the times of each request, /metrics their histograms"
+_TRACES = "use --otlp-endpoint http://localhost:4318; traces have all spans always"
 _MULTIMODAL = "images and audio are not supported; leave it out"
 _EMBEDDING = "only text generation is supported; leave it out"
 _REMOTE_CODE = "code from a checkpoint is never run; decoders that Transformers itself knows are served without it"
@@ -88,7 +88,7 @@ _TABLE: dict[tuple[str, ...], str] = {
     ("--structured-outputs-config", "--guided-decoding-backend", "--grammar-backend"): _STRUCTURED,
     ("--guided-decoding-disable-fallback",): _STRUCTURED,
     ("--grammar", "--json-schema", "-j"): _IN_BODY,
-    ("--otlp-traces-endpoint", "--collect-detailed-traces", "--enable-trace", "--oltp-traces-endpoint"): _TRACES,
+    ("--collect-detailed-traces", "--enable-trace", "--oltp-traces-endpoint"): _TRACES,
     ("--limit-mm-per-prompt", "--mm-processor-kwargs", "--mmproj", "--enable-multimodal"): _MULTIMODAL,
     ("--allowed-local-media-path", "--media-io-kwargs"): _MULTIMODAL,
     ("--task", "--runner", "--convert", "--is-embedding", "--embedding", "--embeddings", "--reranking"): _EMBEDDING,

@@ -335,6 +335,12 @@ class ServerOptions:
     record: str | None = _option(
         None, "File to append a line per request to: lengths, times, block hashes; no text (docs/simulation.md).", LIFE
     )
+    otlp_endpoint: str | None = _option(
+        None,
+        "URL of a collector that takes OTLP over HTTP, as http://localhost:4318, to export traces to (docs/traces.md).",
+        LIFE,
+        alias="otlp-traces-endpoint",
+    )
     stats_interval: float = _option(10.0, "Seconds between statistics lines; 0: none.", LIFE, minimum=0)
     access_log: str = _option(
         "auto",

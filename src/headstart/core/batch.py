@@ -115,6 +115,14 @@ class PromptTokenBreakdown(NamedTuple):
         return self.pinned + self.shared + self.store + self.followed
 
 
+class PrefillChunk(NamedTuple):
+    """A chunk of a prompt: when its step was planned, how long the step took, in seconds, and its tokens."""
+
+    planned_at: float
+    elapsed: float
+    num_tokens: int
+
+
 class Output(NamedTuple):
     """The result of one step for one request: tokens since the last Output, and the finish reason if it finished."""
 
@@ -130,3 +138,4 @@ class Output(NamedTuple):
     scheduled_at: float = 0.0  # first admission, on the clock given to the scheduler
     is_invalid: bool = False  # `error` is the client's mistake
     num_evicted_tokens: int = 0  # with the breakdown: computed prompt tokens whose blocks had been evicted
+    prefill: tuple[PrefillChunk, ...] = ()  # of a traced request, with the breakdown

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from headstart.core.batch import Batch, Output, StepResult
+from headstart.core.batch import Batch, Chunk, Output, StepResult
 from headstart.core.cache.block_store import BlockSource, BlockStore, Data, StoreStats
 from headstart.core.cache.events import EventLog, EventSink
 from headstart.core.cache.pinned_prefix import PrefixInfo, PrefixState
@@ -17,6 +17,7 @@ from headstart.core.executor import Executor, is_async
 from headstart.core.grammars import CompilingRequests, GrammarCompiler
 from headstart.core.request import NO_DEFAULTS, FinishReason, Request, SamplingDefaults
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.step_time import PrefillTimes
 from headstart.core.sched.token_accounting import Counters
 from headstart.explain.recent_requests import RecentRequests
 
@@ -91,6 +92,15 @@ class EngineStats(NamedTuple):
     compute_tokens_per_s: float = 0.0  # of steps that mostly prefill; 0: not measured yet
 
 
+class _Begun(NamedTuple):
+    """A step in flight: its handle, its tokens, when it was planned, and its chunks if any request is traced."""
+
+    handle: object
+    num_tokens: int
+    planned_at: float
+    chunks: tuple[Chunk, ...]
+
+
 class Engine:
     """A scheduler and an executor; every call comes from one thread."""
 
@@ -113,7 +123,8 @@ class Engine:
         self.executor = executor
         self.recent = RecentRequests()
         self.on_long_step: Callable[[float], None] | None = None  # called before a long step with its duration, s
-        self._begun: deque[tuple[object, int]] = deque()  # steps in flight, oldest first: their handles and tokens
+        self._begun: deque[_Begun] = deque()  # steps in flight, oldest first
+        self._prefills = PrefillTimes()
         self._num_steps = 0
         self._step_seconds = 0.0
         self._last_batch_tokens = 0
@@ -138,8 +149,12 @@ class Engine:
             self.scheduler.check(request)
             self._compiling.add(request)
             return
+        self._add(request)
+
+    def _add(self, request: Request) -> None:
         self.scheduler.add(request)
         self.recent.queued(request.request_id)
+        self._prefills.add(request)
 
     def compile_grammar(self, grammar: str) -> None:
         """Compile a grammar and keep it for later requests; blocks. Raises InvalidRequestError."""
@@ -150,6 +165,7 @@ class Engine:
         if self._compiling.remove(request_id):
             return True
         self.recent.aborted(request_id)
+        self._prefills.remove(request_id)
         return self.scheduler.abort(request_id)
 
     @property
@@ -196,17 +212,19 @@ class Engine:
         if self.on_long_step is not None:
             self._announce(batch, num_tokens)
         handle = executor.submit(batch) if is_async(executor) else executor.execute(batch)
-        self._begun.append((handle, num_tokens))
+        self._begun.append(_Begun(handle, num_tokens, now, batch.chunks if self._prefills else ()))
         return True
 
     def _end(self) -> list[Output]:
         """Collect the oldest step and return the outputs of its requests."""
-        handle, self._last_batch_tokens = self._begun.popleft()
+        handle, self._last_batch_tokens, now, chunks = self._begun.popleft()
         result = self.executor.collect(handle) if is_async(self.executor) else handle
         assert isinstance(result, StepResult)
         self._num_steps += 1
         self._step_seconds += result.elapsed
         outputs = self.scheduler.update(result)
+        if self._prefills:
+            outputs = self._prefills.reported(chunks, now, result.elapsed, outputs)
         self._publish_events()
         self.recent.answered(outputs, num_later=len(self._begun))
         return self._tend_prefixes(outputs)
@@ -271,8 +289,7 @@ class Engine:
             try:
                 if error is not None:
                     raise InvalidRequestError(error)
-                self.scheduler.add(request)
-                self.recent.queued(request.request_id)
+                self._add(request)
             except InvalidRequestError as reason:
                 refused.append(
                     Output(request.request_id, finish_reason=FinishReason.ERROR, error=str(reason), is_invalid=True)

@@ -103,6 +103,7 @@ class Request:
     cache: CacheMode = CacheMode.READ_WRITE
     tenant: str = ""  # the tenant whose share its blocks count against; a tenant may have several domains
     retention: Retention = DEFAULT_RETENTION
+    is_traced: bool = False  # its outputs report the chunks of its prompt
 
 
 def empty_table() -> "array[int]":

@@ -26,7 +26,7 @@ from headstart.http.body_reader import SPOOL_BYTES
 from headstart.http.gate import Gate
 from headstart.http.http_errors import ClientGoneError, HttpError, error_response, json_response
 from headstart.http.long_work import LongWork
-from headstart.http.packed_metrics import CONTENT_TYPE
+from headstart.http.packed_metrics import metrics_type
 from headstart.http.spooled_body import SpooledBody
 from headstart.ollama.ollama_answers import model_list as ollama_models
 from headstart.openai.request_json import parse_json
@@ -129,7 +129,7 @@ class _Front:
         path, headers = scope["path"], scope["headers"]
         sender = replace(state.sender(record.principal, headers), reads_answer=self._reads_answers)
         body = await state.bodies.read_spooled(Request(scope, receive, send))
-        start = time.perf_counter()
+        start, record.received_at = time.perf_counter(), time.monotonic()
         watched = receive if self._reads_answers else None  # a picker hears of its client later
         reading = await self._read(path, body, sender, reservation, watched)
         del body  # the body that is forwarded may differ
@@ -141,10 +141,12 @@ class _Front:
             _sender(scope),
             reading,
             record.request_id,
-            explains,
+            record.arrival,
+            explains=explains,
             shows_replica=is_admin,
             domain=principal.domain,
             tenant=principal.tenant,
+            trace=record.trace,
         )
         del reading  # the call frees what it no longer needs
         try:
@@ -266,8 +268,11 @@ class _Front:
         return json_response({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        with_replicas = record_of(request.scope).principal.is_admin
-        return Response(self._state.metrics.expose(with_replicas=with_replicas), media_type=CONTENT_TYPE)
+        principal = record_of(request.scope).principal
+        sees_all = principal.is_admin or not principal.tenant
+        accept = request.headers.get("accept", "") if sees_all else ""  # exemplars are of single requests
+        text = self._state.metrics.expose(accept, with_replicas=principal.is_admin)
+        return Response(text, media_type=metrics_type(accept))
 
     async def _load(self, request: Request) -> Response:
         return json_response({"server_load": self._state.num_in_flight})

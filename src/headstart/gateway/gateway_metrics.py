@@ -3,14 +3,15 @@
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.retry_budget import RetryBudget
 from headstart.gateway.replicas.replica_monitor import ReplicaMonitor
-from headstart.http.packed_metrics import method_label
+from headstart.http.packed_metrics import expose, method_label
+from headstart.http.tracing.tracer import Exported, SpanCounts
 from headstart.router.router import Router
 
 _TTFT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 300.0)
@@ -82,9 +83,13 @@ class GatewayMetrics:
             self._reported.add((name,), decision.reported_tokens)
             self._prompt.add((name,), decision.view.prompt_tokens)
 
-    def expose(self, *, with_replicas: bool = True) -> bytes:
-        """Return all metrics in Prometheus' text format; those labelled by replica are for administrators only."""
-        return generate_latest(self._registry if with_replicas else _WithoutReplicas(self._registry))
+    def watch_tracer(self, tracer: Exported) -> None:
+        """Add the counts of exported and lost spans to every scrape."""
+        self._registry.register(SpanCounts(tracer))
+
+    def expose(self, accept: str = "", *, with_replicas: bool = True) -> bytes:
+        """Return all metrics in a format of the Accept header; those by replica are for administrators only."""
+        return expose(accept, self._registry if with_replicas else _WithoutReplicas(self._registry))
 
     def _counter(self, name: str, text: str, *labels: str) -> "_Counts":
         counts = _Counts(f"headstart:{name}", text, labels)

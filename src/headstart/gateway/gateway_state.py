@@ -33,6 +33,8 @@ from headstart.http.decision_log_writer import DecisionLog
 from headstart.http.http_errors import ClientGoneError, HttpError, rendered
 from headstart.http.logs import Log
 from headstart.http.protocol.connections import most_connections
+from headstart.http.tracing.request_trace import RequestTrace
+from headstart.http.tracing.tracer import make_tracer
 from headstart.http.web_pages import WebPages
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.router.index.prefix_index import PrefixIndex
@@ -63,6 +65,7 @@ class GatewayState:
         self._tokenizer_log: Log | None = None  # the tokenizer of the replicas is looked for if there is one
         secret = secrets.token_bytes(32)
         admin_keys = server_options.admin_api_key
+        self.tracer = make_tracer(server_options.otlp_endpoint, "headstart-router", log)
         self.pages = WebPages(server_options)
         self.auth = Authenticator(
             server_options.api_key,
@@ -109,6 +112,8 @@ class GatewayState:
         self.memory = RequestHistory(self.router)
         self.metrics = GatewayMetrics(ROUTES)
         self.metrics.watch(self)
+        if self.tracer is not None:
+            self.metrics.watch_tracer(self.tracer)
         self.draining = False
         self.num_under_way = 0
         self.idle = asyncio.Event()
@@ -174,11 +179,15 @@ class GatewayState:
         if call.outcome == "lost":
             record.error = "replica_lost"
         if call.first_token_at is not None:
-            self.metrics.ttft.observe(call.first_token_at - record.arrival)
+            trace_id = call.trace and call.trace.hex_id
+            exemplar = {"trace_id": trace_id} if trace_id else None
+            self.metrics.ttft.observe(call.first_token_at - record.arrival, exemplar)
         self.metrics.routed(call)
         if record.status not in (401, 403):  # otherwise any client could evict requests that tenants may explain
             self.memory.sent(call, record.principal)
         decision = call.in_flight
+        if call.trace is not None and call.trace.is_sampled:
+            _add_spans(call, call.trace, record)
         if decision is not None:
             record.num_prompt_tokens = decision.view.prompt_tokens
             record.route = {
@@ -251,6 +260,8 @@ class GatewayState:
         await self.members.close()
         await self.listening.close()
         await self.proxy.close()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
 
     @property
     def num_in_flight(self) -> int:
@@ -331,3 +342,19 @@ class GatewayState:
         """Load the replicas' tokenizer once they report their models, if it is on this machine, and log that."""
         self._tokenizer_log = log
         self.models_changed()
+
+
+def _add_spans(call: ProxiedCall, trace: RequestTrace, record: RequestRecord) -> None:
+    """Complete the trace of a request that has ended at the router."""
+    now, received_at = time.monotonic(), record.received_at or record.arrival
+    call.end_attempt(now)
+    sent_at = next((span.start for span in trace.spans if span.kind == "client"), now)
+    trace.root.attributes |= {  # not spans: encoding one costs as much as seven attributes
+        "headstart.receive_ms": (received_at - record.arrival) * 1e3,
+        "headstart.route_ms": (sent_at - received_at) * 1e3,
+    }
+    names = {"gen_ai.request.model": call.reading.request.model[:128], "gen_ai.response.id": call.answer_id}
+    trace.root.attributes |= {name: value for name, value in names.items() if value}
+    decision = call.in_flight
+    if decision is not None and decision.cached_tokens is not None:
+        trace.root.attributes["gen_ai.usage.cache_read.input_tokens"] = decision.cached_tokens

@@ -8,6 +8,7 @@ from typing import Any
 
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.http.auth import ANYONE, Principal
+from headstart.http.tracing.request_trace import RequestTrace
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 _MAX_LABEL_CHARS = 128
@@ -28,11 +29,15 @@ class RequestRecord:
     num_prompt_tokens: int | None = None
     breakdown: PromptTokenBreakdown | None = None  # of its prompts
     num_tokens: int | None = None
+    received_at: float | None = None  # when its body was there
+    submitted_at: float | None = None  # when its prompts were sent to the engine
     scheduled_at: float | None = None  # when the engine scheduled the first of its prompts
     first_token_at: float | None = None
+    last_token_at: float | None = None
     finish_reason: str | None = None
     error: str | None = None  # code
     route: dict[str, object] | None = None  # the router's fields of the access line
+    trace: RequestTrace | None = None  # None: nothing is exported
 
     @classmethod
     def of(cls, scope: Any) -> "RequestRecord":
@@ -85,7 +90,28 @@ class RequestRecord:
             "queue_ms": self._since_arrival(self.scheduled_at),
             "ttft_ms": self._since_arrival(first),
             "e2e_ms": self._since_arrival(now),
+            "trace_id": (self.trace and self.trace.hex_id) or None,
         }
+
+    def server_timing(self) -> str:
+        """Return the value of a Server-Timing header: the phases so far, in milliseconds."""
+        parts: list[str] = []
+        start: float | None = self.arrival
+        for name, end in self.phases():
+            if start is not None and end is not None:
+                parts.append(f"{name};dur={max(end - start, 0.0) * 1e3:.1f}")
+            start = end
+        return ", ".join(parts)
+
+    def phases(self) -> tuple[tuple[str, float | None], ...]:
+        """Return the phases of a generation at a server, in order, and when each ended; the first began at arrival."""
+        return (
+            ("receive", self.received_at),
+            ("tokenize", self.submitted_at),
+            ("queue", self.scheduled_at),
+            ("prefill", self.first_token_at),
+            ("decode", self.last_token_at),
+        )
 
     def _since_arrival(self, at: float | None) -> float | None:
         return None if at is None else round((at - self.arrival) * 1000, 1)

@@ -10,6 +10,7 @@ from headstart.http.access_record import RequestRecord
 from headstart.http.auth import Authenticator
 from headstart.http.http_errors import ApiRules, HttpError, error_response
 from headstart.http.logs import Log
+from headstart.http.tracing.tracer import Tracer
 from headstart.http.web_pages import WebPages
 
 
@@ -24,6 +25,9 @@ class Host(Protocol):
 
     @property
     def log(self) -> Log: ...
+
+    @property
+    def tracer(self) -> Tracer | None: ...
 
     def note(self, record: RequestRecord, error: Exception) -> None:
         """Set `error` on the record, and log it if it is not the client's mistake."""
@@ -77,6 +81,9 @@ class Gate:
         if preflight is not None:
             await preflight(scope, receive, send)
             return
+        tracer = self._state.tracer
+        if tracer is not None and api.operation and record.path == api.path and record.method == "POST":
+            record.trace = tracer.begin(record, api.operation, scope["headers"])  # no one without a key fills the queue
         if scope["method"] == "HEAD":  # the protocol leaves the body out
             scope = {**scope, "method": "GET"}
         try:
@@ -90,6 +97,8 @@ class Gate:
     def _settle(self, record: RequestRecord) -> None:
         status = 499 if record.error == "client_closed" else record.status
         record.status = 499 if status is None else status
+        if self._state.tracer is not None:
+            self._state.tracer.end(record, time.monotonic())
         if self._state.count_answer(record):
             now = time.monotonic()
             self._state.log.event("request", record.fields(now), text=record.text(now))

@@ -18,6 +18,16 @@ class ApiRules(Protocol):
     """The rules of an API that hold before its requests are read."""
 
     @property
+    def path(self) -> str:
+        """The path of generation."""
+        ...
+
+    @property
+    def operation(self) -> str:
+        """The operation there, as OpenTelemetry names it; empty: none that is traced."""
+        ...
+
+    @property
     def takes_x_api_key(self) -> bool:
         """Whether a key may also be in x-api-key."""
         ...

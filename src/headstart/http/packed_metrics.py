@@ -4,12 +4,16 @@ Python allocates a new float in any arena (1 MiB) with free space. Floats create
 otherwise empty arenas from being returned to the system. Not thread-safe.
 """
 
+import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from math import inf
 
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, Exemplar, HistogramMetricFamily, Metric
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -22,8 +26,38 @@ def method_label(method: str) -> str:
     return method if method in _METHODS else "other"
 
 
+def accepts_openmetrics(accept: str) -> bool:
+    """Return whether an Accept header names OpenMetrics, the text format that has exemplars."""
+    return "application/openmetrics-text" in accept
+
+
+def metrics_type(accept: str) -> str:
+    """Return the content type of `expose`."""
+    return openmetrics.CONTENT_TYPE_LATEST if accepts_openmetrics(accept) else CONTENT_TYPE
+
+
+def expose(accept: str, *parts: Collector) -> bytes:
+    """Return the metrics of all parts: in OpenMetrics' text format if `accept` names it, else in Prometheus' own."""
+    whole = _Chain(parts)
+    if accepts_openmetrics(accept):
+        return openmetrics.generate_latest(whole, ALLOWUTF8)  # the other modes replace colons in names
+    return generate_latest(whole)
+
+
+class _Chain(Collector):
+    def __init__(self, parts: Iterable[Collector]) -> None:
+        self._parts = tuple(parts)
+
+    def collect(self) -> Iterable[Metric]:
+        for part in self._parts:
+            yield from part.collect()
+
+
 class Histogram(Collector):
-    """A histogram with one label set; exposes the same text as prometheus_client's."""
+    """A histogram with one label set; exposes the same text as prometheus_client's.
+
+    Each bucket has the last traced value as its exemplar.
+    """
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], labels: dict[str, str]) -> None:
         """`bounds`: the upper bound of each bucket, ascending and without infinity."""
@@ -31,18 +65,23 @@ class Histogram(Collector):
         self._bounds = (*bounds, inf)
         self._counts = array("q", bytes(8 * len(self._bounds)))  # per bucket, not cumulative
         self._sum = array("d", (0.0,))
+        self._exemplars: dict[int, Exemplar] = {}  # by bucket
 
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
+    def observe(self, value: float, trace_id: str = "") -> None:
+        """Count one value, of the trace with this id if there is one."""
+        bucket = bisect_left(self._bounds, value)
+        self._counts[bucket] += 1
         self._sum[0] += value
+        if trace_id:
+            self._exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=tuple(self._labels))
-        total, buckets = 0, list[tuple[str, float]]()
-        for bound, count in zip(self._bounds, self._counts, strict=True):
+        total, buckets = 0, list[tuple[str, float] | tuple[str, float, Exemplar]]()
+        for bucket, (bound, count) in enumerate(zip(self._bounds, self._counts, strict=True)):
             total += count
-            buckets.append((floatToGoString(bound), float(total)))
+            named, exemplar = (floatToGoString(bound), float(total)), self._exemplars.get(bucket)
+            buckets.append(named if exemplar is None else (*named, exemplar))
         family.add_metric(tuple(self._labels.values()), buckets, self._sum[0])
         yield family
 

@@ -23,7 +23,7 @@ from headstart.core.errors import InvalidRequestError
 from headstart.http.access_record import record_of
 from headstart.http.gate import Gate
 from headstart.http.http_errors import HttpError, error_response, json_response
-from headstart.http.packed_metrics import CONTENT_TYPE
+from headstart.http.packed_metrics import metrics_type
 from headstart.openai import responses
 from headstart.openai.api_schema import responses_schema as api
 from headstart.openai.api_schema.api_object import Status, Version
@@ -235,11 +235,13 @@ class _Routes:
         return json_response({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        """Metrics in the Prometheus text format."""
+        """Metrics in the Prometheus text format, or in OpenMetrics' if that is accepted."""
         principal = record_of(request.scope).principal
         metrics = self._state.loaded_model.metrics
-        text = metrics.expose(with_tenants=principal.is_admin, with_store=may_see_store(principal))
-        return Response(text, media_type=CONTENT_TYPE)
+        sees_all = may_see_store(principal)
+        accept = request.headers.get("accept", "") if sees_all else ""  # exemplars are of single requests
+        text = metrics.expose(accept, with_tenants=principal.is_admin, with_store=sees_all)
+        return Response(text, media_type=metrics_type(accept))
 
     async def version(self, request: Request) -> Response:
         """The version of the server."""

@@ -1,15 +1,17 @@
 """GenerationJob: the engine requests of one client request, from submission to the last token."""
 
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from headstart.core.batch import Output, PromptTokenBreakdown
+from headstart.core.batch import Output, PrefillChunk, PromptTokenBreakdown
 from headstart.core.errors import InvalidRequestError, RequestFailedError
 from headstart.core.request import CacheMode, FinishReason
 from headstart.explain.lint.prompt_window import WindowEntry
 from headstart.http.access_record import RequestRecord
 from headstart.http.answer_report import AnswerReport
 from headstart.http.byte_budget import Lease
+from headstart.http.tracing.request_trace import RequestTrace
 from headstart.openai.engine_requests import Prepared
 from headstart.openai.responses import Json, usage
 from headstart.openai.text.generation import Delta, Generation
@@ -68,6 +70,8 @@ class GenerationJob:
         self._last_token_at = [record.arrival] * len(requests)
         self._first_token_at: list[float | None] = [None] * len(requests)
         self._scheduled_at = [record.arrival] * len(requests)
+        self._trace_id = "" if record.trace is None else record.trace.hex_id
+        self._chunks: list[tuple[int, PrefillChunk]] = []  # of traced prompts, by choice
         self._open = set(self._index)
         self._stream = engine.submit(requests)
 
@@ -155,6 +159,8 @@ class GenerationJob:
         self.record.breakdown = self._ledger
         self._metrics.prompts(self.record.principal.tenant, self.record.breakdown)
         self.record.finish_reason = self.generations[0].finish_reason or "abort"
+        if self.record.trace is not None and self.record.trace.is_sampled:
+            _add_spans(self.record.trace, self.record, self._chunks, time.monotonic())
 
     def _take(self, index: int, output: Output, at: float, found: list[News]) -> None:
         """Process one output of a choice and append its delta to `found`. Raises RequestFailedError."""
@@ -172,6 +178,8 @@ class GenerationJob:
             if output.is_invalid:
                 raise InvalidRequestError(output.error or "", param=self.params.grammar_field)
             raise RequestFailedError(delta.error or "it was aborted in the engine")
+        if output.prefill:
+            self._chunks += ((index, chunk) for chunk in output.prefill)
         self._count(index, output, at)
         if delta.finish_reason is not None:
             if self._first_token_at[index] is None:  # a request without output
@@ -199,7 +207,7 @@ class GenerationJob:
             return
         if self._first_token_at[index] is None:
             self._begin(index, output.scheduled_at, at)
-            self._metrics.time_to_first_token.observe(at - self.record.arrival)
+            self._metrics.time_to_first_token.observe(at - self.record.arrival, self._trace_id)
         else:
             self._metrics.inter_token_latency.observe(at - self._last_token_at[index])
         self._last_token_at[index] = at
@@ -220,14 +228,15 @@ class GenerationJob:
         if delta.must_abort:
             self._engine.abort((request_id,))
         generation, first = self.generations[index], self._first_token_at[index] or at
-        metrics = self._metrics
+        self.record.last_token_at = at
+        metrics, trace_id = self._metrics, self._trace_id
         metrics.finished(delta.finish_reason or "")
-        metrics.e2e_latency.observe(time.monotonic() - self.record.arrival)
+        metrics.e2e_latency.observe(time.monotonic() - self.record.arrival, trace_id)
         scheduled = self._scheduled_at[index]
-        metrics.queue_time.observe(scheduled - self.record.arrival)
-        metrics.prefill_time.observe(first - scheduled)
-        metrics.inference_time.observe(at - scheduled)
-        metrics.decode_time.observe(at - first)
+        metrics.queue_time.observe(scheduled - self.record.arrival, trace_id)
+        metrics.prefill_time.observe(first - scheduled, trace_id)
+        metrics.inference_time.observe(at - scheduled, trace_id)
+        metrics.decode_time.observe(at - first, trace_id)
         metrics.prompt_tokens.observe(generation.num_prompt_tokens)
         metrics.prefill_computed.observe(generation.breakdown.computed)
         metrics.generation_tokens.observe(generation.num_tokens)
@@ -235,3 +244,19 @@ class GenerationJob:
         metrics.params_max_tokens.observe(self._max_tokens)
         if generation.num_tokens > 1:
             metrics.time_per_output_token.observe((at - first) / (generation.num_tokens - 1))
+
+
+def _add_spans(
+    trace: RequestTrace, record: RequestRecord, chunks: Iterable[tuple[int, PrefillChunk]], now: float
+) -> None:
+    """Add the phases of a generation that has ended to its trace; one that was cut off ends `now`."""
+    start: float | None = record.arrival
+    for name, end in record.phases():
+        if start is None:
+            return
+        span = trace.add(name, start, now if end is None else end)
+        if name == "prefill":
+            for choice, chunk in chunks:
+                more = {"headstart.choice": choice, "headstart.tokens": chunk.num_tokens}
+                trace.add("prefill_chunk", chunk.planned_at, chunk.planned_at + chunk.elapsed, span, **more)
+        start = end

@@ -22,6 +22,7 @@ from headstart.http.answer_report import REPORT_HEADER
 from headstart.http.http_errors import ClientGoneError, Headers, json_response
 from headstart.http.spooled_body import SpooledBody, in_memory
 from headstart.http.sse import HEADERS, PING, WRITE_SECONDS
+from headstart.http.tracing.request_trace import Attributes
 from headstart.openai.canonical.prompt_rules import RULES_HEADER, rules_header
 from headstart.openai.engine_requests import Origin, Prepared
 from headstart.openai.forms.skipped import SKIPPED_HEADER, Skipped, skipped_header
@@ -47,6 +48,8 @@ async def infer(state: ServerState, api: ServedApi, request: Request) -> Respons
     record = record_of(request.scope)
     origin = Origin(api.id_prefix + uuid4().hex, record.arrival, record.principal.domain, record.principal.tenant)
     asked, prepared = await _prepared(state, api, model, origin, request)
+    if record.trace is not None and record.trace.is_sampled:
+        record.trace.root.attributes |= _attributes(model, prepared, origin.request_id)
     job = state.admit(prepared, record)
     job.diagnosis, job.examined = asked.diagnosis, asked.examined
     if job.examined is not None:
@@ -76,7 +79,9 @@ async def infer(state: ServerState, api: ServedApi, request: Request) -> Respons
 def _report(request: Request, asked: ApiRequest, job: GenerationJob, answer_id: str) -> dict[str, str]:
     """Return the headers that state what was changed in the request, and usage and times if requested."""
     applied, dropped = job.params.applied_rules, job.params.dropped
-    headers = {RULES_HEADER: rules_header(applied)} if applied else {}
+    headers = {"server-timing": job.record.server_timing()}
+    if applied:
+        headers[RULES_HEADER] = rules_header(applied)
     if dropped:
         headers[DROPPED_HEADER] = dropped_header(dropped)
     if asked.skipped:
@@ -85,6 +90,21 @@ def _report(request: Request, asked: ApiRequest, job: GenerationJob, answer_id: 
     if any(name == REPORT_HEADER for name, _ in request.scope["headers"]):
         report = job.report(answer_id)
     return headers if report is None else {**headers, REPORT_HEADER.decode(): report.encode().decode()}
+
+
+def _attributes(model: Model, prepared: Prepared, answer_id: str) -> Attributes:
+    """Return what a trace states of a request, in the names of OpenTelemetry's conventions."""
+    params, sampling = prepared.params, prepared.requests[0].sampling
+    return {
+        "gen_ai.request.model": model.name,
+        "gen_ai.response.model": model.name,
+        "gen_ai.response.id": answer_id,
+        "gen_ai.request.stream": params.stream,
+        "gen_ai.request.choice.count": params.n,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+    }
 
 
 async def _prepared(
@@ -109,6 +129,7 @@ async def _prepared(
 
     run = partial(state.long_work.run, tenant=origin.tenant, receive=request.receive)
     async with state.bodies.held(request) as body:
+        record_of(request.scope).received_at = time.monotonic()
         more = 0 if num_stored_bytes is None else await run(len(body), partial(stored, body))
         asked = await run(len(body) + more, partial(prepare, body), waits=api.renders)
         params, requests = asked.params, asked.requests

@@ -116,6 +116,8 @@ class _Run:
             http.force_exit = shutdown.at_once.is_set()
             await asyncio.wait([serving])
             await self._close(engine)
+            if state.tracer is not None:
+                await asyncio.to_thread(state.tracer.close)
             if recording is not None:
                 recording.close()
 

@@ -8,13 +8,14 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import EngineInfo, EngineStats
-from headstart.http.packed_metrics import Counter, Histogram, method_label
+from headstart.http.packed_metrics import Counter, Histogram, expose, method_label
+from headstart.http.tracing.tracer import Exported, SpanCounts
 from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
 from headstart.openai.responses import CACHE_SOURCES
 from headstart.server.prompt_doctor import PromptDoctor
@@ -121,6 +122,10 @@ class Metrics:
         """Add the memory of prompts' fingerprints to every scrape."""
         self._registry.register(FingerprintCollector(memory, self._model_name))
 
+    def watch_tracer(self, tracer: Exported) -> None:
+        """Add the counts of exported and lost spans to every scrape."""
+        self._registry.register(SpanCounts(tracer))
+
     def watch_doctor(self, doctor: PromptDoctor) -> None:
         """Add the estimate of the avoidable share to every scrape."""
         self._registry.register(DoctorCollector(doctor, self._model_name))
@@ -146,10 +151,10 @@ class Metrics:
         route = path if path in self._routes else next(trees, "other")
         self._http.add((route, method_label(method), str(status)))
 
-    def expose(self, *, with_tenants: bool = True, with_store: bool = True) -> bytes:
-        """Return all metrics in the Prometheus text format, with or without those by tenant and of the store."""
+    def expose(self, accept: str = "", *, with_tenants: bool = True, with_store: bool = True) -> bytes:
+        """Return all metrics in a format of the Accept header, with or without those by tenant and of the store."""
         shown = {self._registry: True, self._by_tenant: with_tenants, self._of_store: with_store}
-        return b"".join(generate_latest(registry) for registry, is_shown in shown.items() if is_shown)
+        return expose(accept, *(registry for registry, is_shown in shown.items() if is_shown))
 
     def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
         histogram = Histogram(name, text, bounds, {"model_name": self._model_name})

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from headstart.http.byte_budget import Budget, has_share
 from headstart.http.http_errors import ClientGoneError, HttpError, rendered
 from headstart.http.logs import Log
 from headstart.http.long_work import LongWork, TenantTurns
+from headstart.http.tracing.tracer import make_tracer
 from headstart.http.web_pages import WebPages
 from headstart.openai.bounds import Bounds
 from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
@@ -92,6 +93,7 @@ class ServerState:
         self.engine = engine
         self.log = log
         secret, own = domain_secret or secrets.token_bytes(32), secrets.token_bytes(32)
+        self.tracer = make_tracer(options.otlp_endpoint, "headstart-server", log)
         self.pages = WebPages(options)
         self.auth = Authenticator(
             options.api_key,
@@ -123,6 +125,8 @@ class ServerState:
         tokenizer = SegmentedTokenizer(Tokenizer.from_folder(Path(info.model)))
         metrics = Metrics(name, ROUTES)
         metrics.watch(self.engine)
+        if self.tracer is not None:
+            metrics.watch_tracer(self.tracer)
         self.engine.on_step = lambda stats: metrics.iteration_tokens.observe(stats.last_batch_tokens)
         bounds = Bounds.of(info, self.options, tokenizer.content_forms)
         grammars = GrammarCheck(info, info.eos_token_ids or tokenizer.eos_token_ids)
@@ -201,6 +205,10 @@ class ServerState:
         except QueueFullError:
             model.metrics.rejected()
             raise
+        record.submitted_at = time.monotonic()
+        if record.trace is not None and record.trace.is_sampled:
+            traced = [replace(request, is_traced=True) for request in prepared.requests]
+            prepared = replace(prepared, requests=traced)
         job = GenerationJob(self.engine, model.tokenizer, prepared, record, model.metrics, lease)
         self._jobs.add(job)
         self.idle.clear()

@@ -2,15 +2,21 @@
 
 A step lasts as long as all of its tokens, so a chunk of 2,048 prompt tokens delays every running decode by seconds, and
 no message is read meanwhile. The time per token depends on the model and the machine, so it is measured: the duration
-of pure decode steps by their number of decodes, and the time that a prompt token adds.
+of pure decode steps by their number of decodes, and the time that a prompt token adds. For traced requests it also
+records the chunks of their prompts.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from headstart.core.batch import Chunk, Output, PrefillChunk
+from headstart.core.request import Request
 
 DECODE_STEPS = 6.0  # bound of a step with prompt tokens, in pure decode steps
 LEAST_SECONDS = 0.03  # lower limit of the bound: shorter gaps are not noticed
 MOST_SECONDS = 0.3  # messages are read between steps: an aborted request ends within two
 LEAST_TOKENS = 16
+MAX_PREFILL_CHUNKS = 48  # recorded of one prompt; later ones count with the last
 _UP, _DOWN = 0.25, 0.5  # weights of a step slower, or not slower, than expected: delays only add
 _TRUSTED = 2.0  # an outlier counts as at most this many times slower or faster than expected
 
@@ -98,3 +104,43 @@ def _moved(old: float, seen: float) -> float:
         return seen
     factor = min(max(seen / old, 1 / _TRUSTED), _TRUSTED)
     return old * factor ** (_UP if factor > 1 else _DOWN)
+
+
+class PrefillTimes:
+    """The chunks in which the prompts of traced requests are computed, until all of the prompt is."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[str, list[PrefillChunk]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._chunks)
+
+    def add(self, request: Request) -> None:
+        """Record the chunks of a request, if it is traced."""
+        if request.is_traced:
+            self._chunks[request.request_id] = []
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request. Unknown ones are ignored."""
+        self._chunks.pop(request_id, None)
+
+    def reported(
+        self, chunks: Iterable[Chunk], planned_at: float, elapsed: float, outputs: list[Output]
+    ) -> list[Output]:
+        """Note a step that has ended; return its outputs, with the chunks of the prompts that are complete."""
+        for chunk in chunks:
+            found = self._chunks.get(chunk.request_id)
+            if found is not None:
+                one = PrefillChunk(planned_at, elapsed, len(chunk.token_ids))
+                if len(found) == MAX_PREFILL_CHUNKS:
+                    last = found.pop()
+                    until = planned_at + elapsed - last.planned_at
+                    one = PrefillChunk(last.planned_at, until, last.num_tokens + one.num_tokens)
+                found.append(one)
+        return [self._with_chunks(output) for output in outputs]
+
+    def _with_chunks(self, output: Output) -> Output:
+        if output.breakdown is None and output.finish_reason is None:
+            return output
+        found = self._chunks.pop(output.request_id, None)
+        return output if found is None else output._replace(prefill=tuple(found))

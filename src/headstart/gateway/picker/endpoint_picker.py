@@ -108,7 +108,7 @@ class EndpointPicker:
 
     async def _forwarded(self, call: ProxiedCall, decision: RoutingDecision, stream: ExtProcStream) -> None:
         names = (decision.endpoint.name, *decision.fallbacks)[: self._state.options.max_attempts]
-        own = {"x-request-id": call.request_id, REPORT_HEADER.decode(): "1"}
+        own = {"x-request-id": call.request_id, **call.trace_headers(), REPORT_HEADER.decode(): "1"}
         if self._state.options.replica_api_key is not None:
             own["authorization"] = f"Bearer {self._state.options.replica_api_key}"
         changed, removed = headers_changed(call.headers, own)
@@ -135,7 +135,7 @@ class EndpointPicker:
         if url is None or url == in_flight.endpoint.name:
             return in_flight
         now = time.monotonic()
-        call.failures.append(Failure.LOST)
+        call.fail(Failure.LOST)
         self._proxy.relay.failed(in_flight, Failure.LOST)
         if url not in names:
             return in_flight  # Envoy's own choice
@@ -147,6 +147,7 @@ class EndpointPicker:
                 endpoint.health.failed(now, sent_at=in_flight.sent_at)
         call.num_attempts += 1
         call.in_flight = sent = self._router.sent(in_flight, now, url)
+        call.begin_attempt()
         self._router.assume_first_token(sent, now)  # when it was sent is not known
         return sent
 
@@ -255,7 +256,7 @@ class EndpointPicker:
             self._router.failed(in_flight, time.monotonic(), blame=status >= 500)
 
     def _refused(self, call: ProxiedCall, in_flight: InFlight, failure: Failure) -> HttpError:
-        call.failures.append(failure)
+        call.fail(failure)
         self._proxy.relay.failed(in_flight, failure)
         return no_answer(AttemptError(failure, "no answer"), max(call.num_attempts, 1))
 

@@ -1,5 +1,6 @@
 """ProxiedCall: one client request at the router, from admission to its last byte: attempts, failures, outcome."""
 
+import time
 from dataclasses import dataclass, field
 
 from headstart.apis.api import Api
@@ -8,6 +9,7 @@ from headstart.gateway.held_bytes import LARGE_BYTES, ByteReservation, bytes_of
 from headstart.gateway.proxy.request_reader import ReadRequest
 from headstart.gateway.proxy.upstream import Failure
 from headstart.http.protocol.body_writer import BodyWriter
+from headstart.http.tracing.request_trace import RequestTrace, TraceSpan
 from headstart.router.routing_decision import InFlight
 
 
@@ -20,6 +22,7 @@ class ProxiedCall:
     sender: str  # address
     reading: ReadRequest
     request_id: str
+    arrival: float = 0.0  # monotonic seconds
     explains: bool = False
     shows_replica: bool = False  # the client is an administrator
     domain: bytes = b""  # of the router's tenant that sent it
@@ -45,12 +48,50 @@ class ProxiedCall:
     num_events: int = 0  # relayed of a stream of named events
     is_mid_event: bool = False  # a part of an event was relayed: nothing but the rest of it may follow
     failures: list[Failure] = field(default_factory=list[Failure])
+    trace: RequestTrace | None = None  # of the router's request
+    attempt: TraceSpan | None = None  # the part of the trace at the replica that it was sent to last
     outcome: str = "error"  # or ok; lost: in the middle of a stream; gone: the client disconnected
 
     @property
     def api(self) -> Api:
         """The API whose generation route it was sent to, else OTHER."""
         return generation_api(self.path)
+
+    def begin_attempt(self) -> None:
+        """Begin a span for the attempt at the replica in `in_flight`."""
+        if self.trace is None or not self.trace.is_sampled or self.in_flight is None:
+            return
+        in_flight = self.in_flight
+        self.attempt = self.trace.add(f"POST {self.path}", in_flight.sent_at, in_flight.sent_at)
+        self.attempt.kind = "client"
+        self.attempt.attributes |= {
+            "http.request.method": "POST",
+            "url.full": in_flight.endpoint.name + self.path,
+            "headstart.route.reason": in_flight.choice.reason,
+            "headstart.route.predicted_tokens": in_flight.candidate.hit_tokens,
+            "headstart.route.expected_ms": in_flight.flight.expected_ms,
+        }
+
+    def end_attempt(self, now: float, failure: Failure | None = None) -> None:
+        """End that span; idempotent."""
+        if self.attempt is None:
+            return
+        self.attempt.end = now
+        if failure is not None:
+            self.attempt.error, self.attempt.is_failed = failure.value, True
+        self.attempt = None
+
+    def fail(self, failure: Failure) -> None:
+        """Record that an attempt has failed."""
+        self.failures.append(failure)
+        self.end_attempt(time.monotonic(), failure)
+
+    def trace_headers(self) -> dict[str, str]:
+        """Return the headers that make the replica's trace a part of this one; none without a trace."""
+        if self.trace is None:
+            return {}
+        state = {"tracestate": self.trace.state} if self.trace.state else {}
+        return {"traceparent": self.trace.traceparent(self.attempt or self.trace.root), **state}
 
     def trim(self) -> None:
         """Free the text and tokens of a large request's prompt once its block hashes are computed."""

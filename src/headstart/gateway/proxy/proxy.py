@@ -161,6 +161,7 @@ class Proxy:
         call.in_flight = in_flight = self.router.sent(decision, now)
         call.tried.append(in_flight.endpoint.name)
         call.num_attempts += 1
+        call.begin_attempt()
         return in_flight
 
     async def serve(self, call: ProxiedCall, scope: Scope, receive: Receive, send: Send) -> None:
@@ -207,7 +208,7 @@ class Proxy:
                     await self._attempt(call, send)
                     return
                 except AttemptError as error:
-                    call.failures.append(error.failure)
+                    call.fail(error.failure)
                     call.num_losses += error.is_loss
                     if call.num_losses >= MAX_LOSSES:
                         await self._give_up(call, too_many_losses(call.request_id, call.num_losses), send)
@@ -266,7 +267,7 @@ class Proxy:
         self.relay.failed(in_flight, failure)
         if not call.committed:
             raise AttemptError(failure, f"{type(error).__name__}") from error
-        call.failures.append(failure)
+        call.fail(failure)
         call.outcome = "lost"
         if call.is_mid_event:
             raise replica_lost() from error  # the client's connection is cut
@@ -274,7 +275,7 @@ class Proxy:
 
     async def _send(self, attempt: Attempt, send: Send) -> None:
         call, in_flight, _ = attempt
-        own = {"x-request-id": call.request_id}
+        own = {"x-request-id": call.request_id, **call.trace_headers()}
         if self._settings.replica_api_key is not None:
             own["authorization"] = f"Bearer {self._settings.replica_api_key}"
         body, timer = call.reading.body, None

@@ -130,7 +130,7 @@ class Relay:
                 piece = await response.content.readany()
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
             self.failed(in_flight, failure_of(error))
-            call.failures.append(failure_of(error))
+            call.fail(failure_of(error))
             call.outcome = "lost"
             raise replica_lost() from error
         self._answered(call, in_flight, read_usage_at_end(tail))
@@ -269,8 +269,10 @@ def own_headers(call: ProxiedCall, status: int, replica: str) -> list[tuple[byte
 
     For administrators also the replica and the reasons for it.
     """
-    applied = call.reading.applied_rules
+    applied, in_flight = call.reading.applied_rules, call.in_flight
     own = [(RULES_HEADER.encode(), rules_header(applied).encode())] if applied else []
+    if in_flight is not None:
+        own.append((b"server-timing", f"route;dur={(in_flight.sent_at - call.arrival) * 1e3:.1f}".encode()))
     if not call.shows_replica or status in (401, 403):  # a refused key gets no addresses, from any server
         return own
     own.append((b"x-headstart-replica", replica.encode("latin-1")))

@@ -27,7 +27,13 @@ _NOT_SENT_ON = HOP_BY_HOP | _OTHER_TARGETS | _OF_THIS_REQUEST
 SENT_BACK = frozenset(
     (
         *(b"cache-control", b"content-disposition", b"content-language", b"deprecation", b"retry-after"),
-        *(b"www-authenticate", b"x-accel-buffering", b"x-should-retry", b"x-headstart-dropped-keywords"),
+        *(
+            b"www-authenticate",
+            b"x-accel-buffering",
+            b"x-should-retry",
+            b"server-timing",
+            b"x-headstart-dropped-keywords",
+        ),
     )
 )
 SENT_BACK_PREFIXES = (b"openai-", b"x-ratelimit-")
@@ -200,7 +206,7 @@ def headers_on(
         name, text = raw.decode("latin-1"), value.decode("latin-1")
         if name == "x-forwarded-for":
             route += text + ", "
-        elif name not in own:
+        elif name not in own and not (name == "tracestate" and "traceparent" in own):
             sent.append((name, text))
     if dropped:
         sent = [header for header in sent if header[0] not in dropped]
@@ -219,6 +225,8 @@ def headers_changed(headers: Iterable[tuple[bytes, bytes]], own: Mapping[str, st
     removed = {name for name, _ in headers if name in _OTHER_TARGETS or name == b"x-headstart-explain"}
     if "authorization" in own:
         removed.add(b"x-api-key")
+    if "traceparent" in own and "tracestate" not in own:
+        removed.add(b"tracestate")
     return {"accept-encoding": "identity", **own}, sorted(name.decode("latin-1") for name in removed)
 
 

@@ -60,6 +60,7 @@ class Submit(Message):
     cache: CacheMode
     tenant: str
     retention: Retention
+    is_traced: bool = False
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> "list[Submit]":
@@ -91,6 +92,7 @@ class Submit(Message):
             first.cache,
             first.tenant,
             first.retention,
+            first.is_traced,
         )
 
     def requests(self) -> list[Request]:
@@ -108,6 +110,7 @@ class Submit(Message):
                 cache=self.cache,
                 tenant=self.tenant,
                 retention=self.retention,
+                is_traced=self.is_traced,
             )
             for choice in self.choices
         ]
