@@ -48,7 +48,7 @@ def test_the_best_variant_is_chosen_and_every_other_can_be_forced() -> None:
 
 def test_a_variant_this_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.model.kernels.library.cpu_flags", lambda: NEEDED["avx2"])
-    with pytest.raises(ConfigError, match="this processor cannot run it; choose avx2, none"):
+    with pytest.raises(ConfigError, match="this processor cannot run it; choose avx2, amx_twin, none"):
         load.__wrapped__("avx512")
 
 
