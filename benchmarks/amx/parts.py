@@ -98,6 +98,7 @@ def exact_rows(machine: Machine) -> dict[str, Any]:
         torch.manual_seed(outputs)
         weight, x = torch.randn(outputs, inputs).bfloat16() / inputs**0.5, torch.randn(most, inputs).bfloat16()
         linear, twin = (Linear(weight.clone(), gated=gated, form=form) for form in forms)
+        alone = torch.empty(0)
         for threads in machine.threads:
             torch.set_num_threads(threads)
             alone = torch.cat([linear(x[i : i + 1]) for i in range(most)])
@@ -200,7 +201,7 @@ def products(machine: Machine) -> dict[str, Any]:
                     continue
                 x = torch.randn(count, inputs).bfloat16()
                 found = turns({name: lambda f=form, x=x: f(x) for name, form in forms.items()}, 0.12)
-                row = {
+                row: dict[str, float] = {
                     "us": round(found["amx"] * 1e6),
                     "GFLOP/s": round(2e-9 * outputs * inputs * count / found["amx"]),
                 }

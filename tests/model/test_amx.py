@@ -71,7 +71,7 @@ def in_order(x: NDArray[np.float64], w: NDArray[np.float64], sums: Floats) -> Fl
         for pair in range(step, step + 32, 2):
             even = (x[..., :, None, pair] * w[..., None, :, pair] + even).astype(np.float32)
             odd = (x[..., :, None, pair + 1] * w[..., None, :, pair + 1] + odd).astype(np.float32)
-        sums = sums + (even + odd)
+        sums = (sums + (even + odd)).astype(np.float32)
     return sums
 
 
@@ -130,10 +130,8 @@ def test_a_product_has_one_order_for_every_number_of_rows(variant: str, outputs:
     torch.manual_seed(outputs)
     weight, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(700, inputs).bfloat16()
     linear, padding = Linear(weight.clone(), form=Form(tiles(variant))), (0, -inputs % 32)
-    due = in_order(
-        *(torch.nn.functional.pad(rows, padding).double().numpy() for rows in (x[:40], weight)),
-        np.zeros((40, outputs), np.float32),
-    )
+    first, second = (torch.nn.functional.pad(rows, padding).double().numpy() for rows in (x[:40], weight))
+    due = in_order(first, second, np.zeros((40, outputs), np.float32))
     together = linear(x)
     assert torch.equal(together[:40], torch.from_numpy(due).bfloat16())
     torch.testing.assert_close(together.double(), x.double() @ weight.double().T, rtol=1e-2, atol=1e-2 * inputs**0.5)

@@ -12,10 +12,10 @@ import pytest
 from headstart.core.errors import ConfigError
 from headstart.model.kernels import build as building
 from headstart.model.kernels.build import BuildError, build, build_packaged, find_compiler, packaged
-from headstart.model.kernels.library import NEEDED, VARIABLE, cpu_flags, find, load
+from headstart.model.kernels.library import NEEDED, VARIABLE, find, load, runnable_variants
 from headstart.model.setup.doctor import report
 
-RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
+RUNNABLE = runnable_variants()
 pytestmark = pytest.mark.skipif(not RUNNABLE, reason="this processor runs no variant")
 
 

@@ -113,7 +113,8 @@ class Layer {
                                        query_head(item, head, row) * call.query_head;
                 Kind::pack(packed, query, call.head_dim);
                 factor *to = tile.queries + first * dims + (row - first) * WORD;
-                for (int dim = 0; dim < dims; dim += WORD)
+                if (size == 1) memcpy(to, packed, sizeof(factor) * dims);
+                for (int dim = 0; size > 1 && dim < dims; dim += WORD)
                     memcpy(to + dim * size, packed + dim, sizeof(factor) * WORD);
                 tile.upto[row] = entry.limit;
                 tile.from[row] = call.window > 0 && entry.limit > call.window ? entry.limit - call.window : 0;

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "amx.h"
-#include "attention_tile.h"
+#include "attention_rows.h"
 
 #if defined(AMX_TILES)
 
@@ -111,7 +111,6 @@ struct Scratch {
     alignas(64) float score[PASS_ROWS * SCORE_STRIDE];
     alignas(64) bf16 weight[PASS_ROWS * WEIGHT_STRIDE];
     alignas(64) float out[PASS_ROWS * MAX_DIMS];
-    Sums sums[PASS_ROWS];
 };
 
 // Computes `count` rows of a tile from `first` on for one piece; TWO: more than 16.
@@ -121,15 +120,16 @@ SEPARATE void attend_rows(Tile<Tiled> &tile, int first, int count, const Piece &
     int dims = tile.dims;
     bool fetch = first == 0;  // the first rows of the item prefetch the next pages for all
     score<TWO>(tile.tiles, tile.queries + first * dims, dims, piece, scratch.score, fetch);
-    for (int r = 0; r < count; r++)
-        scratch.sums[r] = soften<Tiled>(scratch.score + r * SCORE_STRIDE, piece, tile.from[first + r], tile.upto[first + r],
-                                        scaling, scratch.weight + r * WEIGHT_STRIDE);
+    RowSums sums[TWO ? 2 : 1];
+    for (int r = 0; r < count; r += ROWS)
+        soften(tile, first + r, count - r < ROWS ? count - r : ROWS, piece, scaling, scratch.score + r * SCORE_STRIDE,
+               SCORE_STRIDE, scratch.weight + r * WEIGHT_STRIDE, WEIGHT_STRIDE, sums[r / ROWS]);
     memset(scratch.out, 0, sizeof(float) * (TWO ? PASS_ROWS : ROWS) * dims);
     each_run(tile, piece, [&](int begin, const uint32_t *const *pages, int pages_count, bool masked) {
         weigh<TWO>(tile.tiles, scratch.weight + begin * PAGE, pages, pages_count, dims, scratch.out, fetch && !masked);
     });
-    for (int r = 0; r < count; r++)
-        join(tile.out + (first + r) * dims, tile.sums[first + r], scratch.out + r * dims, scratch.sums[r], dims);
+    for (int r = 0; r < count; r += ROWS)
+        join_rows(tile, first + r, count - r < ROWS ? count - r : ROWS, scratch.out + r * dims, sums[r / ROWS]);
 }
 
 }  // namespace
