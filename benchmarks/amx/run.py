@@ -57,8 +57,9 @@ CPUS = prepare(OPTIONS)
 
 import torch  # noqa: E402
 
-for runtime in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
-    ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)  # for libraries that are linked without it
+# For libraries that are linked without OpenMP's; torch's own, if it brings one.
+for runtime in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")) or ["libgomp.so.1"]:
+    ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
 
 from parts import PARTS, Machine  # noqa: E402
 
