@@ -41,7 +41,7 @@ NUMBERS = {
 
 
 class Machine(NamedTuple):
-    """What is measured: a variant, and the numbers of threads."""
+    """The variant that is measured, and the numbers of threads."""
 
     variant: str
     threads: list[int]

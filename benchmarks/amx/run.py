@@ -1,4 +1,4 @@
-"""What only a processor with AMX can show, in one call: `python benchmarks/amx/run.py OUT.json`; see README.md.
+"""Bits and figures of a processor with AMX, in one call: `python benchmarks/amx/run.py OUT.json`; see README.md.
 
 The JSON file is written after each part, so that a run that is cut short leaves what it has. The last line of stdout is
 the same document. Without AMX, `--variant amx_twin` runs the tests on the twin of the tile operation, without figures.
