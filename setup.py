@@ -48,7 +48,7 @@ class BuildKernels(build_py):
         if self.editable_mode or not can_compile():
             return
         folder = Path(self.build_lib) / KERNELS / BUILDER.PACKAGED.name
-        for variant in (*BUILDER.VARIANT_FLAGS, BUILDER.HASHES):
+        for variant in (*(name for name in BUILDER.VARIANT_FLAGS if name != BUILDER.TWIN), BUILDER.HASHES):
             try:
                 BUILDER.build_packaged(variant, folder, environ=os.environ)
             except BUILDER.BuildError as error:

@@ -26,7 +26,7 @@ from headstart.model.sampling.sampler import Sampler
 from headstart.model.step_inputs import build_step
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no compiled kernels here")
-RUNNABLE = [name for name, needed in library.NEEDED.items() if needed <= library.cpu_flags()]
+RUNNABLE = library.runnable_variants()
 
 
 @pytest.mark.parametrize("form", FORMS)

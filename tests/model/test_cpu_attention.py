@@ -15,7 +15,7 @@ from headstart.model.attention.cpu import CPUAttention
 from headstart.model.kernels import library as load
 from headstart.model.paged_kv import KVShape
 
-RUNNABLE = [name for name, needed in load.NEEDED.items() if needed <= load.cpu_flags()]
+RUNNABLE = load.runnable_variants()
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.skipif(load.kernels() is None, reason="no compiled kernels here")
 

@@ -16,7 +16,7 @@ from headstart.model.layers.linear import Form, Linear
 from headstart.model.setup.doctor import report
 from headstart.model.weights.model_loader import load_model
 
-RUNNABLE = [name for name, needed in library.NEEDED.items() if needed <= library.cpu_flags()]
+RUNNABLE = library.runnable_variants()
 
 
 @pytest.fixture

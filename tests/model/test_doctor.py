@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from cgroup_tree import GIB, machine, v2_group, write
 
+from headstart.model.kernels.library import NEEDED
 from headstart.model.setup.doctor import GPU, Report, gpu_warnings, report
 
 
@@ -53,6 +54,15 @@ def test_processor_without_avx2_is_warned_of(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     write(machine(tmp_path), "proc/cpuinfo", "flags : fpu sse2\n")
     assert any("no AVX2" in warning for warning in report(root=tmp_path).warnings)
+
+
+@pytest.mark.parametrize("granted", [True, False])
+def test_tiles_that_the_system_refuses_are_warned_of(
+    granted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headstart.model.setup.doctor.tiles_granted", lambda: granted)
+    write(machine(tmp_path), "proc/cpuinfo", f"flags : {' '.join(NEEDED['amx'])}\n")
+    assert any("use AMX" in warning for warning in report(root=tmp_path).warnings) is not granted
 
 
 H100 = GPU("NVIDIA H100 80GB HBM3", (9, 0), 80 * GIB, int(79.5 * GIB))

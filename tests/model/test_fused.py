@@ -11,11 +11,11 @@ from model.tiny import NATIVE, make_checkpoint
 from torch import Tensor
 
 from headstart.core.errors import ConfigError
-from headstart.model.kernels.library import NEEDED, VARIABLE, cpu_flags
+from headstart.model.kernels.library import VARIABLE, runnable_variants
 from headstart.model.layers.decoder import Decoder
 from headstart.model.weights.model_loader import load_model
 
-RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
+RUNNABLE = runnable_variants()
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in NATIVE),
     ("llama", {"num_key_value_heads": 1, "head_dim": 20, "tie_word_embeddings": True, "num_hidden_layers": 1}),

@@ -12,10 +12,10 @@ import pytest
 from headstart.core.errors import ConfigError
 from headstart.model.kernels import build as building
 from headstart.model.kernels.build import BuildError, build, build_packaged, find_compiler, packaged
-from headstart.model.kernels.library import NEEDED, VARIABLE, cpu_flags, find, load
+from headstart.model.kernels.library import NEEDED, VARIABLE, find, load, runnable_variants
 from headstart.model.setup.doctor import report
 
-RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
+RUNNABLE = runnable_variants()
 pytestmark = pytest.mark.skipif(not RUNNABLE, reason="this processor runs no variant")
 
 
@@ -48,7 +48,7 @@ def test_the_best_variant_is_chosen_and_every_other_can_be_forced() -> None:
 
 def test_a_variant_this_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.model.kernels.library.cpu_flags", lambda: NEEDED["avx2"])
-    with pytest.raises(ConfigError, match="this processor cannot run it; choose avx2, none"):
+    with pytest.raises(ConfigError, match="this processor cannot run it; choose avx2, amx_twin, none"):
         load.__wrapped__("avx512")
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headstart.core.errors import ConfigError
 from headstart.model.kernels.chain import Buffers, Chain, Link
-from headstart.model.kernels.library import NEEDED, Kernels, cpu_flags, load
+from headstart.model.kernels.library import Kernels, load, runnable_variants
 from headstart.model.kernels.packed import Norm, PackedLinear, RotaryHeads
 from headstart.model.layers.layer_ops import RMSNorm
 from headstart.model.layers.linear import Form, Linear, can_pack
@@ -16,7 +16,7 @@ from headstart.model.layers.quantise import can_quantise, quantise
 from headstart.model.layers.rotary import RopeConfig, Rotary
 from headstart.model.weights.gguf.block_formats import unpack
 
-RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
+RUNNABLE = runnable_variants()
 SIZES = [
     (1, 1),
     (31, 2),

@@ -17,7 +17,7 @@ from headstart.model.packed_kv import PackedKV, PageWrites
 from headstart.model.paged_kv import KVShape, PagedKV
 
 CPU = torch.device("cpu")
-RUNNABLE = [name for name, needed in load.NEEDED.items() if needed <= load.cpu_flags()]
+RUNNABLE = load.runnable_variants()
 pytestmark = pytest.mark.skipif(load.kernels() is None, reason="no compiled kernels here")
 
 

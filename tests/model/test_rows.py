@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model.guarded import Guards
 
-from headstart.model.kernels.library import NEEDED, Kernels, cpu_flags, load
+from headstart.model.kernels.library import Kernels, load, runnable_variants
 from headstart.model.kernels.rows import finite_chunks, greatest
 
-RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
+RUNNABLE = runnable_variants()
 DTYPES = [torch.bfloat16, torch.float32]
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1.5, -3e38, 3e38, 1e-40, math.inf, -math.inf, math.nan]
 numbers = st.lists(st.sampled_from(SPECIAL) | st.floats(width=32), min_size=1, max_size=80)

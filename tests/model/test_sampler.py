@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headstart.core.batch import Chunk, Row, RowError, RowErrorKind
 from headstart.core.request import SamplingParams
-from headstart.model.kernels.library import NEEDED, cpu_flags, load
+from headstart.model.kernels.library import load, runnable_variants
 from headstart.model.sampling.sampler import Sampler
 
 VOCAB = 50
@@ -38,7 +38,7 @@ def chunk_of(
 
 
 MakeSampler = Callable[..., Sampler]
-RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
+RUNNABLE = runnable_variants()
 
 
 @pytest.fixture(params=["none", *RUNNABLE], scope="module")

@@ -13,13 +13,13 @@ from model.guarded import Guards
 
 from headstart.core.batch import Chunk
 from headstart.core.request import SamplingParams
-from headstart.model.kernels.library import NEEDED, Kernels, cpu_flags, load
+from headstart.model.kernels.library import Kernels, load, runnable_variants
 from headstart.model.kernels.sampling import RowSampler, RowTask
 from headstart.model.sampling.draw import draw
 from headstart.model.sampling.logit_edits import LogitEdits
 from headstart.model.sampling.sampler import Sampler
 
-RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
+RUNNABLE = runnable_variants()
 DTYPES = [torch.bfloat16, torch.float32]
 NEAR = 1e-6  # where a draw or a filter is decided by less, the twins may differ
 INT31_MAX = 2**31 - 1

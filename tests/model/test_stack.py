@@ -12,14 +12,14 @@ from torch import Tensor
 
 from headstart.core.batch import Batch, Chunk
 from headstart.model.attention.base import Attend
-from headstart.model.kernels.library import NEEDED, VARIABLE, cpu_flags, find
+from headstart.model.kernels.library import VARIABLE, find, runnable_variants
 from headstart.model.layers.decoder import Decoder
 from headstart.model.layers.fused import FusedLayers
 from headstart.model.model_runner import ModelRunner
 from headstart.model.step_inputs import StepBounds, StepInputs, build_step
 from headstart.model.weights.model_loader import load_model
 
-RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
+RUNNABLE = runnable_variants()
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in NATIVE),
     ("llama", {"num_key_value_heads": 1, "head_dim": 20, "tie_word_embeddings": True, "num_hidden_layers": 1}),

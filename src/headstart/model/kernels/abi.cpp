@@ -1,7 +1,28 @@
-#include "common.h"
+#include "amx.h"
 
 // Incremented with every change of a signature.
 EXPORT int headstart_abi() { return 1; }
+
+// One operation on tiles for each of `count` [16, 16] of c: c += a [16, 32] times b [16 pairs, 16 columns, 2]. Returns 0,
+// without any change, in a variant without tiles.
+EXPORT int headstart_tile_dot([[maybe_unused]] const bf16 *a, [[maybe_unused]] const bf16 *b, [[maybe_unused]] float *c,
+                              [[maybe_unused]] long count) {
+#if defined(AMX_TILES)
+    amx::Shapes shapes;
+    for (int t = 0; t < 3; t++) shapes.set(t, amx::ROWS, 64);
+    amx::Tiles tiles;
+    tiles.configure(shapes);
+    for (long i = 0; i < count; i++, a += 512, b += 512, c += 256) {
+        tiles.load<0>(c, 64), tiles.load<1>(a, 64), tiles.load<2>(b, 64);
+        tiles.dot<0, 1, 2>();
+        tiles.store<0>(c, 64);
+    }
+    tiles.release();
+    return 1;
+#else
+    return 0;
+#endif
+}
 
 // Reads `size` bytes with `threads` threads and returns their sum. Benchmarks compare the speed of kernels with it.
 EXPORT uint64_t headstart_read(const uint64_t *data, long size, int threads) {

@@ -3,13 +3,11 @@
 // Decode, chunked prefill and cached prefixes are one case: each row has the range of positions it attends to. The
 // products of an item's rows and pages are in attention_tile.h; this file reads the rows, finishes them, and merges them
 // if a token has several parts.
+#include "attention_amx.h"
 #include "attention_tile.h"
 #include "pages.h"
 
 namespace {
-
-// Returns the first row of part `index`, if `rows` are divided into `parts` as evenly as possible.
-static inline int part_of(int rows, int index, int parts) { return rows * index / parts; }
 
 template <typename Kind>
 class Layer {
@@ -55,19 +53,13 @@ class Layer {
         int low = tile.low / call.block_size, high = ceil_div(tile.high, call.block_size);
         if (low < item.block_begin) low = item.block_begin;
         if (high > item.block_end) high = item.block_end;
-        int parts = ceil_div(tile.rows, MICRO_ROWS), last = item.block_end * pages_per_block, stored = 0;
+        int last = item.block_end * pages_per_block, stored = 0;
         bool is_part = entry_of(item, 0).slot >= 0, apart = is_part && item.block_begin > 0;
         Reading reading = {head, &item, low * pages_per_block, high * pages_per_block};
         for (int page = item.block_begin * pages_per_block, end; page < last; page = end) {
             end = segment_end(page, pages_per_block);
             Piece piece;
-            if (open_piece(piece, reading, page, end < last ? end : last)) {
-                for (int part = 0; part < parts; part++) {
-                    int first = part_of(tile.rows, part, parts);
-                    attend_some_rows<Kind>(tile, first, part_of(tile.rows, part + 1, parts) - first, piece,
-                                           {call.scale, call.softcap});
-                }
-            }
+            if (open_piece(piece, reading, page, end < last ? end : last)) attend_all_rows(tile, piece, {call.scale, call.softcap});
             if (apart) store_tile(tile, head, item, stored++);
         }
         if (is_part && !apart) store_tile(tile, head, item, stored++);
@@ -110,7 +102,7 @@ class Layer {
         tile.low = INT32_MAX;
         tile.high = 0;
         enum { WORD = Kind::PARTS * Kind::FACTORS };
-        int parts = ceil_div(tile.rows, MICRO_ROWS);
+        int parts = parts_of<Kind>(tile.rows);
         factor packed[MAX_DIMS];
         for (int dim = call.head_dim; dim < dims; dim++) packed[dim] = 0;
         for (int part = 0; part < parts; part++) {
@@ -121,7 +113,8 @@ class Layer {
                                        query_head(item, head, row) * call.query_head;
                 Kind::pack(packed, query, call.head_dim);
                 factor *to = tile.queries + first * dims + (row - first) * WORD;
-                for (int dim = 0; dim < dims; dim += WORD)
+                if (size == 1) memcpy(to, packed, sizeof(factor) * dims);
+                for (int dim = 0; size > 1 && dim < dims; dim += WORD)
                     memcpy(to + dim * size, packed + dim, sizeof(factor) * WORD);
                 tile.upto[row] = entry.limit;
                 tile.from[row] = call.window > 0 && entry.limit > call.window ? entry.limit - call.window : 0;
@@ -256,9 +249,11 @@ void run(const AttentionCall &call) {
             for (int i = 0; i < call.num_token_writes; i++) layer.write_token(i);
         }
         Tile<Kind> tile;
+        begin_items(tile);
         // By head, then in the order of the plan: neighbouring items share blocks.
 #pragma omp for schedule(dynamic, 1) nowait
         for (int task = 0; task < tasks; task++) layer.attend(tile, task / plan.num_items, task % plan.num_items);
+        end_items(tile);
     }
 }
 
@@ -266,7 +261,9 @@ void run(const AttentionCall &call) {
 
 // Writes the step's keys and values, then computes the attention. With a plan without items, it only writes.
 EXPORT void headstart_attention(const AttentionCall *call) {
-#if defined(__AVX512BF16__)
+#if defined(AMX_TILES)
+    if (call->is_bf16) return run<Tiled>(*call);
+#elif defined(__AVX512BF16__)
     if (call->is_bf16) return run<Paired>(*call);
 #else
     if (call->is_bf16) return run<Widened>(*call);

@@ -114,7 +114,7 @@ static inline vec capped(vec x, float cap, float twice) {
 
 // One fp32 per word.
 struct Single {
-    enum { W = 1, PARTS = 1 };
+    enum { W = 1, PARTS = 1, TILED = 0 };
     typedef float element;  // of pages
     typedef float factor;   // of rows: a word has PARTS times FACTORS of them
     enum { FACTORS = 1 };
@@ -128,7 +128,7 @@ struct Single {
 
 // Two bf16 per word, widened to fp32 and multiplied one after the other.
 struct Widened {
-    enum { W = 2, PARTS = 2 };
+    enum { W = 2, PARTS = 2, TILED = 0 };
     typedef bf16 element;
     typedef float factor;
     enum { FACTORS = 1 };
@@ -148,7 +148,7 @@ struct Widened {
 #if defined(__AVX512BF16__)
 // Two bf16 per word, multiplied and summed by vdpbf16ps.
 struct Paired {
-    enum { W = 2, PARTS = 1 };
+    enum { W = 2, PARTS = 1, TILED = 0 };
     typedef bf16 element;
     typedef bf16 factor;
     enum { FACTORS = 2 };
@@ -161,6 +161,25 @@ struct Paired {
     }
     static vec step(vec acc, operand row, operand word) { return _mm512_dpbf16_ps(acc, row, word); }
     static void put(factor *to, vec x) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x)); }
+    static void pack(factor *to, const element *from, int count) { memcpy(to, from, sizeof(bf16) * count); }
+};
+#endif
+
+#if defined(AMX_TILES)
+// Two bf16 per word, multiplied on tiles; see attention_amx.h.
+struct Tiled {
+    enum { W = 2, PARTS = 1, TILED = 1, FACTORS = 2 };
+    typedef bf16 element;
+    typedef bf16 factor;
+    static void put(factor *to, vec x) {
+#if defined(__AVX512BF16__)
+        _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x));
+#else
+        float lanes[LANES];
+        store(lanes, x);
+        for (int i = 0; i < LANES; i++) to[i] = to_bf16(lanes[i]);
+#endif
+    }
     static void pack(factor *to, const element *from, int count) { memcpy(to, from, sizeof(bf16) * count); }
 };
 #endif

@@ -7,6 +7,7 @@
 // for a row depend neither on other rows nor on other segments; `join` adds them to those of the segments before.
 #pragma once
 
+#include "amx.h"
 #include "attention_math.h"
 
 namespace {
@@ -55,6 +56,9 @@ struct Tile {
     int from[TILE_ROWS], upto[TILE_ROWS];         // positions that a row attends to
     int rows, dims, low, high;                    // positions that any row attends to
     alignas(64) uint32_t masked[PAGE * MAX_DIMS];
+#if defined(AMX_TILES)
+    amx::Tiles tiles;
+#endif
 };
 
 // Scratch memory for the rows that are computed together.
@@ -233,6 +237,26 @@ static inline const uint32_t *masked_values(const uint32_t *page, int dims, int 
     return copy;
 }
 
+// Calls visit(first page, pages, their number, whether they are a copy) for the values of a piece: runs of pages of which
+// every slot is seen by some row are visited at once, other pages alone, as a masked copy.
+template <typename Kind, class Visit>
+static inline void each_run(Tile<Kind> &tile, const Piece &piece, Visit visit) {
+    for (int begin = 0, end; begin < piece.count; begin = end) {
+        int low = tile.low - piece.position[begin], high = tile.high - piece.position[begin];
+        if (high > piece.filled[begin]) high = piece.filled[begin];
+        end = begin + 1;
+        if (low <= 0 && high >= PAGE) {
+            for (; end < piece.count; end++)
+                if (tile.high < piece.position[end] + PAGE || piece.filled[end] < PAGE) break;
+            visit(begin, piece.values + begin, end - begin, false);
+        } else {
+            const uint32_t *copy = masked_values<Kind>(piece.values[begin], tile.dims, low, high, tile.masked);
+            const uint32_t *pages[3] = {copy, copy, copy};
+            visit(begin, pages, 1, true);
+        }
+    }
+}
+
 // Computes the rows [first, first + R) of a tile for one piece.
 template <typename Kind, int R, bool FETCH>
 static inline void attend_rows(Tile<Kind> &tile, int first, const Piece &piece, Scaling scaling) {
@@ -247,22 +271,11 @@ static inline void attend_rows(Tile<Kind> &tile, int first, const Piece &piece, 
                                        scratch.weight + r * CHUNK);
     }
     memset(scratch.out, 0, sizeof(float) * R * dims);
-    // Runs of pages of which every slot is seen are computed at once, other pages with a masked copy.
-    for (int begin = 0, end; begin < piece.count; begin = end) {
-        int low = tile.low - piece.position[begin], high = tile.high - piece.position[begin];
-        if (high > piece.filled[begin]) high = piece.filled[begin];
+    each_run(tile, piece, [&](int begin, const uint32_t *const *pages, int count, bool masked) {
         const typename Kind::factor *weight = scratch.weight + begin * PAGE;
-        if (low <= 0 && high >= PAGE) {
-            for (end = begin + 1; end < piece.count; end++)
-                if (tile.high < piece.position[end] + PAGE || piece.filled[end] < PAGE) break;
-            weigh_columns<Kind, R, FETCH>(weight, piece.values + begin, end - begin, dims, scratch.out);
-        } else {
-            end = begin + 1;
-            const uint32_t *copy = masked_values<Kind>(piece.values[begin], dims, low, high, tile.masked);
-            const uint32_t *pages[3] = {copy, copy, copy};
-            weigh_columns<Kind, R, false>(weight, pages, 1, dims, scratch.out);
-        }
-    }
+        if (masked) weigh_columns<Kind, R, false>(weight, pages, count, dims, scratch.out);
+        else weigh_columns<Kind, R, FETCH>(weight, pages, count, dims, scratch.out);
+    });
     for (int r = 0; r < R; r++)
         join(tile.out + (first + r) * dims, tile.sums[first + r], scratch.out + r * dims, scratch.sums[r], dims);
 }
@@ -278,5 +291,29 @@ static inline void attend_some_rows(Tile<Kind> &tile, int first, int rows, const
         attend_rows<Kind, R, false>(tile, first, piece, scaling);
     }
 }
+
+// Returns how many parts the rows of a tile are divided into: those that are in registers together, or single rows.
+template <typename Kind>
+static inline int parts_of(int rows) {
+    return Kind::TILED ? rows : ceil_div(rows, MICRO_ROWS);
+}
+
+// Returns the first row of part `index`, if `rows` are divided into `parts` as evenly as possible.
+static inline int part_of(int rows, int index, int parts) { return rows * index / parts; }
+
+// Computes all rows of a tile for one piece. attention_amx.h has this and the next two for a Tile<Tiled>.
+template <typename Kind>
+static inline void attend_all_rows(Tile<Kind> &tile, const Piece &piece, Scaling scaling) {
+    for (int part = 0, parts = parts_of<Kind>(tile.rows); part < parts; part++) {
+        int first = part_of(tile.rows, part, parts);
+        attend_some_rows<Kind>(tile, first, part_of(tile.rows, part + 1, parts) - first, piece, scaling);
+    }
+}
+
+// Each thread calls these before its first item and after its last.
+template <typename Kind>
+static inline void begin_items(Tile<Kind> &) {}
+template <typename Kind>
+static inline void end_items(Tile<Kind> &) {}
 
 }  // namespace

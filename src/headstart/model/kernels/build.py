@@ -16,11 +16,16 @@ import tempfile
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
-AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *AVX2)
+BF16 = ("-mavx512bf16", "-mavx512vnni")
+TWIN = "amx_twin"  # the loops of amx, slow and for every processor: for tests, never chosen and not in a wheel
 VARIANT_FLAGS: dict[str, tuple[str, ...]] = {
-    "avx512_bf16": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
+    "amx": (*AVX512, *BF16, "-mamx-tile", "-mamx-bf16"),
+    "avx512_bf16": (*AVX512, *BF16),
     "avx512": AVX512,
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx2": AVX2,
+    TWIN: (*AVX2, "-DTWIN_TILES"),
 }
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fvisibility=hidden")
 HASHES, HASH_FLAGS = "hashes", ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")

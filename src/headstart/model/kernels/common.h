@@ -15,6 +15,11 @@
 
 typedef uint16_t bf16;
 
+// Products of bf16 are computed on AMX tiles, or in a build for tests by their twin; see amx.h.
+#if defined(__AMX_BF16__) || defined(TWIN_TILES)
+#define AMX_TILES
+#endif
+
 static inline float to_float(bf16 value) {
     uint32_t bits = (uint32_t)value << 16;
     float result;

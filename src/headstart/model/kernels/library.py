@@ -1,11 +1,13 @@
 """Kernels: the compiled functions of one variant, and the choice of the variant.
 
-HEADSTART_KERNELS names a variant (avx512_bf16, avx512, avx2), or `none` for torch's operators. If it is not set, the
-best variant for this processor is used. Import torch first: the library then shares the threads of torch's OpenMP.
+HEADSTART_KERNELS names a variant (amx, avx512_bf16, avx512, avx2; amx_twin, slow, for tests), or `none` for torch's
+operators. If it is not set, the best variant for this processor is used. Import torch first: the library then shares
+the threads of torch's OpenMP.
 """
 
 import ctypes
 import os
+import platform
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -13,17 +15,27 @@ from typing import NamedTuple
 import torch  # before the library: see above
 
 from headstart.core.errors import ConfigError
-from headstart.model.kernels.build import VARIANT_FLAGS, BuildError, build, cache_folder, packaged
+from headstart.model.kernels.build import TWIN, VARIANT_FLAGS, BuildError, build, cache_folder, packaged
 from headstart.model.kernels.memory import Arena
 
 VARIABLE = "HEADSTART_KERNELS"
 VARIANTS = (*VARIANT_FLAGS, "none")
 # Flags that /proc/cpuinfo must list for a variant; Linux hides features whose state it does not save for processes.
-NEEDED = {
-    "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "avx2", "fma", "f16c"},
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"},
-    "avx2": {"avx2", "fma", "f16c"},
+_AVX2 = {"avx2", "fma", "f16c"}
+_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", *_AVX2}
+_BF16 = {"avx512_bf16", "avx512_vnni", *_AVX512}
+NEEDED = {  # the best first
+    "amx": {"amx_tile", "amx_bf16", *_BF16},
+    "avx512_bf16": _BF16,
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    TWIN: _AVX2,
 }
+_ARCH_PRCTL, _REQ_XCOMP_PERM, _XTILEDATA = (
+    158,
+    0x1023,
+    18,
+)  # the system call of x86-64, its code, and the state of tiles
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
 # name -> (result, arguments); the sources document their meaning
@@ -33,6 +45,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "headstart_attention": (None, (_pointer,)),
     "headstart_read_block": (None, (_pointer, _int, _int, _pointer)),
     "headstart_write_block": (None, (_pointer, _int, _int, _pointer)),
+    "headstart_tile_dot": (_int, (_pointer, _pointer, _pointer, _long)),
     "headstart_read": (ctypes.c_uint64, (_pointer, _long, _int)),
     "headstart_scratch": (_long, (_long, _long, _int)),
     "headstart_chain": (None, (_pointer, _int, _pointer, _pointer, _pointer, _pointer, _long, _int)),
@@ -133,8 +146,7 @@ def find() -> Found:
 @cache
 def load(variant: str = "") -> Found:
     """Load the kernels of `variant`, or the best variant if empty. Raises ConfigError if it cannot run here."""
-    flags = cpu_flags()
-    runnable = [name for name, needed in NEEDED.items() if needed <= flags]
+    runnable = runnable_variants()
     if variant and variant not in VARIANTS:
         raise ConfigError(f"{VARIABLE}={variant} is not known; choose {', '.join(VARIANTS)}")
     if variant == "none":
@@ -143,10 +155,30 @@ def load(variant: str = "") -> Found:
         raise ConfigError(
             f"{VARIABLE}={variant}: this processor cannot run it; choose {', '.join([*runnable, 'none'])}"
         )
-    if not runnable:
-        return Found(None, "none: they need a processor with AVX2 and Linux")
-    chosen = variant or runnable[0]
-    return _packaged(chosen) or _compiled(chosen)
+    failed: Found | None = None
+    for chosen in [variant] if variant else [name for name in runnable if name != TWIN]:
+        found = _packaged(chosen) or _compiled(chosen)
+        if found.kernels is not None:
+            return found
+        failed = failed or found
+    return failed or Found(None, "none: they need a processor with AVX2 and Linux")
+
+
+def runnable_variants() -> list[str]:
+    """Return the variants that this processor runs, and the system lets this process run, the best first."""
+    flags = cpu_flags()
+    return [name for name, needed in NEEDED.items() if needed <= flags and (name != "amx" or tiles_granted())]
+
+
+@cache
+def tiles_granted() -> bool:
+    """Ask Linux for the state of AMX tiles, and return whether this process, its threads and forks may use them.
+
+    An old kernel, a filter of system calls or a hypervisor may refuse although the processor reports them.
+    """
+    if platform.machine() != "x86_64":
+        return False
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQ_XCOMP_PERM, _XTILEDATA) == 0
 
 
 def _packaged(variant: str) -> Found | None:

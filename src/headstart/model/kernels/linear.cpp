@@ -3,12 +3,10 @@
 // With few rows, the threads divide the weights of each product. With many rows, each thread computes blocks of rows
 // through all products of the chain, without waiting for other threads in between.
 #include "operations.h"
-#include "sizes.h"
 
 namespace {
 
 constexpr long MANY_ROWS = 16;  // from here on, rows are prepared once for all threads; below, once per thread
-constexpr long ROWS_EACH = 64;  // from here on per thread, rows are computed through the chain block by block
 
 // Returns the maximum bytes of `count` rows in any format, with their scales: 4 bytes for each input of whole groups.
 inline long prepared_bytes(long in_features, long count) {
@@ -109,7 +107,7 @@ void by_tiles(const Call &call, int link) {
             op.prepare(linear, from + row * from_bytes, prepared + row * row_bytes, scales + row);
     }
     const char *x = as_is ? from : prepared;
-    long group = tiles_together(count, row_bytes), blocks = (count + BLOCK - 1) / BLOCK;
+    long group = tiles_together(count, row_bytes, op.block, op.panel_bytes), blocks = (count + op.block - 1) / op.block;
     Taken taken;
     for (int turn = 0; turn < call.scratch.shares(); turn++) {
         Share *share = call.scratch.share(link, (me / 2 + turn) % call.scratch.shares());
@@ -145,7 +143,7 @@ void block_through(const Call &call, int link, long first, long past, char *prep
     const Operations &op = operations_of(linear);
     long from_bytes = linear.in_features * op.element_bytes, row_bytes = op.units(linear) * op.row_bytes;
     const char *from = (const char *)step.x;
-    float *scales = (float *)(prepared + BLOCK * row_bytes);
+    float *scales = (float *)(prepared + (past - first) * row_bytes);
     bool as_is = op.as_is(linear);
     for (long row = first; !as_is && row < past; row++)
         op.prepare(linear, from + row * from_bytes, prepared + (row - first) * row_bytes, scales + row - first);
@@ -155,10 +153,14 @@ void block_through(const Call &call, int link, long first, long past, char *prep
 
 void all_by_blocks(const Call &call) {
     int threads = call.scratch.threads;
-    long blocks = (call.count + BLOCK * threads - 1) / (BLOCK * threads) * threads, widest = 0;
-    for (int l = 0; l < call.num_links; l++)
-        widest = call.links[l].linear->in_features > widest ? call.links[l].linear->in_features : widest;
-    char *prepared = call.scratch.prepared() + omp_get_thread_num() * prepared_bytes(widest, BLOCK);
+    long block = MOST_ROWS, widest = 0;
+    for (int l = 0; l < call.num_links; l++) {
+        const Linear &linear = *call.links[l].linear;
+        block = operations_of(linear).block < block ? operations_of(linear).block : block;
+        widest = linear.in_features > widest ? linear.in_features : widest;
+    }
+    long blocks = (call.count + block * threads - 1) / (block * threads) * threads;
+    char *prepared = call.scratch.prepared() + omp_get_thread_num() * prepared_bytes(widest, MOST_ROWS);
 #pragma omp for schedule(dynamic, 1)
     for (long b = 0; b < blocks; b++) {
         long first = call.count * b / blocks, past = call.count * (b + 1) / blocks;
@@ -171,15 +173,23 @@ void all_by_blocks(const Call &call) {
     }
 }
 
-inline bool is_many(long count, int threads) { return count >= ROWS_EACH * threads; }
+inline bool is_many(const Call &call) {
+    long each = ROWS_EACH;
+    for (int l = 0; l < call.num_links; l++) {
+        long own = operations_of(*call.links[l].linear).rows_each;
+        each = own > each ? own : each;
+    }
+    return call.count >= each * call.scratch.threads;
+}
 
 }  // namespace
 
 // Returns the bytes of scratch for a chain whose widest rows have `in_features`.
 EXPORT long headstart_scratch(long in_features, long count, int threads) {
-    long fixed = threads * Scratch::FIXED_BYTES;
-    if (is_many(count, threads)) return fixed + threads * prepared_bytes(in_features, BLOCK);
-    return fixed + prepared_bytes(in_features, count) * (count < MANY_ROWS ? threads : 1);
+    long fixed = threads * Scratch::FIXED_BYTES, of_blocks = threads * prepared_bytes(in_features, MOST_ROWS);
+    long of_tiles = prepared_bytes(in_features, count) * (count < MANY_ROWS ? threads : 1);
+    if (count >= MOST_EACH * threads) return fixed + of_blocks;
+    return fixed + (count >= ROWS_EACH * threads && of_blocks > of_tiles ? of_blocks : of_tiles);
 }
 
 // Runs `num_links` products, at most MAX_LINKS, one after the other in one parallel region; each may read the results
@@ -188,7 +198,7 @@ EXPORT long headstart_scratch(long in_features, long count, int threads) {
 EXPORT void headstart_chain(const Link *links, int num_links, void *const *buffers, const bf16 *cosine,
                             const bf16 *sine, char *scratch, long count, int threads) {
     Call call{links, num_links, buffers, cosine, sine, count, {scratch, threads}};
-    bool many = is_many(count, threads);
+    bool many = is_many(call);
     for (int l = 0; !many && l < num_links; l++) {
         for (int i = 0, shares = call.scratch.shares(); i < shares; i++) {
             uint64_t begin = Call::first(*links[l].linear, i, shares), end = Call::first(*links[l].linear, i + 1, shares);

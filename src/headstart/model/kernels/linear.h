@@ -16,6 +16,13 @@ constexpr int TILE = 32, HALF = 16;
 // The format of a packed weight; mirrored by packed.py. The names from Q4_0 on are those of GGUF.
 enum Format { BF16, INT8, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, FP32, NUM_FORMATS };
 
+// Inputs of a unit of bf16: a pair, or those of one operation on AMX tiles, pair by pair. K is padded to whole units.
+#if defined(AMX_TILES)
+constexpr long BF16_INPUTS = 32;
+#else
+constexpr long BF16_INPUTS = 2;
+#endif
+
 struct Linear {  // mirrored by library.py
     const char *weight;   // packed tiles, 64-byte aligned
     const float *scales;  // [tiles * 32] for INT8, in the order of the tiles, else null

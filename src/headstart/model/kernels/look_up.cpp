@@ -93,8 +93,7 @@ void look_up_blocks(const Linear &linear, long row, bf16 *to) {
 
 void look_up_row(const Linear &linear, long row, bf16 *to) {
     if (linear.format != BF16) return look_up_blocks(linear, row, to);
-    long pairs = (linear.in_features + 1) / 2;
-    const bf16 *from = (const bf16 *)linear.weight + (row / TILE * pairs * TILE + row % TILE) * 2;
+    const bf16 *from = (const bf16 *)operations_of(BF16).tile(linear, row / TILE) + row % TILE * 2;
     for (long i = 0; i < linear.in_features; i++) to[i] = from[i / 2 * TILE * 2 + i % 2];
 }
 

@@ -4,7 +4,7 @@
 // divides the work between threads without knowing them.
 #pragma once
 
-#include "linear.h"
+#include "sizes.h"
 
 struct Step {  // a Link with addresses
     const Linear *linear;
@@ -26,9 +26,10 @@ struct Operations {
     bool copies;        // whether rows without a norm, of whole units, are used directly from their buffer
     // Writes one row of x in the format that the weights need; `scale` only for INT8.
     void (*prepare)(const Linear &linear, const void *x, char *to, float *scale);
-    // Multiplies at most BLOCK rows by tiles [begin, end). `after` are the weights that this thread probably needs next.
+    // Multiplies at most `block` rows by tiles [begin, end). `after` are the weights that this thread probably needs next.
     void (*multiply)(const Step &step, const PreparedRows &rows, long begin, long end, const char *after, float *sums);
     long element_bytes = sizeof(bf16);  // of x, y and residual
+    long block = BLOCK, rows_each = ROWS_EACH, panel_bytes = PANEL_BYTES;  // see sizes.h
 
     long units(const Linear &linear) const { return (linear.in_features + inputs - 1) / inputs; }
     const char *tile(const Linear &linear, long index) const {

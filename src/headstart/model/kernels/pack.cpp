@@ -1,10 +1,10 @@
 // Packing of weights [N, K] of bf16 or fp32 into tiles, once at load; linear.h describes the tiles.
 #include "tile_rows.h"
 
-// Packs weight [rows, K] into `out` [tiles, pairs, 32, 2] of bf16.
+// Packs weight [rows, K] into `out` [tiles, pairs, 32, 2] of bf16, whose K is padded to whole units.
 EXPORT void headstart_pack_bf16(const bf16 *weight, bf16 *out, long tiles, long out_features, long in_features,
                                 int gated, int threads) {
-    long pairs = (in_features + 1) / 2;
+    long pairs = (in_features + BF16_INPUTS - 1) / BF16_INPUTS * BF16_INPUTS / 2;
 #pragma omp parallel for num_threads(threads)
     for (long tile = 0; tile < tiles; tile++) {
         for (int c = 0; c < TILE; c++) {

@@ -149,7 +149,9 @@ def _pack(
         packed = kernels.arena.take((tiles, in_features, TILE), torch.float32)
         kernels.library.headstart_pack_fp32(weight.data_ptr(), packed.data_ptr(), *sizes)
         return packed, None, FP32
-    packed = kernels.arena.take((tiles, -(-in_features // 2), TILE, 2), torch.int8 if int8 else torch.bfloat16)
+    dtype = torch.int8 if int8 else torch.bfloat16
+    tile_bytes = kernels.library.headstart_tile_bytes(INT8 if int8 else BF16, in_features)
+    packed = kernels.arena.take((tiles, tile_bytes // dtype.itemsize), dtype)
     if not int8:
         kernels.library.headstart_pack_bf16(weight.data_ptr(), packed.data_ptr(), *sizes)
         return packed, None, BF16

@@ -1,16 +1,17 @@
 // Products with weights in bf16 and fp32, and in int8 with a scale per output: the rows they need, and their loops.
 #include "elements.h"
+#include "amx_products.h"
 #include "tiles.h"
 
 namespace {
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(AMX_TILES)
 constexpr bool COPIES = true;
 void prepare_bf16(const Linear &linear, const void *row, char *out, float *) {
     const bf16 *x = (const bf16 *)row, *norm = (const bf16 *)linear.norm;
     long size = linear.in_features;
     bf16 *to = (bf16 *)out;
-    if (size % 2) to[size] = 0;
+    for (long i = size; i % BF16_INPUTS; i++) to[i] = 0;
     if (norm) {
         float factor = row_factor(linear, x);
 #pragma omp simd
@@ -65,6 +66,12 @@ void prepare_fp32(const Linear &linear, const void *row, char *out, float *) {
 
 }  // namespace
 
+#if defined(AMX_TILES)
+// A piece of the rows is one piece of their inputs up to amx::PIECE units.
+const Operations BF16_OPERATIONS{BF16_INPUTS, amx::UNIT_BYTES, amx::ROW_UNIT_BYTES, COPIES, prepare_bf16, amx::multiply,
+                                 sizeof(bf16), MOST_ROWS, MOST_EACH, MOST_ROWS * amx::PIECE * amx::ROW_UNIT_BYTES};
+#else
 const Operations BF16_OPERATIONS{2, Bf16::WEIGHT_BYTES, sizeof(Bf16::Unit), COPIES, prepare_bf16, multiply<Bf16>};
+#endif
 const Operations INT8_OPERATIONS{2, Int8::WEIGHT_BYTES, sizeof(Int8::Unit), false, prepare_int8, multiply<Int8>};
 const Operations FP32_OPERATIONS{1, Fp32::WEIGHT_BYTES, sizeof(Fp32::Unit), true, prepare_fp32, multiply<Fp32>, sizeof(float)};

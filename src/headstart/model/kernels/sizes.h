@@ -4,6 +4,13 @@
 #include "linear.h"
 
 constexpr long BLOCK = 128;              // maximum number of rows at a time
+constexpr long ROWS_EACH = 64;           // from here on per thread, rows are computed through a chain block by block
+// The same for products on AMX tiles: weights that are read for fewer rows take longer to read than to multiply by.
+#if defined(AMX_TILES)
+constexpr long MOST_ROWS = 512, MOST_EACH = 256;
+#else
+constexpr long MOST_ROWS = BLOCK, MOST_EACH = ROWS_EACH;
+#endif
 constexpr long GROUP = 8;                // tiles that a piece of many rows is multiplied by
 constexpr long PANEL_BYTES = 512 << 10;  // maximum size of rows that stay in the L2 cache
 // How far ahead of their use weights are prefetched that are used once; 0: a whole tile, as those that are used again.
@@ -12,10 +19,10 @@ constexpr long AHEAD_BYTES = 0;
 #else
 constexpr long AHEAD_BYTES = 2048;
 #endif
-constexpr long SUMS_BYTES = GROUP * BLOCK * TILE * sizeof(float);  // memory of one thread for the sums
+constexpr long SUMS_BYTES = GROUP * MOST_ROWS * TILE * sizeof(float);  // memory of one thread for the sums
 
 // Returns the number of tiles that are best computed together.
-static inline long tiles_together(long count, long row_bytes) {
-    long rows = count < BLOCK ? count : BLOCK;
-    return rows * row_bytes <= PANEL_BYTES ? 1 : GROUP;
+static inline long tiles_together(long count, long row_bytes, long block = BLOCK, long panel_bytes = PANEL_BYTES) {
+    long rows = count < block ? count : block;
+    return rows * row_bytes <= panel_bytes ? 1 : GROUP;
 }

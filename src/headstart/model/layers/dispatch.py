@@ -9,12 +9,13 @@ from collections.abc import Iterable
 
 import torch
 
-from headstart.model.kernels.library import Kernels, threads
+from headstart.model.kernels.build import TWIN
+from headstart.model.kernels.library import Kernels, kernels, threads
 from headstart.model.layers.linear import Linear
 
 CHOICES = ("auto", "kernels", "torch")
 PARTS = ((0, 1), (1, 4), (5, 13), (18, 32))  # begin and number of rows that are computed alone
-MANY_ROWS = 64  # per thread: from here on our kernels divide the work by rows; see linear.cpp
+MANY_ROWS, MANY_ON_TILES = 64, 256  # per thread: from here on our kernels divide the work by rows; see sizes.h
 MOST_OUTPUTS = 1 << 24  # of all rows together, as far as every part has its rows
 
 
@@ -31,7 +32,9 @@ def are_rows_exact(linears: Iterable[Linear]) -> bool:
 
 
 def _is_exact(linear: Linear) -> bool:
-    first, count = linear.packed[0], MANY_ROWS * threads() + 8
+    found, first = kernels(), linear.packed[0]
+    on_tiles = found is not None and found.variant in ("amx", TWIN)
+    count = (MANY_ON_TILES if on_tiles else MANY_ROWS) * threads() + 8
     count = max(min(count, MOST_OUTPUTS // linear.out_features), sum(PARTS[-1]))
     rows = torch.randn(count, first.in_features, generator=torch.Generator().manual_seed(0)).to(first.dtype)
     together = linear(rows)

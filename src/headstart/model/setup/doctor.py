@@ -18,7 +18,7 @@ import torch
 from headstart import __version__
 from headstart.core.errors import ConfigError
 from headstart.model.attention.base import LEAST_CAPABILITY, resolve_backend
-from headstart.model.kernels.library import find
+from headstart.model.kernels.library import NEEDED, find, tiles_granted
 from headstart.model.layers.linear import can_pack
 from headstart.model.setup.cgroup import SYSTEM, cpu_quota
 from headstart.model.setup.sizes import GPU_UTILIZATION, Memory, format_bytes
@@ -274,6 +274,10 @@ def _warnings(flags: set[str], threads: int, *, packs: bool, root: Path) -> list
         found.append("this torch is built without oneDNN (MKL-DNN): install the CPU build from download.pytorch.org")
     if flags and platform.machine() == "x86_64" and "avx2" not in flags:
         found.append("this processor has no AVX2: expect a small part of the usual speed")
+    if flags >= NEEDED["amx"] and not tiles_granted():
+        found.append(
+            "the system does not let this process use AMX (arch_prctl), so prompts take longer: allow the call"
+        )
     free = memory("cpu", root).available
     if free < _SMALL_MEMORY:
         found.append(f"only {format_bytes(free)} of memory is free: raise the container's limit, or serve small models")

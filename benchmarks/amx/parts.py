@@ -1,0 +1,287 @@
+"""The parts of run.py: tests of bits first, then figures, each by turns with what it is compared with."""
+
+import sys
+import time
+from collections.abc import Callable
+from statistics import geometric_mean, median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from models import Model, torch_form
+from torch import Tensor
+
+from headstart.model.kernels.library import Kernels, load
+from headstart.model.layers.linear import Form, Linear
+
+OTHER, TWIN = "avx512_bf16", "amx_twin"
+ROWS = (1, 4, 16, 32, 128, 512, 2048)
+COPIES_BYTES = 160 << 20  # of each weight, used one after the other, so that it comes from memory as in a model
+# N, K, gated: llama-100m, its head, Qwen3-0.6B, and K above 2,048
+SHAPES = (
+    (1280, 768, False),
+    (768, 768, False),
+    (4096, 768, True),
+    (768, 2048, False),
+    (32000, 768, False),
+    (6144, 1024, True),
+    (1024, 3072, False),
+    (2048, 6144, False),
+)
+# name -> exponents of a, of b, of c, part of infinities and NaNs
+NUMBERS = {
+    "usual": ((120, 130), (115, 125), (110, 130), 0.0),
+    "all exponents": ((0, 254), (0, 254), (0, 254), 0.0),
+    "denormal inputs": ((0, 2), (120, 254), (0, 130), 0.0),
+    "products about 2^-126": ((55, 70), (55, 70), (0, 4), 0.0),
+    "sums about 2^-126": ((60, 66), (60, 66), (0, 1), 0.0),
+    "overflow": ((180, 200), (180, 200), (250, 254), 0.0),
+    "infinite and NaN": ((100, 150), (100, 150), (100, 150), 0.003),
+}
+
+
+class Machine(NamedTuple):
+    """The variant that is measured, and the numbers of threads."""
+
+    variant: str
+    threads: list[int]
+
+    def kernels(self, variant: str = "") -> Kernels:
+        found = load(variant or self.variant)
+        assert found.kernels is not None, found.note
+        return found.kernels
+
+
+class Part(NamedTuple):
+    run: Callable[[Machine], Any]
+    is_test: bool = False
+
+
+# ---- bits ------------------------------------------------------------------------------------------------------------
+
+
+def operations(machine: Machine, count: int = 2000) -> dict[str, str]:
+    """Return, for each kind of numbers, how many outputs of a tile operation differ from the twin's."""
+    random, found = np.random.default_rng(1), dict[str, str]()
+    for name, (of_a, of_b, of_c, special) in NUMBERS.items():
+        a, b = bits(random, count * 512, of_a, special), bits(random, count * 512, of_b, special)
+        c = bits(random, count * 256, of_c, special).astype(np.uint32) << 16
+        c = (c | random.integers(0, 1 << 16, len(c), dtype=np.uint32)).view(np.float32)
+        c[::3] = 0
+        tiles, twin = (dots(machine.kernels(variant), a, b, c) for variant in (machine.variant, TWIN))
+        unlike = (tiles.view(np.uint32) != twin.view(np.uint32)) & ~(np.isnan(tiles) & np.isnan(twin))
+        found[name] = f"{int(unlike.sum())} of {len(c)}"
+    return found
+
+
+def bits(random: np.random.Generator, count: int, exponents: tuple[int, int], special: float) -> np.ndarray:
+    """Return bf16 as bits, with biased exponents in this range; `special`: the part that are infinite or NaN."""
+    exponent = random.integers(exponents[0], exponents[1] + 1, count)
+    exponent = np.where(random.random(count) < special, 255, exponent)
+    fraction = np.where((exponent == 255) & (random.random(count) < 0.5), 0, random.integers(0, 128, count))
+    return (random.integers(0, 2, count) << 15 | exponent << 7 | fraction).astype(np.uint16)
+
+
+def dots(kernels: Kernels, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    out = c.copy()
+    kernels.library.headstart_tile_dot(a.ctypes.data, b.ctypes.data, out.ctypes.data, len(out) // 256)
+    return out
+
+
+def exact_rows(machine: Machine) -> dict[str, Any]:
+    """Return how many rows in batches have other bits than alone, and than the twin's; errors beside float64."""
+    forms = [Form(machine.kernels(variant)) for variant in (machine.variant, TWIN)]
+    compared = differing = of_twin = 0
+    errors: list[float] = []
+    most = 200 if machine.variant == TWIN else 2100
+    for outputs, inputs, gated in ((96, 768, False), (64, 2048, True), (70, 200, False), (40, 6144, False)):
+        torch.manual_seed(outputs)
+        weight, x = torch.randn(outputs, inputs).bfloat16() / inputs**0.5, torch.randn(most, inputs).bfloat16()
+        linear, twin = (Linear(weight.clone(), gated=gated, form=form) for form in forms)
+        alone = torch.empty(0)
+        for threads in machine.threads:
+            torch.set_num_threads(threads)
+            alone = torch.cat([linear(x[i : i + 1]) for i in range(most)])
+            of_twin += int((twin(x[:40]) != alone[:40]).any(1).sum())
+            for count in (2, 3, 15, 16, 17, 31, 32, 33, 48, 64, 100, 128, 250, 512, 700, 1030, 2100):
+                for first in {0, most - count} if count <= most else ():
+                    got = linear(x[first : first + count])
+                    compared += count
+                    differing += int((got != alone[first : first + count]).any(1).sum())
+        if not gated:
+            due = x.double() @ weight.double().T
+            errors.append(float((alone.double() - due).norm() / due.norm()))
+    return {
+        "rows compared": compared,
+        "differ": differing,
+        "of 40 rows differ from the twin": of_twin,
+        "errors": errors,
+    }
+
+
+def exact_steps(machine: Machine) -> dict[str, Any]:
+    """Return whether prompts in one step, in chunks, and after a shared prefix give the same logits, bit by bit."""
+    length, model = 150 if machine.variant == TWIN else 1500, Model.small(machine.variant)
+    found: dict[str, Any] = {}
+    for threads in machine.threads:
+        torch.set_num_threads(threads)
+        tokens = model.tokens(length)
+        whole = model.run([(tokens, 0, 0)])
+        for size in (1, 7, 16, 33, 100, 512):
+            if size > 1 or length < 500:
+                logits = whole
+                for start in range(0, length, size):
+                    logits = model.run([(tokens[start : start + size], start, 1)])
+                found[f"chunks of {size}, {threads} threads"] = bool(torch.equal(logits, whole))
+        prefix = length // 16 * 16 - 16
+        many = [(tokens[prefix:], prefix, 0)] * 40  # each on the blocks of the first run, then on its own
+        rows = model.run(many, shared=prefix)
+        found[f"40 behind one prefix, {threads} threads"] = all(torch.equal(row[None], whole) for row in rows)
+    return found
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+
+def turns(forms: dict[str, Callable[[], Any]], seconds: float, least: int = 3, most: int = 200) -> dict[str, float]:
+    """Return the median seconds of each form, taken by turns for about `seconds` in all."""
+    for form in forms.values():
+        form()
+    times: dict[str, list[float]] = {name: [] for name in forms}
+    end = time.perf_counter() + seconds
+    while len(times[next(iter(times))]) < least or time.perf_counter() < end:
+        for name, form in forms.items():
+            began = time.perf_counter()
+            form()
+            times[name].append(time.perf_counter() - began)
+        if len(times[next(iter(times))]) >= most:
+            break
+    return {name: median(own) for name, own in times.items()}
+
+
+def bandwidth(machine: Machine) -> dict[str, float]:
+    """Return GB/s of reads of 1 GiB, by threads."""
+    data, found = torch.ones(1 << 27, dtype=torch.int64), dict[str, float]()
+    for threads in machine.threads:
+        read = machine.kernels().library.headstart_read
+        seconds = turns({"read": lambda r=read, n=threads: r(data.data_ptr(), data.nbytes, n)}, 0.3)["read"]
+        found[str(threads)] = round(data.nbytes / seconds / 1e9, 1)
+    return found
+
+
+class Copies:
+    """Copies of one weight, multiplied one after the other."""
+
+    def __init__(self, weight: Tensor, form: Form, *, gated: bool) -> None:
+        count = max(2, COPIES_BYTES // weight.nbytes)
+        self._linears = [Linear(weight.clone(), gated=gated, form=form) for _ in range(count)]
+        self._next = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._next = (self._next + 1) % len(self._linears)
+        return self._linears[self._next](x)
+
+
+def products(machine: Machine) -> dict[str, Any]:
+    """Return, per shape, threads and rows, us of amx, and the other forms' times over it."""
+    table: dict[str, Any] = {}
+    ratios: dict[str, list[float]] = {}
+    for outputs, inputs, gated in SHAPES:
+        torch.set_num_threads(max(machine.threads))
+        weight = torch.randn(outputs, inputs).bfloat16() * 0.02
+        forms = {
+            "amx": Copies(weight, Form(machine.kernels()), gated=gated),
+            OTHER: Copies(weight, Form(machine.kernels(OTHER)), gated=gated),
+            "torch": Copies(weight, torch_form(), gated=gated),
+        }
+        for threads in machine.threads:
+            torch.set_num_threads(threads)
+            for count in ROWS:
+                if count > 512 and outputs > 8192:
+                    continue
+                x = torch.randn(count, inputs).bfloat16()
+                found = turns({name: lambda f=form, x=x: f(x) for name, form in forms.items()}, 0.12)
+                row: dict[str, float] = {
+                    "us": round(found["amx"] * 1e6),
+                    "GFLOP/s": round(2e-9 * outputs * inputs * count / found["amx"]),
+                }
+                for name in (OTHER, "torch"):
+                    row[f"x {name}"] = round(found[name] / found["amx"], 2)
+                    ratios.setdefault(f"x {name}, {threads} threads, {count} rows", []).append(
+                        found[name] / found["amx"]
+                    )
+                table[f"{outputs} x {inputs}, {threads} threads, {count} rows"] = row
+        print(f"  products {outputs} x {inputs}", file=sys.stderr, flush=True)
+    summary = {name: f"{geometric_mean(own):.2f} ({min(own):.2f}..{max(own):.2f})" for name, own in ratios.items()}
+    return {"geomean (least..most)": summary, "cells": table}
+
+
+def attention(machine: Machine) -> dict[str, Any]:
+    """Return ms and GFLOP/s of one layer's attention of a new prompt, llama-100m's heads, by turns."""
+    models = {variant: Model.random(variant, layers=1) for variant in (machine.variant, OTHER)}
+    found: dict[str, Any] = {}
+    for threads in machine.threads:
+        torch.set_num_threads(threads)
+        for length in (128, 512, 1000, 2000, 4000):
+            calls = {variant: model.attention(length) for variant, model in models.items()}
+            times = turns(calls, 0.4)
+            flops = 2 * length**2 * 768  # scores and values of half of all pairs
+            found[f"{length} tokens, {threads} threads"] = {
+                variant: {"ms": round(own * 1e3, 3), "GFLOP/s": round(flops / own / 1e9)}
+                for variant, own in times.items()
+            }
+    return found
+
+
+def steps(machine: Machine) -> dict[str, Any]:
+    """Return ms of whole steps of llama-100m, by turns, and whether the greedy tokens were the same."""
+    models = {variant: Model.random(variant) for variant in (machine.variant, OTHER)}
+    models["torch"] = Model.random(OTHER, form=torch_form())
+    found: dict[str, Any] = {}
+    for threads in machine.threads:
+        torch.set_num_threads(threads)
+        for name, work in WORK.items():
+            calls = {form: work(model) for form, model in models.items()}
+            tokens = {form: call().argmax(-1) for form, call in calls.items()}
+            row: dict[str, Any] = {form: round(own * 1e3, 2) for form, own in turns(calls, 1.2).items()}
+            row["same tokens"] = all(torch.equal(own, tokens[OTHER]) for own in tokens.values())
+            found[f"{name}, {threads} threads"] = row
+            print(f"  {name}, {threads} threads: {row}", file=sys.stderr, flush=True)
+    return found
+
+
+def _decode(count: int) -> Callable[[Model], Callable[[], Tensor]]:
+    def work(model: Model) -> Callable[[], Tensor]:
+        tokens = model.tokens(1008)
+        model.run([(tokens, 0, 0)])
+        rows = [(model.tokens(1, seed=i), 1008, i) for i in range(count)]
+        return lambda: model.run(rows, shared=1008)
+
+    return work
+
+
+def _prompt(length: int, cached: int = 0) -> Callable[[Model], Callable[[], Tensor]]:
+    def work(model: Model) -> Callable[[], Tensor]:
+        tokens = model.tokens(length)
+        if cached:
+            model.run([(tokens, 0, 0)])
+        return lambda: model.run([(tokens[cached:], cached, 0)])
+
+    return work
+
+
+WORK = {
+    "one stream": _decode(1),
+    "32 rows behind one prefix": _decode(32),
+    "last 100 of 1,000": _prompt(1000, cached=900),
+    **{f"prompt of {length}": _prompt(length) for length in (128, 256, 512, 1000, 2000, 4000)},
+}
+PARTS = {
+    "operations": Part(operations, is_test=True),
+    "rows": Part(exact_rows, is_test=True),
+    "bits": Part(exact_steps, is_test=True),
+    "read": Part(bandwidth),
+    "steps": Part(steps),
+    "attention": Part(attention),
+    "products": Part(products),
+}
