@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import typer
 from model.tiny import FAMILIES
+from model.tiny import FAMILIES, HYBRIDS
 
 from headstart.cli import main as cli
 from headstart.config.config_file import OPTION_CLASSES, all_fields, settle
@@ -212,3 +213,4 @@ def test_files_that_contributing_names_exist() -> None:
     assert len(named) > 30
     for name in set(named) - {"headstart.toml"}:
         assert (ROOT / name).exists() or any(path.endswith(f"/{name}") for path in known), name
+    assert sorted(rows) == sorted(FAMILIES | HYBRIDS)
