@@ -35,7 +35,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "core": Budget(("core",), 6_500, 6_000),
+    "core": Budget(("core",), 6_800, 6_000),
     "model": Budget(("model",), 11_400, 8_000),
     "router": Budget(("router",), 3_800, 4_100),
     "gateway": Budget(("gateway",), 11_000, 9_200),
@@ -43,7 +43,7 @@ BUDGETS = {
     "HTTP, server, engine": Budget(("http", "server", "llm.py", "assembly.py", "engine_checks.py"), 7_800, 7_500),
     "store": Budget(("store",), 2_600, 2_300),
     "sim": Budget(("sim",), 2_900, 2_900),
-    "all": Budget(("",), 71_500, 58_900),
+    "all": Budget(("",), 71_800, 58_900),
 }
 REST = Budget(("",), 11_100, 8_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
@@ -83,7 +83,7 @@ def test_every_folder_keeps_to_its_lines() -> None:
 
 
 def test_a_line_too_many_and_a_budget_too_large_are_found() -> None:
-    budgets = {"core": Budget(("core",), 6_500, 2), "all": Budget(("",), 71_500, 2)}
+    budgets = {"core": Budget(("core",), 6_800, 2), "all": Budget(("",), 71_800, 2)}
     lines = lines_by_budget({"core/x.py": "a\nb\nc\n", "server/apis/x.py": "a\n"}, budgets)
     assert lines == {"core": 3, "all": 4, "the rest": 1}
     assert over_budget(lines, budgets) == [
