@@ -6,7 +6,7 @@ from random import Random
 
 from checking import CheckingExecutor, expected_tokens, make_request, next_token
 
-from headstart.core.batch import Batch, Chunk, Output, StepResult
+from headstart.core.batch import Batch, Chunk, Output, Row, RowError, RowErrorKind, StepResult
 from headstart.core.engine import Engine
 from headstart.core.request import CacheMode, Retention
 from headstart.core.sched.limits import Limits
@@ -22,7 +22,8 @@ class StateExecutor(CheckingExecutor):
     def __init__(self, num_blocks: int, block_size: int, poison: Callable[[Chunk], bool] = lambda _: False) -> None:
         super().__init__(num_blocks, block_size, poison)
         self.states: dict[str, tuple[int, int]] = {}  # request id -> tokens, their checksum
-        self.pages: dict[int, tuple[int, int, int]] = {}  # block -> tokens, their checksum, number of the page
+        self.pages: dict[int, tuple[int, int | None, int]] = {}  # block -> tokens, checksum (None: NaN), number of page
+        self.failing: set[str] = set()  # requests that began from a state that was not finite
         self.num_reads = 0
 
     def zero_blocks(self, block_ids: list[int]) -> None:
@@ -33,6 +34,7 @@ class StateExecutor(CheckingExecutor):
     def execute(self, batch: Batch) -> StepResult:
         for request_id in batch.finished:
             self.states.pop(request_id, None)
+            self.failing.discard(request_id)
         written = [block for chunk in batch.chunks for _, pages in chunk.saves for block in pages]
         read = {block for chunk in batch.chunks for block in (*chunk.state, *chunk.block_ids)}
         assert len(set(written)) == len(written) and read.isdisjoint(written), "a page is written that is in use"
@@ -41,21 +43,33 @@ class StateExecutor(CheckingExecutor):
             self._advance(chunk)
         return super().execute(batch)
 
+    def spoil(self, block: int) -> None:
+        """Whoever begins from the state in this block is not finite."""
+        self.pages[block] = (self.pages[block][0], None, self.pages[block][2])
+
+    def _row(self, chunk: Chunk) -> Row:
+        if chunk.request_id in self.failing:
+            return Row(error=RowError(RowErrorKind.NON_FINITE, "not finite"))
+        return super()._row(chunk)
+
     def _advance(self, chunk: Chunk) -> None:
         at, checksum = self.states.get(chunk.request_id, (0, 0))
         if chunk.state:
             self.num_reads += 1
             found = [self.pages[block] for block in chunk.state]
-            assert [page[2] for page in found] == list(range(PAGES)) and len({page[:2] for page in found}) == 1, found
-            at, checksum = found[0][:2]
+            assert [page[2] for page in found] == list(range(PAGES)) and len({page[0] for page in found}) == 1, found
+            at, kept = found[0][:2]
+            checksum = zlib.crc32(chunk.history[:at].tobytes()) if kept is None else kept
+            (self.failing.add if kept is None else self.failing.discard)(chunk.request_id)
         elif not chunk.start:
             at, checksum = 0, 0
+            self.failing.discard(chunk.request_id)
         assert at == chunk.start, f"{chunk.request_id} starts at {chunk.start}, its state is of {at} tokens"
         saves = dict(chunk.saves)
         for token in chunk.token_ids:
             at, checksum = at + 1, zlib.crc32(token.to_bytes(4, "little"), checksum)
             for index, block in enumerate(saves.pop(at, ())):
-                self.pages[block] = (at, checksum, index)
+                self.pages[block] = (at, None if self.poison(chunk) else checksum, index)
                 for slot in range(block * self.block_size, (block + 1) * self.block_size):
                     self.slots[slot] = "NaN"
         assert not saves, f"places outside of the chunk: {saves}"
@@ -100,7 +114,7 @@ def random_run(seed: int, num_requests: int) -> tuple[StateExecutor, int]:
         max_batched_tokens=rng.choice([9, 24, 64]),
         max_seqs=rng.choice([2, 5, 8]),
         max_model_len=64,
-        poison=lambda chunk: chunk.start in bad and rng.random() < 0.3,
+        poison=lambda chunk: chunk.start in bad,
     )
     for _ in range(rng.choice([0, 300])):
         engine.scheduler.admission.finished(1)

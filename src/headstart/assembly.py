@@ -91,13 +91,14 @@ def build_engine(
         block_size=options.block_size,
         limits=limits_of(options, max_model_len, on_cpu=on_cpu),
         model=loaded.fingerprint,
-        enable_prefix_caching=options.enable_prefix_caching and not loaded.model.state_size,
+        enable_prefix_caching=options.enable_prefix_caching,
         policy=options.scheduling_policy,
         lpm_k=options.lpm_k,
         eviction_policy=options.eviction_policy,
         tenant_floor=options.tenant_cache_floor,
         max_pinned_share=options.max_pinned_share,
         speculation=parse_speculative_config(options.speculative_config),
+        state_pages=-(-loaded.state_bytes // (loaded.kv_bytes_per_token * options.block_size)),
     )
     scheduler = scheduler_class(config, store=store, chain=compiled_chain())
     if on_cpu:
@@ -180,13 +181,13 @@ def _load(
 
 
 def _check_hybrid(options: EngineOptions, loaded: LoadedModel) -> None:
-    """Refuse what a model with recurrent layers cannot do, and say what it does without. Raises ConfigError."""
+    """Refuse what a model with recurrent layers cannot do, and show the size of its states. Raises ConfigError."""
     refused = {"--speculative-config": options.speculative_config, "--kv-store": options.kv_store}
     for flag in (flag for flag, given in refused.items() if given is not None):
         raise ConfigError(f"{flag} does not work with {loaded.architecture}, which has recurrent layers: leave it out")
     print(
-        f"{loaded.architecture} has recurrent layers: no prefix is reused yet, and each running sequence keeps a state "
-        f"of {format_bytes(loaded.state_bytes)} (--max-num-seqs {options.max_num_seqs})",
+        f"{loaded.architecture} has recurrent layers: a state of {format_bytes(loaded.state_bytes)} for each of "
+        f"--max-num-seqs {options.max_num_seqs} sequences, and for each place in the prefix cache where a hit can end",
         file=sys.stderr,
     )
 

@@ -74,24 +74,32 @@ def test_a_checkpoint_without_all_its_pages_is_none() -> None:
     pool.check()
 
 
-def request(prompt: list[int]) -> Request:
-    return make_request("x", prompt)
+def request(prompt: list[int], num: int = 1) -> Request:
+    return make_request("x", prompt, num)
 
 
-def test_a_state_that_may_not_be_finite_is_discarded_after_one_request() -> None:
-    failing = {"now": False}
-    engine = state_engine(65, poison=lambda chunk: failing["now"] and chunk.start > 0)
+def test_a_state_that_is_not_finite_costs_one_request_a_second_run_and_is_discarded() -> None:
+    engine = state_engine(65)
     cached(text(22), engine, name="0")
-    failing["now"] = True  # whoever begins from the state fails, and from the first token it does not
-    engine.add_request(request([*text(22), 1, 2]))
-    outputs = [output for _ in range(20) if engine.has_work for output in engine.step()]
-    assert outputs[-1].error is None
-    failing["now"] = False
-    hashes = engine.scheduler.cache.new_sequence(request(text(22)), 1).block_hashes
-    executor = engine.executor
+    executor, states = engine.executor, engine.scheduler.cache.checkpoints
     assert isinstance(executor, StateExecutor)
-    depth, pages = engine.scheduler.cache.checkpoints.find(hashes, 5)
-    assert depth == 0 or all(block in executor.pages for block in pages)
+    hashes = engine.scheduler.cache.new_sequence(request(text(22)), 1).block_hashes
+    for block in states.find(hashes, 5)[1]:
+        executor.spoil(block)
+    assert cached([*text(22), 1], engine, 3, name="1") == 0
+    assert engine.scheduler.counters.num_recomputes == 1 and states.find(hashes, 5) == (0, ())
+    cached([*text(22), 1], engine, 3, name="2")
+    assert engine.scheduler.counters.num_recomputes == 1
+
+
+def test_what_a_failed_sequence_has_left_is_discarded() -> None:
+    engine = state_engine(65, poison=lambda chunk: chunk.start == 25)
+    engine.add_request(request(text(22), 8))
+    outputs = [output for _ in range(20) if engine.has_work for output in engine.step()]
+    assert outputs[-1].error is not None
+    hashes = engine.scheduler.cache.new_sequence(request(text(22)), 1).block_hashes
+    assert engine.scheduler.cache.checkpoints.find(hashes, 5) == (0, ())
+    engine.scheduler.pool.check()
 
 
 def test_pages_have_names_of_their_own() -> None:

@@ -17,7 +17,7 @@ from headstart.model.grammar.grammar_compiler import CompiledGrammars
 from headstart.model.grammar.grammar_rows import GrammarRows
 from headstart.model.kernels.library import kernels
 from headstart.model.kernels.rows import finite_chunks
-from headstart.model.layers.recurrent import RecurrentStates
+from headstart.model.recurrent_states import RecurrentStates
 from headstart.model.sampling.sampler import Sampler
 from headstart.model.step_inputs import StepBounds, StepInputs, build_step
 from headstart.model.weights.model_loader import LoadedModel
@@ -49,7 +49,7 @@ class ModelRunner:
         self.sampler = Sampler(loaded.vocab_size, seed=seed, kernels=self._kernels, grammars=rows)
         self._bounds = StepBounds(num_blocks, block_size, loaded.vocab_size, loaded.max_model_len)
         size = loaded.model.state_size
-        self.states = RecurrentStates(size, loaded.device) if size else None
+        self.states = RecurrentStates(size, self.attention.kv, loaded.device) if size else None
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
@@ -87,6 +87,8 @@ class ModelRunner:
         if self.states is not None:
             step = replace(step, states=self.states.begin(chunks, step.qo_indptr))
         hidden = self.loaded.model.forward(step, self.attention.begin(step))
+        if self.states is not None and step.states is not None:
+            self.states.end(chunks, step.states)
         finite = finite_chunks(self._kernels, hidden, step.qo_indptr)
         rows = [Row() if ok else Row(error=_NOT_FINITE) for ok in finite]
         sampling = [index for index, chunk in enumerate(chunks) if chunk.num_logits and finite[index]]

@@ -4,57 +4,19 @@ The state of a request is one vector in fp32, with a part for each of these laye
 token, in one order, so they do not depend on how the tokens are cut into chunks; see invariant 15.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from headstart.core.batch import Chunk
-from headstart.model.kv_writes import Int32s
 from headstart.model.layers.layer_ops import RMSNorm
 from headstart.model.layers.linear import Linear
 from headstart.model.step_inputs import RowState
 from headstart.model.weights.hybrid_config import DeltaShape
 
 EPSILON = 1e-6  # of the norm of queries and keys, as in Transformers and in flash-linear-attention
-
-
-class RecurrentStates:
-    """The states of running requests by id, vectors of `size` numbers, each with the number of tokens that it covers.
-
-    A chunk continues the state that the one before it has left; the first chunk of a request begins with zeros.
-    """
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._size, self._device = size, device
-        self._states: dict[str, tuple[Tensor, int]] = {}
-
-    def begin(self, chunks: Sequence[Chunk], qo_indptr: Int32s) -> tuple[RowState, ...]:
-        """Return the states of a step, which updates them; `qo_indptr` as in StepInputs."""
-        return tuple(
-            RowState(int(begin), int(end), self._advance(chunk))
-            for chunk, begin, end in zip(chunks, qo_indptr[:-1], qo_indptr[1:], strict=True)
-        )
-
-    def of(self, request_id: str) -> Tensor:
-        """Return the state of a running request."""
-        return self._states[request_id][0]
-
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """Drop the states of finished requests."""
-        for request_id in request_ids:
-            self._states.pop(request_id, None)
-
-    def _advance(self, chunk: Chunk) -> Tensor:
-        state, position = self._states.get(chunk.request_id, (None, 0))
-        if not chunk.start:
-            state = torch.zeros(self._size, dtype=torch.float32, device=self._device)
-        elif state is None or position != chunk.start:
-            raise AssertionError(f"{chunk.request_id}: a chunk from {chunk.start} on, but the state is of {position}")
-        self._states[chunk.request_id] = state, chunk.start + len(chunk.token_ids)
-        return state
 
 
 class Mixer(Protocol):
