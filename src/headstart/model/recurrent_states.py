@@ -53,6 +53,7 @@ class RecurrentStates:
             self._states.pop(request_id, None)
 
     def _advance(self, chunk: Chunk) -> Tensor:
+        """Return the state that a chunk begins with, from now on the one behind its last token."""
         state, position = self._states.get(chunk.request_id, (None, 0))
         if chunk.state:
             state = self._read(chunk.state)
@@ -72,6 +73,7 @@ class RecurrentStates:
         return torch.from_numpy(numbers).to(self._device)
 
     def _write(self, pages: Sequence[int], state: Tensor) -> None:
+        """Write a state into blocks, the rest of the last one with zeros."""
         size = self._blocks.block_bytes
         data = state.cpu().numpy().tobytes().ljust(len(pages) * size, b"\0")
         assert len(data) == len(pages) * size, f"{len(pages)} blocks do not hold a state of {len(data)} bytes"

@@ -115,14 +115,14 @@ class KVCache:
             return True
         new = self.num_new_blocks(seq, hit, num_tokens)
         dropped = seq.block_ids[hit.start_block :] if hit.block_ids else empty_table()
+        own = min(max(len(seq.block_ids) - seq.num_published_blocks, 0), len(dropped))  # the others are in the hit too
         enough = new <= self.pool.num_scratch  # scratch blocks count against no share and are in no hit
-        if not enough and new > self.num_available(seq, hit, last_resort=last_resort) + len(dropped):
+        if not enough and new > self.num_available(seq, hit, last_resort=last_resort) + own:
             return False
         if hit.block_ids:
             self.pool.acquire(hit.block_ids + hit.state)
             if dropped:
-                own = max(seq.num_published_blocks, hit.start_block)
-                assert len(seq.block_ids) - own <= 1, "only a partial block may go"
+                assert own <= 1, "only a partial block may go"
                 self.pool.release(dropped)
             self._begin_from(seq, hit)
             seq.block_ids[hit.start_block :] = array("i", hit.block_ids)
