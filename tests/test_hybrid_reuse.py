@@ -1,6 +1,7 @@
 """Hybrid models with the prefix cache: reuse changes no token, no logit's bit and no state's bit."""
 
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -9,12 +10,16 @@ import torch
 from model.tiny import HYBRIDS, eager, make_checkpoint
 from torch import Tensor
 
+from headstart.assembly import build_engine
+from headstart.config.options import EngineOptions
 from headstart.core.engine import Engine
+from headstart.core.errors import ConfigError
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.model.model_runner import ModelRunner
+from headstart.model.weights.init_model import init_model
 from headstart.model.weights.model_loader import LoadedModel, load_model
 
 SIZE = 8
@@ -114,3 +119,20 @@ def test_tokens_with_reuse_equal_transformers_generate(family: str, tmp_path: Pa
         expected = oracle.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
         assert found[each.request_id][0] == expected[0, len(prompt) :].tolist()
     assert sum(entry[2] for entry in found.values()) > 50
+
+
+def test_an_engine_built_from_options_reuses_prefixes_and_refuses_what_cannot_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_checkpoint("lfm2", init_model("tiny", tmp_path / "model", progress=False), vocab_size=512)
+    options = EngineOptions(model=str(folder), num_gpu_blocks_override=200, dtype="float32", max_num_seqs=4)
+    engine, _ = build_engine(options)
+    assert "has recurrent layers: a state of" in capsys.readouterr().err
+    prompt = [Random(1).randrange(3, 500) for _ in range(50)]
+    for name, due in (("0", 0), ("1", 48)):
+        engine.add_request(request(name, prompt, 4))
+        outputs = [output for _ in range(30) if engine.has_work for output in engine.step()]
+        assert sum(output.breakdown.cached for output in outputs if output.breakdown is not None) == due
+    for change in ({"kv_store": str(tmp_path / "kv")}, {"speculative_config": '{"method": "ngram"}'}):
+        with pytest.raises(ConfigError, match="does not work with Lfm2ForCausalLM"):
+            build_engine(replace(options, **change))
