@@ -36,7 +36,7 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "core": Budget(("core",), 6_800, 6_000),
-    "model": Budget(("model",), 11_400, 8_000),
+    "model": Budget(("model",), 11_500, 8_000),
     "router": Budget(("router",), 3_800, 4_100),
     "gateway": Budget(("gateway",), 11_000, 9_200),
     "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 15_200, 10_100),
@@ -83,7 +83,7 @@ def test_every_folder_keeps_to_its_lines() -> None:
 
 
 def test_a_line_too_many_and_a_budget_too_large_are_found() -> None:
-    budgets = {"core": Budget(("core",), 6_800, 2), "all": Budget(("",), 71_800, 2)}
+    budgets = {"core": Budget(("core",), 2, 2), "all": Budget(("",), 700, 2)}
     lines = lines_by_budget({"core/x.py": "a\nb\nc\n", "server/apis/x.py": "a\n"}, budgets)
     assert lines == {"core": 3, "all": 4, "the rest": 1}
     assert over_budget(lines, budgets) == [
