@@ -134,6 +134,8 @@ def _rope(config: Any, family: str, head_dim: int) -> RopeConfig:
         raise ConfigError(f"config.json: rope_type is {parameters.get('rope_type')!r}; it must be a name")
     if parameters.get("original_max_position_embeddings", 1) == 0:
         raise ConfigError("config.json: original_max_position_embeddings is 0; it must be a positive integer")
+    if family in KINDS and parameters.get("original_max_position_embeddings", 1) is None:
+        raise NotNativeError("original_max_position_embeddings is null")
     positions = _count(config.max_position_embeddings, "max_position_embeddings")
     return read_rope({"rope_parameters": parameters, "max_position_embeddings": positions}, head_dim)
 
