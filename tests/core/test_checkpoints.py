@@ -7,6 +7,7 @@ from states import PAGES, StateExecutor, random_run, serve, state_engine
 from headstart.core.cache.hashing import BlockHash, is_page, page_hash
 from headstart.core.engine import Engine
 from headstart.core.request import Request
+from headstart.explain.reuse_explainer import Reason, Viewer, explain_prompt, explain_request
 
 
 def cached(prompt: list[int], engine: Engine, num: int = 1, name: str = "a") -> int:
@@ -37,6 +38,18 @@ def test_a_branch_is_found_at_second_sight() -> None:
     engine = state_engine(129)
     prompts = [[*text(18), *text(13, start)] for start in (30, 50, 70)]
     assert [cached(prompt, engine, name=str(index)) for index, prompt in enumerate(prompts)] == [0, 0, 16]
+
+
+def test_an_explanation_says_where_no_state_was_kept() -> None:
+    engine = state_engine(129)
+    prompts = [[*text(18), *text(13, start)] for start in (30, 50, 70)]
+    cached(prompts[0], engine, name="0")
+    coming = explain_prompt(engine.scheduler, engine.recent, request(prompts[1]), Viewer(), 1.0)
+    cached(prompts[1], engine, name="1")
+    past = explain_request(engine.scheduler, engine.recent, "1", Viewer(), 1.0)
+    assert past is not None and {(each.reason, each.position) for each in (coming, past)} == {(Reason.NO_CHECKPOINT, 0)}
+    later = explain_prompt(engine.scheduler, engine.recent, request(prompts[2]), Viewer(), 1.0)
+    assert (later.reason, later.position) == (Reason.DIVERGED, 16)
 
 
 def test_blocks_behind_a_checkpoint_are_shared_although_they_are_computed_again() -> None:
