@@ -82,10 +82,11 @@ class Checkpoints:
             if old is not None:
                 self._pool.discard([old[0]])
             self._pool.publish(block, name, block_hash, b"", seq.request.tenant)
-        seq.checkpoints.append(block_hash)
+        if block_hash not in seq.checkpoints:  # it has left this one before, which was evicted since
+            seq.checkpoints.append(block_hash)
         if at * self._size <= len(seq.request.prompt):
             return
-        if seq.last_checkpoint is not None:
+        if seq.last_checkpoint not in (None, block_hash):
             self._pool.discard(self._pages(seq.last_checkpoint))
             seq.checkpoints.remove(seq.last_checkpoint)
         seq.last_checkpoint = block_hash

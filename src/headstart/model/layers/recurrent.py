@@ -22,8 +22,15 @@ EPSILON = 1e-6  # of the norm of queries and keys, as in Transformers and in fla
 class Mixer(Protocol):
     """A layer's way to mix the tokens of a request, other than attention."""
 
-    state_size: int  # numbers of its part of a state
-    linears: tuple[Linear, ...]
+    @property
+    def state_size(self) -> int:
+        """Numbers of its part of a state."""
+        ...
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The products of the layer."""
+        ...
 
     def __call__(self, rows: Tensor, residual: Tensor, states: Sequence[RowState], offset: int) -> Tensor:
         """Return the outputs for `rows` [T, hidden], which are normed here, added to `residual`.
