@@ -98,6 +98,7 @@ def build_engine(
         tenant_floor=options.tenant_cache_floor,
         max_pinned_share=options.max_pinned_share,
         speculation=parse_speculative_config(options.speculative_config),
+        state_pages=-(-loaded.state_bytes // (loaded.kv_bytes_per_token * options.block_size)),
     )
     scheduler = scheduler_class(config, store=store, chain=compiled_chain())
     if on_cpu:
@@ -163,10 +164,12 @@ def _load(
     max_model_len = loaded.max_model_len if options.max_model_len is None else options.max_model_len
     if max_model_len > loaded.max_model_len:
         raise ConfigError(f"max_model_len is {max_model_len}, but the model supports {loaded.max_model_len} positions")
+    if loaded.model.state_size:
+        _check_hybrid(options, loaded)
     plan = plan_kv_pool(
         kv_bytes_per_token=loaded.kv_bytes_per_token,
         block_size=options.block_size,
-        weight_bytes=weight_bytes,
+        weight_bytes=weight_bytes + loaded.state_bytes * options.max_num_seqs,
         max_model_len=max_model_len,
         available_bytes=available,
         kv_cache_memory=options.kv_cache_memory,
@@ -175,6 +178,18 @@ def _load(
         gpu_profile_bytes=profile_bytes,
     )
     return loaded, plan, max_model_len
+
+
+def _check_hybrid(options: EngineOptions, loaded: LoadedModel) -> None:
+    """Refuse what a model with recurrent layers cannot do, and show the size of its states. Raises ConfigError."""
+    refused = {"--speculative-config": options.speculative_config, "--kv-store": options.kv_store}
+    for flag in (flag for flag, given in refused.items() if given is not None):
+        raise ConfigError(f"{flag} does not work with {loaded.architecture}, which has recurrent layers: leave it out")
+    print(
+        f"{loaded.architecture} has recurrent layers: a state of {format_bytes(loaded.state_bytes)} for each of "
+        f"--max-num-seqs {options.max_num_seqs} sequences, and for each place in the prefix cache where a hit can end",
+        file=sys.stderr,
+    )
 
 
 def _run_profile(loaded: LoadedModel, max_batched_tokens: int, *, max_seqs: int, left: int) -> int:

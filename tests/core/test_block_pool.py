@@ -189,7 +189,7 @@ def test_what_was_evicted_is_remembered_with_who_needed_its_place_and_when() -> 
     assert pool.eviction_of(names[1]) == Evicted("capacity", "r9", 7.0) and pool.eviction_of(names[0]) is None
     pool.distrust(blocks[:1])
     assert pool.eviction_of(names[0]) == Evicted("failed", "", 7.0)
-    assert pool.evictions == {"capacity": 1, "failed": 1, "reset": 0}
+    assert pool.evictions == {"capacity": 1, "failed": 1, "reset": 0, "replaced": 0}
 
 
 def test_2q_finds_a_chain_that_comes_back_between_scans_and_lru_does_not() -> None:

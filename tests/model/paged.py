@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -50,6 +51,8 @@ def all_logits(runner: ModelRunner, *chunks: Chunk) -> list[Tensor]:
     with torch.inference_mode():
         step, _, errors = build_step(Batch(chunks), bounds, loaded.device)
         assert step is not None and not errors, errors
+        if runner.states is not None:
+            step = replace(step, states=runner.states.begin(chunks, step.qo_indptr))
         logits = loaded.model.logits(loaded.model.forward(step, runner.attention.begin(step))).float()
     return list(logits.split([len(c.token_ids) for c in chunks]))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from model.paged import forced_logits
-from model.tiny import FAMILIES, NATIVE, eager, make_checkpoint
+from model.tiny import FAMILIES, HYBRIDS, NATIVE, eager, make_checkpoint
 
 from headstart.core.errors import ConfigError
 from headstart.model.weights.config_keys import HANDLED, HANDLED_BY_FAMILY, HARMLESS, READ_BESIDES
@@ -121,6 +121,7 @@ MORE_THAN_TRANSFORMERS: dict[str, str] = {
     "attn_implementation": "attention is computed by our code, whatever the file names",
     "_attn_implementation": "attention is computed by our code, whatever the file names",
     "architectures": "Transformers does not read it",
+    "number_of_conv_states": "null is what its cache assumes without the key",
 }
 
 
@@ -146,7 +147,7 @@ Change = tuple[dict[str, Any] | None, str, Any]  # rotary settings that the key 
 
 def changes(family: str) -> Iterator[Change]:
     """Changes of every key that the config class declares, that Transformers reads besides, or that we list."""
-    config_class = getattr(transformers, FAMILIES[family][0])
+    config_class = getattr(transformers, (FAMILIES | HYBRIDS)[family][0])
     default = config_class()
     own = {key: getattr(default, key) for key in vars(default) if not key.startswith("_")}
     keys = {*own, *BESIDES, *HANDLED, *HARMLESS, *READ_BESIDES, *HANDLED_BY_FAMILY.get(family, ())}
@@ -159,7 +160,7 @@ def changes(family: str) -> Iterator[Change]:
 
 def rope_changes(family: str) -> Iterator[Change]:
     """Changes within the rotary settings, of every kind of scaling."""
-    if family not in NATIVE:
+    if family not in (*NATIVE, *HYBRIDS):
         return
     for rope in [*ROPES, LONGROPE] if family != "phi3" else [ROPES[0], LONGROPE]:
         yield from ((rope, key, value) for key, values in ROPE_KEYS.items() for value in values)
@@ -252,7 +253,7 @@ def walk(family: str, folder: Path, share: int) -> tuple[int, int, list[str]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("family", NATIVE)
+@pytest.mark.parametrize("family", [*NATIVE, *HYBRIDS])
 def test_a_changed_key_is_refused_or_served_as_transformers_serves_it(family: str, tmp_path: Path) -> None:
     served, refused, wrong = walk(family, tmp_path, WALK_SHARE)
     assert wrong == []

@@ -20,7 +20,11 @@ from headstart.model.weights.model_loader import load_model, resolve_device, res
 
 # config class, its settings, and what the refusal must say beside the architecture
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("Lfm2Config", {"full_attn_idxs": [1]}, "Lfm2ForCausalLM is not supported: it has conv layers"),
+    (
+        "Lfm2MoeConfig",
+        {"layer_types": ["conv", "full_attention"], "moe_intermediate_size": 32, "num_experts": 4},
+        "Lfm2MoeForCausalLM is not supported: it has conv layers",
+    ),
     ("MambaConfig", {"state_size": 4}, "MambaForCausalLM is not supported: it has linear_attention layers"),
     ("BloomConfig", {}, "BloomForCausalLM is not supported: its attention cannot be replaced"),
     (

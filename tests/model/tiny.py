@@ -47,19 +47,41 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
 }
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5_text": (
+        "Qwen3_5TextConfig",
+        {
+            "num_hidden_layers": 5,
+            "full_attention_interval": 3,
+            "head_dim": 16,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 32},
+    ),
+}
 NATIVE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 
 
 def make_checkpoint(family: str, folder: Path, *, seed: int = 0, std: float = 0.2, **overrides: Any) -> Path:
     """Saves a random fp32 model of `family` into `folder` and returns it. Weights have spread `std`; no tokenizer."""
-    name, settings = FAMILIES[family]
+    name, settings = (FAMILIES | HYBRIDS)[family]
     config_class: type[PretrainedConfig] = getattr(transformers, name)
     config = config_class(**{**COMMON, **settings, **overrides})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            gain = "norm" in parameter_name and parameter_name.endswith("weight") and not family.startswith("gemma")
+            gain = (
+                "norm" in parameter_name
+                and parameter_name.endswith("weight")
+                and not family.startswith(("gemma", "qwen3_5"))
+            )
             parameter.normal_(1.0 if gain else 0.0, std)
     model.save_pretrained(folder)
     return folder

@@ -9,6 +9,10 @@ from headstart.core.request import FinishReason, SamplingParams
 UNKNOWN_TOKEN = -1  # in the place of a token that the batch before this one is about to sample
 
 
+Saves = tuple[tuple[int, tuple[int, ...]], ...]
+"""Positions behind which the recurrent state is to be kept, and the blocks to write it to."""
+
+
 class Chunk(NamedTuple):
     """Tokens `[start, start + len(token_ids))` of one sequence, computed in one step; a decode is a chunk of 1.
 
@@ -35,6 +39,10 @@ class Chunk(NamedTuple):
     history: "array[int]"  # all tokens known so far (prompt + output), >= start + n; read-only, valid during submit()
     adapter: str | None = None
     from_previous: int | None = None  # row of the previous batch whose sampled token is the one of this chunk
+    state: tuple[
+        int, ...
+    ] = ()  # the blocks that hold the recurrent state at `start`; else it is that of the last chunk
+    saves: Saves = ()
 
 
 class Batch(NamedTuple):

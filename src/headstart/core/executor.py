@@ -9,10 +9,12 @@ from headstart.core.cache.block_store import Data
 class Executor(Protocol):
     """Computes batches over `num_blocks` KV blocks of `block_size` tokens; block 0 is never used.
 
-    Contract: KV of every chunk's positions >= `write_from` is in its blocks when `execute` returns. A row whose final
-    hidden states are not finite, or which fails in any other way of its own, is returned with `error` set, and the
-    other rows are the same as without it. The kind of an error is NON_FINITE only if its cause may be the KV that the
-    row used. An exception means that the whole executor is broken.
+    Contract: KV of every chunk's positions >= `write_from` is in its blocks when `execute` returns. With recurrent
+    layers it keeps the state of each running request; a chunk begins with zeros at position 0, with the state in the
+    blocks `state` if there are any, else with that of the chunk before, and leaves states in the blocks of `saves`. A
+    row whose final hidden states are not finite, or which fails in any other way of its own, is returned with `error`
+    set, and the other rows are the same as without it. The kind of an error is NON_FINITE only if its cause may be the
+    KV or the state that the row used. An exception means that the whole executor is broken.
     """
 
     num_blocks: int

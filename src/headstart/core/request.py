@@ -170,6 +170,11 @@ class Sequence:
     num_published_blocks: int = 0  # leading blocks that are taken over, published, or equal to a published one
     taken: list[range] = field(default_factory=list[range])  # indices of the blocks taken over from others
     recompute: Recompute | None = None  # its second run, waiting or running: it neither reads nor writes the cache
+    state: tuple[int, ...] = ()  # acquired blocks that its next chunk reads its recurrent state from
+    started_from: BlockHash | None = None  # of the checkpoint that it has read last
+    junction: int = 0  # blocks that were published when it began from an earlier checkpoint
+    checkpoints: list[BlockHash] = field(default_factory=list[BlockHash])  # that it has left
+    last_checkpoint: BlockHash | None = None  # that of its output so far
     was_recomputed: bool = False  # its second run has been requested; there is no third
 
     @property

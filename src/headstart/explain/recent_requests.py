@@ -31,6 +31,7 @@ class Seen:
     start: int  # first token computed at its first admission: where reuse stopped
     admitted: int
     evicted: Evicted | None = None  # eviction, by then, of the block that contains that token
+    has_kv: bool = False  # whether that block was there, but no recurrent state to go on from
     answered: int | None = None  # step of its first output token: the whole prompt is computed
     breakdown: PromptTokenBreakdown | None = None
 
@@ -81,6 +82,7 @@ class RecentRequests:
             if start is not None:
                 block_hashes, index = seq.block_hashes, start // block_size
                 self._add(seq, start, pool.eviction_of(block_hashes[index]) if index < len(block_hashes) else None)
+                self._open[seq.request_id].has_kv = seq.junction > index
 
     def answered(self, outputs: Iterable[Output], *, num_later: int = 0) -> None:
         """Record the prompt token breakdown of requests whose first token is among the outputs of a step.

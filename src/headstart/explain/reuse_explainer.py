@@ -30,6 +30,7 @@ class Reason(Enum):
     DISABLED = "disabled"  # the engine runs without prefix caching
     BYPASS = "bypass"  # the request's own cache mode
     UNREAD = "prompt_logprobs"  # log-probabilities of the prompt have to be computed
+    NO_CHECKPOINT = "no_checkpoint"  # keys and values are there, but no recurrent state behind them
     EVICTED = "evicted"
     COMPUTING = "computing"  # another request with the same tokens had not computed them yet
     DIVERGED = "diverged"  # the nearest recent request continues with another token
@@ -201,7 +202,16 @@ class _Case:
             return Reason.BYPASS
         if self.position >= num_tokens - 1:
             return Reason.COMPLETE
-        return Reason.TAIL if self._needed > num_tokens else None
+        if self._needed > num_tokens:
+            return Reason.TAIL
+        return Reason.NO_CHECKPOINT if self._has_kv() else None
+
+    def _has_kv(self) -> bool:
+        """Return whether the keys and values of the first block that was not reused are, or were then, in the pool."""
+        if self.seen is not None:
+            return self.seen.has_kv
+        cache = self.scheduler.cache
+        return cache.checkpoints.num_pages > 0 and len(cache.match(self.seq).block_ids) > self._index
 
     def _running_twin(self) -> Sequence | None:
         """Return a running sequence that will publish the missing block."""

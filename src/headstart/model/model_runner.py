@@ -5,6 +5,7 @@ It has no effect on the other rows: nothing here mixes rows, and attention reads
 """
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from headstart.model.grammar.grammar_compiler import CompiledGrammars
 from headstart.model.grammar.grammar_rows import GrammarRows
 from headstart.model.kernels.library import kernels
 from headstart.model.kernels.rows import finite_chunks
+from headstart.model.recurrent_states import RecurrentStates
 from headstart.model.sampling.sampler import Sampler
 from headstart.model.step_inputs import StepBounds, StepInputs, build_step
 from headstart.model.weights.model_loader import LoadedModel
@@ -46,12 +48,16 @@ class ModelRunner:
         rows = None if grammars is None else GrammarRows(grammars, torch.get_num_threads())
         self.sampler = Sampler(loaded.vocab_size, seed=seed, kernels=self._kernels, grammars=rows)
         self._bounds = StepBounds(num_blocks, block_size, loaded.vocab_size, loaded.max_model_len)
+        size = loaded.model.state_size
+        self.states = RecurrentStates(size, self.attention.kv, loaded.device) if size else None
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
         """Drop the state of finished requests and compute the batch; `elapsed` is the wall time of the whole call."""
         began = time.perf_counter()
         self.sampler.drop(batch.finished)
+        if self.states is not None:
+            self.states.drop(batch.finished)
         rows: list[Row | None] = [None] * len(batch.chunks)
         step, kept, errors = build_step(batch, self._bounds, self.loaded.device)
         for index, message in errors.items():
@@ -78,7 +84,11 @@ class ModelRunner:
 
     def _compute(self, chunks: list[Chunk], step: StepInputs) -> list[Row]:
         """Compute the rows of chunks that are in bounds."""
+        if self.states is not None:
+            step = replace(step, states=self.states.begin(chunks, step.qo_indptr))
         hidden = self.loaded.model.forward(step, self.attention.begin(step))
+        if self.states is not None and step.states is not None:
+            self.states.end(chunks, step.states)
         finite = finite_chunks(self._kernels, hidden, step.qo_indptr)
         rows = [Row() if ok else Row(error=_NOT_FINITE) for ok in finite]
         sampling = [index for index, chunk in enumerate(chunks) if chunk.num_logits and finite[index]]

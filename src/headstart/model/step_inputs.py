@@ -29,6 +29,18 @@ class StepBounds(NamedTuple):
     max_positions: int
 
 
+class RowState(NamedTuple):
+    """The recurrent state of the request of one chunk, which a step updates in place; see layers/recurrent.py.
+
+    `saves` are the states to keep: after how many tokens of the chunk, and the vector to write the state to.
+    """
+
+    begin: int  # the chunk has the tokens begin : end of the step
+    end: int
+    state: Tensor  # [state_size] fp32
+    saves: tuple[tuple[int, Tensor], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """`num_rows` chunks with `num_tokens` tokens in total. Tensors are on the device, arrays on the host."""
@@ -42,6 +54,7 @@ class StepInputs:
     kv_indices: Int32s
     last_page_len: Int32s  # [R]: number of tokens in the last block of each chunk
     bounds: StepBounds | None = None  # if given, all values above have been checked against these bounds
+    states: tuple[RowState, ...] | None = None  # [R], of a model with recurrent layers
 
     @property
     def num_rows(self) -> int:

@@ -47,6 +47,8 @@ MAX_BUFFER_BYTES = 1 << 30
 class TransformersModel:
     """A model of Transformers as a LanguageModel. `load_transformers` creates and checks it."""
 
+    state_size = 0
+
     def __init__(self, module: PreTrainedModel, kv_shape: KVShape, max_model_len: int) -> None:
         config = module.config.get_text_config()
         self.module, self.kv_shape, self.max_model_len = module, kv_shape, max_model_len

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from headstart.core.cache.eviction import HOT, SEEN, picker
 from headstart.core.cache.free_blocks import FreeBlocks
-from headstart.core.cache.hashing import BlockHash
+from headstart.core.cache.hashing import BlockHash, is_page
 from headstart.core.cache.history import Evicted, EvictionHistory
 from headstart.core.request import DEFAULT_RETENTION, Retention
 from headstart.core.sched.queued_block_refs import QueuedBlockRefs
@@ -60,7 +60,12 @@ class BlockPool:
         self.listeners: list[BlockListener] = []
         self.planners: list[BlockListener] = []  # they are told of blocks published ahead, too
         self.now = 0.0  # seconds; set by the pool's owner; retention times are measured by it
-        self.evictions = {"capacity": 0, "failed": 0, "reset": 0}  # published blocks evicted or discarded, by cause
+        self.evictions = {
+            "capacity": 0,
+            "failed": 0,
+            "reset": 0,
+            "replaced": 0,
+        }  # published blocks evicted or discarded, by cause
         self._refs = [0] * num_blocks
         self._versions = [0] * num_blocks
         self._block_hashes: list[BlockHash | None] = [None] * num_blocks
@@ -206,12 +211,19 @@ class BlockPool:
             self._idle.revive(unused)
 
     def allocate(
-        self, num: int, tenant: str = "", *, by: str = "", last_resort: bool = False, zeroed: bool = False
+        self,
+        num: int,
+        tenant: str = "",
+        *,
+        by: str = "",
+        last_resort: bool = False,
+        zeroed: bool = False,
+        states: bool = False,
     ) -> list[int]:
         """Allocate `num` blocks for one owner of `tenant`, evicting idle blocks when no scratch blocks are left.
 
-        `by` is the id of the request. `zeroed`: `take_blocks_to_zero` reports all of them. The caller has checked
-        `num_available`.
+        `by` is the id of the request. `zeroed`: `take_blocks_to_zero` reports all of them. `states`: they hold numbers
+        that are no keys, so they are cleared before their next use. The caller has checked `num_available`.
         """
         if num > len(self._scratch):
             free = self.num_available((), tenant, last_resort=last_resort)
@@ -225,7 +237,9 @@ class BlockPool:
             self._versions[block] += 1
         if tenant:
             self._idle.sees(tenant)
-        if self._suspect or zeroed:
+        if states:
+            self._suspect.update(blocks)
+        elif self._suspect or zeroed:
             self._to_zero += [block for block in blocks if zeroed or block in self._suspect]
             self._suspect.difference_update(blocks)
         return blocks
@@ -297,7 +311,7 @@ class BlockPool:
             self._ahead.add(block)
         for listener in self.planners:
             listener.published(block, block_hash, parent, tokens)
-        for listener in () if ahead else self.listeners:
+        for listener in () if ahead or is_page(block_hash) else self.listeners:
             listener.published(block, block_hash, parent, tokens)
         return True
 
@@ -406,6 +420,12 @@ class BlockPool:
         self._vacate(published)
         self._forget(published, Evicted("failed", "", self.now))
 
+    def discard(self, block_ids: Sequence[int]) -> None:
+        """Withdraw those of these published blocks that no sequence holds: what is in them has been replaced."""
+        unused = [block for block in block_ids if not self._refs[block]]
+        self._vacate(unused)
+        self._forget(unused, Evicted("replaced", "", self.now))
+
     def take_blocks_to_zero(self) -> list[int]:
         """Return newly allocated blocks that must be cleared; each is reported once, before its first use."""
         blocks, self._to_zero = self._to_zero, []
@@ -492,6 +512,6 @@ class BlockPool:
             remember(block_hash, evicted)
             if retentions is not None:
                 retentions.drop(block)
-            for listener in listeners:
+            for listener in () if is_page(block_hash) else listeners:
                 listener.removed(block_hash)
         self.evictions[evicted.cause] += num_before - len(entries)

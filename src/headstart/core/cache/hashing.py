@@ -14,6 +14,8 @@ from typing import NewType, cast
 
 BlockHash = NewType("BlockHash", bytes)
 FORMAT_VERSION = b"headstart-block-1"
+HASH_BYTES = 32
+_PAGE = b"/page"
 HashChain = Callable[[bytes, bytes, int], list[bytes]]
 
 
@@ -44,6 +46,16 @@ def region_hash(parent: BlockHash, domain: bytes) -> BlockHash:
         digest.update(len(field).to_bytes(8, "little"))
         digest.update(field)
     return BlockHash(digest.digest())
+
+
+def page_hash(block_hash: BlockHash, index: int) -> BlockHash:
+    """Return the name of one page of the checkpoint behind a block; see checkpoints.py."""
+    return BlockHash(block_hash + _PAGE + index.to_bytes(4, "little"))
+
+
+def is_page(block_hash: BlockHash) -> bool:
+    """Return whether a hash names a page of a checkpoint."""
+    return len(block_hash) != HASH_BYTES and block_hash[-4 - len(_PAGE) : -4] == _PAGE
 
 
 def extend_hashes(

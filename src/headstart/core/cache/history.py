@@ -11,7 +11,9 @@ from headstart.core.cache.hashing import BlockHash
 class Evicted(NamedTuple):
     """The cause of a block's eviction."""
 
-    cause: str  # "capacity": the space was needed; "failed": it may not be finite; "reset": the cache was cleared
+    cause: (
+        str  # "capacity": the space was needed; "failed": it may not be finite; "reset": it was cleared, or "replaced"
+    )
     by: str  # id of the request that needed the space; empty for other causes
     at: float  # seconds, the scheduler's clock
     memo: int = -1  # of the eviction policy `lhd`; -1: none

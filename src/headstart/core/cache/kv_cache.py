@@ -9,8 +9,10 @@ from array import array
 from collections.abc import Container, Iterable
 from typing import NamedTuple
 
+from headstart.core.batch import Saves
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.block_store import BlockKey
+from headstart.core.cache.checkpoints import Checkpoints
 from headstart.core.cache.events import EventLog
 from headstart.core.cache.hashing import BlockHash, HashChain, extend_hashes, region_hash, root_hash
 from headstart.core.request import CacheMode, Request, Sequence, empty_table
@@ -19,12 +21,14 @@ from headstart.core.request import CacheMode, Request, Sequence, empty_table
 class Hit(NamedTuple):
     """Published blocks that can replace a sequence's own from block `start_block` on.
 
-    `num_tokens` is the number of its tokens that are computed after that.
+    `num_tokens` is the number of its tokens that are computed after that. With recurrent layers they end at a
+    checkpoint, whose pages are `state`, and blocks behind it are not written again.
     """
 
     block_ids: tuple[int, ...] = ()
     num_tokens: int = 0
     start_block: int = 0
+    state: tuple[int, ...] = ()
 
 
 NO_HIT = Hit()
@@ -41,8 +45,10 @@ class KVCache:
         model: bytes = b"",
         enabled: bool = True,
         chain: HashChain | None = None,
+        state_pages: int = 0,
     ) -> None:
         self.pool = pool
+        self.checkpoints = Checkpoints(pool, block_size, state_pages)
         self.block_size = block_size
         self.enabled = enabled
         self.public_hashes: Container[BlockHash] = frozenset()  # block hashes of public pinned prefixes
@@ -81,6 +87,13 @@ class KVCache:
         if index >= len(block_hashes) or not self.pool.contains(block_hashes[index]):
             return NO_HIT
         blocks = self._lookup(seq, index)
+        if self.checkpoints.num_pages:
+            most = min(index + len(blocks), (len(seq.token_ids) - 1) // self.block_size)
+            depth, state = self.checkpoints.find(seq.block_hashes, most)
+            num_tokens = depth * self.block_size
+            if num_tokens <= start:  # a sequence that begins still takes over the blocks that it need not write
+                return NO_HIT if start else Hit(tuple(blocks))
+            return Hit(tuple(blocks), num_tokens, index, state)
         num_tokens = min((index + len(blocks)) * self.block_size, len(seq.token_ids) - 1)
         return Hit(tuple(blocks), num_tokens, index) if num_tokens > start else NO_HIT
 
@@ -91,7 +104,7 @@ class KVCache:
 
     def num_available(self, seq: Sequence, hit: Hit, *, last_resort: bool = False) -> int:
         """Return the free blocks left after the hit is taken over: an idle hit is not also free (vLLM #3402)."""
-        return self.pool.num_available(hit.block_ids, seq.request.tenant, last_resort=last_resort)
+        return self.pool.num_available(hit.block_ids + hit.state, seq.request.tenant, last_resort=last_resort)
 
     def extend(self, seq: Sequence, hit: Hit, num_tokens: int, *, last_resort: bool = False) -> bool:
         """Take over `hit` and extend the table to cover `num_tokens`; otherwise return False and change nothing.
@@ -102,14 +115,16 @@ class KVCache:
             return True
         new = self.num_new_blocks(seq, hit, num_tokens)
         dropped = seq.block_ids[hit.start_block :] if hit.block_ids else empty_table()
+        own = min(max(len(seq.block_ids) - seq.num_published_blocks, 0), len(dropped))  # the others are in the hit too
         enough = new <= self.pool.num_scratch  # scratch blocks count against no share and are in no hit
-        if not enough and new > self.num_available(seq, hit, last_resort=last_resort) + len(dropped):
+        if not enough and new > self.num_available(seq, hit, last_resort=last_resort) + own:
             return False
         if hit.block_ids:
-            self.pool.acquire(hit.block_ids)
+            self.pool.acquire(hit.block_ids + hit.state)
             if dropped:
-                assert len(dropped) == 1 and seq.num_published_blocks <= hit.start_block, "only a partial block may go"
+                assert own <= 1, "only a partial block may go"
                 self.pool.release(dropped)
+            self._begin_from(seq, hit)
             seq.block_ids[hit.start_block :] = array("i", hit.block_ids)
             seq.num_computed_tokens = hit.num_tokens
             seq.num_published_blocks = len(seq.block_ids)
@@ -122,6 +137,21 @@ class KVCache:
             )
             seq.block_ids.extend(new_blocks)
         return True
+
+    def _begin_from(self, seq: Sequence, hit: Hit) -> None:
+        """Note what the next chunk reads its state from, and where a checkpoint was missed."""
+        depth, found = hit.num_tokens // self.block_size, hit.start_block + len(hit.block_ids)
+        seq.state = hit.state
+        seq.started_from = seq.block_hashes[depth - 1] if hit.state else None
+        seq.junction = found if self.checkpoints.num_pages and found > depth else 0
+
+    def take_state(self, seq: Sequence, start: int, end: int) -> tuple[tuple[int, ...], Saves]:
+        """Return the blocks that a planned chunk reads its state from, and those that it keeps states in.
+
+        They are held until `checkpoints.end`.
+        """
+        state, seq.state = seq.state, ()
+        return state, self.checkpoints.allocate(seq, start, end) if self.writes(seq) else ()
 
     def publish(self, seq: Sequence) -> None:
         """Publish blocks that are now full and computed. Call only after the forward pass has returned."""
@@ -190,6 +220,8 @@ class KVCache:
         """Return the whole block table, which the caller releases, and leave the sequence without blocks."""
         table, seq.block_ids = seq.block_ids, empty_table()
         seq.taken = []
+        assert not seq.state, f"{seq.request_id} holds pages of a state that it has not read"
+        seq.started_from, seq.junction = None, 0
         seq.num_computed_tokens = 0
         seq.num_published_blocks = 0
         return table

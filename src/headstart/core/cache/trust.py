@@ -35,12 +35,14 @@ class Trust:
         """
         shared = self._shared(seq)
         found = (self._published(seq, index) for index in sorted(shared))
-        suspects = tuple(suspect for suspect in found if suspect is not None)
+        states, started = self._cache.checkpoints, () if seq.started_from is None else (seq.started_from,)
+        suspects = (*(suspect for suspect in found if suspect is not None), *states.suspects(started))
+        self._pool.distrust([page.block for page in states.suspects(seq.checkpoints)])
         own = [index for index in range(len(seq.block_ids)) if index not in shared]
         block_hashes = [suspect.block_hash for index in own if (suspect := self._published(seq, index)) is not None]
         self._transfers.distrust(self._transfers.offered(block_hashes))
         self._pool.distrust([seq.block_ids[index] for index in own])
-        if seq.was_recomputed or not shared or not self._admission.fits_copy(seq):
+        if seq.was_recomputed or not (shared or suspects) or not self._admission.fits_copy(seq):
             return False
         seq.was_recomputed = True
         seq.recompute = Recompute(suspects, end)

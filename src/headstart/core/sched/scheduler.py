@@ -55,7 +55,12 @@ class Scheduler:
             config.num_blocks, eviction_policy=config.eviction_policy, tenant_floor=config.tenant_floor
         )
         self.cache = KVCache(
-            self.pool, config.block_size, model=config.model, enabled=config.enable_prefix_caching, chain=chain
+            self.pool,
+            config.block_size,
+            model=config.model,
+            enabled=config.enable_prefix_caching,
+            chain=chain,
+            state_pages=config.state_pages,
         )
         self.step_times = StepTimes(limits.max_step_time)
         self.tenants = TenantShares(limits, self.pool.num_usable, self.step_times)
@@ -67,6 +72,7 @@ class Scheduler:
         self.transfers = Transfers(self.cache, store)
         self.trust = Trust(self.cache, self.transfers, self.admission)
         self.speculation: Speculation | None = None
+        assert config.speculation is None or not config.state_pages, "a rejected draft would stay in the state"
         if config.speculation is not None:
             self.speculation = Speculation(config.speculation, self.cache, limits.max_model_len)
         self.in_flight = InFlight(self.cache, limits.max_model_len)
@@ -168,6 +174,8 @@ class Scheduler:
                     outputs.append(output)
             elif row.error is not None and row.error.kind is RowErrorKind.NON_FINITE:
                 self.pool.distrust(self._written(chunk))
+            if chunk.saves or chunk.state:
+                self.cache.checkpoints.end(seq, chunk, is_kept=row.error is None)
         self.in_flight.free(step)
         return outputs
 
@@ -375,6 +383,7 @@ class Scheduler:
         request, tokens, start = seq.request, seq.token_ids, seq.next_start
         end = start + n
         is_unknown = start == len(tokens)
+        state, saves = self.cache.take_state(seq, start, end) if self.cache.checkpoints.num_pages else ((), ())
         write_from = max(start, seq.num_published_blocks * self.block_size)
         return Chunk(  # in the order of its fields: keywords cost a tenth of a step of 256 decodes
             request.request_id,
@@ -388,6 +397,8 @@ class Scheduler:
             tokens,
             request.adapter,
             seq.pending_row if is_unknown else None,
+            state,
+            saves,
         )
 
     def _add_drafts(self, speculation: Speculation, plan: Plan, planned: list[tuple[Sequence, Chunk]]) -> None:

@@ -21,3 +21,4 @@ class SchedulerConfig:
     tenant_floor: float = 0.5  # share of the pool that is divided among tenants
     max_pinned_share: float = 0.5  # of the pool
     speculation: SpeculationConfig | None = None
+    state_pages: int = 0  # blocks that a recurrent state takes; 0: the model has none

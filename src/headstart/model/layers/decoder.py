@@ -29,6 +29,7 @@ class LanguageModel(Protocol):
     """The model interface of the runner; implemented by Decoder and TransformersModel."""
 
     weight_bytes: int
+    state_size: int  # numbers of a request's recurrent state, in fp32; 0: it has none
 
     def forward(self, step: StepInputs, attend: Attend) -> Tensor:
         """Return the hidden states [T, hidden] of all tokens of a step, as input for `logits`.
@@ -62,6 +63,8 @@ class DecoderLayer:
 
 class Decoder:
     """A loaded Llama-like model."""
+
+    state_size = 0
 
     def __init__(
         self,
@@ -144,20 +147,27 @@ def load_decoder(
     config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, form: Form = PLAIN
 ) -> Decoder:
     """Read all weights. Raises ConfigError for a missing tensor or a wrong shape."""
-    reader = _Reader(config, checkpoint, dtype, device, form)
+    reader = WeightReader(config, checkpoint, dtype, device, form)
     layers = []
     for index in range(config.num_layers):
         layers.append(reader.layer(index))
         trim()  # packing has freed the plain weights, which the heap would keep: as much again as the model
     norm = reader.norm("model.norm.weight", config.hidden_size)
-    table = reader.weight(EMBEDDING, config.vocab_size, config.hidden_size)
+    head, embedding = tied_embedding(reader, norm, EMBEDDING, HEAD)
+    return Decoder(config, embedding, layers, head, form)
+
+
+def tied_embedding(reader: "WeightReader", norm: RMSNorm, embedding: str, head: str) -> tuple[Linear, Embedding]:
+    """Read the output head, behind `norm`, and the embedding, which may be one matrix; both by their names."""
+    config, checkpoint, form = reader.config, reader.checkpoint, reader.form
+    table = reader.weight(embedding, config.vocab_size, config.hidden_size)
     # As in Transformers: weights declared as tied, but stored twice with different values, are not tied.
     tied = config.tie_word_embeddings is not False and (
-        HEAD not in checkpoint or (config.tie_word_embeddings is True and checkpoint.equal(HEAD, EMBEDDING))
+        head not in checkpoint or (config.tie_word_embeddings is True and checkpoint.equal(head, embedding))
     )
-    weight = table if tied else reader.weight(HEAD, config.vocab_size, config.hidden_size)
-    head = Linear(weight, norm=norm, form=form.of_head)
-    return Decoder(config, _embedding(table, head if tied else None, form), layers, head, form)
+    weight = table if tied else reader.weight(head, config.vocab_size, config.hidden_size)
+    linear = Linear(weight, norm=norm, form=form.of_head)
+    return linear, _embedding(table, linear if tied else None, form)
 
 
 def _embedding(table: Weight, head: Linear | None, form: Form) -> Embedding:
@@ -170,7 +180,7 @@ def _embedding(table: Weight, head: Linear | None, form: Form) -> Embedding:
     return PackedLinear(form.kernels, table)
 
 
-class _Reader:
+class WeightReader:
     """Reader of layers from a checkpoint, by tensor name."""
 
     def __init__(

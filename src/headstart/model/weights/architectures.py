@@ -22,6 +22,9 @@ NATIVE_ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Phi3ForCausalLM": "phi3",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Lfm2ForCausalLM": "lfm2",
 }
 SUPPORTED = f"{', '.join(NATIVE_ARCHITECTURES)}, and decoders of Transformers with full or sliding attention layers"
 _GENERATES = re.compile("CausalLM|LMHead|ConditionalGeneration|GenerationDecoder")  # in the name of a class

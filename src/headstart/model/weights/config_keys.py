@@ -10,7 +10,16 @@ tests/model/test_config_walk.py changes every key to other values and compares t
 import copy
 from typing import Any
 
-from transformers import LlamaConfig, MistralConfig, Phi3Config, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 
 from headstart.core.errors import ConfigError
 from headstart.model.weights.json_file import one_line, shorten
@@ -21,6 +30,8 @@ CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "phi3": Phi3Config,
+    "qwen3_5_text": Qwen3_5TextConfig,
+    "lfm2": Lfm2Config,
 }
 # Read by parse_config or by the loader, or (is_causal, sliding_window, ...) checked there against the computation here.
 HANDLED = {
@@ -36,7 +47,15 @@ HANDLED_BY_FAMILY = {
     "qwen2": {"use_sliding_window", "max_window_layers"},
     "qwen3": {"use_sliding_window", "max_window_layers", "attention_bias"},
     "phi3": set[str](),
-}
+    "qwen3_5_text": {
+        "attention_bias", "full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim",
+        "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    },
+    "lfm2": {
+        "norm_eps", "conv_bias", "conv_L_cache", "block_multiple_of", "block_ffn_dim_multiplier",
+        "block_auto_adjust_ff_dim", "block_ff_dim", "full_attn_idxs", "tie_embedding",
+    },
+}  # fmt: skip
 # Read by Transformers, but without effect on the logits of greedy decoding: training, outputs, labels, metadata.
 HARMLESS = {
     "attention_dropout", "resid_pdrop", "embd_pdrop", "initializer_range", "use_cache", "pretraining_tp",

@@ -1,8 +1,8 @@
-"""ModelConfig: the settings of a checkpoint for the compact decoder, read from a Hugging Face `config.json`.
+"""ModelConfig: the settings of a checkpoint for the compact decoders, read from a Hugging Face `config.json`.
 
-Covers the Llama family only; `eos_token_ids` works for every model. Values are those of Transformers' config object.
-Both spellings of rotary settings are read: `rope_parameters` (Transformers 5) and `rope_theta` + `rope_scaling`
-(before). No key that would change the results is ignored: see config_keys.py.
+Covers the Llama family and hybrids only; `eos_token_ids` works for every model. Values are those of Transformers'
+config object. Both spellings of rotary settings are read: `rope_parameters` (Transformers 5) and `rope_theta` +
+`rope_scaling` (before). No key that would change the results is ignored: see config_keys.py.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from headstart.model.layers.rotary import RopeConfig, read_rope
 from headstart.model.weights.architectures import NATIVE_ARCHITECTURES, architecture_of
 from headstart.model.weights.config_bounds import MAX_EPSILON, MAX_THETA, MIN_THETA, check_sizes, finite
 from headstart.model.weights.config_keys import NotNativeError, reference_config
+from headstart.model.weights.hybrid_config import KINDS, HybridConfig, mlp_size, read_hybrid, text_part
 from headstart.model.weights.json_file import read_json, shorten
 
 
@@ -39,6 +40,12 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     fused_weights: bool  # the checkpoint holds qkv_proj and gate_up_proj
+    hybrid: HybridConfig | None = None  # None: all layers have attention
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Number of layers that keep keys and values."""
+        return self.num_layers if self.hybrid is None else self.hybrid.kinds.count("attention")
 
 
 def eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
@@ -63,8 +70,12 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     architecture = architecture_of(raw)
     family = NATIVE_ARCHITECTURES[architecture]
     check_sizes(raw)
+    raw = text_part(raw)
     for key in ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"):
-        _count(raw.get(key), key)  # Transformers would use the size of its example model
+        given = (
+            raw.get("block_ff_dim", raw.get(key)) if (family, key) == ("lfm2", "intermediate_size") else raw.get(key)
+        )
+        _count(given, key)  # Transformers would use the size of its example model
     config: Any = reference_config(raw, family)  # untyped in part
     heads = _count(config.num_attention_heads, "num_attention_heads")
     kv_heads = _count(config.num_key_value_heads, "num_key_value_heads")
@@ -72,31 +83,33 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     head_dim = config.hidden_size // heads if given_head_dim is None else _count(given_head_dim, "head_dim")
     if heads % kv_heads:
         raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    if config.hidden_act not in ("silu", "swish"):
+    if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
         raise NotNativeError(f"hidden_act {config.hidden_act!r} is not supported for {architecture}; only silu is")
     if not getattr(config, "is_causal", True):
         raise NotNativeError(f"is_causal is {config.is_causal!r}")
     rope = _rope(config, family, head_dim)
-    attention_bias = config.attention_bias if family in ("llama", "qwen3") else False
+    attention_bias = config.attention_bias if family in ("llama", "qwen3", "qwen3_5_text") else False
+    epsilon = config.norm_eps if family == "lfm2" else config.rms_norm_eps
     return ModelConfig(
         architecture=architecture,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=mlp_size(config, family),
         num_layers=config.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=finite(config.rms_norm_eps, "rms_norm_eps", at_least=0.0, at_most=MAX_EPSILON),
+        rms_norm_eps=finite(epsilon, "rms_norm_eps", at_least=0.0, at_most=MAX_EPSILON),
         windows=_windows(config, family, rope.max_positions),
         rope=rope,
         max_model_len=rope.max_positions,
-        tie_word_embeddings=raw.get("tie_word_embeddings"),
+        tie_word_embeddings=config.tie_word_embeddings if family == "lfm2" else raw.get("tie_word_embeddings"),
         qkv_bias=family == "qwen2" or attention_bias,
         o_bias=attention_bias,
         mlp_bias=config.mlp_bias if family == "llama" else False,
         qk_norm=family == "qwen3",
         fused_weights=family == "phi3",
+        hybrid=read_hybrid(config, family, architecture),
     )
 
 
@@ -111,7 +124,7 @@ def _rope(config: Any, family: str, head_dim: int) -> RopeConfig:
     parameters = config.rope_parameters
     if not isinstance(parameters, dict):
         raise ConfigError(f"rotary settings {shorten(repr(parameters), 80)} are not an object")
-    if family != "phi3" and parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    if family not in ("phi3", "qwen3_5_text") and parameters.get("partial_rotary_factor", 1.0) != 1.0:
         if parameters.get("rope_type") != "default":
             raise NotNativeError("partial_rotary_factor is given beside a scaled rotary embedding")
         parameters = {**parameters, "partial_rotary_factor": 1.0}  # as in Transformers: rotates all
@@ -121,6 +134,8 @@ def _rope(config: Any, family: str, head_dim: int) -> RopeConfig:
         raise ConfigError(f"config.json: rope_type is {parameters.get('rope_type')!r}; it must be a name")
     if parameters.get("original_max_position_embeddings", 1) == 0:
         raise ConfigError("config.json: original_max_position_embeddings is 0; it must be a positive integer")
+    if family in KINDS and parameters.get("original_max_position_embeddings", 1) is None:
+        raise NotNativeError("original_max_position_embeddings is null")
     positions = _count(config.max_position_embeddings, "max_position_embeddings")
     return read_rope({"rope_parameters": parameters, "max_position_embeddings": positions}, head_dim)
 
@@ -130,6 +145,8 @@ def _windows(config: Any, family: str, max_positions: int) -> tuple[int | None, 
     layers: int = config.num_hidden_layers
     kinds: list[str] = getattr(config, "layer_types", None) or []
     window: int | None = getattr(config, "sliding_window", None)
+    if family in KINDS:
+        return (None,) * layers
     if window is not None and _count(window, "sliding_window") < 2:  # the cache of Transformers keeps all of one token
         raise ConfigError("config.json: sliding_window is 1; it must be at least 2, or null")
     if not set(kinds) <= {"full_attention", "sliding_attention"}:

@@ -22,6 +22,7 @@ from headstart.model.kernels.library import find, kernels
 from headstart.model.kernels.packed import ACTIVATION_BITS
 from headstart.model.layers.decoder import Decoder, LanguageModel, load_decoder
 from headstart.model.layers.dispatch import CHOICES, chosen_kernels
+from headstart.model.layers.hybrid_decoder import HybridDecoder, load_hybrid
 from headstart.model.layers.linear import Form
 from headstart.model.paged_kv import KVShape
 from headstart.model.source_digest import source_digest
@@ -30,6 +31,7 @@ from headstart.model.weights.checkpoint import Checkpoint, LoadingBar
 from headstart.model.weights.config_bounds import check_sizes
 from headstart.model.weights.config_keys import NotNativeError
 from headstart.model.weights.gguf.block_formats import FORMATS
+from headstart.model.weights.hybrid_config import text_part
 from headstart.model.weights.model_config import ModelConfig, eos_token_ids, parse_config
 from headstart.model.weights.model_files import read_config
 
@@ -62,6 +64,11 @@ class LoadedModel:
         """The bytes of the keys and values of one token in the pool."""
         return self.kv_shape.token_bytes(self.dtype)
 
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of the recurrent state of one sequence; 0 for a model without."""
+        return 4 * self.model.state_size
+
 
 def load_model(
     folder: Path,
@@ -83,7 +90,7 @@ def load_model(
     `activation_bits` are those of the rows that weights in blocks are multiplied by, 16 or 8. `batch_invariant`: on a
     GPU, the bits of a row do not depend on the other rows of a step, nor on how a prompt is cut; see docs/cuda.md.
     """
-    raw = read_config(folder)
+    raw = text_part(read_config(folder))
     architecture = architecture_of(raw)
     refuse_quantised(raw)
     chosen_dtype, chosen_device = resolve_dtype(dtype, raw), resolve_device(device)
@@ -125,8 +132,9 @@ def load_model(
             ):
                 bits = activation_bits
             form = Form(compiled, quantization, chosen_dtype, chosen_device, bits)
-            model = load_decoder(native, checkpoint, chosen_dtype, chosen_device, form)
-        shape = KVShape(native.num_layers, native.num_kv_heads, native.head_dim)
+            load = load_decoder if native.hybrid is None else load_hybrid
+            model = load(native, checkpoint, chosen_dtype, chosen_device, form)
+        shape = KVShape(native.num_attention_layers, native.num_kv_heads, native.head_dim)
         vocab_size, max_model_len = native.vocab_size, native.max_model_len
     resolved = resolve_backend(attention_backend, chosen_device, shape.head_dim)
     products = "torch" if compiled is None else compiled.variant
@@ -171,7 +179,7 @@ def _exceptions(model: LanguageModel, device: torch.device, products: str, backe
     """Yield what keeps this model from invariant 15; docs/invariants.md explains the names."""
     if device.type != "cpu":
         yield device.type
-    if not isinstance(model, Decoder):
+    if not isinstance(model, Decoder | HybridDecoder):
         yield "transformers"
     elif products == "torch" and device.type == "cpu":
         yield "torch-products"

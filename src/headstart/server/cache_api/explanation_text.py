@@ -166,6 +166,13 @@ def _tail(answer: Json) -> str:
     return f"{rest} does not fill a block of {answer['block_size']} tokens, and blocks are shared whole."
 
 
+def _no_checkpoint(answer: Json) -> str:
+    reused = f"behind token {answer['reused_tokens']:,}" if answer["reused_tokens"] else "of these tokens"
+    return (
+        f"Keys and values {reused} are there, but no state of the recurrent layers: one is kept when they are computed."
+    )
+
+
 def _unseen(answer: Json) -> str:
     if answer["reused_tokens"]:
         return f"No recent request goes on like this one after token {answer['reused_tokens']:,}: the rest is new."
@@ -185,6 +192,7 @@ _REASONS = {
     "disabled": _constant("The server runs without prefix caching (--no-enable-prefix-caching)."),
     "bypass": _constant("The request bypasses the cache."),
     "prompt_logprobs": _constant("Log-probabilities of the prompt were requested, and these must be computed."),
+    "no_checkpoint": _no_checkpoint,
     "evicted": _evicted,
     "computing": _computing,
     "diverged": _diverged,

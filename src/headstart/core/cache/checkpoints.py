@@ -1,0 +1,102 @@
+"""Checkpoints: recurrent states after whole blocks of tokens, each in a list of ordinary blocks of the pool.
+
+The pages of a checkpoint are published under hashes derived from that of its last block of tokens, so they live as all
+blocks do: scratch, idle, referenced, evicted, cleared, charged to a tenant. A checkpoint exists while all its pages are
+published. What a state is only the executor knows. Nothing waits or is preempted for a checkpoint: it is kept if blocks
+are free.
+
+Places: the end of each prompt; the end of the sequence so far, in place of the last such; junctions, where others have
+computed more keys and values than there is a checkpoint for; and, in between, every `spacing` blocks.
+"""
+
+from collections.abc import Iterable
+
+from headstart.core.batch import Chunk, Saves
+from headstart.core.cache.block_pool import BlockPool
+from headstart.core.cache.hashing import BlockHash, page_hash
+from headstart.core.request import Sequence, Suspect
+
+MAX_SHARE = 0.15  # of the bytes of a long prompt, which its spaced checkpoints take
+
+
+class Checkpoints:
+    """The checkpoints of one pool, `num_pages` blocks each; 0: the model has no recurrent layers and needs none."""
+
+    def __init__(self, pool: BlockPool, block_size: int, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._pool, self._size = pool, block_size
+        self._spacing = max(int(num_pages * (1 / MAX_SHARE - 1)), 1)  # blocks
+
+    def find(self, block_hashes: list[BlockHash], depth: int) -> tuple[int, tuple[int, ...]]:
+        """Return the deepest checkpoint after at most `depth` blocks: their number, and its pages. Changes nothing."""
+        published = self._pool.published
+        for at in range(depth, 0, -1):
+            if page_hash(block_hashes[at - 1], 0) in published:
+                pages = self._pages(block_hashes[at - 1])
+                if pages:
+                    return at, pages
+        return 0, ()
+
+    def places(self, seq: Sequence, start: int, end: int) -> list[int]:
+        """Return the numbers of blocks after which a chunk `[start, end)` of a sequence leaves a checkpoint."""
+        size, num_prompt = self._size, len(seq.request.prompt)
+        first, last = start // size + 1, end // size
+        found = {(num_prompt - 1) // size, num_prompt // size, seq.junction}
+        found.update(range(-(-first // self._spacing) * self._spacing, last + 1, self._spacing))
+        if end > num_prompt:
+            found.add(last)
+        return sorted(at for at in found if first <= at <= last and not self._exists(seq, at))
+
+    def allocate(self, seq: Sequence, start: int, end: int) -> Saves:
+        """Return the places in a chunk `[start, end)`, in tokens, with the pages to write the states to."""
+        request, saves = seq.request, list[tuple[int, tuple[int, ...]]]()
+        for at in self.places(seq, start, end):
+            if self._pool.num_available((), request.tenant) < self.num_pages:
+                break
+            pages = self._pool.allocate(self.num_pages, request.tenant, by=request.request_id, states=True)
+            saves.append((at * self._size, tuple(pages)))
+        return tuple(saves)
+
+    def end(self, seq: Sequence, chunk: Chunk, *, is_kept: bool) -> None:
+        """Publish the checkpoints that a computed chunk has left, or free their pages; release what it has read."""
+        for position, pages in chunk.saves:
+            at = position // self._size
+            if is_kept and at <= len(seq.block_hashes) and not self._exists(seq, at):
+                self._publish(seq, at, pages)
+            self._pool.release(pages, seq.request.retention)
+        self._pool.release(chunk.state, seq.request.retention)
+
+    def suspects(self, block_hashes: Iterable[BlockHash]) -> list[Suspect]:
+        """Return the pages of the checkpoints behind these hashes that are published now."""
+        found: list[Suspect] = []
+        for block_hash in block_hashes:
+            for index, block in enumerate(self._pages(block_hash)):
+                found.append(Suspect(page_hash(block_hash, index), block, self._pool.version(block)))
+        return found
+
+    def _publish(self, seq: Sequence, at: int, pages: tuple[int, ...]) -> None:
+        block_hash = seq.block_hashes[at - 1]
+        for index, block in enumerate(pages):
+            name = page_hash(block_hash, index)
+            old = self._pool.entry(name)  # of a checkpoint that has lost other pages
+            if old is not None:
+                self._pool.discard([old[0]])
+            self._pool.publish(block, name, block_hash, b"", seq.request.tenant)
+        if block_hash not in seq.checkpoints:  # it has left this one before, which was evicted since
+            seq.checkpoints.append(block_hash)
+        if at * self._size <= len(seq.request.prompt):
+            return
+        if seq.last_checkpoint not in (None, block_hash):
+            self._pool.discard(self._pages(seq.last_checkpoint))
+            seq.checkpoints.remove(seq.last_checkpoint)
+        seq.last_checkpoint = block_hash
+
+    def _exists(self, seq: Sequence, at: int) -> bool:
+        """Return whether there is a checkpoint after `at` blocks of a sequence; of output not hashed yet: False."""
+        return 0 < at <= len(seq.block_hashes) and bool(self._pages(seq.block_hashes[at - 1]))
+
+    def _pages(self, block_hash: BlockHash) -> tuple[int, ...]:
+        """Return the pages of a checkpoint, none if one of them is gone."""
+        entries = [self._pool.entry(page_hash(block_hash, index)) for index in range(self.num_pages)]
+        pages = tuple(entry[0] for entry in entries if entry is not None)
+        return pages if len(pages) == self.num_pages else ()

@@ -1,0 +1,160 @@
+"""Mixers with a recurrent state: gated delta net (Qwen3.5) and short convolution (LFM2), in torch.
+
+The state of a request is one vector in fp32, with a part for each of these layers. States are computed token after
+token, in one order, so they do not depend on how the tokens are cut into chunks; see invariant 15.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headstart.model.layers.layer_ops import RMSNorm
+from headstart.model.layers.linear import Linear
+from headstart.model.step_inputs import RowState
+from headstart.model.weights.hybrid_config import DeltaShape
+
+EPSILON = 1e-6  # of the norm of queries and keys, as in Transformers and in flash-linear-attention
+
+
+class Mixer(Protocol):
+    """A layer's way to mix the tokens of a request, other than attention."""
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of its part of a state."""
+        ...
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The products of the layer."""
+        ...
+
+    def __call__(self, rows: Tensor, residual: Tensor, states: Sequence[RowState], offset: int) -> Tensor:
+        """Return the outputs for `rows` [T, hidden], which are normed here, added to `residual`.
+
+        Updates the states, whose part for this layer begins at `offset`, and fills in those to be saved.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShortConvolution:
+    """A gated causal convolution over the last tokens, per channel: C * conv(B * x)."""
+
+    inner: Linear  # norm, then B, C and x
+    weight: Tensor  # [conv_size, hidden], fp32, the oldest token first
+    bias: Tensor | None  # [hidden], fp32
+    out: Linear
+
+    @property
+    def state_size(self) -> int:
+        return (len(self.weight) - 1) * self.weight.shape[1]
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.inner, self.out
+
+    def __call__(self, rows: Tensor, residual: Tensor, states: Sequence[RowState], offset: int) -> Tensor:
+        before, after, inputs = self.inner(rows).chunk(3, dim=-1)
+        mixed = _convolve((before * inputs).float(), self.weight, states, offset)
+        if self.bias is not None:
+            mixed += self.bias
+        return self.out(after * mixed.to(rows.dtype), residual)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedDeltaNet:
+    """Linear attention with a gated delta rule (arXiv 2412.06464), as in Transformers' `qwen3_5`."""
+
+    shape: DeltaShape
+    inner: Linear  # norm, then queries, keys and values together, gate, beta, decay
+    weight: Tensor  # [conv_size, channels], fp32, the oldest token first
+    rate: Tensor  # [value heads], fp32: the decay of a token is exp(rate * softplus(...))
+    rate_bias: Tensor  # [value heads], fp32
+    norm: RMSNorm  # of each head's output
+    out: Linear
+
+    @property
+    def state_size(self) -> int:
+        return self.shape.state_size
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.inner, self.out
+
+    def __call__(self, rows: Tensor, residual: Tensor, states: Sequence[RowState], offset: int) -> Tensor:
+        shape, num_rows, heads = self.shape, len(rows), self.shape.num_value_heads
+        sizes = (shape.num_channels, shape.num_values, heads, heads)
+        mixed, gate, beta, rate = self.inner(rows).split(sizes, dim=-1)
+        convolved = _convolve(mixed.float(), self.weight, states, offset).to(rows.dtype).float()
+        mixed = (convolved * sigmoid(convolved)).to(rows.dtype).float()
+        queries, keys, values = mixed.split((shape.num_keys, shape.num_keys, shape.num_values), dim=-1)
+        queries, keys = self._unit(queries) * shape.key_dim**-0.5, self._unit(keys)
+        values = values.reshape(num_rows, heads, 1, shape.value_dim)
+        decay = (self.rate * _softplus(rate.float() + self.rate_bias)).exp()[:, :, None, None]
+        strength = sigmoid(beta.float())[:, :, None, None]
+        found = torch.empty_like(values)
+        tokens = list(zip(*(part.unbind(0) for part in (queries, keys, values, decay, strength, found)), strict=True))
+        begin = offset + (shape.conv_size - 1) * shape.num_channels
+        matrices = (heads, shape.key_dim, shape.value_dim)
+        for row in states:
+            memory = row.state[begin : offset + shape.state_size].view(matrices)
+            saves = {at: saved[begin : offset + shape.state_size].view(matrices) for at, saved in row.saves}
+            for at in range(row.begin, row.end):
+                _update(memory, *tokens[at])
+                if at + 1 - row.begin in saves:
+                    saves[at + 1 - row.begin].copy_(memory)
+        normed = self.norm(found.to(rows.dtype).view(num_rows, heads, shape.value_dim))
+        gate = gate.float().reshape(normed.shape)
+        gated = normed * (gate * sigmoid(gate))
+        return self.out(gated.to(rows.dtype).reshape(num_rows, -1), residual)
+
+    def _unit(self, rows: Tensor) -> Tensor:
+        """Return queries or keys [T, keys] as unit vectors [T, value heads, 1, key_dim]: a head serves several."""
+        shape = self.shape
+        heads = rows.reshape(len(rows), shape.num_key_heads, shape.key_dim)
+        unit = heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + EPSILON)
+        return unit.repeat_interleave(shape.num_value_heads // shape.num_key_heads, dim=1)[:, :, None]
+
+
+def sigmoid(rows: Tensor) -> Tensor:
+    """Return the logistic function of `rows` in fp32, the same bits for the same number.
+
+    torch.sigmoid and silu are not: the last numbers of a tensor take another path than those that fill a vector.
+    """
+    return 1 / (1 + torch.exp(-rows))
+
+
+def _softplus(rows: Tensor) -> Tensor:
+    return rows.clamp(min=0) + torch.log1p(torch.exp(-rows.abs()))
+
+
+def _update(
+    memory: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, found: Tensor
+) -> None:
+    """Apply one token to a head's matrices [H, key_dim, value_dim], and read the output [H, 1, value_dim] of it."""
+    memory.mul_(decay)
+    change = (value - torch.bmm(key, memory)).mul_(strength)
+    memory.baddbmm_(key.transpose(1, 2), change)
+    torch.bmm(query, memory, out=found)
+
+
+def _convolve(inputs: Tensor, weight: Tensor, states: Sequence[RowState], offset: int) -> Tensor:
+    """Return the causal convolution of each request's rows of `inputs` [T, channels], per channel."""
+    kept, channels = len(weight) - 1, inputs.shape[1]
+    outputs = torch.empty_like(inputs)
+    for row in states:
+        num = row.end - row.begin
+        before = row.state[offset : offset + kept * channels].view(kept, channels)
+        seen = torch.cat((before, inputs[row.begin : row.end]))
+        total = outputs[row.begin : row.end]
+        torch.mul(seen[:num], weight[0], out=total)
+        for at in range(1, kept + 1):
+            total += seen[at : at + num] * weight[at]
+        for at, saved in row.saves:
+            saved[offset : offset + kept * channels].view(kept, channels).copy_(seen[at : at + kept])
+        before.copy_(seen[num:])
+    return outputs

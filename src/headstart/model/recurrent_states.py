@@ -1,0 +1,81 @@
+"""RecurrentStates: the states of the running requests of a model with recurrent layers, one vector in fp32 each.
+
+A chunk continues the state that the one before it has left, begins with zeros, or begins with a state that was kept in
+blocks of the KV pool. A state fills its blocks in their canonical form, as bytes: they hold no keys and values then.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.core.batch import Chunk
+from headstart.model.attention.base import KVBlocks
+from headstart.model.kv_writes import Int32s
+from headstart.model.step_inputs import RowState
+
+FLOAT_BYTES = 4
+
+
+class RecurrentStates:
+    """States of `size` numbers by request id, each with the number of tokens that it covers."""
+
+    def __init__(self, size: int, blocks: KVBlocks, device: torch.device) -> None:
+        self._size, self._blocks, self._device = size, blocks, device
+        self._states: dict[str, tuple[Tensor, int]] = {}
+
+    def begin(self, chunks: Sequence[Chunk], qo_indptr: Int32s) -> tuple[RowState, ...]:
+        """Return the states of a step, which updates them; `qo_indptr` as in StepInputs. Call `end` behind it."""
+        return tuple(
+            RowState(
+                int(begin),
+                int(end),
+                self._advance(chunk),
+                tuple((position - chunk.start, self._zeros()) for position, _ in chunk.saves),
+            )
+            for chunk, begin, end in zip(chunks, qo_indptr[:-1], qo_indptr[1:], strict=True)
+        )
+
+    def end(self, chunks: Sequence[Chunk], rows: Sequence[RowState]) -> None:
+        """Write the states that the chunks of a step are to keep into their blocks."""
+        for chunk, row in zip(chunks, rows, strict=True):
+            for (_, pages), (_, state) in zip(chunk.saves, row.saves, strict=True):
+                self._write(pages, state)
+
+    def of(self, request_id: str) -> Tensor:
+        """Return the state of a running request."""
+        return self._states[request_id][0]
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Drop the states of finished requests."""
+        for request_id in request_ids:
+            self._states.pop(request_id, None)
+
+    def _advance(self, chunk: Chunk) -> Tensor:
+        """Return the state that a chunk begins with, from now on the one behind its last token."""
+        state, position = self._states.get(chunk.request_id, (None, 0))
+        if chunk.state:
+            state = self._read(chunk.state)
+        elif not chunk.start:
+            state = self._zeros()
+        elif state is None or position != chunk.start:
+            raise AssertionError(f"{chunk.request_id}: a chunk from {chunk.start} on, but the state is of {position}")
+        self._states[chunk.request_id] = state, chunk.start + len(chunk.token_ids)
+        return state
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self._size, dtype=torch.float32, device=self._device)
+
+    def _read(self, pages: Sequence[int]) -> Tensor:
+        data = b"".join(bytes(self._blocks.read_block(block)) for block in pages)
+        numbers = np.frombuffer(data, np.float32, self._size).copy()
+        return torch.from_numpy(numbers).to(self._device)
+
+    def _write(self, pages: Sequence[int], state: Tensor) -> None:
+        """Write a state into blocks, the rest of the last one with zeros."""
+        size = self._blocks.block_bytes
+        data = state.cpu().numpy().tobytes().ljust(len(pages) * size, b"\0")
+        assert len(data) == len(pages) * size, f"{len(pages)} blocks do not hold a state of {len(data)} bytes"
+        for index, block in enumerate(pages):
+            self._blocks.write_block(block, data[index * size : (index + 1) * size])
