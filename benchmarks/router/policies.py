@@ -1,10 +1,12 @@
 """Cells of the comparison of routing policies in simulated fleets: workload x policy x seed x one changed factor.
 
-    python benchmarks/router/policies.py --traces DIR [--seconds 480] [--stage base|factors|ablations] [--markdown]
+    python benchmarks/router/policies.py --traces DIR [--stage base|factors|ablations|engines] [--quick] [--markdown]
 
-Ablations are forms of `cost`: without one of its parts, or with the true rates given. Cells that are in policies.json
-already are not run again, so it can be stopped and continued. Virtual time: figures do not depend on the machine or its
-load. Seeds are paired: the same window, arrivals and noise for every policy.
+The stage `engines` has other step costs, budgets of new tokens a step and pools; requests state the length of their
+answers there. `--quick` takes a fifth of the requests, into a file of its own. Ablations are forms of `cost`: without
+one of its parts, or with the true rates given. Cells that are in the file already are not run again, so it can be
+stopped and continued. Virtual time: figures do not depend on the machine or its load. Seeds are paired: the same
+window, arrivals and noise for every policy.
 """
 
 import argparse
@@ -18,7 +20,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from cells import FACTORS, STAGES, SUM, WORKLOADS, conversation
+from cells import BASE_ROWS, FACTORS, NUM_REQUESTS, STAGES, SUM, WORKLOADS, conversation
 
 from headstart.router import pricing
 from headstart.router.rate_learner import Pace, RateLearner
@@ -29,6 +31,8 @@ from headstart.sim.sim_report import report
 from headstart.sim.simulation import Simulation
 
 OUT = Path(__file__).with_name("policies.json")
+QUICK_OUT = Path(__file__).with_name("policies_quick.json")
+QUICK = 5  # with --quick: a row has so many times fewer requests
 NO_EVENTS = "no token events"  # `cost` as behind an Envoy whose picker sees no answers
 POLICIES = ("cost", NO_EVENTS, "oracle", "work", "llm-d", "dynamo", "smg", "least-load")
 KEYS = ("ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "tpot_p99_ms", "e2e_mean_ms", "hit_rate", "busy", "errors")
@@ -67,7 +71,7 @@ def ablate(router: Router, ablation: str) -> None:
             load.learner = learner
 
 
-def run(row: str, policy: str, seed: int, traces: Path) -> dict[str, Any]:
+def run(row: str, policy: str, seed: int, traces: Path, count: int = NUM_REQUESTS) -> dict[str, Any]:
     """Run one cell."""
     factor = FACTORS[row]
     workload = WORKLOADS[factor.workload]
@@ -78,15 +82,22 @@ def run(row: str, policy: str, seed: int, traces: Path) -> dict[str, Any]:
     if factor.cost is not None:
         profile = replace(profile, cost=factor.cost)
     name = "cost" if policy in (*ABLATIONS, NO_EVENTS) else policy
-    options = FleetOptions(relays_tokens=policy != NO_EVENTS, token_spacing=factor.spacing)
-    simulation = Simulation(profile, factor.replicas, name, seed, scenario=factor.scenario, options=options)
+    options = FleetOptions(
+        probe_interval=factor.probe_interval,
+        relays_tokens=policy != NO_EVENTS,
+        token_spacing=factor.spacing,
+        tells_output=factor.tells_output,
+    )
+    simulation = Simulation(
+        profile, factor.replicas, name, seed, factor.routers, scenario=factor.scenario, options=options
+    )
     if factor.believed != 1.0:
         simulation = replace(simulation, believed_blocks=int(factor.believed * profile.num_blocks))
     fleet = simulation.build()
     for router in fleet.routers:
         ablate(router, policy)
     pricing.DECODE = 0.0 if policy == "no decodes" else DECODE
-    fleet.run(make(traces, seed))
+    fleet.run(make(traces, seed, count))
     values = report(fleet).values()
     found = {key: values[key] for key in KEYS}
     return found | {"requests_by_replica": [min(values["requests_by_replica"]), max(values["requests_by_replica"])]}
@@ -172,7 +183,7 @@ def _over_oracle(policy: str, row: str, found: dict[str, Any]) -> str:
 def ablation_markdown(found: dict[str, Any]) -> str:
     """Return the table of the ablations: each figure / that of `cost`, the mean of paired seeds, with its interval."""
     lines = [f"| | cost | {' | '.join(ABLATIONS)} |", "|---" * (len(ABLATIONS) + 2) + "|"]
-    for row in WORKLOADS:
+    for row in BASE_ROWS:
         seeds = paired_seeds(row, ("cost", *ABLATIONS), found)
         if not seeds:
             continue
@@ -204,11 +215,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=0, help="seeds of a row; 0: 5")
     parser.add_argument("--rows", default="", help="rows, with semicolons")
     parser.add_argument("--only", default="", help="policies, with commas")
-    parser.add_argument("--out", type=Path, default=OUT, help="file of the cells; processes at a time need one each")
+    parser.add_argument("--quick", action="store_true", help="a fifth of the requests; figures of their own")
+    parser.add_argument("--out", type=Path, help="file of the cells; processes at a time need one each")
     parser.add_argument(
         "--markdown", action="store_true", help="print the table (of the ablations, in that stage) and run nothing"
     )
     asked = parser.parse_args()
+    asked.out = asked.out or (QUICK_OUT if asked.quick else OUT)
     found: dict[str, Any] = json.loads(asked.out.read_text()) if asked.out.exists() else {}
     if asked.markdown:
         print(ablation_markdown(found) if asked.stage == "ablations" else markdown(found))
@@ -222,7 +235,7 @@ def main() -> None:
             continue
         if time.monotonic() - start > asked.seconds:
             break
-        found[name] = run(row, policy, seed, asked.traces)
+        found[name] = run(row, policy, seed, asked.traces, NUM_REQUESTS // (QUICK if asked.quick else 1))
         asked.out.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n")
         print(name, round(found[name]["ttft_mean_ms"], 1), file=sys.stderr, flush=True)
 
