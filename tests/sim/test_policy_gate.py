@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.router.rate_learner import Pace, RateLearner
+from headstart.router.rate_learner import RateLearner
 from headstart.sim.profile import REFERENCE, Profile
 from headstart.sim.sim_report import FleetReport, report
 from headstart.sim.sim_request import SimRequest
@@ -52,9 +52,7 @@ def test_cost_is_close_to_exact_knowledge_and_not_dominated(
 
 def test_the_gate_notices_a_policy_that_learns_wrong_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica's luck taken for its speed, as before: the gate has to fail."""
-    monkeypatch.setattr(
-        Pace, "factor", lambda self, now: 1.0 if not self._weight else 3.0 ** (self._mean / self._weight * 8)
-    )
+    monkeypatch.setattr(RateLearner, "factor", lambda self, pace, now: 3.0 ** (8 * pace.deviation(now)))
     monkeypatch.setattr(RateLearner, "is_doubtful", False)
     asked = read_requests(SAMPLE)
     assert ttft(run("cost", asked, REFERENCE)) > 1.10 * ttft(run("oracle", asked, REFERENCE))

@@ -240,7 +240,7 @@ class Load:
         if not period.is_void and not period.is_judged and interval.ms > 0.0:
             period.is_judged = True
             self._pace(interval, now)
-            period.factor = self.pace.factor(now)
+            period.factor = self.learner.factor(self.pace, now)
 
     def _begin_step(self, now: float) -> None:
         resident = self.stream_tokens + self.num_streams * self.learner.mean_output / 2
@@ -259,7 +259,7 @@ class Load:
             return SAME_STEP
         step = self._step
         ms = Interval(0.0, 1, step.streams, step.resident, 0, 0.0).expected_ms(self.rates)
-        return max(MIN_STEP * ms * self.pace.factor(step.began_at) / 1e3, SAME_STEP)
+        return max(MIN_STEP * ms * self.learner.factor(self.pace, step.began_at) / 1e3, SAME_STEP)
 
     def _prefilled(self, flight: Flight, now: float) -> None:
         """Record that a prefill is computed: a step has ended with it, unless one that ended before computed it."""
@@ -283,7 +283,7 @@ class Load:
         if not step.streams or (step.tokens and self._mismatch >= MAX_MISMATCH):
             return  # steps without streams are not seen; the work of this one is uncertain
         one = Interval(ms, 1, step.streams, step.resident, step.tokens, step.pairs)
-        if ms > min(MAX_SURPRISE * one.expected_ms(self.rates) * self.pace.factor(now), MAX_DECODE_MS):
+        if ms > min(MAX_SURPRISE * one.expected_ms(self.rates) * self.learner.factor(self.pace, now), MAX_DECODE_MS):
             return
         watched = self._watched = Interval(*(a + b for a, b in zip(self._watched, one, strict=True)))
         if watched.steps >= WATCHED_STEPS or watched.ms >= WATCHED_MS:
@@ -293,7 +293,7 @@ class Load:
     def _pace(self, interval: Interval, now: float) -> None:
         """Learn the pace from an interval, as far as the fleet's rates are known."""
         if not self.learner.is_doubtful:
-            self.pace.learn(interval.ms / interval.expected_ms(self.rates), now)
+            self.learner.measured(self.pace, interval.ms / interval.expected_ms(self.rates), now)
             self._changed()
 
     def _finish(self, period: Period) -> None:
@@ -322,7 +322,7 @@ class Load:
         interval = Interval(ms, num_steps, num_steps * streams, num_steps * resident, tokens, pairs)
         if ms < MAX_DECODE_MS:
             self._pace(interval, now)
-        self.learner.learn(interval._replace(ms=ms / self.pace.factor(now)))
+        self.learner.learn(interval._replace(ms=ms / self.learner.factor(self.pace, now)))
 
 
 def _interval_of(period: Period) -> Interval:

@@ -94,7 +94,7 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     pace: Array = np.ones(len(loads))
     if not learner.is_contradicted:
         for index in np.flatnonzero(is_paced):
-            pace[index] = loads[index].pace.factor(now)
+            pace[index] = learner.factor(loads[index].pace, now)
         running: Array = step + rates.token * now_tokens + rates.pair * now_pairs
         elapsed: Array = 1e3 * (now - began_at) / pace
         is_seen: NDArray[np.bool_] = (began_at > -inf) & ((streams > 0) | is_busy)
@@ -140,7 +140,7 @@ def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float)
         backlog = max(backlog, 0.0)
         if streams > 0:
             backlog += 0.5 * step
-    pace = load.pace.factor(now) if is_paced and not is_contradicted else 1.0
+    pace = learner.factor(load.pace, now) if is_paced and not is_contradicted else 1.0
     if began_at > -inf and (streams > 0 or pending > 0) and not is_contradicted:
         running = step + rates.token * now_tokens + rates.pair * now_pairs
         elapsed = 1e3 * (now - began_at) / pace
