@@ -37,13 +37,13 @@ class Budget(NamedTuple):
 BUDGETS = {
     "core": Budget(("core",), 6_570, 6_000),
     "model": Budget(("model",), 10_900, 8_000),
-    "router": Budget(("router",), 3_800, 4_100),
+    "router": Budget(("router",), 4_050, 4_100),
     "gateway": Budget(("gateway",), 11_000, 9_200),
     "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 15_200, 10_100),
     "HTTP, server, engine": Budget(("http", "server", "llm.py", "assembly.py", "engine_checks.py"), 8_240, 7_500),
     "store": Budget(("store",), 2_600, 2_300),
     "sim": Budget(("sim",), 2_900, 2_900),
-    "all": Budget(("",), 71_600, 58_900),
+    "all": Budget(("",), 72_000, 58_900),
 }
 REST = Budget(("",), 11_100, 8_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
