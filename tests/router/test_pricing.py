@@ -162,3 +162,20 @@ def test_a_cold_prompt_is_placed_where_no_answer_is_generated_if_there_is_such_a
             router.add(endpoint(name, 64, StepRates(1e-3, 1e-3, 1e-3, 1.0, 0.0)))
         router.first_token(queued(router, 0.0, ask(1))[0], 0.1)
         assert router.pick(ask(*range(100 + number, 112 + number)), 0.2).endpoint.name != "r0"
+
+
+def test_a_full_cache_costs_the_time_until_answers_have_released_what_is_missing() -> None:
+    router, now = streaming(10.0)
+    replica = router.endpoints["r0"]
+    load, step = replica.load, replica.load.rates.step
+    replica.index = ApproximateIndex(16)  # 64 tokens
+    (held,) = queued(router, now, ask(*range(15)))  # 60 of them
+    before = price_one(replica, 13, 0, now)
+    assert before.wait > 0.0 and before.backlog >= before.wait
+    output, streams = load.learner.mean_output, load.num_streams
+    missing, claimed = 13 + streams * output / 2 - 4, 60 + streams * output / 2
+    assert before.wait == pytest.approx(missing * (streams + 1) * output * step / (claimed * streams), rel=0.01)
+    assert price_one(replica, 40, 0, now).wait > before.wait
+    router.first_token(held, now + 0.1)
+    router.finished(held, now + 0.2)
+    assert price_one(replica, 13, 0, now + 0.2).wait < before.wait

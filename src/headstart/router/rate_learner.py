@@ -178,7 +178,7 @@ class RateLearner:
 
 
 class Pace:
-    """How much slower than the fleet's rates say one replica is. Used only if there is strong evidence.
+    """The slowness of one replica by the rates of its fleet. Used only if there is strong evidence.
 
     `RateLearner.factor` compares it with the fleet. A factor is never below 1: a replica that was asked first would
     look fast, and the others would not be asked.

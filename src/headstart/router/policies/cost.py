@@ -118,12 +118,9 @@ def _placed(view: View, equals: list[int], best: int, slack: float, evictions: _
     if len(equals) < 2:
         return best
     limit = evictions.of(best) + slack
-    ranks = dict(zip(equals, weights(view.key, [view.candidates[i].endpoint.name for i in equals]), strict=True))
-    while True:
-        first = max(ranks, key=ranks.__getitem__)
-        if evictions.of(first) <= limit:  # as `best` at the latest
-            return first
-        del ranks[first]
+    ranks = weights(view.key, [view.candidates[i].endpoint.digest for i in equals])
+    order: list[int] = ranks.argsort()[::-1].tolist()
+    return next(equals[place] for place in order if evictions.of(equals[place]) <= limit)  # `best` at the latest
 
 
 def _choice(view: View, order: list[int], prices: list[float], first: int, best: int) -> Choice:
