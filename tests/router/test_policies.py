@@ -83,6 +83,17 @@ def test_a_warm_prefix_is_asked_where_it_is(name: str) -> None:
 # -------------------------------------------------------------------------------------------------------------- cost
 
 
+def test_samples_of_one_prompt_are_computed_once_and_prompts_that_share_a_prefix_where_it_is_faster() -> None:
+    router = fleet()
+    router.sent(router.pick(ask(50, 51), 0.0), 0.0, "r1")  # a replica has something to compute
+    home = router.sent(router.pick(ask(1, 2, 3), 0.0), 0.0).endpoint.name
+    for _ in range(3):  # an idle replica would be a step earlier
+        assert router.sent(router.pick(ask(1, 2, 3), 0.0), 0.0).endpoint.name == home
+    idle = ({"r0", "r1", "r2"} - {"r1", home}).pop()
+    assert router.pick(ask(1, 2, 3, 4, 5), 0.0).endpoint.name == idle
+    assert router.pick(ask(1, 2, 3), 0.0).endpoint.name == home
+
+
 def test_cost_leaves_a_warm_replica_when_the_wait_there_is_longer_than_computing_again() -> None:
     router = fleet()
     warm(router, "r1", ask(1, 2, 3, 4))

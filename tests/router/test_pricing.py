@@ -179,3 +179,14 @@ def test_a_full_cache_costs_the_time_until_answers_have_released_what_is_missing
     router.first_token(held, now + 0.1)
     router.finished(held, now + 0.2)
     assert price_one(replica, 13, 0, now + 0.2).wait < before.wait
+
+
+def test_a_prefix_in_flight_is_priced_as_cached_plus_what_is_left_of_its_prefill() -> None:
+    router = Router()
+    router.add(endpoint("r0"))
+    replica = router.endpoints["r0"]
+    queued(router, 0.0, ask(1, 2, 3))  # 13 tokens of a millisecond, and a step
+    hit = router.pick(ask(1, 2, 3, 4), 0.0).candidate.hit_tokens
+    assert hit == 12
+    totals = [price_one(replica, 17, hit, ms / 1e3).total for ms in (0.0, 5.0, 10.0)]
+    assert totals == pytest.approx([14.0 + 5.0, 9.0 + 5.0, 4.0 + 5.0])

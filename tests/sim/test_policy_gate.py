@@ -60,6 +60,6 @@ def test_the_gate_notices_a_policy_that_learns_wrong_rates(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("budget", [512, 2048])
 def test_the_tokens_of_a_step_are_learned_from_token_events(budget: int) -> None:
-    fleet = Simulation(replace(REFERENCE, max_batched_tokens=budget), 2).run(read_requests(SAMPLE, count=24))
-    for endpoint in fleet.routers[0].endpoints.values():
-        assert 0.75 * budget < endpoint.load.step_tokens <= 1.05 * budget
+    fleet = Simulation(replace(REFERENCE, max_batched_tokens=budget), 8).run(read_requests(SAMPLE, count=100))
+    found = sorted(endpoint.load.step_tokens for endpoint in fleet.routers[0].endpoints.values())
+    assert found[0] > 0.5 * budget and found[-1] <= 1.05 * budget and found[2] > 0.9 * budget

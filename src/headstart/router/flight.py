@@ -1,6 +1,6 @@
 """Flight: one request in flight at a replica. Period: a busy period of one replica."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.step_rates import Work
@@ -96,9 +96,8 @@ class Flight:
         return self.prompt_tokens - self.work.tokens
 
 
-def leader_of(flight: Flight, pending: Iterable[Flight]) -> Flight | None:
-    """Return the pending request that computes the last block of another one's hit, if there is one."""
-    hit, block_hashes = flight.hit_blocks, flight.block_hashes
+def leader_of(block_hashes: Sequence[BlockHash], hit: int, pending: Iterable[Flight]) -> Flight | None:
+    """Return the pending request that computes the last block of a hit of so many blocks, if there is one."""
     if not hit:
         return None
     last = block_hashes[hit - 1]

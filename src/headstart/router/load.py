@@ -5,9 +5,10 @@ kinds of interval are samples for the rates: a *busy period*, from the first pen
 a step, with all prefills that ended in it; and the *decode* of one answer, whose tokens are as many steps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 
+from headstart.core.cache.hashing import BlockHash
 from headstart.router.flight import Flight, Period, leader_of
 from headstart.router.rate_learner import Interval, Pace, RateLearner
 from headstart.router.running_step import RunningStep
@@ -126,7 +127,7 @@ class Load:
         if not self._pending:
             self._since = now
             self._begin(now)
-        leader = flight.leader = leader_of(flight, self._pending)
+        leader = flight.leader = self.leader_of(flight.block_hashes, flight.hit_blocks)
         if leader is not None and self.learner.defers:
             flight.awaited = max(flight.cached_tokens - leader.cached_tokens, 0)
         self._pending[flight] = None
@@ -142,6 +143,10 @@ class Load:
         self.last_sent = order
         weight = 0.1 if self.mean_prefill_ms else 1.0
         self.mean_prefill_ms += weight * (flight.prefill_ms - self.mean_prefill_ms)
+
+    def leader_of(self, block_hashes: Sequence[BlockHash], hit_blocks: int) -> Flight | None:
+        """Return the pending request that computes the last of these blocks that are expected to be cached, if any."""
+        return leader_of(block_hashes, hit_blocks, self._pending)
 
     def token(self, flight: Flight, now: float) -> None:
         """Record a token event of a stream: a step has ended if the stream had its event since the step began."""
