@@ -103,13 +103,13 @@ class RateLearner:
     def factor(self, pace: "Pace", now: float) -> float:
         """Return how many times slower than the fleet a replica is, at least 1.
 
-        The fleet's own pace is the lower quartile: if most replicas look slow, the rates are wrong. Otherwise samples
-        that are divided by their factors would make the rates lower still.
+        The fleet's own pace is the lower quartile, if that is slow too: then the rates are wrong. Otherwise samples,
+        which are divided by their factors, would make the rates lower still.
         """
         if not pace.is_used:
             return 1.0
         if not 0.0 <= now - self._usual_at < USUAL_AGE:
-            found = sorted(pace.deviation(now) for pace in self._paces)
+            found = sorted(max(pace.deviation(now), 0.0) for pace in self._paces)
             self._usual, self._usual_at = found[len(found) // 4] if found else 0.0, now
         return max(exp(pace.deviation(now) - self._usual), 1.0)
 
