@@ -173,7 +173,8 @@ def test_a_full_cache_costs_the_time_until_answers_have_released_what_is_missing
     before = price_one(replica, 13, 0, now)
     assert before.wait > 0.0 and before.backlog >= before.wait
     output, streams = load.learner.mean_output, load.num_streams
-    missing, claimed = 13 + streams * output / 2 - 4, 60 + streams * output / 2
+    answers = (streams + 1) * output  # one is pending
+    missing, claimed = 13 + output + answers - 4, 60 + answers
     assert before.wait == pytest.approx(missing * (streams + 1) * output * step / (claimed * streams), rel=0.01)
     assert price_one(replica, 40, 0, now).wait > before.wait
     router.first_token(held, now + 0.1)

@@ -61,7 +61,7 @@ def test_who_is_absent_is_not_asked() -> None:
 def test_an_answer_in_one_piece_is_no_late_first_token_and_teaches_nothing() -> None:
     router = fleet(1)
     replica = router.endpoints["r0"]
-    replica.index = ApproximateIndex(64)  # of 256 tokens: an answer of the length that is assumed fits
+    replica.index = ApproximateIndex(256)  # of 1,024 tokens: answers of the length that is assumed fit
     before = replica.load.rates
     pick = router.pick(ask(1, 2), 0.0)
     pick = router.sent(pick, 0.0)

@@ -2,8 +2,9 @@
 
 The parts: the backlog of pending prefills, the prefill of the tokens that are not cached, and the steps that both need,
 which decodes make longer; and the decodes themselves, in which every stream makes each step longer for all others.
-A full cache makes requests wait for blocks: each answer in flight, one of mean length after the other, releases its
-share of what all of them hold. The backlog is that wait if it is longer than the queue of prefills.
+A full cache makes requests wait for blocks: those of a prompt and of an answer of mean length, for this request and all
+in flight. Each stream releases its share of that after the time of such an answer. The backlog is the wait, if that is
+longer than the queue of prefills.
 
 `price_all` uses arrays, `price_one` plain numbers, which is cheaper for few replicas: a test holds their results equal.
 """
@@ -110,9 +111,9 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
         backlog = np.where(is_seen, np.maximum(running - elapsed, 0.0) + np.maximum(queued, 0.0), backlog)
         tokens, steps = np.where(is_seen, left, tokens), np.where(is_seen, left_steps, steps)
     backlog += np.where(now - foreign_at <= MAX_AGE, foreign * mean_prefill_ms, 0.0)
-    grown = streams * (output / 2)
-    missing = np.where(streams > 0, np.maximum(own + grown - room, 0.0), 0.0)
-    claimed = np.maximum(size - room + grown, 1.0) * streams
+    answers = (streams + pending) * output
+    missing = np.where(streams > 0, np.maximum(own + output + answers - room, 0.0), 0.0)
+    claimed = np.maximum(size - room + answers, 1.0) * streams
     wait = missing * (streams + pending) * output * step / np.maximum(claimed, 1.0)
     backlog = np.maximum(backlog, wait)
     more = np.maximum(np.ceil((tokens + own) / step_tokens) - steps, 0.0)
@@ -160,10 +161,10 @@ def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float)
             backlog = max(running - elapsed, 0.0) + max(queued, 0.0)
     if now - foreign_at <= MAX_AGE:
         backlog += foreign * mean_prefill_ms
-    grown, wait = streams * (output / 2), 0.0
-    if streams > 0 and own + grown > room:
-        claimed = max(size - room + grown, 1.0) * streams
-        wait = (own + grown - room) * (streams + pending) * output * step / claimed
+    answers, wait = (streams + pending) * output, 0.0
+    if streams > 0 and own + output + answers > room:
+        claimed = max(size - room + answers, 1.0) * streams
+        wait = (own + output + answers - room) * (streams + pending) * output * step / claimed
         backlog = max(backlog, wait)
     more = max(ceil((tokens + own) / step_tokens) - steps, 0)
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
