@@ -1,6 +1,7 @@
 """Every policy by hand-made cases; endpoints are real, what they know is what was served."""
 
 import tomllib
+from collections import Counter
 from dataclasses import fields
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -14,7 +15,7 @@ from router.fleets import RATES, ask, endpoint, serve
 from headstart.config.options import RouterOptions
 from headstart.core.errors import ConfigError
 from headstart.router.endpoint import Reported
-from headstart.router.policies import policy_table
+from headstart.router.policies import policy_table, rendezvous
 from headstart.router.policies.cost import CostPolicy
 from headstart.router.policies.policy import Policy
 from headstart.router.policies.policy_table import PEERS, make_policy, policy_names
@@ -78,6 +79,13 @@ def test_a_warm_prefix_is_asked_where_it_is(name: str) -> None:
     router = fleet(make_policy(name))
     warm(router, "r1", ask(1, 2, 3, 4))
     assert router.pick(ask(1, 2, 3, 4, 5), 1.0).endpoint.name == "r1"
+
+
+def test_every_order_of_the_replicas_is_about_as_frequent_for_keys() -> None:
+    digests = [rendezvous.digest_of(name.encode()) for name in ("r0", "r1", "r2", "r3")]
+    ranks = (rendezvous.weights(number.to_bytes(4, "big"), digests) for number in range(4800))
+    orders = Counter(tuple(one.argsort().tolist()) for one in ranks)
+    assert len(orders) == 24 and min(orders.values()) > 140 and max(orders.values()) < 260  # 200 each; 4 deviations
 
 
 # -------------------------------------------------------------------------------------------------------------- cost
