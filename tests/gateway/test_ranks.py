@@ -29,7 +29,9 @@ class TwoEngines(Replica):
         self.script = self._serve
 
     async def _serve(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
-        self.seen[request.headers[RANK_HEADER]].append(body["prompt"])
+        seen, prompt = self.seen[request.headers[RANK_HEADER]], body["prompt"]
+        self.cached = len(prompt) - 1 if prompt in seen else 0
+        seen.append(prompt)
         return None
 
 
@@ -41,7 +43,7 @@ def test_each_rank_is_a_replica_with_an_index_of_its_own() -> None:
             names = [f"{server.url}#0", f"{server.url}#1"]
             endpoints = router.state.router.endpoints
             assert sorted(endpoints) == names
-            prompts = [f"{number} " + "word " * 400 for number in range(6)]
+            prompts = [f"{number} " + "word " * 400 for number in range(20)]  # all to one rank: 2 in a million
             for _ in range(3):
                 for prompt in prompts:
                     answer = await router.complete(prompt, headers={RANK_HEADER: "7"}, max_tokens=1)
