@@ -37,8 +37,8 @@ class Budget(NamedTuple):
 BUDGETS = {
     "core": Budget(("core",), 6_800, 6_000),
     "model": Budget(("model",), 11_500, 8_000),
-    "router": Budget(("router",), 3_800, 4_100),
-    "gateway": Budget(("gateway",), 11_000, 9_200),
+    "router": Budget(("router",), 4_050, 4_100),
+    "gateway": Budget(("gateway",), 11_100, 9_200),
     "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 15_200, 10_100),
     "HTTP, server, engine": Budget(("http", "server", "llm.py", "assembly.py", "engine_checks.py"), 8_300, 7_500),
     "store": Budget(("store",), 2_600, 2_300),

@@ -1,135 +1,44 @@
 """Cells of the comparison of routing policies in simulated fleets: workload x policy x seed x one changed factor.
 
-    python benchmarks/router/policies.py --traces DIR [--seconds 480] [--stage base|factors|ablations] [--markdown]
+    python benchmarks/router/policies.py --traces DIR [--stage base|factors|ablations|engines] [--quick] [--markdown]
 
-Ablations are forms of `cost`: without one of its parts, or with the true rates given. Cells that are in policies.json
-already are not run again, so it can be stopped and continued. Virtual time: figures do not depend on the machine or its
-load. Seeds are paired: the same window, arrivals and noise for every policy.
+The stage `engines` has other step costs, budgets of new tokens a step and pools; requests state the length of their
+answers there. `--quick` takes a fifth of the requests, into a file of its own. Ablations are forms of `cost`: without
+one of its parts, or with the true rates given. Cells that are in the file already are not run again, so it can be
+stopped and continued. Virtual time: figures do not depend on the machine or its load. Seeds are paired: the same
+window, arrivals and noise for every policy.
 """
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from cells import BASE_ROWS, FACTORS, NUM_REQUESTS, STAGES, SUM, WORKLOADS, conversation
+
 from headstart.router import pricing
 from headstart.router.rate_learner import Pace, RateLearner
 from headstart.router.router import Router
 from headstart.router.step_rates import StepRates
-from headstart.sim.profile import REFERENCE, Profile
-from headstart.sim.scenarios.scenario import Event, Scenario
 from headstart.sim.sim_fleet import FleetOptions
 from headstart.sim.sim_report import report
-from headstart.sim.sim_request import SimRequest
-from headstart.sim.sim_store import Offload
-from headstart.sim.sim_workload import read_requests, synthetic, window
 from headstart.sim.simulation import Simulation
-from headstart.sim.step_cost import PaddedCost, RooflineCost, SumCost, SuperlinearCost
 
 OUT = Path(__file__).with_name("policies.json")
+QUICK_OUT = Path(__file__).with_name("policies_quick.json")
+QUICK = 5  # with --quick: a row has so many times fewer requests
 NO_EVENTS = "no token events"  # `cost` as behind an Envoy whose picker sees no answers
-POLICIES = ("cost", NO_EVENTS, "oracle", "work", "llm-d", "dynamo", "smg", "least-load")
-NUM_REQUESTS = 2000
-CONVERSATION = "mooncake_conversation_trace.jsonl"
+POLICIES = ("cost", NO_EVENTS, "oracle", "work", "llm-d", "dynamo", "smg", "lmetric", "dualmap", "least-load")
 KEYS = ("ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "tpot_p99_ms", "e2e_mean_ms", "hit_rate", "busy", "errors")
 FIGURES = ("ttft_mean_ms", "ttft_p99_ms", "tpot_p99_ms", "e2e_mean_ms")
 T95 = {2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 19: 2.093}  # Student's t, two-sided 95 %, by degrees of freedom
 
-Make = Callable[[Path, int], Sequence[SimRequest]]
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A workload at 8 replicas, and the replica it runs on."""
-
-    make: Make
-    profile: Profile = REFERENCE
-
-
-def conversation(speed: float, scale: float = 1.0) -> Make:
-    """Return windows of the conversation trace; `scale`: at so many times the number of replicas."""
-
-    def make(traces: Path, seed: int) -> Sequence[SimRequest]:
-        requests = read_requests(traces / CONVERSATION, speed=speed * scale)
-        return window(requests, (seed * NUM_REQUESTS) % 10_000, NUM_REQUESTS)
-
-    return make
-
-
-def agents(name: str, speed: float) -> Make:
-    """Return the whole trace of an agent, a little faster or slower with each seed."""
-
-    def make(traces: Path, seed: int) -> Sequence[SimRequest]:
-        return read_requests(traces / name, speed=speed * (0.9 + 0.05 * seed))
-
-    return make
-
-
-def made(name: str, rate: float) -> Make:
-    """Return a synthetic workload."""
-    return lambda traces, seed: synthetic(name, rate, NUM_REQUESTS, seed)
-
-
-SMALL_BLOCKS = replace(REFERENCE, num_blocks=2930 * 32, block_size=16)
-WORKLOADS = {
-    "conversation x 0.6": Workload(conversation(0.6)),
-    "conversation x 1.0": Workload(conversation(1.0)),
-    "conversation x 1.6": Workload(conversation(1.6)),
-    "agent_miniswe": Workload(agents("agent_miniswe.jsonl", 30.0), SMALL_BLOCKS),
-    "agent_taubench": Workload(agents("agent_taubench.jsonl", 20.0), SMALL_BLOCKS),
-    "hot documents": Workload(made("hot-documents", 10.0)),
-    "decode-heavy": Workload(made("decode-heavy", 14.0), replace(REFERENCE, num_blocks=800)),
-}
-BASE = "conversation x 1.0"
-ROOFLINE = RooflineCost(overhead=2e-3, weights=6e-3, token=62.8e-6, pair=1.5e-9, resident=39e-9, stream=20e-6)
-
-
-@dataclass(frozen=True)
-class Factor:
-    """One change of the base: 8 replicas, 10 % noise."""
-
-    workload: str = BASE
-    replicas: int = 8
-    noise: float = 0.1
-    scenario: Scenario = Scenario()  # noqa: RUF009
-    cost: SumCost | RooflineCost | PaddedCost | SuperlinearCost | None = None
-    believed: float = 1.0  # size of the index / that of the pool
-    spacing: float = 0.0  # seconds between the token events of one step
-
-
-SUM = SumCost(step=8e-3, stream=20e-6, resident=39e-9, token=62.8e-6, pair=1.5e-9)
-FACTORS = {
-    **{name: Factor(workload=name) for name in WORKLOADS},
-    "4 replicas": Factor(replicas=4),
-    "64 replicas": Factor(replicas=64),
-    "noise 0": Factor(noise=0.0),
-    "noise 20 %": Factor(noise=0.2),
-    "one replica 3 times slower": Factor(scenario=Scenario((Event(0.0, "slow", ("r0",), factor=3.0),))),
-    "two replicas jump between 1 and 2": Factor(
-        scenario=Scenario((Event(0.0, "jump", ("r0", "r1"), factors=(1.0, 2.0), every=30.0),))
-    ),
-    "all replicas jump, half of them at a time": Factor(
-        scenario=Scenario((Event(0.0, "jump", ("*",), factors=(1.0, 2.0), every=30.0),))
-    ),
-    "offload tier": Factor(scenario=Scenario(offload=Offload(num_blocks=8000, tokens_per_s=200_000.0, latency=0.005))),
-    "index four times the pool": Factor(believed=4.0),
-    "roofline": Factor(cost=ROOFLINE),
-    "padded": Factor(cost=PaddedCost(SUM)),
-    "superlinear": Factor(cost=SuperlinearCost(SUM)),
-    "token events 0.05 ms apart": Factor(spacing=5e-5),
-    "token events 0.2 ms apart": Factor(spacing=2e-4),
-}
-STAGES = {
-    "base": (tuple(WORKLOADS), 5),
-    "factors": (tuple(name for name in FACTORS if name not in WORKLOADS), 5),
-    "ablations": (tuple(WORKLOADS), 5),
-}
 ABLATIONS = ("learning off", "true rates", "no decodes")
 DECODE = pricing.DECODE
 TRUE_RATES = StepRates(*(1e3 * seconds for seconds in (SUM.step, SUM.stream, SUM.resident, SUM.token, SUM.pair)))
@@ -162,7 +71,7 @@ def ablate(router: Router, ablation: str) -> None:
             load.learner = learner
 
 
-def run(row: str, policy: str, seed: int, traces: Path) -> dict[str, Any]:
+def run(row: str, policy: str, seed: int, traces: Path, count: int = NUM_REQUESTS) -> dict[str, Any]:
     """Run one cell."""
     factor = FACTORS[row]
     workload = WORKLOADS[factor.workload]
@@ -173,15 +82,22 @@ def run(row: str, policy: str, seed: int, traces: Path) -> dict[str, Any]:
     if factor.cost is not None:
         profile = replace(profile, cost=factor.cost)
     name = "cost" if policy in (*ABLATIONS, NO_EVENTS) else policy
-    options = FleetOptions(relays_tokens=policy != NO_EVENTS, token_spacing=factor.spacing)
-    simulation = Simulation(profile, factor.replicas, name, seed, scenario=factor.scenario, options=options)
+    options = FleetOptions(
+        probe_interval=factor.probe_interval,
+        relays_tokens=policy != NO_EVENTS,
+        token_spacing=factor.spacing,
+        tells_output=factor.tells_output,
+    )
+    simulation = Simulation(
+        profile, factor.replicas, name, seed, factor.routers, scenario=factor.scenario, options=options
+    )
     if factor.believed != 1.0:
         simulation = replace(simulation, believed_blocks=int(factor.believed * profile.num_blocks))
     fleet = simulation.build()
     for router in fleet.routers:
         ablate(router, policy)
     pricing.DECODE = 0.0 if policy == "no decodes" else DECODE
-    fleet.run(make(traces, seed))
+    fleet.run(make(traces, seed, count))
     values = report(fleet).values()
     found = {key: values[key] for key in KEYS}
     return found | {"requests_by_replica": [min(values["requests_by_replica"]), max(values["requests_by_replica"])]}
@@ -267,7 +183,7 @@ def _over_oracle(policy: str, row: str, found: dict[str, Any]) -> str:
 def ablation_markdown(found: dict[str, Any]) -> str:
     """Return the table of the ablations: each figure / that of `cost`, the mean of paired seeds, with its interval."""
     lines = [f"| | cost | {' | '.join(ABLATIONS)} |", "|---" * (len(ABLATIONS) + 2) + "|"]
-    for row in WORKLOADS:
+    for row in BASE_ROWS:
         seeds = paired_seeds(row, ("cost", *ABLATIONS), found)
         if not seeds:
             continue
@@ -299,11 +215,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=0, help="seeds of a row; 0: 5")
     parser.add_argument("--rows", default="", help="rows, with semicolons")
     parser.add_argument("--only", default="", help="policies, with commas")
-    parser.add_argument("--out", type=Path, default=OUT, help="file of the cells; processes at a time need one each")
+    parser.add_argument("--quick", action="store_true", help="a fifth of the requests; figures of their own")
+    parser.add_argument("--out", type=Path, help="file of the cells; processes at a time need one each")
     parser.add_argument(
         "--markdown", action="store_true", help="print the table (of the ablations, in that stage) and run nothing"
     )
     asked = parser.parse_args()
+    asked.out = asked.out or (QUICK_OUT if asked.quick else OUT)
     found: dict[str, Any] = json.loads(asked.out.read_text()) if asked.out.exists() else {}
     if asked.markdown:
         print(ablation_markdown(found) if asked.stage == "ablations" else markdown(found))
@@ -317,7 +235,7 @@ def main() -> None:
             continue
         if time.monotonic() - start > asked.seconds:
             break
-        found[name] = run(row, policy, seed, asked.traces)
+        found[name] = run(row, policy, seed, asked.traces, NUM_REQUESTS // (QUICK if asked.quick else 1))
         asked.out.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n")
         print(name, round(found[name]["ttft_mean_ms"], 1), file=sys.stderr, flush=True)
 

@@ -8,7 +8,7 @@ from headstart.router.policies.simple import WorkPolicy
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight
 from headstart.router.routing_request import RoutingRequest
-from headstart_lab.router.peers import DynamoPolicy, LlmdPolicy, RayPolicy, SmgPolicy
+from headstart_lab.router.peers import DualMapPolicy, DynamoPolicy, LlmdPolicy, LmetricPolicy, RayPolicy, SmgPolicy
 
 
 def fleet(policy: Policy, count: int = 3) -> Router:
@@ -118,3 +118,30 @@ def test_ray_does_not_leave_a_loaded_match() -> None:
     for number in range(30):
         send(router, ask(100 + number), "r1")
     assert router.pick(ask(1, 2), 0.0).endpoint.name == "r1"
+
+
+def test_lmetric_multiplies_uncached_tokens_by_the_requests_in_flight_and_one() -> None:
+    router = fleet(LmetricPolicy())
+    serve(router, ask(1, 2), "r1")
+    for number in range(3):
+        send(router, ask(100 + number), "r1", answered=True)
+    send(router, ask(200), "r2")
+    assert scores(router, ask(1, 2, 3)) == {"r0": 13.0, "r1": 5.0 * 4, "r2": 13.0 * 2}
+
+
+def test_dualmap_uses_one_of_two_replicas_for_prompts_that_begin_alike() -> None:
+    router = fleet(DualMapPolicy(prefix_tokens=8), count=8)
+    alike = {router.pick(ask(1, 2, number), 0.0).endpoint.name for number in range(20)}
+    apart = {router.pick(ask(number, 2), 0.0).endpoint.name for number in range(40)}
+    assert len(alike) <= 2 < len(apart)
+
+
+def test_dualmap_stays_with_the_prefix_until_its_first_token_would_be_late() -> None:
+    router = fleet(DualMapPolicy(prefix_tokens=8, slo=1.0, rate=20.0), count=8)
+    first, second = (candidate.name for candidate in router.pick(ask(1, 2, 3), 0.0).choice.ranked[:2])
+    serve(router, ask(1, 2, 3), second)
+    assert router.pick(ask(1, 2, 3), 0.0).endpoint.name == second
+    send(router, ask(50, 51, 52, 53), second)  # 17 tokens to compute, and one: 0.9 s
+    assert router.pick(ask(1, 2, 3), 0.0).endpoint.name == second
+    send(router, ask(60), second)
+    assert router.pick(ask(1, 2, 3), 0.0).endpoint.name == first

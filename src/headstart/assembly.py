@@ -123,6 +123,7 @@ def build_engine(
         scheduling_policy=options.scheduling_policy,
         sampling_defaults=defaults,
         exceptions=loaded.exceptions,
+        max_num_batched_tokens=options.max_num_batched_tokens,
     )
     event_sink = None if publisher is None else publisher.publish
     return Engine(scheduler, runner, event_sink=event_sink, store=store, grammars=grammars), info

@@ -65,6 +65,7 @@ class Replica:
         self.engine = "vllm"
         self.events: str | None = None  # where its KV events are published
         self.replay: str | None = None
+        self.ranks = 1
         self.port = 0
         self.middleware: Any = None  # around every handler, as aiohttp's
         self._runner: web.AppRunner | None = None
@@ -85,7 +86,7 @@ class Replica:
 
     @property
     def address(self) -> ReplicaAddress:
-        return ReplicaAddress(self.url, self.events, self.replay)
+        return ReplicaAddress(self.url, self.events, self.replay, self.ranks)
 
     async def stop(self) -> None:
         """Nobody is at its address any more; a later start comes back there."""

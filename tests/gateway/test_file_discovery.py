@@ -77,7 +77,7 @@ def test_a_list_of_nobody_is_a_list(tmp_path: Path, text: str) -> None:
         ('["http://a:1", ', "it begins like a JSON list and is none"),
         ('["http://a:1", 7]', 'entry 2: write it like "http'),
         ('[{"url": "http://a:1", "port": "2"}]', 'entry 1: write it like "http'),
-        ('[{"url": 7}]', "entry 1: url, events and replay must be texts"),
+        ('[{"url": 7}]', "entry 1: url, ranks, events and replay must be texts"),
         ('[{"url": "http://a:1", "replay": "tcp://a:1"}]', "entry 1: .*replay is of no use without events"),
     ],
 )

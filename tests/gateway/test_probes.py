@@ -52,6 +52,11 @@ def test_our_own_page_is_read() -> None:
 def test_a_size_is_read_from_models_where_metrics_are_refused() -> None:
     card = {"id": "m", "owned_by": "headstart", "block_size": 16, "num_gpu_blocks": 777}
     assert metrics_of(parse_models({"data": [{"id": "x"}, card]})) == Metrics("headstart", 16, 777)
+    (card_of_ours,) = parse_models({"data": [{**card, "max_num_batched_tokens": 2048}]})
+    assert card_of_ours.step_tokens == 2048
+    for wrong in (None, -1, "x", 2**40, [8]):
+        (other,) = parse_models({"data": [{**card, "max_num_batched_tokens": wrong}]})
+        assert other.step_tokens == 0
     for wrong in (
         {},
         {"block_size": 16},

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import takewhile
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -388,6 +389,24 @@ def test_whatever_happens_a_block_is_there_only_with_all_before_it(
             full = names(first, *chain)
             contains = [shadow._blocks.pool.contains(name) for name in full]
             assert shadow.match(full) == sum(1 for _ in takewhile(bool, contains)) == sum(contains)
+        assert shadow.num_unclaimed <= shadow.capacity
+    for hold in under_way:
+        shadow.finished(hold, hold.block_hashes)
+    assert shadow.num_unclaimed == shadow.capacity, "nothing is in flight"
+
+
+def test_blocks_that_requests_in_flight_hold_or_wait_for_are_claimed() -> None:
+    shadow = ApproximateIndex(4)
+    first = shadow.sent(names(1, 2, 3))
+    assert shadow.num_unclaimed == 1
+    second = shadow.sent(names(1, 2, 5, 6))  # shares two blocks, and has space for one
+    assert shadow.num_unclaimed == -1
+    shadow.finished(first, names(1, 2, 3))
+    shadow.computed(second)
+    assert shadow.num_unclaimed == 0
+    shadow.finished(second, names(1, 2, 5, 6))
+    assert shadow.num_unclaimed == 4
+    assert ApproximateIndex().num_unclaimed == inf, "its size is not known"
 
 
 def test_new_blocks_cost_nothing_while_there_is_room() -> None:

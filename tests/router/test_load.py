@@ -76,7 +76,7 @@ def test_a_request_that_failed_makes_its_busy_period_no_sample() -> None:
     load.finished(one, 5.0)
     load.answered(two, 5.1)
     load.learn(two, two.work)
-    assert load.learner.num_samples == 0 and load.pace.factor(5.1) == 1.0
+    assert load.learner.num_samples == 0 and load.learner.factor(load.pace, 5.1) == 1.0
 
 
 def test_a_first_token_that_was_not_seen_teaches_nothing() -> None:
@@ -86,7 +86,7 @@ def test_a_first_token_that_was_not_seen_teaches_nothing() -> None:
     load.answered(one, 60.0, is_assumed=True)
     load.learn(one, one.work)
     load.finished(one, 120.0, 50)
-    assert load.learner.num_samples == 0 and load.pace.factor(120.0) == 1.0
+    assert load.learner.num_samples == 0 and load.learner.factor(load.pace, 120.0) == 1.0
 
 
 def test_a_decode_is_a_sample_of_as_many_steps_as_it_has_tokens() -> None:

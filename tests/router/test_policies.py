@@ -1,6 +1,10 @@
 """Every policy by hand-made cases; endpoints are real, what they know is what was served."""
 
+import tomllib
+from collections import Counter
 from dataclasses import fields
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -11,10 +15,10 @@ from router.fleets import RATES, ask, endpoint, serve
 from headstart.config.options import RouterOptions
 from headstart.core.errors import ConfigError
 from headstart.router.endpoint import Reported
-from headstart.router.policies import policy_table
+from headstart.router.policies import policy_table, rendezvous
 from headstart.router.policies.cost import CostPolicy
 from headstart.router.policies.policy import Policy
-from headstart.router.policies.policy_table import make_policy, policy_names
+from headstart.router.policies.policy_table import PEERS, make_policy, policy_names
 from headstart.router.policies.rendezvous import ranked
 from headstart.router.policies.scorers import SessionScorer
 from headstart.router.policies.simple import PrefixThresholdPolicy
@@ -23,6 +27,8 @@ from headstart.router.router import HIT_TOKENS, Router
 from headstart.router.routing_decision import RoutingDecision
 from headstart.router.routing_request import RoutingRequest
 from headstart.router.step_rates import StepRates, Work
+
+LAB = Path(__file__).parents[2] / "lab" / "pyproject.toml"
 
 
 def fleet(policy: Policy | None = None, count: int = 3) -> Router:
@@ -50,9 +56,12 @@ def send(router: Router, request: RoutingRequest, now: float = 0.0, to: str | No
 
 def test_policies_have_the_names_in_the_table() -> None:
     own = {"cost", "weighted", "work", "prefix-threshold", "least-load", "round-robin"}
-    assert set(policy_names()) == own | {"llm-d", "dynamo", "smg", "ray"}
+    listed = tomllib.loads(LAB.read_text())["project"]["entry-points"]["headstart.policies"]
+    peers = {name: EntryPoint(name, value, "headstart.policies").load() for name, value in listed.items()}
+    assert tuple(peers) == PEERS and all(peer().name == name for name, peer in peers.items())
     choices = next(field for field in fields(RouterOptions) if field.name == "routing_policy").metadata["choices"]
-    assert set(choices) == set(policy_names())
+    assert set(choices) == own | set(peers)
+    assert own | {"llm-d"} <= set(policy_names()) <= set(choices)  # a checkout's laboratory may be an older one
     assert all(make_policy(name).name == name for name in policy_names())
     with pytest.raises(ConfigError, match="no routing policy 'best'"):
         make_policy("best")
@@ -72,7 +81,25 @@ def test_a_warm_prefix_is_asked_where_it_is(name: str) -> None:
     assert router.pick(ask(1, 2, 3, 4, 5), 1.0).endpoint.name == "r1"
 
 
+def test_every_order_of_the_replicas_is_about_as_frequent_for_keys() -> None:
+    digests = [rendezvous.digest_of(name.encode()) for name in ("r0", "r1", "r2", "r3")]
+    ranks = (rendezvous.weights(number.to_bytes(4, "big"), digests) for number in range(4800))
+    orders = Counter(tuple(one.argsort().tolist()) for one in ranks)
+    assert len(orders) == 24 and min(orders.values()) > 140 and max(orders.values()) < 260  # 200 each; 4 deviations
+
+
 # -------------------------------------------------------------------------------------------------------------- cost
+
+
+def test_samples_of_one_prompt_are_computed_once_and_prompts_that_share_a_prefix_where_it_is_faster() -> None:
+    router = fleet()
+    router.sent(router.pick(ask(50, 51), 0.0), 0.0, "r1")  # a replica has something to compute
+    home = router.sent(router.pick(ask(1, 2, 3), 0.0), 0.0).endpoint.name
+    for _ in range(3):  # an idle replica would be a step earlier
+        assert router.sent(router.pick(ask(1, 2, 3), 0.0), 0.0).endpoint.name == home
+    idle = ({"r0", "r1", "r2"} - {"r1", home}).pop()
+    assert router.pick(ask(1, 2, 3, 4, 5), 0.0).endpoint.name == idle
+    assert router.pick(ask(1, 2, 3), 0.0).endpoint.name == home
 
 
 def test_cost_leaves_a_warm_replica_when_the_wait_there_is_longer_than_computing_again() -> None:

@@ -162,3 +162,32 @@ def test_a_cold_prompt_is_placed_where_no_answer_is_generated_if_there_is_such_a
             router.add(endpoint(name, 64, StepRates(1e-3, 1e-3, 1e-3, 1.0, 0.0)))
         router.first_token(queued(router, 0.0, ask(1))[0], 0.1)
         assert router.pick(ask(*range(100 + number, 112 + number)), 0.2).endpoint.name != "r0"
+
+
+def test_a_full_cache_costs_the_time_until_answers_have_released_what_is_missing() -> None:
+    router, now = streaming(10.0)
+    replica = router.endpoints["r0"]
+    load, step = replica.load, replica.load.rates.step
+    replica.index = ApproximateIndex(16)  # 64 tokens
+    (held,) = queued(router, now, ask(*range(15)))  # 60 of them
+    before = price_one(replica, 13, 0, now)
+    assert before.wait > 0.0 and before.backlog >= before.wait
+    output, streams = load.learner.mean_output, load.num_streams
+    answers = (streams + 1) * output  # one is pending
+    missing, claimed = 13 + output + answers - 4, 60 + answers
+    assert before.wait == pytest.approx(missing * (streams + 1) * output * step / (claimed * streams), rel=0.01)
+    assert price_one(replica, 40, 0, now).wait > before.wait
+    router.first_token(held, now + 0.1)
+    router.finished(held, now + 0.2)
+    assert price_one(replica, 13, 0, now + 0.2).wait < before.wait
+
+
+def test_a_prefix_in_flight_is_priced_as_cached_plus_what_is_left_of_its_prefill() -> None:
+    router = Router()
+    router.add(endpoint("r0"))
+    replica = router.endpoints["r0"]
+    queued(router, 0.0, ask(1, 2, 3))  # 13 tokens of a millisecond, and a step
+    hit = router.pick(ask(1, 2, 3, 4), 0.0).candidate.hit_tokens
+    assert hit == 12
+    totals = [price_one(replica, 17, hit, ms / 1e3).total for ms in (0.0, 5.0, 10.0)]
+    assert totals == pytest.approx([14.0 + 5.0, 9.0 + 5.0, 4.0 + 5.0])

@@ -6,6 +6,9 @@ from hypothesis import strategies as st
 
 from headstart.router.rate_learner import Interval, Pace, RateLearner
 from headstart.router.step_rates import STEP_TOKENS, StepRates, Work
+from headstart.sim.profile import REFERENCE, Profile
+from headstart.sim.profiles.datasheet import datasheet_profile
+from headstart.sim.step_cost import StepWork
 
 
 def test_the_last_token_is_computed_even_of_a_cached_prompt() -> None:
@@ -112,14 +115,19 @@ def test_rates_are_never_negative_nor_a_longer_prompt_faster(
 # -------------------------------------------------------------------------------------------------------------- pace
 
 
+def alone(pace: Pace, now: float) -> float:
+    """The factor of a replica among others without samples."""
+    return RateLearner().factor(pace, now)
+
+
 def test_a_slow_replica_gets_a_factor_after_a_few_samples_and_loses_it_as_soon() -> None:
     pace = Pace()
     for number in range(4):
         pace.learn(2.0, float(number))
-    assert pace.factor(4.0) == pytest.approx(2.0, rel=0.01)
+    assert alone(pace, 4.0) == pytest.approx(2.0, rel=0.01)
     for number in range(4):
         pace.learn(1.0, 5.0 + number)
-    assert pace.factor(9.0) == 1.0
+    assert alone(pace, 9.0) == 1.0
 
 
 def test_luck_is_no_slowness() -> None:
@@ -129,7 +137,7 @@ def test_luck_is_no_slowness() -> None:
     for number in range(2000):
         pace.learn(rng.lognormvariate(0.0, 0.2), float(number))
         num_used += pace.is_used
-        assert pace.factor(float(number)) < 1.6
+        assert alone(pace, float(number)) < 1.6
     assert num_used < 100
 
 
@@ -138,21 +146,21 @@ def test_one_slow_sample_is_no_evidence() -> None:
     for number in range(20):
         pace.learn(1.0, float(number))
     pace.learn(2.0, 20.0)
-    assert pace.factor(20.0) == 1.0
+    assert alone(pace, 20.0) == 1.0
 
 
 def test_a_fast_replica_gets_no_factor() -> None:
     pace = Pace()
     for number in range(20):
         pace.learn(0.3, float(number))
-    assert pace.factor(20.0) == 1.0
+    assert alone(pace, 20.0) == 1.0
 
 
 def test_a_factor_is_forgotten_without_samples() -> None:
     pace = Pace()
     for number in range(8):
         pace.learn(4.0, float(number))
-    factors = [pace.factor(8.0 + 60.0 * number) for number in range(5)]
+    factors = [alone(pace, 8.0 + 60.0 * number) for number in range(5)]
     assert factors == sorted(factors, reverse=True) and factors[0] == pytest.approx(4.0, rel=0.1) and factors[-1] < 1.2
 
 
@@ -170,3 +178,87 @@ def test_replicas_defer_followers_until_the_opposite_is_seen() -> None:
     for _ in range(8):
         learner.followed(is_later=True)
     assert learner.defers
+
+
+# ---------------------------------------------------------------------------------------------- pace within a fleet
+
+
+class Fleet:
+    """Replicas that share a learner; each sample teaches the pace of its replica, then the rates, as in load.py."""
+
+    def __init__(self, num: int, learner: RateLearner) -> None:
+        self.learner = learner
+        self.paces = [Pace() for _ in range(num)]
+
+    def ran(self, number: int, interval: Interval, now: float) -> None:
+        pace, learner = self.paces[number], self.learner
+        if not learner.is_doubtful:
+            learner.measured(pace, interval.ms / interval.expected_ms(learner.rates), now)
+        learner.learn(interval._replace(ms=interval.ms / learner.factor(pace, now)))
+
+    def factors(self, now: float) -> list[float]:
+        return [self.learner.factor(pace, now) for pace in self.paces]
+
+
+def busy_steps(profile: Profile, rng: Random) -> Interval:
+    """Eight steps whose time a datasheet's roofline gives, which no five rates do; a noise of 10 % each."""
+    total = Interval(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    for _ in range(8):
+        streams, prompt = rng.randrange(0, 48), rng.randrange(500, 16_000)
+        new = min(rng.choice((0, 200, 2_000, 8_000)), profile.max_batched_tokens)
+        work = StepWork(streams, streams * prompt, new, new * (prompt + new / 2))
+        ms = 1e3 * profile.cost.seconds(work) * rng.lognormvariate(0.0, 0.1)
+        one = Interval(ms, 1, streams, work.resident, new, work.pairs)
+        total = Interval(*(a + b for a, b in zip(total, one, strict=True)))
+    return total
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-8b@l4", "qwen3-32b@2xh100", "llama-3.3-70b@4xh100", "qwen3-30b-a3b@2xh100", "reference"]
+)
+def test_of_equal_replicas_no_more_than_a_quarter_is_slow(name: str, seed: int) -> None:
+    """Law: paces are relative to the fleet, so rates that are too low cannot make all replicas look slow, and stay."""
+    profile = REFERENCE if name == "reference" else datasheet_profile(name)
+    rng, fleet, num_many = Random(seed), Fleet(8, RateLearner()), 0
+    for number in range(600):
+        now, busy = 0.05 * number, busy_steps(profile, rng)
+        slower = 1.5 if number > 200 else 1.0  # all at once: what they compute costs more than the rates can say
+        fleet.ran(rng.randrange(8), busy._replace(ms=slower * busy.ms), now)
+        num_many += sum(factor > 1.15 for factor in fleet.factors(now)) > 2
+    assert num_many < 40, "while the first replicas have shown it"
+    assert max(fleet.factors(30.0)) < 1.3
+
+
+@given(st.lists(st.lists(st.floats(0.2, 5.0), max_size=12), min_size=1, max_size=16))
+def test_at_most_three_quarters_have_a_factor_and_the_slower_ones_the_larger(ratios: list[list[float]]) -> None:
+    fleet = Fleet(len(ratios), RateLearner(StepRates()))
+    for pace, found in zip(fleet.paces, ratios, strict=True):
+        for ratio in found:
+            fleet.learner.measured(pace, ratio, 1.0)
+    factors = fleet.factors(1.0)
+    assert min(factors) >= 1.0
+    assert sum(factor > 1.0 for factor in factors) <= 3 * sum(map(bool, ratios)) / 4
+    in_use = sorted(
+        (pace.deviation(1.0), factor) for pace, factor in zip(fleet.paces, factors, strict=True) if pace.is_used
+    )
+    assert [factor for _, factor in in_use] == sorted(factor for _, factor in in_use)
+
+
+@given(st.integers(1, 16), st.lists(st.floats(0.2, 5.0), min_size=1, max_size=12))
+def test_what_slows_all_replicas_alike_makes_none_of_them_slow(count: int, ratios: list[float]) -> None:
+    fleet = Fleet(count, RateLearner(StepRates()))
+    for pace in fleet.paces:
+        for ratio in ratios:
+            fleet.learner.measured(pace, ratio, 1.0)
+    assert fleet.factors(1.0) == [1.0] * count
+
+
+def test_the_half_that_is_twice_as_slow_has_a_factor_of_two() -> None:
+    rng, fleet = Random(0), Fleet(8, RateLearner())
+    for number in range(1200):
+        replica = rng.randrange(8)
+        interval = sample(TRUTHS[0], rng)
+        fleet.ran(replica, interval._replace(ms=interval.ms * (2.0 if replica < 4 else 1.0)), 0.05 * number)
+    factors = fleet.factors(60.0)
+    assert factors[:4] == pytest.approx([2.0] * 4, rel=0.15) and factors[4:] == [1.0] * 4

@@ -99,7 +99,7 @@ def test_events_of_several_tokens_are_as_many_steps_as_they_are() -> None:
             router.token(stream, now)
         router.finished(stream, now, Usage(1, 0), num_output=81)
     assert load.rates.step == pytest.approx(1e3 * STEP, rel=0.1) and load.learner.residual < 0.2
-    assert load.pace.factor(now) == 1.0 and load.learner.mean_output == pytest.approx(81)
+    assert load.learner.factor(load.pace, now) == 1.0 and load.learner.mean_output == pytest.approx(81)
     assert load.learner.num_samples == 80, "a prefill and a decode of each"
 
 

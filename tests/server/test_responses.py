@@ -136,7 +136,18 @@ def test_a_model_is_what_the_openai_package_expects() -> None:
     def listed(*exceptions: str) -> protocol.Json:
         defaults = SamplingDefaults(top_k=5)
         return protocol.model_list(
-            [protocol.model_object("m", 5, 64, block_size=16, num_blocks=7, defaults=defaults, exceptions=exceptions)]
+            [
+                protocol.model_object(
+                    "m",
+                    5,
+                    64,
+                    block_size=16,
+                    num_blocks=7,
+                    max_num_batched_tokens=64,
+                    defaults=defaults,
+                    exceptions=exceptions,
+                )
+            ]
         )
 
     assert Model.model_validate(listed()["data"][0]).id == "m" and listed()["object"] == "list"

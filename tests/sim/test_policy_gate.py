@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.router.rate_learner import Pace, RateLearner
+from headstart.router.rate_learner import RateLearner
 from headstart.sim.profile import REFERENCE, Profile
 from headstart.sim.sim_report import FleetReport, report
 from headstart.sim.sim_request import SimRequest
@@ -52,9 +52,14 @@ def test_cost_is_close_to_exact_knowledge_and_not_dominated(
 
 def test_the_gate_notices_a_policy_that_learns_wrong_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica's luck taken for its speed, as before: the gate has to fail."""
-    monkeypatch.setattr(
-        Pace, "factor", lambda self, now: 1.0 if not self._weight else 3.0 ** (self._mean / self._weight * 8)
-    )
+    monkeypatch.setattr(RateLearner, "factor", lambda self, pace, now: 3.0 ** (8 * pace.deviation(now)))
     monkeypatch.setattr(RateLearner, "is_doubtful", False)
     asked = read_requests(SAMPLE)
     assert ttft(run("cost", asked, REFERENCE)) > 1.10 * ttft(run("oracle", asked, REFERENCE))
+
+
+@pytest.mark.parametrize("budget", [512, 2048])
+def test_the_tokens_of_a_step_are_learned_from_token_events(budget: int) -> None:
+    fleet = Simulation(replace(REFERENCE, max_batched_tokens=budget), 8).run(read_requests(SAMPLE, count=100))
+    found = sorted(endpoint.load.step_tokens for endpoint in fleet.routers[0].endpoints.values())
+    assert found[0] > 0.5 * budget and found[-1] <= 1.05 * budget and found[2] > 0.9 * budget

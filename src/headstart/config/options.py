@@ -356,7 +356,7 @@ class RouterOptions:
     """Options of a router in front of replicas, in addition to its ServerOptions."""
 
     replica: tuple[str, ...] = _option(
-        (), "Address of a replica: URL[,events=tcp://...][,replay=tcp://...]; repeat for several.", FLEET
+        (), "Address of a replica: URL[,ranks=N][,events=tcp://...][,replay=tcp://...]; repeat for several.", FLEET
     )
     discover: str | None = _option(
         None,
@@ -394,7 +394,7 @@ class RouterOptions:
         "Choice of the replica: cost (earliest first token), or another policy (docs/routing.md).",
         ROUTING,
         choices=(
-            *("cost", "weighted", "work", "llm-d", "dynamo", "smg", "ray"),
+            *("cost", "weighted", "work", "llm-d", "dynamo", "smg", "ray", "lmetric", "dualmap"),
             *("prefix-threshold", "least-load", "round-robin"),
         ),
     )

@@ -45,6 +45,7 @@ class EngineInfo:
     quantization: str = "none"
     sampling_defaults: SamplingDefaults = NO_DEFAULTS
     exceptions: tuple[str, ...] = ()  # from exact reuse, by name; see invariant 15 in docs/invariants.md
+    max_num_batched_tokens: int = 0  # of a step; 0: not stated
 
 
 class PoolStats(NamedTuple):

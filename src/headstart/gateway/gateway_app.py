@@ -21,6 +21,7 @@ from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.request_reader import ReadRequest, Sender
 from headstart.gateway.proxy.response_owners import replica_gone
 from headstart.gateway.proxy.upstream import Answer
+from headstart.gateway.replicas.replica_address import server_of
 from headstart.http.access_record import record_of, tenant_of
 from headstart.http.body_reader import SPOOL_BYTES
 from headstart.http.gate import Gate
@@ -200,7 +201,7 @@ class _Front:
 
         Raises HttpError 404 if there is none, or the replica does not serve any more.
         """
-        url = self._state.proxy.relay.response_owners.find(response_id, domain, param)
+        url = server_of(self._state.proxy.relay.response_owners.find(response_id, domain, param))
         if url not in self._state.urls_up:
             raise replica_gone(response_id, param)
         return url

@@ -24,6 +24,7 @@ from headstart.gateway.proxy.upstream import Answer
 from headstart.gateway.replica_tokenizers import tokenizer_of
 from headstart.gateway.replicas.index_budget import ApproximateIndexes
 from headstart.gateway.replicas.kv_event_subscriptions import KVEventSubscriptions
+from headstart.gateway.replicas.replica_address import server_of
 from headstart.gateway.replicas.replica_monitor import MonitoredReplica, ReplicaMonitor
 from headstart.gateway.request_history import RequestHistory
 from headstart.http.access_record import RequestRecord
@@ -206,9 +207,8 @@ class GatewayState:
         urls = self.urls_up
         answer = await self.send(urls, method, target, headers, body)
         if target.startswith("/reset_prefix_cache") and answer.status == 200:
-            for url in urls:
-                endpoint = self.router.endpoints.get(url)
-                if endpoint is not None:
+            for name, endpoint in self.router.endpoints.items():
+                if server_of(name) in urls:
                     endpoint.index.cache_reset()
         return answer
 
@@ -228,8 +228,9 @@ class GatewayState:
 
     @property
     def urls_up(self) -> list[str]:
-        """The URLs of the replicas that are up."""
-        return [member.address.url for member in self.members.members.values() if member.state == "up"]
+        """The URLs of the servers whose replicas are up, each once."""
+        up = [member.address.url for member in self.members.members.values() if member.state == "up"]
+        return list(dict.fromkeys(map(server_of, up)))
 
     @property
     def _own_headers(self) -> dict[str, str]:

@@ -7,6 +7,7 @@ import ipaddress
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -151,6 +152,8 @@ class _Life:
             self._shutdown.install()
 
             def changed(addresses: Sequence[ReplicaAddress]) -> None:
+                if any(not isinstance(front, HttpFront) for front in self._fronts):
+                    addresses = [replace(address, ranks=1) for address in addresses]  # Envoy knows servers only
                 state.members.changed(addresses)
                 for front in self._fronts:
                     front.changed(addresses)

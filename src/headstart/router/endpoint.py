@@ -6,6 +6,7 @@ from typing import NamedTuple
 from headstart.router.health import Health
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.load import MAX_AGE, Load
+from headstart.router.policies.rendezvous import digest_of
 from headstart.router.pricing import EVICTED, Price, price_one
 from headstart.router.step_rates import StepRates
 
@@ -45,7 +46,9 @@ class Cost(NamedTuple):
 class Endpoint:
     """One replica. `name` is its address, the same for all routers; `models` empty: it serves any model."""
 
-    __slots__ = ("_reported", "block_size", "granule", "health", "index", "load", "miscounted", "models", "name")
+    __slots__ = (
+        *("_reported", "block_size", "digest", "granule", "health", "index", "load", "miscounted", "models", "name"),
+    )
 
     def __init__(
         self,
@@ -57,11 +60,12 @@ class Endpoint:
         prior: StepRates | None = None,
     ) -> None:
         self.name = name
+        self.digest = digest_of(name.encode())  # for rendezvous hashing
         self.index = index
         self.block_size = block_size
         self.models = models
         self.health = Health()
-        self.load = Load(prior)
+        self.load = Load(prior, self.room)
         self._reported: Reported | None = None
         self.granule = 0  # greatest common divisor of the cached tokens it reported: converges to its real block size
         self.miscounted: set[str] = set()  # forms of prompts whose last report differed in the number of tokens
@@ -104,6 +108,11 @@ class Endpoint:
         """Return how many times slower than its fleet it is at present: learned, or its oldest request is late."""
         return price_one(self, 1, 0, now).factor
 
+    def room(self) -> tuple[float, float]:
+        """Return the tokens of its cache that no prompt in flight claims (inf: not known), and those of all of it."""
+        index = self.index
+        return index.num_unclaimed * self.block_size, index.num_blocks * self.block_size
+
     def eviction_ms(self, prompt_tokens: int, cached_tokens: int) -> float:
         """Return the prefill of tokens evicted for a prompt that are likely to be requested again."""
         tokens = max(prompt_tokens - cached_tokens, 1)
@@ -113,7 +122,7 @@ class Endpoint:
 
     def cost(self, prompt_tokens: int, cached_tokens: int, now: float) -> Cost:
         """Return the cost of a prompt of which `cached_tokens` are cached here."""
-        backlog, prefill, decode, factor = self.price(prompt_tokens, cached_tokens, now)
+        backlog, prefill, decode, factor, _ = self.price(prompt_tokens, cached_tokens, now)
         return Cost(backlog, prefill, factor, self.eviction_ms(prompt_tokens, cached_tokens), decode)
 
     def price(self, prompt_tokens: int, cached_tokens: int, now: float) -> Price:

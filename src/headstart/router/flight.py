@@ -1,6 +1,6 @@
 """Flight: one request in flight at a replica. Period: a busy period of one replica."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.step_rates import Work
@@ -51,7 +51,8 @@ class Flight:
             "period",
             "prefill_ms",
         ),
-        *("first_step", "num_computed", "num_events", "prompt_tokens", "resident_before", "sent_at", "step"),
+        *("entered", "first_step", "num_computed", "num_events", "num_steps", "prompt_tokens", "resident_before"),
+        *("sent_at", "step", "wait_ms"),
         *("awaited", "block_hashes", "hit_blocks", "leader", "streams_before", "token_at", "turn", "work"),
     )
 
@@ -67,11 +68,16 @@ class Flight:
         self.num_events = 0  # token events after its first token
         self.token_at = 0.0  # of the last one, or of the first token
         self.step = self.first_step = 0  # numbers of the steps of its last event and of its first token
+        self.entered = (
+            0  # number of the step that ran when it was sent, beside streams and with no other pending; 0: not
+        )
+        self.num_steps = 0  # of its prefill, if all were seen; 0: not known
         self.block_hashes: list[BlockHash] = []  # of its prompt, while pending
         self.hit_blocks = 0  # of these, expected to be cached when it is computed
         self.leader: Flight | None = None  # while pending: the request that computes the last block of this hit
         self.awaited = 0  # tokens of the leader's work that are to be computed in earlier steps
         self.turn = 0  # number of the earliest step that may compute it
+        self.wait_ms = 0.0  # for blocks, as expected when it was sent
         self.sent_at = 0.0
         self.answered_at: float | None = None
         self.is_assumed = False
@@ -90,9 +96,8 @@ class Flight:
         return self.prompt_tokens - self.work.tokens
 
 
-def leader_of(flight: Flight, pending: Iterable[Flight]) -> Flight | None:
-    """Return the pending request that computes the last block of another one's hit, if there is one."""
-    hit, block_hashes = flight.hit_blocks, flight.block_hashes
+def leader_of(block_hashes: Sequence[BlockHash], hit: int, pending: Iterable[Flight]) -> Flight | None:
+    """Return the pending request that computes the last block of a hit of so many blocks, if there is one."""
     if not hit:
         return None
     last = block_hashes[hit - 1]

@@ -5,8 +5,10 @@ kinds of interval are samples for the rates: a *busy period*, from the first pen
 a step, with all prefills that ended in it; and the *decode* of one answer, whose tokens are as many steps.
 """
 
+from collections.abc import Callable, Sequence
 from math import inf
 
+from headstart.core.cache.hashing import BlockHash
 from headstart.router.flight import Flight, Period, leader_of
 from headstart.router.rate_learner import Interval, Pace, RateLearner
 from headstart.router.running_step import RunningStep
@@ -25,13 +27,20 @@ MIN_DECODE = 8  # steps of a decode that is a sample
 WATCHED_STEPS = 8  # steps seen by token events that are a sample of the pace, or
 WATCHED_MS = 100.0  # so many milliseconds of them
 MAX_SURPRISE = 4.0  # a step that takes longer than this multiple computed something that is not known
+NO_ROOM = (inf, 1.0)  # where nothing is known about it
 NOTHING = Interval(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Load:
-    """The requests in flight at one replica. `learner` is shared with all replicas of its kind (`Router.add`)."""
+    """The requests in flight at one replica. `learner` is shared with all replicas of its kind (`Router.add`).
 
-    def __init__(self, prior: StepRates | None = None) -> None:
+    `room` returns the tokens of the cache that no prompt in flight claims, and those of all of it (`Endpoint.room`).
+    """
+
+    def __init__(
+        self, prior: StepRates | None = None, room: Callable[[], tuple[float, float]] = lambda: NO_ROOM
+    ) -> None:
+        self._room = room
         self.learner = RateLearner(prior)
         self.pace = Pace()
         self.last_sent = -1  # sequence number of the last request, over all replicas; -1: none
@@ -74,6 +83,11 @@ class Load:
         return self._step.number
 
     @property
+    def step_tokens(self) -> int:
+        """The most new tokens of a step, as reported or learned."""
+        return self._step.step_tokens
+
+    @property
     def row(self) -> tuple[float, ...]:
         """The state that a price depends on, in the order of pricing.py."""
         if self._row is None:
@@ -82,11 +96,12 @@ class Load:
 
     def _new_row(self) -> tuple[float, ...]:
         head = next(iter(self._pending), None)
-        rest = (self.pace.is_used, self._foreign, self._foreign_at, self.mean_prefill_ms, *self._step.row)
+        foreign = (self._foreign, self._foreign_at, self.mean_prefill_ms)
+        rest = (self.pace.is_used, *foreign, *self._room(), *self._step.row)
         if head is None:
             return (0, 0.0, 0, self.num_streams, self.stream_tokens, 0, 0, 0.0, 0.0, 0.0, *rest)
         work, since = head.work, self._since
-        started = max(head.sent_at, since)
+        started = max(head.sent_at + head.wait_ms / 1e3, since)
         counts = (self.pending_tokens, self.pending_pairs, len(self._pending), self.num_streams, self.stream_tokens)
         return (*counts, self.pending_prompts, work.tokens, work.pairs, since, started, *rest)
 
@@ -94,6 +109,11 @@ class Load:
         """Record that the row has changed."""
         self._row = None
         self.learner.rows.changed(self)
+
+    def limit_steps(self, tokens: int) -> None:
+        """Set the most new tokens of a step, as the replica states it."""
+        self._step.limit(tokens)
+        self._changed()
 
     def reported(self, waiting: int, at: float) -> None:
         """Record the requests without a first token that the replica reports, those of other routers included."""
@@ -107,7 +127,7 @@ class Load:
         if not self._pending:
             self._since = now
             self._begin(now)
-        leader = flight.leader = leader_of(flight, self._pending)
+        leader = flight.leader = self.leader_of(flight.block_hashes, flight.hit_blocks)
         if leader is not None and self.learner.defers:
             flight.awaited = max(flight.cached_tokens - leader.cached_tokens, 0)
         self._pending[flight] = None
@@ -118,9 +138,15 @@ class Load:
         self.pending_pairs += flight.work.pairs
         self.pending_prompts += flight.prompt_tokens
         self.inflight_tokens += flight.work.tokens + flight.output_tokens
+        if self._step.is_seen and self.num_streams and len(self._pending) == 1 and not flight.wait_ms:
+            flight.entered = self._step.number
         self.last_sent = order
         weight = 0.1 if self.mean_prefill_ms else 1.0
         self.mean_prefill_ms += weight * (flight.prefill_ms - self.mean_prefill_ms)
+
+    def leader_of(self, block_hashes: Sequence[BlockHash], hit_blocks: int) -> Flight | None:
+        """Return the pending request that computes the last of these blocks that are expected to be cached, if any."""
+        return leader_of(block_hashes, hit_blocks, self._pending)
 
     def token(self, flight: Flight, now: float) -> None:
         """Record a token event of a stream: a step has ended if the stream had its event since the step began."""
@@ -172,6 +198,9 @@ class Load:
         period, flight.period = flight.period, None
         if period is None:
             return
+        if flight.num_steps:
+            self._step.computed(work.tokens, flight.num_steps)
+            self._changed()
         period.tokens += work.tokens - flight.work.tokens
         period.pairs += work.pairs - flight.work.pairs
         period.num_open -= 1
@@ -236,11 +265,11 @@ class Load:
 
     def _judge(self, period: Period, now: float) -> None:
         """Learn the pace from a period that has ended. Once."""
-        interval = _interval_of(period)
+        interval = _interval_of(period, self._step.step_tokens)
         if not period.is_void and not period.is_judged and interval.ms > 0.0:
             period.is_judged = True
             self._pace(interval, now)
-            period.factor = self.pace.factor(now)
+            period.factor = self.learner.factor(self.pace, now)
 
     def _begin_step(self, now: float) -> None:
         resident = self.stream_tokens + self.num_streams * self.learner.mean_output / 2
@@ -259,7 +288,7 @@ class Load:
             return SAME_STEP
         step = self._step
         ms = Interval(0.0, 1, step.streams, step.resident, 0, 0.0).expected_ms(self.rates)
-        return max(MIN_STEP * ms * self.pace.factor(step.began_at) / 1e3, SAME_STEP)
+        return max(MIN_STEP * ms * self.learner.factor(self.pace, step.began_at) / 1e3, SAME_STEP)
 
     def _prefilled(self, flight: Flight, now: float) -> None:
         """Record that a prefill is computed: a step has ended with it, unless one that ended before computed it."""
@@ -271,6 +300,9 @@ class Load:
                 step.catch_up(flight, self._pending)
         flight.step = flight.first_step = step.number
         flight.token_at = now
+        if flight.entered and self.num_streams:  # there was a stream all the time, which showed every step
+            is_ending = now - step.began_at > self._least_step()  # none of its other events has come yet
+            flight.num_steps = max(step.number + is_ending - flight.entered - 1, 1)
         leader = flight.leader
         if leader is not None:
             is_later = leader not in self._pending and leader.first_step < step.number
@@ -283,7 +315,7 @@ class Load:
         if not step.streams or (step.tokens and self._mismatch >= MAX_MISMATCH):
             return  # steps without streams are not seen; the work of this one is uncertain
         one = Interval(ms, 1, step.streams, step.resident, step.tokens, step.pairs)
-        if ms > min(MAX_SURPRISE * one.expected_ms(self.rates) * self.pace.factor(now), MAX_DECODE_MS):
+        if ms > min(MAX_SURPRISE * one.expected_ms(self.rates) * self.learner.factor(self.pace, now), MAX_DECODE_MS):
             return
         watched = self._watched = Interval(*(a + b for a, b in zip(self._watched, one, strict=True)))
         if watched.steps >= WATCHED_STEPS or watched.ms >= WATCHED_MS:
@@ -293,14 +325,14 @@ class Load:
     def _pace(self, interval: Interval, now: float) -> None:
         """Learn the pace from an interval, as far as the fleet's rates are known."""
         if not self.learner.is_doubtful:
-            self.pace.learn(interval.ms / interval.expected_ms(self.rates), now)
+            self.learner.measured(self.pace, interval.ms / interval.expected_ms(self.rates), now)
             self._changed()
 
     def _finish(self, period: Period) -> None:
         """Learn a period that is over and fully known."""
         if period.is_closed and not period.num_open and not period.is_void:
             self._judge(period, period.end)
-            interval = _interval_of(period)
+            interval = _interval_of(period, self._step.step_tokens)
             if interval.ms > 0.0:
                 self.learner.learn(interval._replace(ms=interval.ms / period.factor))
 
@@ -322,14 +354,17 @@ class Load:
         interval = Interval(ms, num_steps, num_steps * streams, num_steps * resident, tokens, pairs)
         if ms < MAX_DECODE_MS:
             self._pace(interval, now)
-        self.learner.learn(interval._replace(ms=ms / self.pace.factor(now)))
+        self.learner.learn(interval._replace(ms=ms / self.learner.factor(self.pace, now)))
 
 
-def _interval_of(period: Period) -> Interval:
-    """Return a closed period as a sample. It began in the middle of a step, if there were streams."""
+def _interval_of(period: Period, step_tokens: int) -> Interval:
+    """Return a closed period as a sample, of steps of at most so many new tokens.
+
+    It began in the middle of a step, if there were streams.
+    """
     ms = 1e3 * (period.end - period.start)
     if ms <= 0.0:
         return NOTHING
     streams, resident = period.streams / ms, period.resident / ms
-    steps = max(period.num_steps, -(-period.tokens // STEP_TOKENS)) + (0.5 if streams else 0.0)
+    steps = max(period.num_steps, -(-period.tokens // step_tokens)) + (0.5 if streams else 0.0)
     return Interval(ms, steps, steps * streams, steps * resident, period.tokens, period.pairs)

@@ -2,6 +2,9 @@
 
 The parts: the backlog of pending prefills, the prefill of the tokens that are not cached, and the steps that both need,
 which decodes make longer; and the decodes themselves, in which every stream makes each step longer for all others.
+A full cache makes requests wait for blocks: those of a prompt and of an answer of mean length, for this request and all
+in flight. Each stream releases its share of that after the time of such an answer. The backlog is the wait, if that is
+longer than the queue of prefills.
 
 `price_all` uses arrays, `price_one` plain numbers, which is cheaper for few replicas: a test holds their results equal.
 """
@@ -14,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.router.load import GRACE_MS, LATENESS, MAX_AGE, Load
-from headstart.router.step_rates import STEP_TOKENS, StepRates
+from headstart.router.step_rates import StepRates
 
 EVICTED = 0.75  # share of evicted tokens that will be recomputed; 0.25 to 1.5 were tried
 STALE_STEPS = 3.0  # a running step that lasts this many times its expectation, and
@@ -39,6 +42,7 @@ class Price(NamedTuple):
     prefill: float
     decode: float
     factor: float
+    wait: float  # for blocks, as far as the backlog is that
 
     @property
     def total(self) -> float:
@@ -58,6 +62,7 @@ class Costs(NamedTuple):
     prefill: Array
     decode: Array
     factor: Array
+    wait: Array  # for blocks, as far as the backlog is that
 
     @property
     def total(self) -> Array:
@@ -77,15 +82,14 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     loads = [endpoint.load for endpoint in endpoints]
     state = learner.rows.of(loads).T
     tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started = state[:10]
-    is_paced, foreign, foreign_at, mean_prefill_ms, began_at, now_tokens, now_pairs, rest_tokens, rest_pairs, chain = (
-        state[10:]
-    )
+    is_paced, foreign, foreign_at, mean_prefill_ms, room, size, began_at, now_tokens, now_pairs, *rest = state[10:]
+    rest_tokens, rest_pairs, step_tokens, chain = rest
     if learner.is_contradicted:
         rates = StepRates(0.0, 0.0, 0.0, rates.token, 0.0)
     own = np.maximum(prompt_tokens - np.asarray(hit_tokens, dtype=np.float64), 1.0)
     step = rates.step + rates.stream * streams + rates.resident * (resident + streams * (output / 2))
-    steps = np.ceil(tokens / STEP_TOKENS)
-    head = rates.token * head_tokens + rates.pair * head_pairs + step
+    steps = np.ceil(tokens / step_tokens)
+    head = rates.token * head_tokens + rates.pair * head_pairs + np.ceil(head_tokens / step_tokens) * step
     elapsed = 1e3 * (now - since)
     is_busy = pending > 0
     backlog = rates.token * tokens + rates.pair * pairs + steps * step
@@ -94,25 +98,30 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     pace: Array = np.ones(len(loads))
     if not learner.is_contradicted:
         for index in np.flatnonzero(is_paced):
-            pace[index] = loads[index].pace.factor(now)
+            pace[index] = learner.factor(loads[index].pace, now)
         running: Array = step + rates.token * now_tokens + rates.pair * now_pairs
         elapsed: Array = 1e3 * (now - began_at) / pace
         is_seen: NDArray[np.bool_] = (began_at > -inf) & ((streams > 0) | is_busy)
         is_seen &= (streams <= 0) | (elapsed < STALE_STEPS * running + STALE_MS)
         left: Array = rest_tokens - now_tokens
-        left_steps: Array = np.maximum(np.ceil(left / STEP_TOKENS), chain)
+        left_steps: Array = np.maximum(np.ceil(left / step_tokens), chain)
         queued: Array = rates.token * left + rates.pair * (rest_pairs - now_pairs) + left_steps * step
         unseen: Array = np.minimum(np.maximum(elapsed - running, 0.0), np.maximum(head - running, 0.0))
         queued -= np.where(streams <= 0, unseen, 0.0)
         backlog = np.where(is_seen, np.maximum(running - elapsed, 0.0) + np.maximum(queued, 0.0), backlog)
         tokens, steps = np.where(is_seen, left, tokens), np.where(is_seen, left_steps, steps)
     backlog += np.where(now - foreign_at <= MAX_AGE, foreign * mean_prefill_ms, 0.0)
-    more = np.maximum(np.ceil((tokens + own) / STEP_TOKENS) - steps, 0.0)
+    answers = (streams + pending) * output
+    missing = np.where(streams > 0, np.maximum(own + output + answers - room, 0.0), 0.0)
+    claimed = np.maximum(size - room + answers, 1.0) * streams
+    wait = missing * (streams + pending) * output * step / np.maximum(claimed, 1.0)
+    backlog = np.maximum(backlog, wait)
+    more = np.maximum(np.ceil((tokens + own) / step_tokens) - steps, 0.0)
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
     decode = _decode_ms(rates, output, streams + pending, resident + prompts, prompt_tokens)
-    expected = head + rates.token * np.minimum(state[0] - head_tokens, STEP_TOKENS)
+    expected = head + rates.token * np.minimum(state[0] - head_tokens, step_tokens)
     late = np.where(is_busy, 1e3 * (now - started) / (LATENESS * expected + GRACE_MS), 1.0)
-    return Costs(backlog, prefill, decode, np.maximum(late, 1.0) * pace)
+    return Costs(backlog, prefill, decode, np.maximum(late, 1.0) * pace, wait)
 
 
 def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float) -> Price:
@@ -121,42 +130,46 @@ def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float)
     learner = load.learner
     rates, output, is_contradicted = learner.rates, learner.mean_output, learner.is_contradicted
     tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started, *rest = load.row
-    is_paced, foreign, foreign_at, mean_prefill_ms, began_at, now_tokens, now_pairs, rest_tokens, rest_pairs, chain = (
-        rest
-    )
+    is_paced, foreign, foreign_at, mean_prefill_ms, room, size, began_at, now_tokens, now_pairs, *rest = rest
+    rest_tokens, rest_pairs, step_tokens, chain = rest
     if is_contradicted:
         rates = StepRates(0.0, 0.0, 0.0, rates.token, 0.0)
     own = max(prompt_tokens - hit_tokens, 1)
     step = rates.step + rates.stream * streams + rates.resident * (resident + streams * (output / 2))
-    steps = ceil(tokens / STEP_TOKENS)
-    head = rates.token * head_tokens + rates.pair * head_pairs + step
+    steps = ceil(tokens / step_tokens)
+    head = rates.token * head_tokens + rates.pair * head_pairs + ceil(head_tokens / step_tokens) * step
     backlog = rates.token * tokens + rates.pair * pairs + steps * step
     factor = 1.0
     if pending > 0:
         backlog = max(backlog - min(max(1e3 * (now - since), 0.0), head), 0.0)
-        expected = head + rates.token * min(tokens - head_tokens, STEP_TOKENS)
+        expected = head + rates.token * min(tokens - head_tokens, step_tokens)
         factor = max(1e3 * (now - started) / (LATENESS * expected + GRACE_MS), 1.0)
     else:
         backlog = max(backlog, 0.0)
         if streams > 0:
             backlog += 0.5 * step
-    pace = load.pace.factor(now) if is_paced and not is_contradicted else 1.0
+    pace = learner.factor(load.pace, now) if is_paced and not is_contradicted else 1.0
     if began_at > -inf and (streams > 0 or pending > 0) and not is_contradicted:
         running = step + rates.token * now_tokens + rates.pair * now_pairs
         elapsed = 1e3 * (now - began_at) / pace
         if streams <= 0 or elapsed < STALE_STEPS * running + STALE_MS:
             tokens = rest_tokens - now_tokens
-            steps = max(ceil(tokens / STEP_TOKENS), chain)
+            steps = max(ceil(tokens / step_tokens), chain)
             queued = rates.token * tokens + rates.pair * (rest_pairs - now_pairs) + steps * step
             if streams <= 0:  # the ends of steps are not seen
                 queued -= min(max(elapsed - running, 0.0), max(head - running, 0.0))
             backlog = max(running - elapsed, 0.0) + max(queued, 0.0)
     if now - foreign_at <= MAX_AGE:
         backlog += foreign * mean_prefill_ms
-    more = max(ceil((tokens + own) / STEP_TOKENS) - steps, 0)
+    answers, wait = (streams + pending) * output, 0.0
+    if streams > 0 and own + output + answers > room:
+        claimed = max(size - room + answers, 1.0) * streams
+        wait = (own + output + answers - room) * (streams + pending) * output * step / claimed
+        backlog = max(backlog, wait)
+    more = max(ceil((tokens + own) / step_tokens) - steps, 0)
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
     decode = _decode_ms(rates, output, streams + pending, resident + prompts, prompt_tokens)
-    return Price(backlog, prefill, decode, factor * pace)
+    return Price(backlog, prefill, decode, factor * pace, wait)
 
 
 def _decode_ms(rates: StepRates, output: float, streams: Numbers, resident: Numbers, prompt_tokens: int) -> Numbers:

@@ -8,9 +8,10 @@ A sample is an interval of one replica: its duration, the number of its steps, a
 non-negative least-squares of relative errors, pulled to the proportions of the prior where samples do not tell.
 """
 
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
 from statistics import median
 from typing import NamedTuple
+from weakref import WeakSet
 
 from headstart.router.load_rows import LoadRows
 from headstart.router.step_rates import StepRates
@@ -34,6 +35,7 @@ LEAST = log(1.3)  # a smaller deviation is not used
 KEPT = log(1.15)  # a factor in use is dropped below this
 NOISE = 0.1  # least standard deviation of the logarithm of a sample
 FORGOTTEN = 60.0  # seconds without samples after which half of a deviation is left
+USUAL_AGE = 0.25  # seconds after which the usual pace of a fleet is computed again
 
 
 class Interval(NamedTuple):
@@ -64,6 +66,8 @@ class RateLearner:
         self.residual = 0.0  # decaying mean of |log(measured / expected)|
         self.mean_output = MEAN_OUTPUT  # decaying mean of the tokens of an answer
         self._num_outputs = 0
+        self._paces = WeakSet[Pace]()  # of the replicas with samples
+        self._usual, self._usual_at = 0.0, -inf  # lower quartile of their deviations, and when it was computed
         self._deferred = 1.0  # decaying share of followers that were answered later than their leaders
         self._gram = [[0.0] * 5 for _ in range(5)]
         self._target = [0.0] * 5
@@ -90,6 +94,24 @@ class RateLearner:
         Headstart and SGLang do; in vLLM both are computed in one step. Assumed until the opposite is seen.
         """
         return self._deferred > 0.5
+
+    def measured(self, pace: "Pace", ratio: float, now: float) -> None:
+        """Add a sample to the pace of one replica: measured / expected by the rates."""
+        pace.learn(ratio, now)
+        self._paces.add(pace)
+
+    def factor(self, pace: "Pace", now: float) -> float:
+        """Return how many times slower than the fleet a replica is, at least 1.
+
+        The fleet's own pace is the lower quartile, if that is slow too: then the rates are wrong. Otherwise samples,
+        which are divided by their factors, would make the rates lower still.
+        """
+        if not pace.is_used:
+            return 1.0
+        if not 0.0 <= now - self._usual_at < USUAL_AGE:
+            found = sorted(max(pace.deviation(now), 0.0) for pace in self._paces)
+            self._usual, self._usual_at = found[len(found) // 4] if found else 0.0, now
+        return max(exp(pace.deviation(now) - self._usual), 1.0)
 
     def followed(self, *, is_later: bool) -> None:
         """Record whether a request whose prefix another one computed had its first token in a later step."""
@@ -156,12 +178,13 @@ class RateLearner:
 
 
 class Pace:
-    """The factor by which a replica is slower than the fleet's rates say: 1, unless there is strong evidence.
+    """The slowness of one replica by the rates of its fleet. Used only if there is strong evidence.
 
-    Never below 1: a replica that was asked first would look fast, and the others would not be asked.
+    `RateLearner.factor` compares it with the fleet. A factor is never below 1: a replica that was asked first would
+    look fast, and the others would not be asked.
     """
 
-    __slots__ = ("_at", "_mean", "_square", "_weight", "is_used")
+    __slots__ = ("__weakref__", "_at", "_mean", "_square", "_weight", "is_used")
 
     def __init__(self) -> None:
         self.is_used = False
@@ -184,8 +207,8 @@ class Pace:
         else:
             self.is_used = mean > LEAST and mean > EVIDENCE * error
 
-    def factor(self, now: float) -> float:
-        """Return the factor; without samples it returns to 1."""
-        if not self.is_used:
-            return 1.0
-        return exp(self._mean / self._weight * 0.5 ** (max(now - self._at, 0.0) / FORGOTTEN))
+    def deviation(self, now: float) -> float:
+        """Return the mean logarithm of the samples; without new ones it returns to 0."""
+        if not self._weight:
+            return 0.0
+        return self._mean / self._weight * 0.5 ** (max(now - self._at, 0.0) / FORGOTTEN)

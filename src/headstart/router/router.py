@@ -116,6 +116,7 @@ class Router:
         flight = Flight(work, cost.prefill, cost.backlog, view.prompt_tokens, _output_estimate(view.request))
         index = _index_for(chosen, view.request)
         self._list(index)  # one that has replaced another since it was added
+        flight.wait_ms = cost.wait * cost.factor
         flight.block_hashes = view.request.prompt.block_hashes(chosen.block_size)
         flight.hit_blocks = candidate.hit_blocks
         reservation = index.sent(flight.block_hashes, now)

@@ -12,13 +12,19 @@ from math import inf
 from headstart.router.flight import Flight
 from headstart.router.step_rates import STEP_TOKENS
 
+LEAST_STEP_TOKENS = 128  # fewer new tokens in each of several steps are no limit of the engine
+
 
 class RunningStep:
-    """The running step of one replica. `tokens` and `pairs` of its prefills; `began_at` -inf: no event was seen."""
+    """The running step of one replica. `tokens` and `pairs` of its prefills; `began_at` -inf: no event was seen.
+
+    `step_tokens` is the most new tokens of a step: as many as the replica states, until a prefill takes more steps than
+    that allows; then the largest number seen.
+    """
 
     __slots__ = (
         *("_chunks", "_last_turn", "_rest_pairs", "_rest_tokens", "_turn", "began_at", "number", "pairs", "resident"),
-        *("streams", "tokens"),
+        *("_is_reached", "_max_step_tokens", "step_tokens", "streams", "tokens"),
     )
 
     def __init__(self) -> None:
@@ -28,6 +34,8 @@ class RunningStep:
         self.tokens, self.pairs = 0, 0.0
         self._rest_tokens, self._rest_pairs = 0, 0.0  # pending, not computed by steps that ended
         self._chunks: list[tuple[Flight, int, float]] = []  # with their tokens and pairs
+        self.step_tokens, self._max_step_tokens = STEP_TOKENS, 0  # 0: the replica states none
+        self._is_reached = False  # a prefill was seen to need more than one step
         self._turn = self._last_turn = 0  # number of the step, with those not seen; that of the last follower
 
     @property
@@ -38,16 +46,35 @@ class RunningStep:
     def row(self) -> tuple[float, ...]:
         """The state that a price depends on: when it began, its prefills, and all that is not computed before it.
 
-        The last value is the number of steps after it that followers need, one after the other.
+        The last values are the most tokens of a step, and the number of steps after it that followers need, one after
+        the other.
         """
         chain = max(self._last_turn - self._turn, 0)
-        return self.began_at, self.tokens, self.pairs, self._rest_tokens, self._rest_pairs, chain
+        return self.began_at, self.tokens, self.pairs, self._rest_tokens, self._rest_pairs, self.step_tokens, chain
+
+    def limit(self, step_tokens: int) -> None:
+        """Set the most new tokens of a step, as the replica states it; with bounded times they may have fewer."""
+        self.step_tokens = self._max_step_tokens = step_tokens
+        self._is_reached = False
+
+    def computed(self, tokens: int, num_steps: int) -> None:
+        """Learn the tokens of a step from a prefill that was alone in the queue, and whose steps were all seen.
+
+        One that should have taken fewer steps proves that the number was too large: it begins anew. A prefill in very
+        small steps waited for something else, such as blocks.
+        """
+        found = tokens // num_steps
+        if num_steps > 1 and found < LEAST_STEP_TOKENS:
+            return
+        if num_steps > 1 and (not self._is_reached or self.step_tokens * (num_steps - 1) >= tokens):
+            self.step_tokens, self._is_reached = found, True
+        self.step_tokens = max(self.step_tokens, min(found, self._max_step_tokens or found))
 
     def sent(self, flight: Flight) -> None:
         """Record a request sent there. It joins the next step, or the one after its leader's."""
         flight.turn = self._turn + 1
         if flight.leader is not None and flight.awaited:
-            num_steps = -(-flight.awaited // STEP_TOKENS)
+            num_steps = -(-flight.awaited // self.step_tokens)
             flight.turn = max(flight.turn, flight.leader.turn + num_steps)
             self._last_turn = max(self._last_turn, flight.turn)
         self._rest_tokens += flight.work.tokens
@@ -84,7 +111,7 @@ class RunningStep:
             self._sum()
 
     def _schedule(self, pending: Collection[Flight]) -> None:
-        budget, self._chunks = STEP_TOKENS, []
+        budget, self._chunks = self.step_tokens, []
         self._turn += 1
         for flight in pending:
             tokens = min(flight.work.tokens - flight.num_computed, budget)

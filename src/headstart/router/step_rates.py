@@ -8,7 +8,7 @@ u (c + u / 2) pairs.
 
 from typing import NamedTuple
 
-STEP_TOKENS = 8192  # new tokens of a step; a longer prefill takes several
+STEP_TOKENS = 8192  # new tokens of a step, until reported or learned; a longer prefill takes several
 
 
 class Work(NamedTuple):
@@ -43,7 +43,7 @@ class StepRates(NamedTuple):
         """Return how much longer new tokens make their steps."""
         return self.token * tokens + self.pair * pairs
 
-    def prefill_ms(self, work: Work) -> float:
-        """Return the duration of a prefill, with all steps it needs."""
-        num = -(-work.tokens // STEP_TOKENS)
+    def prefill_ms(self, work: Work, step_tokens: int = STEP_TOKENS) -> float:
+        """Return the duration of a prefill, with all steps of `step_tokens` new tokens it needs."""
+        num = -(-work.tokens // step_tokens)
         return self.steps_ms(num, work.streams, work.resident) + self.new_ms(work.tokens, work.pairs)

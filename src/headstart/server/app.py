@@ -304,6 +304,7 @@ class _Routes:
             model.bounds.max_model_len,
             block_size=info.block_size,
             num_blocks=info.num_blocks,
+            max_num_batched_tokens=info.max_num_batched_tokens,
             defaults=model.bounds.defaults,
             exceptions=info.exceptions,
         )

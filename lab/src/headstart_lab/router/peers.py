@@ -1,4 +1,4 @@
-"""Policies of other routers on the same index and load: `llm-d`, `dynamo`, `smg`, `ray`.
+"""Policies of other routers and of papers on our index and load: `llm-d`, `dynamo`, `smg`, `ray`, `lmetric`, `dualmap`.
 
 They repeat the decision of each project's default settings, as read in its source in August 2026 (see each class), not
 its index, its tokenizer or its sources of load. Random choices are drawn from the prompt, so a run can be repeated.
@@ -100,7 +100,7 @@ class SmgPolicy:
         margin = min(float(self.balance_abs), max(2 * sqrt(mean), self.MIN_MARGIN))
         enough = self.threshold * view.prompt_tokens
 
-        def rank(item: tuple[Candidate, int]) -> tuple[bool, int, int, int, bytes]:
+        def rank(item: tuple[Candidate, int]) -> tuple[bool, int, int, int, int]:
             candidate, load = item
             is_spilled = load > mean + margin and load > self.balance_rel * mean
             match = candidate.hit_tokens if candidate.hit_tokens > enough and not is_spilled else 0
@@ -151,3 +151,59 @@ class RayPolicy:
     def picked(self, choice: Choice, endpoint: Endpoint) -> None:
         """Count the decision: the next one draws again."""
         self._count += 1
+
+
+class LmetricPolicy:
+    """LMetric (arXiv 2603.15202): uncached tokens x (requests in flight + 1). It has no parameter."""
+
+    name = "lmetric"
+    lower_is_better = True
+
+    def choose(self, view: View) -> Choice:
+        """Rank by the product."""
+        numbers = [float(uncached_tokens(view, c) * (c.endpoint.num_requests(view.now) + 1)) for c in view.candidates]
+        return by_number(view, numbers, "least uncached tokens x requests")
+
+    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+        """Do nothing."""
+
+
+class DualMapPolicy:
+    """DualMap (arXiv 2602.06502): two replicas by two hashes of the prompt's beginning, the better of which is used.
+
+    The better one has more of the prompt cached, unless its first token is expected later than `slo` seconds: then it
+    is the one with less to compute. The beginning are `prefix_tokens`, the same for all prompts: the paper adapts it to
+    hot prefixes, and moves waiting requests between the two, which no router can do that has sent them.
+    """
+
+    name = "dualmap"
+    lower_is_better = True
+
+    def __init__(self, prefix_tokens: int = 2048, slo: float = 5.0, rate: float = 15_928.0) -> None:
+        self.prefix_tokens = prefix_tokens
+        self.slo = slo
+        self.rate = rate
+
+    def choose(self, view: View) -> Choice:
+        """Rank the two by hit or by work, then all others by work."""
+        prompt, size = view.request.prompt, view.candidates[0].endpoint.block_size
+        block_hashes = prompt.block_hashes(size)
+        depth = min(max(self.prefix_tokens // size, 1), len(block_hashes))
+        key = block_hashes[depth - 1] if depth else prompt.tail_key()
+        first = max(view.candidates, key=lambda c: weight(b"1" + key, c.name)).name
+        others = (c.name for c in view.candidates if c.name != first)
+        pair = {first, max(others, key=lambda name: weight(b"2" + key, name), default=first)}
+        work = {c.name: c.endpoint.load.pending_tokens + uncached_tokens(view, c) for c in view.candidates}
+        longest = max((c for c in view.candidates if c.name in pair), key=lambda c: (c.hit_tokens, -work[c.name]))
+        is_late = work[longest.name] > self.slo * self.rate
+
+        def rank(candidate: Candidate) -> tuple[bool, bool, int]:
+            name = candidate.name
+            return name not in pair, not is_late and name != longest.name, work[name]
+
+        ranked = tuple(sorted(view.candidates, key=rank))
+        reason = "less work of two" if is_late else "longer match of two"
+        return Choice(ranked, tuple(map(float, range(len(ranked)))), reason)
+
+    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+        """Do nothing."""

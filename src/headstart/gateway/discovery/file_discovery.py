@@ -20,7 +20,7 @@ from headstart.http.logs import Log
 
 POLL_SECONDS = 0.5
 MAX_FILE_BYTES = 2**23  # 2 KB for each of the replicas that a file may list
-_KEYS = {"url", "events", "replay"}
+_KEYS = {"url", "ranks", "events", "replay"}
 
 Sight = tuple[int, int, int] | None
 """Modification time, length and inode of a file; None: there is no file."""
@@ -126,7 +126,7 @@ def _of_entry(entry: object) -> ReplicaAddress:
     if not isinstance(entry, dict) or "url" not in entry or not entry.keys() <= _KEYS:
         raise ConfigError('write it like "http://10.0.0.7:8000" or {"url": "http://10.0.0.7:8000"}')
     if not all(isinstance(value, str) for value in entry.values()):
-        raise ConfigError("url, events and replay must be texts")
+        raise ConfigError("url, ranks, events and replay must be texts")
     return parse_address(",".join([entry["url"], *(f"{key}={entry[key]}" for key in entry if key != "url")]))
 
 

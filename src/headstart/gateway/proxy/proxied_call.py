@@ -8,6 +8,7 @@ from headstart.apis.api_table import generation_api
 from headstart.gateway.held_bytes import LARGE_BYTES, ByteReservation, bytes_of
 from headstart.gateway.proxy.request_reader import ReadRequest
 from headstart.gateway.proxy.upstream import Failure
+from headstart.gateway.replicas.replica_address import server_of
 from headstart.http.protocol.body_writer import BodyWriter
 from headstart.http.tracing.request_trace import RequestTrace, TraceSpan
 from headstart.router.routing_decision import InFlight
@@ -66,7 +67,7 @@ class ProxiedCall:
         self.attempt.kind = "client"
         self.attempt.attributes |= {
             "http.request.method": "POST",
-            "url.full": in_flight.endpoint.name + self.path,
+            "url.full": server_of(in_flight.endpoint.name) + self.path,
             "headstart.route.reason": in_flight.choice.reason,
             "headstart.route.predicted_tokens": in_flight.candidate.hit_tokens,
             "headstart.route.expected_ms": in_flight.flight.expected_ms,

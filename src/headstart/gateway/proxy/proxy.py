@@ -35,6 +35,7 @@ from headstart.gateway.proxy.upstream import (
     headers_on,
 )
 from headstart.gateway.proxy.write_timeout import WriteTimeout
+from headstart.gateway.replicas.replica_address import rank_headers, server_of
 from headstart.http.byte_budget import has_share
 from headstart.http.http_errors import ClientGoneError, HttpError
 from headstart.http.protocol.body_writer import writer_of
@@ -275,7 +276,8 @@ class Proxy:
 
     async def _send(self, attempt: Attempt, send: Send) -> None:
         call, in_flight, _ = attempt
-        own = {"x-request-id": call.request_id, **call.trace_headers()}
+        replica = in_flight.endpoint.name
+        own = {"x-request-id": call.request_id, **call.trace_headers(), **rank_headers(replica)}
         if self._settings.replica_api_key is not None:
             own["authorization"] = f"Bearer {self._settings.replica_api_key}"
         body, timer = call.reading.body, None
@@ -288,7 +290,7 @@ class Proxy:
         try:
             session = self._fresh if Failure.LOST in call.failures else self._session
             async with session.post(
-                in_flight.endpoint.name + call.path,
+                server_of(replica) + call.path,
                 data=body if isinstance(body, bytes) else body.pieces(),
                 headers=headers_on(call.headers, own, call.sender),
                 timeout=self._timeout,

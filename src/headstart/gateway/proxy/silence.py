@@ -78,7 +78,7 @@ class Wait:
     def work_seconds(self) -> float:
         """The expected duration of its prefill if nothing is cached."""
         work = Work.of(self.decision.view.prompt_tokens, 0, self.num_streams)
-        return self.decision.endpoint.load.rates.prefill_ms(work) / 1e3
+        return self.decision.endpoint.load.rates.prefill_ms(work, self.decision.endpoint.load.step_tokens) / 1e3
 
     @property
     def answer_seconds(self) -> float:

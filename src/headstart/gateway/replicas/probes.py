@@ -21,6 +21,7 @@ MAX_WANTED = 4 * MAX_LINE  # characters of all lines that are used; further ones
 MAX_BLOCK_SIZE = 65_536  # tokens; a larger value counts as not reported
 MAX_NUM_BLOCKS = 2**31 - 1  # of one replica; IndexBudget limits the index
 MAX_DEFAULT_TOKENS = 2**31 - 1  # of an answer whose request sets no limit
+MAX_STEP_TOKENS = 2**20  # new tokens of a step; a larger value counts as not reported
 MAX_LOAD = 1e6  # requests waiting or running
 MAX_CARDS = 4_096  # models and adapters of one replica
 MAX_ID = 4_096  # characters of a model's name, which may be a path
@@ -53,6 +54,12 @@ class ModelCard:
         """The context length in tokens; 0: the replica does not report it."""
         return _whole(self.fields.get("max_model_len"))
 
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens of a step; 0: the replica does not report it."""
+        found = _whole(self.fields.get("max_num_batched_tokens"))
+        return found if found <= MAX_STEP_TOKENS else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
@@ -75,11 +82,16 @@ class Metrics:
         )
 
 
-def parse_metrics(text: str) -> Metrics:
-    """Parse a page of Prometheus text; missing values are 0. Values of several engines of one server are summed."""
+def parse_metrics(text: str, rank: str = "") -> Metrics:
+    """Parse a page of Prometheus text; missing values are 0.
+
+    Values of several engines of one server are summed, or those of the data-parallel `rank` are read.
+    """
     sums: dict[str, float] = {}
     labels: dict[str, dict[str, str]] = {}
     for sample in _wanted_samples(text):
+        if rank and sample.labels.get("engine", sample.labels.get("dp_rank", rank)) != rank:
+            continue
         sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
         if sample.name in (_CACHE, _ADAPTERS):
             labels[sample.name] = sample.labels

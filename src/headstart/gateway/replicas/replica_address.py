@@ -1,34 +1,78 @@
-"""ReplicaAddress: the URL of a replica, and the endpoints of its KV events, if it publishes any."""
+"""ReplicaAddress: the URL of a replica, and the endpoints of its KV events, if it publishes any.
+
+A server with several data-parallel engines (vLLM, SGLang) is a replica per rank, since each has a cache of its own.
+Their names are the URL of the server and `#RANK`; requests to them have the header RANK_HEADER.
+"""
 
 import ipaddress
+import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from headstart.core.errors import ConfigError
 
 MAX_PORT = 65_535
+MAX_RANKS = 64  # of one server
+RANK_HEADER = "x-data-parallel-rank"
 MAX_ADDRESS = 2_048  # characters, with its events and replay
 
+_PORT = re.compile(r":(\d{1,5})$", re.ASCII)
 _EXAMPLE = "http://10.0.0.7:8000, or http://10.0.0.7:8000,events=tcp://10.0.0.7:5557,replay=tcp://10.0.0.7:5558"
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAddress:
-    """The address of a replica. `url` has no path and no final slash; it is also the replica's name in the router."""
+    """The address of a replica. `url` has no path and no final slash; it is also the replica's name in the router.
+
+    `ranks` above 1: a server with so many data-parallel engines, whose addresses `by_rank` returns.
+    """
 
     url: str
     events: str | None = None  # ZMQ endpoint of its PUB socket, to connect to
     replay: str | None = None  # ZMQ endpoint of its ROUTER socket, for missed events
+    ranks: int = 1
+
+    def by_rank(self) -> "list[ReplicaAddress]":
+        """Return the address of each rank; its own if there is one. As in vLLM, rank r publishes r ports higher."""
+        if self.ranks == 1:
+            return [self]
+        ranks = range(self.ranks)
+        return [
+            ReplicaAddress(f"{self.url}#{rank}", _port_of_rank(self.events, rank), _port_of_rank(self.replay, rank))
+            for rank in ranks
+        ]
+
+
+def server_of(name: str) -> str:
+    """Return the URL of the server of a replica, which may be one of its ranks."""
+    return name.partition("#")[0]
+
+
+def rank_of(name: str) -> str:
+    """Return the data-parallel rank of a replica; empty: it is the only one of its server."""
+    return name.partition("#")[2]
+
+
+def rank_headers(name: str) -> dict[str, str]:
+    """Return the headers by which a server passes a request to the engine of this replica."""
+    rank = rank_of(name)
+    return {RANK_HEADER: rank} if rank else {}
 
 
 def parse_address(text: str) -> ReplicaAddress:
-    """Parse a replica as in an option or a file: URL[,events=ENDPOINT][,replay=ENDPOINT]. Raises ConfigError."""
+    """Parse a replica as in an option or a file: URL[,ranks=N][,events=ENDPOINT][,replay=ENDPOINT].
+
+    Raises ConfigError.
+    """
     if len(text) > MAX_ADDRESS:
         raise ConfigError(f"replica {text[:40]!r}... has {len(text)} characters, more than {MAX_ADDRESS} characters")
     url, *rest = (part.strip() for part in text.split(","))
-    found: dict[str, str] = {}
+    found, ranks = dict[str, str](), 1
     for part in rest:
         key, _, value = part.partition("=")
+        if key == "ranks" and ranks == 1 and value.isascii() and value.isdecimal() and 1 < int(value[:9]) <= MAX_RANKS:
+            ranks = int(value)
+            continue
         if (
             key not in ("events", "replay")
             or not value.startswith(("tcp://", "ipc://"))
@@ -39,7 +83,9 @@ def parse_address(text: str) -> ReplicaAddress:
         found[key] = value
     if "replay" in found and "events" not in found:
         raise ConfigError(f"replica {text!r}: replay is of no use without events")
-    return ReplicaAddress(_checked_url(url), **found)
+    if ranks > 1 and not all(_PORT.search(value) for value in found.values()):
+        raise ConfigError(f"replica {text!r}: with ranks, events need a port, tcp://HOST:PORT: that of rank 0")
+    return ReplicaAddress(_checked_url(url), **found, ranks=ranks)
 
 
 def is_of_a_replica(address: str, *, allow_loopback: bool) -> bool:
@@ -53,6 +99,10 @@ def is_of_a_replica(address: str, *, allow_loopback: bool) -> bool:
     if found.is_loopback:
         return allow_loopback
     return not (found.is_link_local or found.is_multicast or found.is_unspecified or str(found) == "255.255.255.255")
+
+
+def _port_of_rank(endpoint: str | None, rank: int) -> str | None:
+    return None if endpoint is None else _PORT.sub(lambda found: f":{int(found[1]) + rank}", endpoint)
 
 
 def _checked_url(text: str) -> str:

@@ -25,7 +25,7 @@ from headstart.gateway.replicas.probes import (
     parse_models,
     parse_server_info,
 )
-from headstart.gateway.replicas.replica_address import ReplicaAddress
+from headstart.gateway.replicas.replica_address import ReplicaAddress, rank_of, server_of
 from headstart.http.logs import Log
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.prefix_index import PrefixIndex
@@ -126,7 +126,7 @@ class ReplicaMonitor:
 
     def changed(self, addresses: Sequence[ReplicaAddress]) -> None:
         """Add new replicas, and remove those that are not among `addresses`; requests in flight there may still end."""
-        wanted = {address.url: address for address in addresses}
+        wanted = {one.url: one for address in addresses for one in address.by_rank()}
         for url in [url for url, member in self.members.items() if wanted.get(url) != member.address]:
             self._tasks.pop(url).cancel()
             self._count(self.members.pop(url).state, "")
@@ -276,6 +276,8 @@ class ReplicaMonitor:
                 self._reset(member, endpoint)
         member.was_gone = False
         endpoint.models = frozenset(card.id for card in member.models)
+        if member.models and (step_tokens := member.models[0].step_tokens):
+            endpoint.load.limit_steps(step_tokens)
         if first:
             self._router.add(endpoint)
         if first or member.models != before:
@@ -290,7 +292,8 @@ class ReplicaMonitor:
             return False
         if status != 200:
             return False
-        found = await asyncio.to_thread(parse_metrics, whole_lines(body, MAX_METRICS))
+        page, rank = whole_lines(body, MAX_METRICS), rank_of(member.address.url)
+        found = await asyncio.to_thread(parse_metrics, page, rank)
         if found.kind == "sglang" and not found.num_blocks and not member.metrics.num_blocks:
             found = await self._sglang(member, found)
         before, endpoint = member.metrics, member.endpoint
@@ -317,7 +320,7 @@ class ReplicaMonitor:
 
     async def _get(self, member: MonitoredReplica, path: str, max_bytes: int) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=LOOK_SECONDS)
-        url = member.address.url + path
+        url = server_of(member.address.url) + path
         async with self._session.get(url, timeout=timeout, headers=self._headers, allow_redirects=False) as response:
             return response.status, await read_prefix(response, max_bytes)
 

@@ -13,7 +13,10 @@ class ExactReuse(ApiObject):
 
 
 class Model(ApiObject):
-    """The served model. `max_model_len` in tokens; the size of the KV cache is `num_gpu_blocks` x `block_size`."""
+    """The served model. `max_model_len` in tokens; the KV cache has `num_gpu_blocks` x `block_size`.
+
+    `max_num_batched_tokens` is the most that a step computes.
+    """
 
     id: str
     object: Literal["model"]
@@ -24,6 +27,7 @@ class Model(ApiObject):
     max_model_len: int
     block_size: int
     num_gpu_blocks: int
+    max_num_batched_tokens: int
     default_sampling_params: dict[str, Any]
     exact_reuse: ExactReuse
 

@@ -15,6 +15,7 @@ takes longer for a larger cache.
 """
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from headstart.core.cache.hashing import BlockHash
@@ -81,6 +82,16 @@ class ApproximateIndex:
     def max_blocks(self) -> int:
         """Upper bound of the capacity, unless more is granted."""
         return self._max_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        """Estimated number of blocks of the cache."""
+        return self.capacity
+
+    @property
+    def num_unclaimed(self) -> float:
+        """Blocks that requests in flight neither hold nor wait for; below 0: so many are waited for; inf: not known."""
+        return self.capacity - self._blocks.num_held - self._num_missing if self._is_sized else inf
 
     def free(self, num: int) -> int:
         """Free up to `num` entries of former pools; return the number freed, 0 when nothing is left."""
@@ -201,6 +212,7 @@ class ApproximateIndex:
         self._lost_until = 0  # blocks last used up to then are known to be lost
         self._flushed: FlushedPool | None = None  # the last reset inferred from a report, while in doubt
         self._unplaced: dict[BlockHash, None] = {}  # no space for these blocks, nor for those after them
+        self._num_missing = 0  # blocks of requests in flight without space
         self._blocks = self._new_pool(capacity, ReuseEstimate(0, self._max_blocks + 1), 0)
 
     def _new_pool(self, capacity: int, reuse: ReuseEstimate, now: int) -> ModelledPool:
@@ -209,19 +221,15 @@ class ApproximateIndex:
     def _is_open(self, reservation: Reservation) -> bool:
         """Return whether the request is in flight; one from before a reset holds no blocks any more."""
         if reservation.epoch not in (self._epoch, _ENDED):
-            reservation.blocks, reservation.hit, reservation.sure, reservation.epoch, reservation.reported = (
-                [],
-                0,
-                0,
-                self._epoch,
-                True,
-            )
+            reservation.blocks, reservation.hit, reservation.sure, reservation.missing = [], 0, 0, 0
+            reservation.epoch, reservation.reported = self._epoch, True
         return reservation.epoch != _ENDED
 
     def _extend(self, reservation: Reservation, unsure: int) -> None:
         """Add the missing blocks, as many as there is space for."""
         self._blocks.extend(reservation, unsure)
         num, block_hashes = len(reservation.blocks), reservation.block_hashes
+        self._miss(reservation, len(block_hashes) - num)
         if num and self.first_blocks is not None:
             self.first_blocks.added(block_hashes[0], self.number)
         if num < len(block_hashes):
@@ -229,7 +237,13 @@ class ApproximateIndex:
             if len(self._unplaced) > MAX_UNPLACED:
                 del self._unplaced[next(iter(self._unplaced))]
 
+    def _miss(self, reservation: Reservation, num: int) -> None:
+        """Set the number of blocks of a request for which there is no space."""
+        self._num_missing += num - reservation.missing
+        reservation.missing = num
+
     def _release(self, reservation: Reservation) -> None:
+        self._miss(reservation, 0)
         self._blocks.release(reservation.blocks)
         reservation.blocks = []
         reservation.epoch = _ENDED
@@ -251,13 +265,8 @@ class ApproximateIndex:
         is_lately = num_kept < FLUSHED_SHARE * min(self.capacity, self._held) or not (num_younger or index)
         if is_lately and 2 * index <= reservation.hit:  # an error this small is no reset
             self._flush(serial, num_younger)
-            reservation.blocks, reservation.serials, reservation.hit, reservation.sure, reservation.epoch = (
-                [],
-                [],
-                0,
-                0,
-                self._epoch,
-            )
+            reservation.blocks, reservation.serials = [], []
+            reservation.hit, reservation.sure, reservation.missing, reservation.epoch = 0, 0, 0, self._epoch
             self._extend(reservation, unsure=0)  # it has computed its prompt since
             return
         self.num_trims += 1
@@ -277,6 +286,7 @@ class ApproximateIndex:
         """
         self._forget_flush()
         self.num_flushes += 1
+        self._num_missing = 0
         former = self._blocks
         self._lost_until = former.now
         self._epoch += 1

@@ -13,6 +13,7 @@ announces another copy of a known block.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, takewhile
+from math import inf
 from typing import Any
 
 from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
@@ -68,6 +69,16 @@ class KVEventIndex:
     def is_blind(self) -> bool:
         """Whether requests end and no usable event arrives."""
         return self.silence >= SILENCE
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks of the cache, by the approximate index; of the events without one."""
+        return len(self) if self.guess is None else self.guess.num_blocks
+
+    @property
+    def num_unclaimed(self) -> float:
+        """Those of the approximate index; not known without one."""
+        return inf if self.guess is None else self.guess.num_unclaimed
 
     @property
     def by_prompts(self) -> PrefixIndex:

@@ -58,6 +58,11 @@ class ModelledPool:
         """Number of published blocks that no request in flight uses."""
         return self.pool.num_free - self.pool.num_scratch
 
+    @property
+    def num_held(self) -> int:
+        """Number of blocks that requests in flight use."""
+        return self.pool.num_usable - self.pool.num_free - len(self._ballast)
+
     def match(self, block_hashes: list[BlockHash], near: int = 0) -> int:
         """Return the number of leading blocks that are in it; `near` is a guess."""
         published, num = self.pool.published, len(block_hashes)
@@ -95,7 +100,7 @@ class ModelledPool:
                 low = middle + 1
             else:
                 high = middle
-        return pool.num_usable - pool.num_free - len(self._ballast), low
+        return self.num_held, low
 
     def loss(self, num_blocks: int) -> float:
         """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""

@@ -16,6 +16,7 @@ class Reservation:
         "evicted",
         "guess",
         "hit",
+        "missing",
         "num_losses",
         "reported",
         "serials",
@@ -28,6 +29,7 @@ class Reservation:
         self.sure = hit  # of those, cached unless evicted: not still being computed by another request
         self.blocks: list[int] = []  # of the approximate index's pool
         self.serials: list[int] = []  # last uses of the blocks of the hit, before this one
+        self.missing = 0  # blocks of its prompt for which there was no space
         self.evicted = False  # the first block after the hit was evicted before
         self.doubtful = False  # that block was dropped by an inferred reset, and may be cached
         self.num_losses = 0  # noticed before it was sent
@@ -80,6 +82,16 @@ class PrefixIndex(Protocol):
 
     def held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         """Return the blocks that requests in flight use, and how many leading ones of `block_hashes` are among them."""
+        ...
+
+    @property
+    def num_unclaimed(self) -> float:
+        """Blocks that requests in flight neither hold nor wait for; below 0: so many are waited for; inf: not known."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks of the cache, as far as known."""
         ...
 
     @property

@@ -3,9 +3,10 @@
 The cost is the backlog there and the prefill of the uncached tokens, in steps that decodes make longer (pricing.py).
 The rates are learned (rate_learner.py), and while they do not explain what is measured, the order is that of uncached
 tokens. Prefix affinity follows from that, and so does leaving an overloaded replica: there is no threshold to tune.
-The cost to others is added: later requests compute again what it evicts (approximate_index.py), and decodes slow each
-other down. Among replicas of about equal cost, rendezvous hashing decides, bounded by load (Mirrokni
-et al., 2018), so that independent routers place the same new prefix at the same replica.
+The cost to others is added: later requests compute again what it evicts (approximate_index.py), decodes slow each other
+down, and a copy of a prompt that another request has in flight is work for nothing. Among replicas of about equal cost,
+rendezvous hashing decides, bounded by load (Mirrokni et al., 2018), so that independent routers place the same new
+prefix at the same replica.
 """
 
 import numpy as np
@@ -59,6 +60,9 @@ class CostPolicy:
         tokens, now = view.prompt_tokens, view.now
         costs = [price_one(endpoint, tokens, hit, now) for endpoint, _, hit in view.candidates]
         prices = [cost.price for cost in costs]
+        copies = _copies(view, max(range(len(costs)), key=lambda index: view.candidates[index].hit_tokens))
+        if copies is not None:
+            prices = [price + copy for price, copy in zip(prices, copies, strict=True)]
         evictions = _Evictions(view)
         best = _best(prices, _order(prices), [cost.factor for cost in costs], evictions)
         least, hits = costs[best], view.candidates[best].hit_tokens
@@ -80,7 +84,9 @@ class CostPolicy:
         endpoints, _, hit_tokens = zip(*view.candidates, strict=True)
         hits = np.array(hit_tokens, dtype=np.float64)
         costs = price_all(endpoints, view.prompt_tokens, hits, view.now)
-        prices = costs.price
+        prices, copies = costs.price, _copies(view, int(hits.argmax()))
+        if copies is not None:
+            prices += np.array(copies)
         evictions = _Evictions(view)
         best = _best(prices, prices.argsort(kind="stable").tolist(), costs.factor, evictions)
         slack = self.slack * costs.prefill[best]
@@ -90,6 +96,23 @@ class CostPolicy:
         mask &= costs.factor <= costs.factor[best]
         first = _placed(view, np.flatnonzero(mask).tolist(), best, slack, evictions)
         return _choice(view, prices.argsort(kind="stable").tolist(), prices.tolist(), first, best)
+
+
+def _copies(view: View, longest: int) -> list[float] | None:
+    """Return the price at each replica of computing a prompt that is in flight once more; None: it is not in flight.
+
+    `longest`: index of the longest hit. Samples of one prompt are sent at the same moment, and it does not come back: a
+    copy delays others by as much as replicas have prefills to compute. A prefix of different prompts is worth a copy.
+    """
+    candidate = view.candidates[longest]
+    endpoint, hit = candidate.endpoint, candidate.hit_blocks
+    block_hashes = view.request.prompt.block_hashes(endpoint.block_size)
+    leader = endpoint.load.leader_of(block_hashes, hit) if hit == len(block_hashes) else None
+    if leader is None:
+        return None
+    busy = sum(one.endpoint.load.num_pending > 0 for one in view.candidates) / len(view.candidates)
+    ms, cached = busy * endpoint.load.rates.token, leader.cached_tokens
+    return [ms * max(candidate.hit_tokens - max(one.hit_tokens, cached), 0) for one in view.candidates]
 
 
 def _order(prices: list[float]) -> list[int]:
@@ -118,12 +141,9 @@ def _placed(view: View, equals: list[int], best: int, slack: float, evictions: _
     if len(equals) < 2:
         return best
     limit = evictions.of(best) + slack
-    ranks = dict(zip(equals, weights(view.key, [view.candidates[i].endpoint.name for i in equals]), strict=True))
-    while True:
-        first = max(ranks, key=ranks.__getitem__)
-        if evictions.of(first) <= limit:  # as `best` at the latest
-            return first
-        del ranks[first]
+    ranks = weights(view.key, [view.candidates[i].endpoint.digest for i in equals])
+    order: list[int] = ranks.argsort()[::-1].tolist()
+    return next(equals[place] for place in order if evictions.of(equals[place]) <= limit)  # `best` at the latest
 
 
 def _choice(view: View, order: list[int], prices: list[float], first: int, best: int) -> Choice:

@@ -3,7 +3,7 @@
 from typing import NamedTuple, Protocol
 
 from headstart.router.endpoint import Endpoint
-from headstart.router.policies.rendezvous import weight
+from headstart.router.policies.rendezvous import weights
 from headstart.router.routing_request import RoutingRequest
 
 
@@ -65,6 +65,6 @@ def by_number(view: View, numbers: list[float], reason: str, memo: object = None
     best = numbers[order[0]]
     ties = [i for i in order if numbers[i] == best]
     if len(ties) > 1:
-        ties.sort(key=lambda i: weight(view.key, view.candidates[i].name), reverse=True)
-        order[: len(ties)] = ties
+        ranks = weights(view.key, [view.candidates[i].endpoint.digest for i in ties])
+        order[: len(ties)] = [ties[place] for place in ranks.argsort()[::-1]]
     return Choice(tuple(view.candidates[i] for i in order), tuple(numbers[i] for i in order), reason, memo)

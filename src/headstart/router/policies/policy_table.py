@@ -17,8 +17,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "least-load": LeastLoadPolicy,
     "round-robin": RoundRobinPolicy,
 }
-PEERS = ("llm-d", "dynamo", "smg", "ray")
-"""Policies of other routers, from the entry points of the laboratory (headstart-lab)."""
+PEERS = ("llm-d", "dynamo", "smg", "ray", "lmetric", "dualmap")
+"""Policies of other routers and of papers, from the entry points of the laboratory (headstart-lab)."""
 GROUP = "headstart.policies"
 
 

@@ -1,21 +1,32 @@
 """Rendezvous hashing: an order of the replicas for every key, the same in all routers without communication.
 
-Thaler and Ravishankar, 1998. When a replica leaves, only the keys move whose first it was.
+Thaler and Ravishankar, 1998. When a replica leaves, only the keys move whose first it was. A weight mixes the digests
+of the key and of a name, so that many names take one pass over an array and no digest each.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
-
-def weight(key: bytes, name: str) -> bytes:
-    """Return the weight of a replica's name for a key; to be compared, the largest first."""
-    return sha256(len(key).to_bytes(8, "little") + key + name.encode()).digest()
+import numpy as np
+from numpy.typing import NDArray
 
 
-def weights(key: bytes, names: Iterable[str]) -> list[bytes]:
-    """Return the weights of many names for one key."""
-    prefix = len(key).to_bytes(8, "little") + key
-    return [sha256(prefix + name.encode()).digest() for name in names]
+def digest_of(text: bytes) -> int:
+    """Return the digest of a key or a name, of 64 bits."""
+    return int.from_bytes(sha256(text).digest()[:8], "little")
+
+
+def weights(key: bytes, digests: Sequence[int]) -> NDArray[np.uint64]:
+    """Return the weights of names for a key, by their digests; the largest is first (the finalizer of splitmix64)."""
+    mixed = np.array(digests, dtype=np.uint64) ^ np.uint64(digest_of(key))
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def weight(key: bytes, name: str) -> int:
+    """Return the weight of a replica's name for a key."""
+    return int(weights(key, [digest_of(name.encode())])[0])
 
 
 def ranked(key: bytes, names: Iterable[str]) -> list[str]:
