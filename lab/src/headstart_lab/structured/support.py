@@ -38,7 +38,9 @@ grammars agree with the standard. Written on {date} by `lab/src/headstart_lab/st
 *Accepts invalid*: instances that violate the schema, and that the grammar accepts in some form. An answer can then be
 invalid by the standard. *Rejects valid*: instances that satisfy the schema, and that the grammar rejects in every form
 tried (spaces, escapes, order of properties); a model cannot give such an answer. Formats are always asserted, also in
-draft 2020-12, whose default is to ignore them. A refusal is a 400 that names a keyword of the schema.
+draft 2020-12, whose default is to ignore them. A refusal is a 400 that names a keyword of the schema; without
+`strict: true` a `response_format` or a tool is refused for fewer, since those that only narrow are dropped
+([API](api.md#structured-output)).
 
 Before llguidance reads a schema, the server rewrites it to one that allows the same or a part of it: counts such as 2.0
 become integers; bounds of numbers are rounded inwards to 15 digits, 15 decimals and 2^53, beyond which parsers of JSON
