@@ -7,6 +7,7 @@ from checks import BUNDLED, LABEL, REPORT, SCRIPTED, SENTENCE, SYSTEM, Servers
 from crewai import LLM, Agent, Crew, Task
 from crewai.tools import tool
 from crewai.types.streaming import StreamChunkType
+from crewai.utilities.agent_utils import is_context_length_exceeded
 from pydantic import BaseModel, ConfigDict
 
 
@@ -78,6 +79,17 @@ def check_responses_text(servers: Servers) -> None:
 
 def check_responses_tools(servers: Servers) -> None:
     tools(servers, api="responses")
+
+
+def check_overflow(servers: Servers) -> None:
+    """A prompt beyond the context: agents then summarise the conversation."""
+    for api in ("completions", "responses"):
+        try:
+            model(servers.bundled, BUNDLED, api=api).call("again and again " * 2000)
+        except Exception as error:
+            assert is_context_length_exceeded(error), error
+        else:
+            raise AssertionError(f"{api} was answered")
 
 
 async def check_async(servers: Servers) -> None:

@@ -7,6 +7,7 @@ import checks
 import dspy
 from checks import BUNDLED, LABEL, REPORT, SCRIPTED, SENTENCE, SYSTEM, Servers
 from dspy import lm15
+from dspy.utils.exceptions import ContextWindowExceededError
 
 lm15.register_provider(  # its registry says what other servers' models can do
     lm15.ProviderDefinition.chat(
@@ -86,6 +87,16 @@ async def check_react_streamed(servers: Servers) -> None:
     assert made is not None and made.answer == f"{REPORT}Paris." and len(parts) > 2
     # It holds back 10 tokens to cut the marker behind the field, which has more in the scripted model's tokenizer.
     assert "".join(parts).startswith(made.answer), parts
+
+
+def check_overflow(servers: Servers) -> None:
+    """A prompt beyond the context: ReAct then leaves out its oldest calls."""
+    for provider, kind in (("headstart", "chat"), ("openai", "chat"), ("openai", "responses")):
+        try:
+            model(servers.bundled, BUNDLED, provider, model_type=kind)("again and again " * 2000)
+        except ContextWindowExceededError:
+            continue
+        raise AssertionError(f"{provider} {kind} was answered")
 
 
 async def check_async(servers: Servers) -> None:
