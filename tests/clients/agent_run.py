@@ -21,7 +21,7 @@ WORD = "rhubarb-1848"  # only in the file
 RUN_SECONDS = 300
 TEMPLATE = scripted(
     """
-{%- set results = messages | selectattr('role', 'equalto', 'tool') | map(attribute='content') | list %}
+{%- set results = messages[-2:] | selectattr('role', 'equalto', 'tool') | map(attribute='content') | list %}
 {%- set names = (tools or []) | map(attribute='function') | map(attribute='name') | list %}
 {%- macro call(name, arguments) %}<tool_call>
 {"name": "{{ name }}", "arguments": {{ arguments }}}
@@ -29,6 +29,7 @@ TEMPLATE = scripted(
 {% endmacro %}
 {%- if results %}The note says: {{ results[-1] }}
 {%- elif 'Bash' in names %}{{ call('Bash', '{"command": "cat note.txt", "description": "Read the note"}') }}
+{%- elif 'bash' in names %}{{ call('bash', '{"command": "cat note.txt", "description": "Read the note"}') }}
 {%- elif 'exec_command' in names %}{{ call('exec_command', '{"cmd": "cat note.txt"}') }}
 {%- else %}No tool.
 {%- endif %}"""
@@ -44,11 +45,24 @@ base_url = "{url}/v1"
 env_key = "HEADSTART_KEY"
 wire_api = "responses"
 """
-QUIET = {  # of Claude Code
+OPENCODE = {
+    "autoupdate": False,
+    "share": "disabled",
+    "small_model": "local/fake",
+    "provider": {
+        "local": {
+            "npm": "@ai-sdk/openai-compatible",
+            "options": {"baseURL": "{url}/v1", "apiKey": "none"},
+            "models": {"fake": {"limit": {"context": 32768, "output": 4096}}},
+        }
+    },
+}
+QUIET = {
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     "DISABLE_AUTOUPDATER": "1",
     "DISABLE_ERROR_REPORTING": "1",
     "DISABLE_TELEMETRY": "1",
+    "OPENCODE_DISABLE_MODELS_FETCH": "1",
 }
 _ASK = "What does note.txt say?"
 
@@ -56,16 +70,19 @@ _ASK = "What does note.txt say?"
 def main(agent: str, binary: str, room: Path) -> None:
     bring_up_loopback()
     home, work = room / "home", room / "work"
-    (home / ".codex").mkdir(parents=True)
+    for folder in (".codex", ".config/opencode"):
+        (home / folder).mkdir(parents=True)
     work.mkdir()
     (work / "note.txt").write_text(f"The word is {WORD}.\n", encoding="utf-8")
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), "CODEX_HOME": str(home / ".codex"), **QUIET}
     with scripted_server(room, TEMPLATE) as server:
         (home / ".codex" / "config.toml").write_text(CODEX.format(url=server.url), encoding="utf-8")
+        (home / ".config/opencode/opencode.json").write_text(json.dumps(OPENCODE).replace("{url}", server.url))
         environment |= {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_API_KEY": "none", "HEADSTART_KEY": "none"}
         words = {
             "claude-code": [binary, "-p", _ASK, "--model", "fake", "--allowedTools", "Bash(cat:*)"],
             "codex": [binary, "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", _ASK],
+            "opencode": [binary, "run", "--model", "local/fake", _ASK],
         }[agent]
         options = {"capture_output": True, "text": True, "cwd": work, "stdin": subprocess.DEVNULL}
         done = subprocess.run(words, env=environment, timeout=RUN_SECONDS, **options)

@@ -62,31 +62,39 @@ CLIENTS = (
     Client("langchain", "use_langchain.py", _LANGCHAIN),
     Client("litellm", "use_litellm.py", ("litellm==1.106.2", "mcp==2.3.0")),
     Client("ollama", "use_ollama.py", ("ollama==0.6.3",)),
+    Client("smolagents", "use_smolagents.py", ("smolagents[openai]==1.26.0",)),
+    Client("crewai", "use_crewai.py", ("crewai==1.15.30",)),
+    Client("langgraph", "use_langgraph.py", ("langgraph==1.2.24", "langchain-openai==1.7.3")),
+    Client("dspy", "use_dspy.py", ("dspy==3.4.1",)),
     Client("npm-openai", "use_openai.mjs", ("openai@7.57.0", "zod@4.6.7")),
     Client("npm-ai", "use_ai_sdk.mjs", ("ai@7.0.173", *_AI_SDK, "zod@4.6.7")),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Agent:
-    """A coding agent from npm. `binary`: the pattern of its path; `skipped`: what its prompts lack here."""
+class Program:
+    """A program from npm or PyPI. `binary`: the pattern of its path; `skipped`: what an agent's prompts lack here."""
 
     name: str
     requirements: tuple[str, ...]
     binary: str
-    skipped: tuple[str, ...]
+    skipped: tuple[str, ...] = ()
     is_npm: bool = True
 
 
 AGENTS = (
-    Agent(
+    Program(
         "claude-code",
         ("@anthropic-ai/claude-code@2.1.197",),
         "node_modules/@anthropic-ai/claude-code-*/claude",
         ("field.context_management",),
     ),
-    Agent("codex", ("@openai/codex@0.171.0",), "node_modules/@openai/codex-*/vendor/*/bin/codex", ("tool.web_search",)),
+    Program(
+        "codex", ("@openai/codex@0.171.0",), "node_modules/@openai/codex-*/vendor/*/bin/codex", ("tool.web_search",)
+    ),
+    Program("opencode", ("opencode-ai@1.18.33",), "node_modules/opencode-linux-x64/bin/opencode"),
 )
+LM_EVAL = Program("lm-eval", ("lm-eval[api]==0.4.13", "transformers==5.24.0"), "bin/lm_eval", is_npm=False)
 
 
 def command(client: Client) -> list[str]:
@@ -97,7 +105,7 @@ def command(client: Client) -> list[str]:
     return [str(folder / "bin" / "python"), str(client.path)]
 
 
-def environment(client: Client | Agent) -> Path:
+def environment(client: Client | Program) -> Path:
     """Return the folder of the client's environment, made on first use."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "clients"
     python = f"{sys.version_info.major}.{sys.version_info.minor}"

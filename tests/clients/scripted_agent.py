@@ -3,7 +3,7 @@
 The engine of server/fake_engine.py repeats its prompt from a marker up to the end-of-sequence token. So what this chat
 template renders behind the conversation and the marker is what the model answers: a call of the first tool that fits,
 reasoning if the user asks to think, and, when the output of a tool is there, a sentence that contains it. Calls are in
-the format of the hermes family.
+the format of the hermes family; smolagents' code and DSPy's fields are what their prompts ask for.
 """
 
 import sys
@@ -31,9 +31,10 @@ def scripted(script: str) -> str:
 
 
 TEMPLATE = scripted(
-    """
+    r"""
 {%- set last = messages[-1] %}
 {%- set asked = messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join(' ') %}
+{%- set results = messages[-2:] | selectattr('role', 'equalto', 'tool') | map(attribute='content') | list %}
 {%- set told = messages | map(attribute='content') | join(' ') %}
 {%- set names = (tools or []) | map(attribute='function') | map(attribute='name') | list %}
 {%- macro call(name, arguments) %}<tool_call>
@@ -46,14 +47,40 @@ I look it up.
 </think>
 
 {% endif %}
-{%- if names and names[0].startswith('transfer_to') %}{{ call(names[0], '{}') }}
-{%- elif 'get_weather' in names and last.role != 'tool' %}
+{%- if 'final_answer' in names and 'Observation:' in last.content %}
+{{- call('final_answer', {'answer': 'The weather report: ' ~ last.content.split('\n')[-1]} | tojson) }}
+{%- elif '<code>' in told %}Thought: the tool knows.
+<code>
+{% if 'Observation:' in last.content %}final_answer("The weather report: " + report)
+{%- else %}report = get_weather(city="Paris")
+print(report)
+{%- endif %}
+</code>
+{%- elif names and names[0].startswith('transfer_to') %}{{ call(names[0], '{}') }}
+{%- elif 'next_tool_name' in told %}[[ ## next_thought ## ]]
+I look it up.
+
+[[ ## next_tool_name ## ]]
+{{ 'finish' if 'observation_0' in last.content else 'get_weather' }}
+
+[[ ## next_tool_args ## ]]
+{{ '{}' if 'observation_0' in last.content else '{"city": "Paris"}' }}
+
+[[ ## completed ## ]]
+{%- elif 'observation_0' in last.content %}[[ ## reasoning ## ]]
+The tool has been called.
+
+[[ ## answer ## ]]
+The weather report: {{ last.content.split('[[ ## observation_0 ## ]]\n')[1].split('\n')[0] }}
+
+[[ ## completed ## ]]
+{%- elif 'get_weather' in names and not results %}
 {%- if 'say something first' in asked %}Let me look.
 {% endif %}{{ call('get_weather', '{"city": "Paris"}') }}
 {%- if 'both' in asked %}{{ call('get_weather', '{"city": "Rome"}') }}{% endif %}
 {%- elif names and names[-1] != 'get_weather' %}{{ call(names[-1], answer) }}
-{%- elif last.role == 'tool' and 'as JSON' in told %}{{ answer }}
-{%- elif last.role == 'tool' %}The weather report: {{ last.content }}
+{%- elif results and 'as JSON' in told %}{{ answer }}
+{%- elif results %}The weather report: {{ results[-1] }}
 {%- else %}You said: {{ last.content }}
 {%- endif %}"""
 )
@@ -88,10 +115,10 @@ def scripted_router(room: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def bundled_server(room: Path, num_replicas: int = 1) -> Iterator[Server]:
+def bundled_server(room: Path, num_replicas: int = 1, *options: str) -> Iterator[Server]:
     """`headstart serve` as users run it, with the bundled model; more than one replica: behind a router."""
     command = [sys.executable, "-m", "headstart", "serve", "--port", "0", "--num-blocks", "1024"]
-    command += ["--tool-call-parser", "hermes", "--heartbeat-timeout", "600"]
+    command += ["--tool-call-parser", "hermes", "--heartbeat-timeout", "600", *options]
     command += ["--replicas", str(num_replicas)] if num_replicas > 1 else []
     with spawn(command, room / "bundled-log") as server:
         yield server.wait_ready()

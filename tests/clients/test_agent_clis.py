@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from clients.agent_run import RUN_SECONDS, WORD
-from clients.environments import AGENTS, Agent, UnreachableError, environment
+from clients.environments import AGENTS, Program, UnreachableError, environment
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
@@ -16,7 +16,7 @@ ISOLATED = ["unshare", "--user", "--map-root-user", "--net"]
 
 
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
-def test_an_agent_runs_a_tool_and_answers_with_its_output(agent: Agent, tmp_path: Path) -> None:
+def test_an_agent_runs_a_tool_and_answers_with_its_output(agent: Program, tmp_path: Path) -> None:
     if subprocess.run([*ISOLATED, "true"], capture_output=True).returncode:
         pytest.skip("needs network namespaces: no agent may reach a network")
     try:

@@ -15,7 +15,7 @@ from headstart.openai.bounds import FLOAT32_MAX, Bounds
 from headstart.openai.generation_params import GenerationParams, Kind, fit, parse_params, shortened
 from headstart.openai.request_bodies import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from headstart.openai.request_json import parse_json
-from headstart.openai.tools.call_grammar import tool_schema
+from headstart.openai.tools.call_grammar import dropped_keywords, tool_schema
 
 BOUNDS = Bounds(vocab_size=100, max_model_len=64, eos_token_ids=(2,), scheduling_policy="priority")
 NAN, INF = float("nan"), float("inf")
@@ -486,3 +486,26 @@ def test_objects_are_closed_by_an_option_or_a_field() -> None:
     assert parse_params(field, BOUNDS, Kind.CHAT).sampling.grammar == wanted
     tools = parse_params({"tools": [tool]}, option, Kind.CHAT).tools
     assert tools is not None and tool_schema(tools.tools[0]) == closed
+
+
+@pytest.mark.parametrize("strict", [{}, {"strict": None}, {"strict": False}, {"strict": True}], ids=str)
+def test_a_schema_is_strict_only_if_it_says_so_in_formats_as_in_tools(strict: dict[str, Any]) -> None:
+    """OpenAI's default of `strict` is false, in response formats as in tools."""
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    shape = {"type": "json_schema", "json_schema": {"schema": schema, **strict}}
+    function = {"type": "function", "function": {"name": "f", "parameters": schema, **strict}}
+
+    def tools() -> Any:
+        given = parse_params({"tools": [function], "tool_choice": "required"}, BOUNDS, Kind.CHAT).tools
+        assert given is not None
+        return tool_schema(given.tools[0]), dropped_keywords(given)
+
+    if strict.get("strict"):
+        for refused in (lambda: chat(response_format=shape), tools):
+            with pytest.raises(InvalidRequestError, match="uniqueItems"):
+                refused()
+    else:
+        assert chat(response_format=shape).dropped == (("response_format", ("uniqueItems",)),)
+        loosened = {"type": "object", "properties": {"a": {"type": "array"}}}
+        assert tools() == (loosened, (("f", ("uniqueItems",)),))
+        assert chat(response_format=shape).sampling.grammar == grammar_of(guided_json=loosened)

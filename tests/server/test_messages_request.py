@@ -95,7 +95,8 @@ def test_options_have_their_meaning_in_a_chat() -> None:
     assert values["tools"] == [{"type": "function", "function": function}]
     assert (values["tool_choice"], values["parallel_tool_calls"]) == ("required", False)
     assert values["chat_template_kwargs"] == {"enable_thinking": False, "reasoning_effort": "high"}
-    assert values["response_format"] == {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
+    shape = {"name": "output", "schema": schema, "strict": True}
+    assert values["response_format"] == {"type": "json_schema", "json_schema": shape}
     assert [values[name] for name in ("user", "stop", "top_k", "temperature", "max_completion_tokens")] == [
         *("u", ["END"], 5, 0, 5)
     ]

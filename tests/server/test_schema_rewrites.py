@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from decimal import Decimal
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from headstart.core.errors import InvalidRequestError
+from headstart.openai.structured.dropped_keywords import strict_schema
 from headstart.openai.structured.grammar_text import json_schema_grammar
 from headstart.openai.structured.schema_limits import limited_schema
 from headstart.openai.structured.schema_rewrites import BOUNDS, FORMATS, MAX_BOUND, closed_schema, rewritten_schema
@@ -165,6 +167,29 @@ def test_whitespace_is_that_of_ecma_262(pattern: str) -> None:
         is_valid = check.is_valid(text)
         assert accepts(schema, json.dumps(text, ensure_ascii=False)) == is_valid, (pattern, text)
         assert accepts(names, json.dumps({text: 1}, ensure_ascii=False, separators=(",", ":"))) == is_valid
+
+
+@pytest.mark.parametrize("pattern", [r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", r"^(?![a.]*$)[a-c.]{1,3}$", r"^(?!^[\s\]]*$)"])
+def test_a_text_that_must_not_be_of_some_characters_only_is_accepted_as_by_the_expression(pattern: str) -> None:
+    """The first is what pydantic writes for a Decimal, also in strict schemas."""
+    schema = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": pattern, "allOf": [{"maxLength": 4}]}]}
+    strict = strict_schema("x", limited_schema("x", schema), "")
+    found = LLMatcher(BYTES, json_schema_grammar(strict), log_level=0)
+    rng = random.Random(1)
+    texts = {"".join(rng.choices("+-.019abc]", k=rng.randrange(5))) for _ in range(400)}
+    verdicts: set[bool] = set()
+    for text in texts:
+        tokens, one = BYTES.tokenize_bytes(json.dumps(text).encode()), found.deep_copy()
+        is_accepted = one.try_consume_tokens(tokens) == len(tokens) and one.is_accepting()
+        assert is_accepted == bool(re.search(pattern, text)), text
+        verdicts.add(is_accepted)
+    assert verdicts == {True, False}
+
+
+def test_a_look_ahead_in_one_of_several_alternatives_stays() -> None:
+    for pattern in (r"^(?![a]*$)a|b", r"^(?=[a]*$)a", r"^(?!ab)a"):
+        with pytest.raises(InvalidRequestError, match="pattern"):
+            strict_schema("x", limited_schema("x", {"type": "string", "pattern": pattern}), "")
 
 
 def test_values_and_names_that_look_like_keywords_stay() -> None:

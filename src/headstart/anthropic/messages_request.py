@@ -31,6 +31,7 @@ _RENAMES = (
     (re.compile(r"\btools\[(\d+)\]\.function\b"), r"tools[\1]"),
     (re.compile(r"\btool_choice\.function\b"), "tool_choice"),
     (re.compile(r"\bresponse_format(\.json_schema)?\b"), "output_config.format"),
+    (re.compile(r", or send strict: false\Z"), ""),
 )
 Objects = list[dict[str, Any]]
 StopSequences = Annotated[tuple[str, ...], checked(lambda value, _: check_stops("stop_sequences", value), StopTexts)]
@@ -239,7 +240,8 @@ def _chat_values(fields: PromptFields, values: Mapping[str, Any], conversation: 
         }
     shape = config.format or fields.output_format
     if shape is not None:
-        chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": shape}}
+        schema = {"name": "output", "schema": shape, "strict": True}  # as in Anthropic's API, which has no other
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     return chat
 
 

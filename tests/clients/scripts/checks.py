@@ -5,6 +5,7 @@ error, or null. This file and the scripts run in the client's own environment, w
 """
 
 import asyncio
+import contextlib
 import inspect
 import json
 import sys
@@ -45,12 +46,13 @@ def weather(city: str) -> str:
 def run(script: Mapping[str, Any]) -> None:
     """Run the checks of a script: of its globals."""
     servers = Servers(*sys.argv[1:3])
-    for name, check in script.items():
+    for name, check in list(script.items()):
         if not name.startswith("check_"):
             continue
         error = None
         try:
-            asyncio.run(check(servers)) if inspect.iscoroutinefunction(check) else check(servers)
+            with contextlib.redirect_stdout(sys.stderr):  # some clients print what the model writes
+                asyncio.run(check(servers)) if inspect.iscoroutinefunction(check) else check(servers)
         except BaseException:
             error = traceback.format_exc()
         print(json.dumps({"check": name, "error": error}), flush=True)

@@ -38,16 +38,19 @@ grammars agree with the standard. Written on {date} by `lab/src/headstart_lab/st
 *Accepts invalid*: instances that violate the schema, and that the grammar accepts in some form. An answer can then be
 invalid by the standard. *Rejects valid*: instances that satisfy the schema, and that the grammar rejects in every form
 tried (spaces, escapes, order of properties); a model cannot give such an answer. Formats are always asserted, also in
-draft 2020-12, whose default is to ignore them. A refusal is a 400 that names a keyword of the schema.
+draft 2020-12, whose default is to ignore them. A refusal is a 400 that names a keyword of the schema; without
+`strict: true` a `response_format` or a tool is refused for fewer, since those that only narrow are dropped
+([API](api.md#structured-output)).
 
 Before llguidance reads a schema, the server rewrites it to one that allows the same or a part of it: counts such as 2.0
 become integers; bounds of numbers are rounded inwards to 15 digits, 15 decimals and 2^53, beyond which parsers of JSON
 differ; `date`, `time` and `date-time` become patterns, since llguidance knows neither leap years nor leap seconds;
-whitespace in patterns (`\\s`, `\\S`) becomes that of ECMA 262. What cannot be rewritten is refused: a bound beyond 2^53
-from the wrong side, bounds that need rounding beside `oneOf`, `$id` beside `$ref` without `$schema` (drafts differ in
-it), a `$ref` into `const`, `enum`, `default` or `examples`, control characters in `const`, `enum` and `pattern`, and
-`minProperties` above the number of required properties and one (further names can be equal). Limits of size:
-[API](api.md#structured-output).
+whitespace in patterns (`\\s`, `\\S`) becomes that of ECMA 262; the look-ahead `^(?![...]*$)`,
+which pydantic writes for a `Decimal`, becomes a second pattern. What cannot be rewritten is refused: a bound beyond
+2^53 from the wrong side, bounds that need rounding beside `oneOf`, `$id` beside `$ref` without `$schema` (drafts
+differ in it), a `$ref` into `const`, `enum`, `default` or `examples`, control characters in `const`, `enum` and
+`pattern`, and `minProperties` above the number of required properties and one (further names can be equal). Limits of
+size: [API](api.md#structured-output).
 
 ## Schemas that llguidance alone accepts, and the server refuses
 

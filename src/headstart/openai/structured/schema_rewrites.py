@@ -2,8 +2,8 @@
 
 The rewritten schema allows what the original allows, or a part of it. Bounds are rounded inwards to numbers that
 llguidance reads exactly. The formats of dates and times become patterns: llguidance knows neither leap years nor when
-a minute has 61 seconds. Whitespace in patterns becomes that of ECMA 262. With `oneOf`, where a part of an alternative
-could be too much, bounds are not rounded.
+a minute has 61 seconds. Whitespace in patterns becomes that of ECMA 262, and one kind of look-ahead becomes a second
+pattern. With `oneOf`, where a part of an alternative could be too much, bounds are not rounded.
 """
 
 import re
@@ -35,6 +35,7 @@ FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[t
 
 # ECMA 262, 22.2.2.9: without U+000B here, since it is a control character, which no answer contains
 _SPACES = r" \t\n\f\r\u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}"
+_NOT_ONLY = re.compile(r"\^\(\?!\^?\[(?!\^)((?:\\.|[^\]\\])+)\]\*\$\)(?!.*\|)", re.DOTALL)  # pydantic's, of a Decimal
 _ESCAPE_OR_BRACKET = re.compile(r"\\.|[\[\]]", re.DOTALL)
 
 
@@ -98,7 +99,7 @@ def _rewritten(name: str, schema: Any, is_exact: bool, *, is_map: bool) -> Any:
     }
     if is_map:
         return inner
-    return _with_format(_with_spaces(_with_bounds(name, _with_counts(inner), is_exact)))
+    return _with_format(_without_look_ahead(_with_spaces(_with_bounds(name, _with_counts(inner), is_exact))))
 
 
 def _with_counts(part: dict[str, Any]) -> dict[str, Any]:
@@ -145,8 +146,20 @@ def _with_format(part: dict[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in part.items() if key != "format"}
     if "pattern" not in part:
         return {**rest, "pattern": FORMATS[chosen]}
+    return _with_second_pattern(rest, FORMATS[chosen])
+
+
+def _with_second_pattern(part: dict[str, Any], pattern: str) -> dict[str, Any]:
     others = part.get("allOf")
-    return {**rest, "allOf": [*(others if isinstance(others, list) else ()), {"pattern": FORMATS[chosen]}]}
+    return {**part, "allOf": [*(others if isinstance(others, list) else ()), {"pattern": pattern}]}
+
+
+def _without_look_ahead(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a subschema that asks for another character by a second pattern, not by a look-ahead as in _NOT_ONLY."""
+    pattern = part.get("pattern")
+    if not isinstance(pattern, str) or (found := _NOT_ONLY.match(pattern)) is None:
+        return part
+    return _with_second_pattern({**part, "pattern": f"^{pattern[found.end() :]}"}, f"[^{found[1]}]")
 
 
 def _with_spaces(part: dict[str, Any]) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class JsonSchemaFormat(RequestModel):
         None, alias="schema", description="A JSON Schema of draft 2020-12"
     )
     strict: bool | None = Field(
-        None, description="false: keywords that no grammar keeps to are dropped and named in a header, not refused"
+        None, description="true: keywords that no grammar keeps to are refused; else dropped and named in a header"
     )
 
 
@@ -213,16 +213,16 @@ def _of_response_format(fields: StructuredFields, closes: bool) -> list[OutputGr
         raise missing("response_format.json_schema.schema")
     name, schema = "response_format", chosen.json_schema.schema_
     schema = closed_schema(schema) if closes else schema
-    if chosen.json_schema.strict is not False:
+    if chosen.json_schema.strict:
         return [OutputGrammar(name, json_schema_grammar(strict_schema(name, schema, ", or send strict: false")))]
     loosened = loosened_schema(schema)
-    text = json_schema_grammar(loosened.schema, is_strict=False)
+    text = json_schema_grammar(loosened.schema, is_strict="oneOf" not in loosened.dropped)
     return [OutputGrammar(name, text, ((name, loosened.dropped),) if loosened.dropped else ())]
 
 
 def _of_schema(name: str, schema: Mapping[str, Any], closes: bool, whitespace: str | None = None) -> OutputGrammar:
     schema = closed_schema(schema) if closes else schema
-    remedy = ", or send the schema as response_format with strict: false"
+    remedy = ", or send the schema as response_format of type json_schema"
     return OutputGrammar(name, json_schema_grammar(strict_schema(name, schema, remedy), whitespace=whitespace))
 
 
