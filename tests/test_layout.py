@@ -44,9 +44,9 @@ BUDGETS = {
     "live page": Budget(("page",), 400, 300),
     "store": Budget(("store",), 2_600, 2_300),
     "sim": Budget(("sim",), 2_900, 2_900),
-    "all": Budget(("",), 73_300, 58_900),
+    "all": Budget(("",), 73_500, 58_900),
 }
-REST = Budget(("",), 11_100, 8_800)  # what no other budget but that of all includes
+REST = Budget(("",), 11_350, 8_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
 
 
@@ -84,7 +84,7 @@ def test_every_folder_keeps_to_its_lines() -> None:
 
 
 def test_a_line_too_many_and_a_budget_too_large_are_found() -> None:
-    budgets = {"core": Budget(("core",), 2, 2), "all": Budget(("",), 73_300, 2)}
+    budgets = {"core": Budget(("core",), 2, 2), "all": Budget(("",), 73_500, 2)}
     lines = lines_by_budget({"core/x.py": "a\nb\nc\n", "server/apis/x.py": "a\n"}, budgets)
     assert lines == {"core": 3, "all": 4, "the rest": 1}
     assert over_budget(lines, budgets) == [
