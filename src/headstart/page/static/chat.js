@@ -101,7 +101,7 @@ function counts(usage) {
 async function showPrompt(asked, sent, usage, first, whole) {
   const parts = counts(usage);
   const cached = usage.prompt_tokens - parts[4][1];
-  const saved = speed === null ? "" : `, ${ms(cached * speed)} saved`;
+  const saved = speed === null || !cached ? "" : `, ${ms(cached * speed)} saved`;
   const shown = element("details", "prompt");
   shown.open = true;
   shown.append(

@@ -39,6 +39,7 @@ function showFigures(frame) {
       ["Prompt tok/s", number(frame.prompt_tokens_per_s)],
       ["Output tok/s", number(frame.output_tokens_per_s)],
       ["Hit rate", percent(frame.hit_rate)],
+      ["Evicted blocks", number(frame.evicted_blocks)],
     ]);
   } else {
     tiles([["Hit rate", percent(frame.hit_rate)]]);

@@ -123,7 +123,7 @@ function describe() {
   const rows = run
     ? [
         ["Text", run.text.trim() || "-", "text"],
-        ["Tokens", `${number(run.tokens)} (${number(run.tokens / block)} blocks), with all below ${number(run.subtree_tokens)}`],
+        ["Tokens", `${number(run.tokens)} (${number(run.tokens / block)} block${run.tokens === block ? "" : "s"}), with all below ${number(run.subtree_tokens)}`],
         ["Users now", number(run.users)],
         ["State", STATE[run.state] + (run.pinned ? ", pinned" : "")],
         ["Evictable", run.pinned || run.users ? "no" : "yes"],
