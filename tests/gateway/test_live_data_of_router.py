@@ -38,6 +38,7 @@ def test_a_frame_has_the_replicas_and_the_latest_decisions_with_every_price() ->
             await router.complete("before someone looks")
             (frame,) = parse_events((await router.client.get(LIVE)).text)
             assert (frame["object"], len(frame["replicas"]), frame["decisions"]) == ("fleet.figures", 2, [])
+            await router.client.post("/tokenize", json={"prompt": "no prompt"})
             await router.complete("while someone looks")
             (frame,) = parse_events((await router.client.get(LIVE)).text)
             (decision,) = frame["decisions"]

@@ -38,8 +38,8 @@ class WatchedDecisions:
         self._until = self._next = -inf
 
     def note(self, decision: RoutingDecision, now: float) -> None:
-        """Note a decision before the request is sent; a few each second are enough to watch."""
-        if self._next <= now < self._until:
+        """Note a decision about a prompt before it is sent; a few each second are enough to watch."""
+        if self._next <= now < self._until and decision.view.prompt_tokens:
             self._next = now + WATCH_INTERVAL
             self._latest.appendleft(_explained(decision))
 

@@ -99,7 +99,7 @@ function replica(found) {
       ...row("Waiting", number(found.pending)), ...row("Streams", number(found.streams)),
       ...row("Backlog", ms(found.backlog_ms)), ...row("Slowness", `${found.slowness}`),
     ]),
-    ...rates.flatMap(([name, value]) => row(`Learned: ${name.replaceAll("_", " ")}`, `${value.toPrecision(3)} ms`)),
+    ...rates.flatMap(([name, value]) => row(`Learned: ms per ${name.replaceAll("_", " ")}`, short(value))),
     ...Object.entries(cache).filter(([, value]) => typeof value !== "object" || value === null)
       .flatMap(([name, value]) => row(`Cache: ${name.replaceAll("_", " ")}`, typeof value === "number" ? number(value) : `${value}`)),
   );
@@ -128,14 +128,17 @@ function showFleet(frame) {
   document.querySelector(".pick").hidden = false;
 }
 
+const host = (url) => url.replace(/^https?:\/\//, "");
+const short = (value) => (value >= 0.01 || !value ? `${Number(value.toPrecision(3))}` : value.toExponential(1));
+
 function showDecisions(decisions) {
   const heads = ["Prompt", "Sent to", "Why", "Price of each replica"];
   const rows = decisions.map((one) =>
     element(
       "tr", "", "",
-      element("td", "", number(one.prompt_tokens)), element("td", "", one.endpoint), element("td", "", one.reason),
-      element("td", "", one.candidates.map((other) =>
-        `${other.endpoint}: ${ms(other.cost_ms)} (${number(other.cached_tokens)} cached)`).join("; ")),
+      element("td", "", number(one.prompt_tokens)), element("td", "", host(one.endpoint)), element("td", "", one.reason),
+      element("td", "", "", ...one.candidates.map((other) =>
+        element("div", "price", `${host(other.endpoint)}: ${ms(other.cost_ms)} (${number(other.cached_tokens)} cached)`))),
     ),
   );
   const head = element("tr", "", "", ...heads.map((name) => element("th", "", name)));
