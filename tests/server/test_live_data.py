@@ -210,3 +210,24 @@ def test_losses_name_their_cause_and_its_remedy(folder: str) -> None:
             assert frame["hit_rate"] == 0 and frame["running"] == frame["waiting"] == 0
 
     asyncio.run(run())
+
+
+def test_a_timestamp_at_the_front_of_chats_is_named_with_the_doctors_remedy(folder: str) -> None:
+    async def run() -> None:
+        async with inside(folder, build_checked, doctor_share=1.0, **KEYS) as server:
+            doctor = server.state.loaded_model.doctor
+            for number in range(1, 4):
+                system = f"Now it is 2026-11-26 10:0{number}:11.\n{WORDS}{WORDS}"
+                messages = [{"role": "system", "content": system}, {"role": "user", "content": "Well?"}]
+                body = {"messages": messages, "max_tokens": 1}
+                found = await server.client.post("/v1/chat/completions", json=body, headers=bearer("key-a"))
+                assert found.status_code == 200, found.text
+                await until(lambda: not doctor.is_busy)
+            everything, own, other = [await frame_of(server, key) for key in ("root", "key-a", "key-b")]
+            for frame in (everything, own):
+                causes = {loss["cause"]: loss for loss in frame["losses"]}
+                assert "move it behind the constant text" in causes["timestamp"]["remedy"]
+                assert 0 < causes["timestamp"]["tokens"] <= frame["sources"]["computed"]
+            assert other["losses"] == []
+
+    asyncio.run(run())
