@@ -1,12 +1,14 @@
 """The live page's files and data over HTTP: who sees what, its bounds, and its headers."""
 
 import asyncio
+import signal
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from server.checked_engine import BLOCK_SIZE, build_checked
-from server.harness import Inside, inside, parse_events, until
+from server.harness import Inside, fake_server, inside, parse_events, until
 
 from headstart.page.live_stream import MAX_STREAMS_PER_TENANT
 from headstart.page.prefix_tree import COLUMNS
@@ -231,3 +233,13 @@ def test_a_timestamp_at_the_front_of_chats_is_named_with_the_doctors_remedy(fold
             assert other["losses"] == []
 
     asyncio.run(run())
+
+
+def test_an_open_stream_does_not_keep_a_server_from_stopping(folder: str, tmp_path: Path) -> None:
+    with fake_server(folder, tmp_path / "log") as server, server.client() as client:
+        with client.stream("GET", "/v1/cache/live") as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            server.process.send_signal(signal.SIGTERM)
+            assert "event: error" in list(lines)
+        assert server.wait() == 0
