@@ -3,6 +3,7 @@ import { bar, element, events, json, ms, number } from "./api.js";
 
 const SOURCES = ["pinned", "shared", "store", "followed", "computed"]; // in the order in which a prompt has them
 const byId = (id) => document.getElementById(id);
+const MAX_TOKENS = 1024; // of an answer
 let messages = [];
 let model;
 let running = null;
@@ -45,10 +46,13 @@ async function ask(text) {
   const said = answered.querySelector(".said");
   try {
     model ??= (await json("v1/models")).data[0]?.id;
+    const rendered = await render(sent);
+    const room = rendered ? Math.max(rendered.max_model_len - rendered.count, 1) : MAX_TOKENS;
     const begun = performance.now();
     let first = null;
     let usage = null;
-    const body = { model, messages: sent, stream: true, stream_options: { include_usage: true } };
+    const limit = Math.min(room, MAX_TOKENS);
+    const body = { model, messages: sent, max_tokens: limit, stream: true, stream_options: { include_usage: true } };
     for await (const chunk of events("v1/chat/completions", {
       method: "POST",
       body: JSON.stringify(body),
@@ -65,7 +69,7 @@ async function ask(text) {
       usage = chunk.usage ?? usage;
     }
     messages = [...sent, { role: "assistant", content: said.textContent }];
-    if (usage) await showPrompt(asked, sent, usage, first, performance.now() - begun);
+    if (usage) showPrompt(asked, rendered, usage, first, performance.now() - begun);
   } catch (error) {
     answered.classList.add("failed");
     said.textContent += error.name === "AbortError" ? " (stopped)" : error.message;
@@ -98,7 +102,16 @@ function counts(usage) {
   return [...found, ["computed", Math.max(usage.prompt_tokens - cached, 0)]];
 }
 
-async function showPrompt(asked, sent, usage, first, whole) {
+// The prompt in tokens; null at an engine that cannot say.
+async function render(sent) {
+  try {
+    return await json("tokenize", { model, messages: sent, return_token_strs: true });
+  } catch {
+    return null;
+  }
+}
+
+function showPrompt(asked, rendered, usage, first, whole) {
   const parts = counts(usage);
   const cached = usage.prompt_tokens - parts[4][1];
   const saved = speed === null || !cached ? "" : `, ${ms(cached * speed)} saved`;
@@ -111,23 +124,19 @@ async function showPrompt(asked, sent, usage, first, whole) {
   );
   for (const old of document.querySelectorAll("#turns details.prompt")) old.open = false;
   asked.append(shown);
-  try {
-    const rendered = await json("tokenize", { model, messages: sent, return_token_strs: true });
-    const text = element("div", "rendered");
-    text.tabIndex = 0;
-    text.setAttribute("role", "region");
-    text.setAttribute("aria-label", "The prompt by source");
-    let start = 0;
-    for (const [name, value] of parts) {
-      if (!value) continue;
-      const words = rendered.token_strs.slice(start, name === "computed" ? undefined : start + value).join("");
-      start += value;
-      const span = element("span", name, words);
-      span.title = `${name}: ${number(value)} tokens${speed && name !== "computed" ? `, ${ms(value * speed)} saved` : ""}`;
-      text.append(element("b", "unseen", `${name}: `), span);
-    }
-    shown.append(text);
-  } catch {
-    // an engine that cannot say how the prompt was rendered
+  if (!rendered?.token_strs) return;
+  const text = element("div", "rendered");
+  text.tabIndex = 0;
+  text.setAttribute("role", "region");
+  text.setAttribute("aria-label", "The prompt by source");
+  let start = 0;
+  for (const [name, value] of parts) {
+    if (!value) continue;
+    const words = rendered.token_strs.slice(start, name === "computed" ? undefined : start + value).join("");
+    start += value;
+    const span = element("span", name, words);
+    span.title = `${name}: ${number(value)} tokens${speed && name !== "computed" ? `, ${ms(value * speed)} saved` : ""}`;
+    text.append(element("b", "unseen", `${name}: `), span);
   }
+  shown.append(text);
 }
