@@ -35,16 +35,16 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "core": Budget(("core",), 6_570, 6_000),
+    "core": Budget(("core",), 6_620, 6_000),
     "model": Budget(("model",), 10_900, 8_000),
     "router": Budget(("router",), 3_800, 4_100),
-    "gateway": Budget(("gateway",), 11_000, 9_200),
+    "gateway": Budget(("gateway",), 11_100, 9_200),
     "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 15_200, 10_100),
-    "HTTP, server, engine": Budget(("http", "server", "llm.py", "assembly.py", "engine_checks.py"), 8_240, 7_500),
+    "HTTP, server, engine": Budget(("http", "server", "llm.py", "assembly.py", "engine_checks.py"), 8_700, 7_500),
     "live page": Budget(("page",), 400, 300),
     "store": Budget(("store",), 2_600, 2_300),
     "sim": Budget(("sim",), 2_900, 2_900),
-    "all": Budget(("",), 73_500, 58_900),
+    "all": Budget(("",), 72_700, 58_900),
 }
 REST = Budget(("",), 11_350, 8_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
@@ -84,7 +84,7 @@ def test_every_folder_keeps_to_its_lines() -> None:
 
 
 def test_a_line_too_many_and_a_budget_too_large_are_found() -> None:
-    budgets = {"core": Budget(("core",), 2, 2), "all": Budget(("",), 73_500, 2)}
+    budgets = {"core": Budget(("core",), 2, 2), "all": Budget(("",), 700, 2)}
     lines = lines_by_budget({"core/x.py": "a\nb\nc\n", "server/apis/x.py": "a\n"}, budgets)
     assert lines == {"core": 3, "all": 4, "the rest": 1}
     assert over_budget(lines, budgets) == [
