@@ -45,7 +45,7 @@ def test_a_hit_revives_idle_blocks_and_they_are_not_handed_out() -> None:
 
 
 def test_published_blocks_are_listed_with_their_users_pins_and_reuse() -> None:
-    pool = BlockPool(8)
+    pool = BlockPool(8, eviction_policy="2q")
     chain, private = pool.allocate(2), pool.allocate(1)
     names = publish_chain(pool, chain, range(8))
     pool.pin(names[:1])
