@@ -188,7 +188,7 @@ class GatewayState:
             record.error = "replica_lost"
         if call.first_token_at is not None:
             trace_id = call.trace.hex_id if call.trace else ""
-            self.metrics.ttft.observe(call.first_token_at - record.arrival, trace_id or "")
+            self.metrics.ttft.observe(call.first_token_at - record.arrival, trace_id)
         self.metrics.routed(call)
         if record.status not in (401, 403):  # otherwise any client could evict requests that tenants may explain
             self.memory.sent(call, record.principal)
