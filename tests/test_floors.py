@@ -16,7 +16,7 @@ FLOORS = {  # any other file is on the top floor, where the concrete pieces meet
     **dict.fromkeys(["openai", "measurement"], 2),
     # chats of openai, translated; a simulation, measured like an engine; HTTP without any API's rules
     **dict.fromkeys(["anthropic", "ollama", "sim", "http"], 3),
-    "apis": 4,
+    **dict.fromkeys(["apis", "page"], 4),
     **dict.fromkeys(["server", "gateway"], 5),
 }
 TOP = 6
@@ -26,7 +26,7 @@ NO_TORCH = {"torch", "headstart.model"}
 FORBIDDEN = {
     **dict.fromkeys(["core", "explain"], IMPURE),
     "router": IMPURE - {"random"},
-    **dict.fromkeys(["openai", "anthropic", "ollama", "http", "apis", "server", "gateway"], NO_TORCH),
+    **dict.fromkeys(["openai", "anthropic", "ollama", "http", "apis", "page", "server", "gateway"], NO_TORCH),
 }
 # Lazy on purpose: the command line (Ctrl-C while it is imported), its verbs (fast --help, threads before torch), the
 # attention table, `headstart.LLM`.

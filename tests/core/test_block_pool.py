@@ -44,6 +44,22 @@ def test_a_hit_revives_idle_blocks_and_they_are_not_handed_out() -> None:
         pool.allocate(1)
 
 
+def test_published_blocks_are_listed_with_their_users_pins_and_reuse() -> None:
+    pool = BlockPool(8, eviction_policy="2q")
+    chain, private = pool.allocate(2), pool.allocate(1)
+    names = publish_chain(pool, chain, range(8))
+    pool.pin(names[:1])
+    pool.release(chain)
+    pool.acquire(chain[1:])
+    rows = pool.published_in(0, 8)
+    assert [(row.block, row.block_hash, row.num_refs, row.is_pinned) for row in rows] == [
+        (chain[0], names[0], 0, True),
+        (chain[1], names[1], 1, False),
+    ]
+    assert rows[1].is_reused and not rows[1].tenant and rows[1].parent == names[0]
+    assert pool.published_in(private[0], 8) == [] and pool.published_in(8, 99) == []
+
+
 def test_a_colliding_name_is_a_miss() -> None:
     pool = BlockPool(4)
     (block,) = pool.allocate(1)

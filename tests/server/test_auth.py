@@ -17,7 +17,7 @@ from headstart.server.engine.engine_client import EngineClient
 from headstart.server.server_state import ServerState
 from headstart.store.files import read_secret
 
-OPEN = ("/health", "/readyz", "/livez", "/version", "/ping")
+OPEN = ("/health", "/readyz", "/livez", "/version", "/ping", "/", "/page/page.js")
 CLOSED = {
     "/v1/completions": "POST",
     "/v1/chat/completions": "POST",
@@ -27,6 +27,9 @@ CLOSED = {
     "/tokenize": "POST",
     "/detokenize": "POST",
     "/openapi.json": "GET",
+    "/v1/cache/tree": "GET",
+    "/v1/cache/live": "GET",
+    "/page": "GET",
     "/nowhere": "GET",
 }
 ADMIN = {
@@ -39,7 +42,7 @@ ADMIN = {
     "/v1/cache/stats": "GET",
 }
 SPELLINGS = (
-    *("//health", "/HEALTH", "/health/", "/health%2f..%2fv1/models", "/v1/models?x=/health"),
+    *("/%2Fhealth", "/%2Fpage/page.js", "/HEALTH", "/health/", "/health%2f..%2fv1/models", "/v1/models?x=/health"),
     *("/v1/%6dodels", "/%"),
 )
 

@@ -22,8 +22,19 @@ def key_from(environ: Mapping[str, str]) -> str | None:
     return next((value for value in values if value), None)
 
 
-def call_server(url: str, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    """Return the JSON response of a server. Raises HeadstartError with its message, or why it cannot be reached."""
+def call_server(
+    url: str,
+    method: str,
+    path: str,
+    body: Mapping[str, Any] | None = None,
+    *,
+    timeout: float = TIMEOUT,
+    is_stream: bool = False,
+) -> Any:
+    """Return the JSON response of a server, or with `is_stream` that of the only event of a stream.
+
+    Raises HeadstartError with its message, or why it cannot be reached.
+    """
     address = url.rstrip("/").removesuffix("/v1")
     headers = {"content-type": "application/json"}
     if key := key_from(os.environ):
@@ -33,8 +44,10 @@ def call_server(url: str, method: str, path: str, body: Mapping[str, Any] | None
     opener = build_opener() if proxy else build_opener(ProxyHandler({}))
     through = f" through the proxy {proxy}, which the environment names" if proxy else ""
     try:
-        with opener.open(Request(address + path, data, headers, method=method), timeout=TIMEOUT) as answer:
+        with opener.open(Request(address + path, data, headers, method=method), timeout=timeout) as answer:
             text = answer.read()
+            if is_stream:
+                text = text.removeprefix(b"data: ")
             return json.loads(text) if text else None
     except HTTPError as error:
         raise HeadstartError(_error_message(error, bool(key)) + through) from error

@@ -18,6 +18,7 @@ from headstart.cli import explain, generate, init_model_verb, route, serve
 from headstart.cli.doctor_verb import doctor
 from headstart.cli.help_text import GroupedCommand, usage_message
 from headstart.cli.lint import lint_verb
+from headstart.cli.live import ps_verb, top_verb
 from headstart.cli.prefix import app as prefix
 from headstart.cli.simulation import plan_verb
 from headstart.cli.simulation.simulate_verb import app as simulate
@@ -38,6 +39,8 @@ app.command(cls=GroupedCommand, epilog=generate.EXAMPLES)(generate.generate)
 app.command(cls=GroupedCommand)(doctor)
 app.command("init-model", cls=GroupedCommand, epilog=init_model_verb.EXAMPLES)(init_model_verb.init_model)
 app.command(cls=GroupedCommand, epilog=explain.EXAMPLES)(explain.explain)
+app.command(cls=GroupedCommand, epilog=top_verb.EXAMPLES)(top_verb.top)
+app.command(cls=GroupedCommand)(ps_verb.ps)
 app.command(cls=GroupedCommand, epilog=lint_verb.EXAMPLES)(lint_verb.lint)
 app.command(cls=GroupedCommand, epilog=plan_verb.EXAMPLES)(plan_verb.plan)
 app.add_typer(simulate, name="simulate", short_help="Simulate a fleet in virtual time, on recorded traffic.")

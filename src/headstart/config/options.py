@@ -259,6 +259,7 @@ class ServerOptions:
     cors_origin: tuple[str, ...] = _option(
         (), "Origin whose web pages may read answers, as https://example.com, or *; repeat for several.", LISTENING
     )
+    page: bool = _option(True, "Serve the live page at /.", LISTENING)
     tool_call_parser: str = _option(
         "auto",
         "Format of the model's tool calls; auto: detected from its chat template.",

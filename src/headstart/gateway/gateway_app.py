@@ -5,6 +5,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
+from urllib.parse import urlencode
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headstart import __version__
 from headstart.anthropic.model_page import VERSION_HEADER, anthropic_model, model_page
 from headstart.apis.api_table import CHAT, COMPLETIONS, api_of, generation_api
-from headstart.core.errors import InvalidRequestError
+from headstart.core.errors import DrainingError, InvalidRequestError
 from headstart.gateway.gateway_routes import PROXIED, ROUTES, is_passed_on
 from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.held_bytes import ByteReservation, bytes_of
@@ -33,6 +34,8 @@ from headstart.ollama.ollama_answers import model_list as ollama_models
 from headstart.openai.request_json import parse_json
 from headstart.openai.responses import Json, model_list
 from headstart.openai.value_checks import shown
+from headstart.page.live_stream import MAX_FRAMES, LiveStreams
+from headstart.page.page_files import PageFiles
 
 LONG_BODY_BYTES = 16 * 1024  # longer bodies are parsed and tokenized off the event loop, which relays streams
 _PREFIX = re.compile(r"/v1/prefixes/[A-Za-z0-9._-]*[A-Za-z0-9_-]")
@@ -59,12 +62,17 @@ class _Front:
         self._state = state
         self._forward = forward or state.proxy.serve
         self._reads_answers = forward is None
+        self._streams = LiveStreams()
+        self._files = PageFiles(is_on=state.server_options.page)
         self._long_work = LongWork(LONG_BODY_BYTES, SPOOL_BYTES)
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/models": ("GET", self._models),
             "/v1/fleet": ("GET", self._fleet),
             "/v1/cache/explain": ("GET", self._explain),
             "/v1/cache/stats": ("GET", self._cache_stats),
+            "/v1/cache/tree": ("GET", self._cache_tree),
+            "/v1/cache/live": ("GET", self._live),
+            "/": ("GET", self._page),
             "/health": ("GET", self._health),
             "/readyz": ("GET", self._health),
             "/ping": ("GET", self._health),
@@ -100,6 +108,8 @@ class _Front:
         if known is not None and method == known[0]:
             response = await known[1](Request(scope, receive, send))
             await response(scope, receive, send)
+        elif path.startswith("/page/") and method == "GET":
+            await (await self._page(Request(scope, receive, send)))(scope, receive, send)
         elif path.startswith("/v1/models/") and method == "GET":
             await self._model(path.removeprefix("/v1/models/"), scope)(scope, receive, send)
         elif (found := _STORED.fullmatch(path)) is not None and method in ("GET", "DELETE"):
@@ -260,6 +270,29 @@ class _Front:
     async def _cache_stats(self, request: Request) -> Response:
         principal = record_of(request.scope).principal
         return json_response(await self._state.cache_stats(principal, request.scope["headers"]))
+
+    async def _cache_tree(self, request: Request) -> Response:
+        """Ask the replica that the query names, by default the first that is up."""
+        urls = self._state.urls_up
+        chosen = request.query_params.get("replica", urls[0] if urls else "")
+        if urls and chosen not in urls:
+            raise InvalidRequestError(f"replica {shown(chosen)} is not up; there are {len(urls)}", param="replica")
+        asked = urlencode({name: value for name, value in request.query_params.items() if name != "replica"})
+        target = request.scope["path"] + (f"?{asked}" if asked else "")
+        return _response_of(await self._state.send(urls and [chosen], "GET", target, request.scope["headers"]))
+
+    async def _live(self, request: Request) -> Response:
+        async def frame() -> Json:
+            if self._state.draining:
+                raise DrainingError("the router is shutting down")
+            return self._state.figures()
+
+        # a front that does not read answers, Envoy's picker, sends them whole
+        limit = MAX_FRAMES if self._reads_answers else 1
+        return await self._streams.answer(request, record_of(request.scope).principal.label, frame, max_frames=limit)
+
+    async def _page(self, request: Request) -> Response:
+        return self._files.answer(request)
 
     async def _health(self, request: Request) -> Response:
         self._state.check_ready()

@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.retry_budget import RetryBudget
 from headstart.gateway.replicas.replica_monitor import ReplicaMonitor
-from headstart.http.packed_metrics import expose, method_label
+from headstart.http.packed_metrics import Histogram, expose, method_label
 from headstart.http.tracing.tracer import Exported, SpanCounts
 from headstart.router.router import Router
 
@@ -97,7 +97,9 @@ class GatewayMetrics:
         return counts
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"headstart:{name}", text, buckets=buckets, registry=self._registry)
+        histogram = Histogram(f"headstart:{name}", text, buckets, {})
+        self._registry.register(histogram)
+        return histogram
 
 
 class _Counts(Collector):

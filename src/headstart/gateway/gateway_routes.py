@@ -23,6 +23,7 @@ PROXIED = frozenset(  # generation routes of Headstart, vLLM and SGLang; each ta
 OWN = (
     *(path for api in APIS for path in api.get_paths),
     *("/v1/models", "/v1/fleet", "/v1/cache/stats", "/v1/cache/explain", "/v1/prefixes", "/reset_prefix_cache"),
+    *("/v1/cache/tree", "/v1/cache/live", "/"),
     *("/health", "/readyz", "/livez", "/metrics", "/version", "/ping", "/load", "/tokenizer_info"),
 )
 ROUTES = (*sorted(PROXIED), *OWN)
@@ -31,6 +32,8 @@ ROUTER_ACCESS: Mapping[str, Access] = {
     "/metrics": Access.MONITOR,
     "/load": Access.MONITOR,
     "/v1/cache/stats": Access.MONITOR,  # as /metrics
+    "/v1/cache/tree": Access.ADMIN,  # a replica may take the router for an administrator
+    "/v1/cache/live": Access.ADMIN,  # as /v1/fleet
 }
 _PLAIN = re.compile(r"/v1(/[A-Za-z0-9_-]+)+")  # no dots, nothing encoded: the replica sees exactly this path
 _REPLICAS_OWN = ("/v1/prefixes", "/v1/cache")  # a replica's administration, for which the router has its own routes

@@ -3,8 +3,10 @@
 import asyncio
 import secrets
 import time
+from collections import deque
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import aiohttp
@@ -33,6 +35,7 @@ from headstart.http.body_reader import BodyReader
 from headstart.http.decision_log_writer import DecisionLog
 from headstart.http.http_errors import ClientGoneError, HttpError, rendered
 from headstart.http.logs import Log
+from headstart.http.packed_metrics import quantile
 from headstart.http.protocol.connections import most_connections
 from headstart.http.tracing.request_trace import RequestTrace
 from headstart.http.tracing.tracer import make_tracer
@@ -42,6 +45,8 @@ from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.policies.policy_table import make_policy
 from headstart.router.router import Router
 
+TTFT_SECONDS = 30.0  # of the times in figures
+MAX_TTFT_SAMPLES = 256
 FILES_PER_REQUEST = 2  # the connections to the client and to a replica
 
 
@@ -115,6 +120,9 @@ class GatewayState:
         self.metrics.watch(self)
         if self.tracer is not None:
             self.metrics.watch_tracer(self.tracer)
+        self._ttft: deque[tuple[float, tuple[int, ...]]] = deque(
+            [(-inf, self.metrics.ttft.counts)], maxlen=MAX_TTFT_SAMPLES
+        )
         self.draining = False
         self.num_under_way = 0
         self.idle = asyncio.Event()
@@ -180,9 +188,8 @@ class GatewayState:
         if call.outcome == "lost":
             record.error = "replica_lost"
         if call.first_token_at is not None:
-            trace_id = call.trace and call.trace.hex_id
-            exemplar = {"trace_id": trace_id} if trace_id else None
-            self.metrics.ttft.observe(call.first_token_at - record.arrival, exemplar)
+            trace_id = call.trace.hex_id if call.trace else ""
+            self.metrics.ttft.observe(call.first_token_at - record.arrival, trace_id)
         self.metrics.routed(call)
         if record.status not in (401, 403):  # otherwise any client could evict requests that tenants may explain
             self.memory.sent(call, record.principal)
@@ -286,6 +293,20 @@ class GatewayState:
                 for name, r in router.regrets.items()
             },
             "replicas": [self._described(member, now) for member in self.members.members.values()],
+        }
+
+    def figures(self) -> dict[str, Any]:
+        """Return a frame of /v1/cache/live: the description of all replicas, recent times and decisions."""
+        now, ttft = time.monotonic(), self.metrics.ttft
+        self._ttft.append((now, ttft.counts))
+        _, before = next((one for one in reversed(self._ttft) if now - one[0] >= TTFT_SECONDS), self._ttft[0])
+        counts = [b - a for a, b in zip(before, ttft.counts, strict=True)]
+        times = {name: quantile(ttft.bounds, counts, share) for name, share in (("p50", 0.5), ("p95", 0.95))}
+        return {
+            **self.describe(),
+            "object": "fleet.figures",
+            "ttft_ms": {name: None if value is None else round(1000 * value, 1) for name, value in times.items()},
+            "decisions": self.proxy.decisions.watch(now),
         }
 
     def _described(self, member: MonitoredReplica, now: float) -> dict[str, Any]:

@@ -13,7 +13,10 @@ from headstart.http.tracing.request_trace import RequestTrace
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 _MAX_LABEL_CHARS = 128
 _SCOPE_KEY = "headstart.record"
-_PROBES = ("/health", "/readyz", "/livez", "/metrics")  # polled regularly by monitoring
+_PROBES = (  # polled regularly by monitoring and by the live page
+    *("/health", "/readyz", "/livez", "/metrics"),
+    *("/v1/cache/tree", "/v1/cache/live"),
+)
 
 
 @dataclass(slots=True)

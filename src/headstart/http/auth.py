@@ -37,6 +37,7 @@ class Access(Enum):
 
 
 ACCESS = {
+    "/": Access.PUBLIC,  # the live page, which has no data
     "/health": Access.PUBLIC,
     "/readyz": Access.PUBLIC,
     "/livez": Access.PUBLIC,
@@ -49,9 +50,12 @@ ACCESS = {
     "/v1/cache/stats": Access.OPERATOR,  # as /metrics
     "/v1/cache/explain": Access.OWN,  # shows parts of prompts
     "/v1/cache/requests": Access.OWN,  # shows prompts
+    "/v1/cache/tree": Access.OWN,  # shows parts of prompts
+    "/v1/cache/live": Access.OWN,
     "/v1/fleet": Access.ADMIN,  # of a router: addresses and load of replicas
 }
 _ADMIN_TREE = "/v1/prefixes/"  # and all paths below
+_PUBLIC_TREE = "/page/"  # the files of the live page
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +114,10 @@ class Authenticator:
 
     def authorise(self, scope: Scope, *, takes_x_api_key: bool = False) -> Principal:
         """Return the client's Principal for `scope["path"]`. Raises HttpError 401 or 403 if access is denied."""
-        access = (
-            Access.ADMIN if scope["path"].startswith(_ADMIN_TREE) else self._access.get(scope["path"], Access.TENANT)
-        )
+        path = scope["path"]
+        access = Access.ADMIN if path.startswith(_ADMIN_TREE) else self._access.get(path, Access.TENANT)
+        if path.startswith(_PUBLIC_TREE):
+            access = Access.PUBLIC
         if access is Access.PUBLIC:
             return ANYONE
         takes_x_api_key = takes_x_api_key or _is_of_models(scope["path"])  # Anthropic's clients list models so

@@ -67,6 +67,16 @@ class Histogram(Collector):
         self._sum = array("d", (0.0,))
         self._exemplars: dict[int, Exemplar] = {}  # by bucket
 
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """The upper bound of each bucket; the last is infinite."""
+        return self._bounds
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The values counted by bucket; not cumulative."""
+        return tuple(self._counts)
+
     def observe(self, value: float, trace_id: str = "") -> None:
         """Count one value, of the trace with this id if there is one."""
         bucket = bisect_left(self._bounds, value)
@@ -84,6 +94,23 @@ class Histogram(Collector):
             buckets.append(named if exemplar is None else (*named, exemplar))
         family.add_metric(tuple(self._labels.values()), buckets, self._sum[0])
         yield family
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
+    """Return the value below which that share of the counted values is, interpolated in its bucket; None without any.
+
+    In the last bucket, which has no upper bound, it is the lower one.
+    """
+    left = share * sum(counts)
+    if not left:
+        return None
+    lower = 0.0
+    for bound, count in zip(bounds, counts, strict=True):
+        if count and left <= count:
+            return lower if bound == inf else lower + (bound - lower) * left / count
+        left -= count
+        lower = lower if bound == inf else bound
+    return lower
 
 
 class Counter(Collector):

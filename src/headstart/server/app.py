@@ -53,6 +53,8 @@ from headstart.openai.responses_api.responses_request import ResponsesRequest
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.tool_fields import tool_params
 from headstart.openai.value_checks import shown
+from headstart.page.live_stream import LiveStreams
+from headstart.page.page_files import PageFiles
 from headstart.server.apis.choice_apis import check_model
 from headstart.server.apis.generation_routes import GenerationRoutes, run_with_body
 from headstart.server.apis.ollama_format import OllamaRoutes
@@ -60,11 +62,15 @@ from headstart.server.cache_api.cache_routes import cache_stats, explain, recent
 from headstart.server.cache_api.cache_schema import (
     CacheExplanation,
     CacheStatistics,
+    Figures,
     PinnedPrefix,
     PinnedPrefixList,
     RecentRequestList,
     RemovedPrefix,
+    TreeAnswer,
 )
+from headstart.server.cache_api.cache_tree import CacheTree, max_runs_of
+from headstart.server.cache_api.live_figures import LiveFigures
 from headstart.server.prefix_requests import PrefixRequest, parse_prefix
 from headstart.server.server_state import ServerState
 from headstart.server.store_metrics import may_see_store
@@ -73,9 +79,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 _Result = TypeVar("_Result")
 
 
-def build_app(state: ServerState) -> ASGIApp:
-    """Return the ASGI application of one server."""
-    routes, apis = _Routes(state), GenerationRoutes(state)
+def build_app(state: ServerState, figures: LiveFigures | None = None) -> ASGIApp:
+    """Return the ASGI application of one server. `figures`: those that someone samples; None: without earlier ones."""
+    routes, apis = _Routes(state, figures or LiveFigures(state)), GenerationRoutes(state)
     token_count = Answers(TokenCount, error=MessagesError)
     operations: list[Operation] = []
     table: list[Route] = []
@@ -113,6 +119,8 @@ def build_app(state: ServerState) -> ASGIApp:
         ("GET", "/v1/cache/stats", routes.cache_stats, Answers(CacheStatistics)),
         ("GET", "/v1/cache/explain", routes.explain_request, Answers(CacheExplanation)),
         ("GET", "/v1/cache/requests", routes.recent_requests, Answers(RecentRequestList)),
+        ("GET", "/v1/cache/tree", routes.cache_tree, Answers(TreeAnswer)),
+        ("GET", "/v1/cache/live", routes.live, Answers(None, Figures)),
         ("POST", "/v1/cache/explain", routes.explain_prompt, Answers(CacheExplanation), CompletionRequest, ChatRequest),
     ):
         route = Route(path, _guarded(state, handler))
@@ -126,6 +134,8 @@ def build_app(state: ServerState) -> ASGIApp:
         route = Route(path, _guarded(state, handler))
         route.methods = {method}
         table.append(route)
+    for path in ("/", "/page/{name}"):
+        table.append(Route(path, _guarded(state, routes.page), methods=["GET"]))
     described = cache(lambda: document("Headstart", __version__, operations))
 
     async def openapi(request: Request) -> Response:
@@ -168,8 +178,12 @@ async def _framework_error(request: Request, error: Exception) -> Response:
 class _Routes:
     """The route handlers. Each may raise HttpError and HeadstartError. Their docstrings are the OpenAPI summaries."""
 
-    def __init__(self, state: ServerState) -> None:
+    def __init__(self, state: ServerState, figures: LiveFigures) -> None:
         self._state = state
+        self._figures = figures
+        self._tree = CacheTree(state.engine)
+        self._streams = LiveStreams()
+        self._files = PageFiles(is_on=state.options.page)
 
     async def models(self, request: Request) -> Response:
         """List the served model."""
@@ -289,6 +303,21 @@ class _Routes:
     async def recent_requests(self, request: Request) -> Response:
         """List the caller's own recent request bodies (`last`: how many). Empty unless the server keeps them."""
         return json_response(await recent_requests(self._state, request))
+
+    async def cache_tree(self, request: Request) -> Response:
+        """The published blocks of the prefix cache as a tree of runs (`max_runs`: how many, the largest first)."""
+        model, principal = self._state.check_ready(), record_of(request.scope).principal
+        max_runs = max_runs_of(request.query_params.get("max_runs"))
+        return json_response(await self._tree.answer(model, principal, max_runs))
+
+    async def live(self, request: Request) -> Response:
+        """A stream of figures, one frame each second (`frames`: how many)."""
+        principal = record_of(request.scope).principal
+        return await self._streams.answer(request, principal.label, lambda: self._figures.frame(principal))
+
+    async def page(self, request: Request) -> Response:
+        """The files of the live page."""
+        return self._files.answer(request)
 
     async def explain_prompt(self, request: Request) -> Response:
         """Explain why a completion or chat with this body would have no more prefix cache hits."""

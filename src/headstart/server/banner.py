@@ -44,6 +44,7 @@ def banner(
             if info.exceptions
             else []
         ),
+        *([f"  page    {url}/ shows the cache at work"] if options.page else []),
         f"  keys    {_keys(options, '127.0.0.1' if uds else host)}",
         f"  try     {first}{curl} {url}{path}{key} -H 'Content-Type: application/json' \\",
         f"            -d '{json.dumps(body)}'",

@@ -33,6 +33,7 @@ from headstart.http.logs import Log
 from headstart.http.protocol.connections import ConnectionTable, connection_cap
 from headstart.server.app import build_app
 from headstart.server.banner import banner, store_text
+from headstart.server.cache_api.live_figures import LiveFigures
 from headstart.server.engine.engine_client import Build, EngineClient
 from headstart.server.engine.request_recorder import RequestRecorder
 from headstart.server.engine.wire import stats_of
@@ -106,8 +107,9 @@ class _Run:
             self._options.drain_timeout, self._log, num_requests=lambda: state.num_jobs, on_drain=state.drain
         )
         shutdown.install()
+        self._figures = LiveFigures(state)
         cap = connection_cap(self._options.max_num_queued_reqs, files_each=1)
-        http = HttpServer(uvicorn_config(build_app(state), ConnectionTable(cap)))
+        http = HttpServer(uvicorn_config(build_app(state, self._figures), ConnectionTable(cap)))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         try:
             return await self._live(state, engine)
@@ -148,7 +150,8 @@ class _Run:
             return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_BROKEN
         host, port, path = address_of(self._listener)
         self._log.line(banner(model, self._options, host, port, store=store, uds=path))
-        regular = [asyncio.create_task(work) for work in (write_statistics(state), trim_regularly())]
+        works = write_statistics(state), trim_regularly(), self._figures.sample_regularly()
+        regular = [asyncio.create_task(work) for work in works]
         try:
             await self._until_stopped(engine.died.wait())
             return await self._drain(state, engine)

@@ -46,6 +46,7 @@ ROUTES = (
     *("/tokenizer_info", "/ping", "/load"),
     *("/health", "/readyz", "/livez", "/metrics", "/version", "/reset_prefix_cache", "/openapi.json"),
     *("/v1/cache/stats", "/v1/cache/explain", "/v1/cache/requests", "/v1/prefixes"),
+    *("/v1/cache/tree", "/v1/cache/live", "/"),
 )
 
 

@@ -13,7 +13,7 @@ is not free either.
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import takewhile
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from headstart.core.cache.eviction import HOT, SEEN, picker
 from headstart.core.cache.free_blocks import FreeBlocks
@@ -23,6 +23,18 @@ from headstart.core.request import DEFAULT_RETENTION, Retention
 from headstart.core.sched.queued_block_refs import QueuedBlockRefs
 
 HISTORY_POOLS = 8  # upper bound of the eviction history, in pools; at least half as many hashes are remembered
+
+
+class PublishedBlock(NamedTuple):
+    """A published block at one moment. `is_reused`: used again after it had been idle or evicted."""
+
+    block: int
+    block_hash: BlockHash
+    parent: BlockHash
+    num_refs: int
+    is_pinned: bool
+    is_reused: bool
+    tenant: str
 
 
 class BlockListener(Protocol):
@@ -145,6 +157,23 @@ class BlockPool:
     def is_pinned(self, block_hash: BlockHash) -> bool:
         """Return whether the hash is pinned, published or not."""
         return block_hash in self._pins
+
+    def published_in(self, start: int, stop: int) -> list[PublishedBlock]:
+        """Return the published blocks with ids in [start, stop). Changes nothing."""
+        refs, marks, tenants, pins = self._refs, self._marks, self._tenants, self._pins
+        return [
+            PublishedBlock(
+                block,
+                block_hash,
+                self._entries[block_hash][1],
+                refs[block],
+                block_hash in pins,
+                bool(marks[block] & HOT),
+                tenants[block],
+            )
+            for block, block_hash in enumerate(self._block_hashes[start:stop], start)
+            if block_hash is not None
+        ]
 
     def refs(self, block: int) -> int:
         """Return the number of references to a block; 0: free, or idle and pinned."""

@@ -2,6 +2,9 @@
 
 import json
 import re
+from collections import deque
+from math import inf
+from typing import Any
 
 from headstart.core.errors import NoReplicaError
 from headstart.gateway.proxy.upstream import AttemptError, Failure
@@ -10,6 +13,9 @@ from headstart.router.routing_decision import RoutingDecision
 
 ID_BYTES = 512  # at the beginning of an answer that are searched for its id
 _ID = re.compile(rb'"id"\s*:\s*"([A-Za-z0-9._:-]{1,128})"')
+MAX_WATCHED = 20  # decisions
+WATCH_SECONDS = 10.0  # for which decisions are noted after the last look
+WATCH_INTERVAL = 0.05  # seconds between two that are noted
 MAX_EXPLAINED = 16  # replicas in the header that explains a decision: it must fit into a response head
 
 
@@ -21,10 +27,33 @@ def id_in(piece: bytes) -> str:
 
 def decision_header(decision: RoutingDecision) -> bytes:
     """Return the reasons of a routing decision as the value of a header."""
+    return json.dumps(_explained(decision), separators=(",", ":")).encode()
+
+
+class WatchedDecisions:
+    """The latest routing decisions with the price of each replica; noted only while someone watches."""
+
+    def __init__(self) -> None:
+        self._latest: deque[dict[str, Any]] = deque(maxlen=MAX_WATCHED)
+        self._until = self._next = -inf
+
+    def note(self, decision: RoutingDecision, now: float) -> None:
+        """Note a decision about a prompt before it is sent; a few each second are enough to watch."""
+        if self._next <= now < self._until and decision.view.prompt_tokens:
+            self._next = now + WATCH_INTERVAL
+            self._latest.appendleft(_explained(decision))
+
+    def watch(self, now: float) -> list[dict[str, Any]]:
+        """Return the noted decisions, newest first, and note further ones for a while."""
+        self._until = now + WATCH_SECONDS
+        return list(self._latest)
+
+
+def _explained(decision: RoutingDecision) -> dict[str, Any]:
     explanation = decision.explain()
     explanation["candidates"] = explanation["candidates"][:MAX_EXPLAINED]
     explanation["excluded"] = dict(list(explanation["excluded"].items())[:MAX_EXPLAINED])
-    return json.dumps(explanation, separators=(",", ":")).encode()
+    return explanation
 
 
 def replica_lost() -> HttpError:

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from headstart.core.errors import NoReplicaError, QueueFullError
 from headstart.gateway.held_bytes import MAX_HELD_BYTES, HeldBytes
 from headstart.gateway.proxy.error_responses import (
+    WatchedDecisions,
     decision_header,
     no_answer,
     no_replicas,
@@ -94,6 +95,7 @@ class Proxy:
         self.replica_wait = ReplicaWait(router, settings.replica_wait)
         self.held = HeldBytes(settings.max_held_bytes)
         self.relay = Relay(router)
+        self.decisions = WatchedDecisions()
         self._session = session
         self._fresh = aiohttp.ClientSession(  # a new connection for each request: none of them has been idle
             connector=aiohttp.TCPConnector(limit=0, force_close=True, ttl_dns_cache=10), **session_options()
@@ -154,6 +156,7 @@ class Proxy:
         )
         if call.explains:
             call.route = decision_header(decision)
+        self.decisions.note(decision, now)
         return decision
 
     def record(self, call: ProxiedCall, decision: RoutingDecision, now: float) -> InFlight:

@@ -216,3 +216,46 @@ class RemovedPrefix(ApiObject):
 
     name: str
     deleted: Literal[True]
+
+
+class TreeAnswer(ApiObject):
+    """The published blocks as a tree of runs in preorder; `runs` has the values of `columns`."""
+
+    object: Literal["cache.tree"]
+    model: str
+    block_size: int
+    capacity_tokens: int
+    tokens: int
+    num_runs: int
+    seconds_ago: float
+    columns: list[str]
+    runs: list[list[Any]]
+
+
+class Loss(ApiObject):
+    """Prompt tokens that were computed for one cause, and how to mend it."""
+
+    cause: str
+    tokens: int
+    remedy: str
+
+
+class Figures(ApiObject):
+    """One frame of the stream of figures; tenants get the fields without a default only."""
+
+    object: Literal["cache.figures"]
+    model: str
+    tenant: str | None
+    ms_per_prompt_token: float | None
+    window_seconds: float
+    sources: dict[str, int]
+    hit_rate: float | None
+    losses: list[Loss]
+    running: int = 0
+    waiting: int = 0
+    prompt_tokens_per_s: float = 0.0
+    output_tokens_per_s: float = 0.0
+    ttft_ms: dict[str, float | None] | None = None
+    kv_tokens: dict[str, int] | None = None
+    evicted_blocks: int = 0
+    num_steps: int = 0

@@ -17,6 +17,8 @@ from headstart.explain.reuse_explainer import Viewer, explain_prompt, explain_re
 from headstart.server.engine.wire import plain_stats
 
 Plain = dict[str, Any]
+KEY_BYTES = 16  # of a block hash, as far as it is sent: enough to tell the blocks of one pool apart
+MAX_SCANNED_BLOCKS = 2048  # between two steps: a few milliseconds
 
 
 def reset_prefix_cache(engine: Engine, argument: Plain | None) -> bool:
@@ -61,6 +63,38 @@ def explain(engine: Engine, argument: dict[str, Any]) -> dict[str, Any] | None:
     return None if found is None else found.as_dict()
 
 
+def cache_blocks(engine: Engine, argument: Plain) -> Plain:
+    """Return the published blocks with ids from `start` on, at most MAX_SCANNED_BLOCKS ids, as columns of equal length.
+
+    `num_blocks` is the size of the pool, `seconds` the time that the call took.
+    """
+    begun, pool, start = time.perf_counter(), engine.scheduler.pool, argument["start"]
+    rows = pool.published_in(start, start + MAX_SCANNED_BLOCKS)
+    return {
+        "num_blocks": pool.num_blocks,
+        "blocks": [row.block for row in rows],
+        "hashes": [row.block_hash[:KEY_BYTES] for row in rows],
+        "parents": [row.parent[:KEY_BYTES] for row in rows],
+        "users": [row.num_refs for row in rows],
+        "pinned": [row.is_pinned for row in rows],
+        "reused": [row.is_reused for row in rows],
+        "tenants": [row.tenant for row in rows],
+        "seconds": time.perf_counter() - begun,
+    }
+
+
+def block_tokens(engine: Engine, argument: Plain) -> list[bytes]:
+    """Return the packed token ids of each of `blocks`; empty for one that has no longer the hash in `hashes`."""
+    found: list[bytes] = []
+    for block, key in zip(argument["blocks"], argument["hashes"], strict=True):
+        rows = engine.scheduler.pool.published_in(block, block + 1)
+        entry = (
+            engine.scheduler.pool.entry(rows[0].block_hash) if rows and rows[0].block_hash[:KEY_BYTES] == key else None
+        )
+        found.append(b"" if entry is None else entry[2])
+    return found
+
+
 def _request(prompt: dict[str, Any], tenant: str) -> Request:
     return Request(
         request_id="",
@@ -77,6 +111,8 @@ CALLS: dict[str, Callable[[Engine, Any], Any]] = {
     "reset_prefix_cache": reset_prefix_cache,
     "cache_stats": cache_stats,
     "explain": explain,
+    "cache_blocks": cache_blocks,
+    "block_tokens": block_tokens,
     "add_prefix": add_prefix,
     "remove_prefix": remove_prefix,
     "list_prefixes": list_prefixes,

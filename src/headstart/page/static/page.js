@@ -1,0 +1,208 @@
+// The page: reads the stream of figures and fills its parts; the tree is loaded again when something has changed.
+import { bar, element, events, ms, number, useKey } from "./api.js";
+import { setSpeed, startChat } from "./chat.js";
+import { loadTree, startTree } from "./tree.js";
+
+const byId = (id) => document.getElementById(id);
+const RETRY_MS = 2000;
+const TREE_MS = 900;
+let stream = null;
+let treeAt = 0;
+let loading = false;
+
+function status(text, isLive) {
+  if (byId("status").textContent !== text) byId("status").textContent = text;
+  byId("status").className = isLive ? "live" : "";
+}
+
+function notice(text) {
+  byId("notice").hidden = !text;
+  if (byId("notice").textContent !== text) byId("notice").textContent = text;
+}
+
+function tiles(rows) {
+  const shown = rows.filter(([, value]) => value !== undefined);
+  byId("tiles").replaceChildren(
+    ...shown.map(([name, value]) => element("div", "", "", element("dt", "", name), element("dd", "", value))),
+  );
+}
+
+const percent = (value) => (value === null || value === undefined ? "-" : `${(100 * value).toFixed(0)} %`);
+
+function showFigures(frame) {
+  if (frame.ttft_ms) {
+    tiles([
+      ["Running", number(frame.running)],
+      ["Waiting", number(frame.waiting)],
+      ["TTFT p50", ms(frame.ttft_ms.p50)],
+      ["TTFT p95", ms(frame.ttft_ms.p95)],
+      ["Prompt tok/s", number(frame.prompt_tokens_per_s)],
+      ["Output tok/s", number(frame.output_tokens_per_s)],
+      ["Hit rate", percent(frame.hit_rate)],
+      ["Evicted blocks", number(frame.evicted_blocks)],
+    ]);
+  } else {
+    tiles([["Hit rate", percent(frame.hit_rate)]]);
+  }
+  showSources(frame.sources, frame.window_seconds);
+  if (frame.kv_tokens) showCapacity(frame.kv_tokens);
+  showLosses(frame.losses, frame.sources, frame.window_seconds);
+}
+
+function showSources(sources, seconds) {
+  const parts = Object.entries(sources);
+  const total = parts.reduce((sum, [, value]) => sum + value, 0);
+  const title = element("p", "named", "", element("span", "", "Prompt tokens by source"), element("span", "", span(seconds)));
+  byId("sources").replaceChildren(title, bar(parts, total), words(parts));
+}
+
+const words = (parts) =>
+  element("p", "times", parts.filter(([, value]) => value).map(([name, value]) => `${name} ${number(value)}`).join(", ") || "none");
+
+function showCapacity(kv) {
+  const parts = [["in-use", kv.referenced], ["pin", kv.pinned_idle], ["cached", kv.idle], ["free", kv.scratch]];
+  const total = parts.reduce((sum, [, value]) => sum + value, 0);
+  const title = element("p", "named", "", element("span", "", "KV cache"), element("span", "", `${number(total)} tokens`));
+  const named = [["in use", kv.referenced], ["pinned", kv.pinned_idle], ["evictable", kv.idle], ["free", kv.scratch]];
+  byId("capacity").replaceChildren(title, bar(parts, total), words(named));
+}
+
+const span = (seconds) => (seconds < 1 ? "since the start" : seconds < 90 ? `last ${number(seconds)} s` : `last ${number(seconds / 60)} min`);
+
+function showLosses(losses, sources, seconds) {
+  const total = Object.values(sources).reduce((sum, value) => sum + value, 0);
+  byId("losses-window").textContent = total
+    ? `${number(sources.computed)} of ${number(total)} prompt tokens were computed, ${span(seconds)}.`
+    : "No prompts yet.";
+  byId("causes").replaceChildren(
+    ...losses.map((loss) => {
+      const part = bar([["computed", loss.tokens]], total);
+      const name = element("b", "", loss.cause.replaceAll("_", " "));
+      const head = element("p", "named", "", name, element("span", "", `${number(loss.tokens)} tokens`));
+      return element("li", "", "", head, part, element("p", "", loss.remedy));
+    }),
+  );
+}
+
+function row(name, value) {
+  return [element("dt", "", name), element("dd", "", value)];
+}
+
+function replica(found) {
+  const isUp = found.state === "up" && !found.ejected;
+  const rates = Object.entries(found.rates_ms ?? {}).filter(([, value]) => typeof value === "number");
+  const cache = found.cache ?? {};
+  const list = element(
+    "dl", "", "",
+    ...row("State", found.ejected ? "ejected" : found.state),
+    ...(found.pending === undefined ? [] : [
+      ...row("Waiting", number(found.pending)), ...row("Streams", number(found.streams)),
+      ...row("Backlog", ms(found.backlog_ms)), ...row("Slowness", `${found.slowness}`),
+    ]),
+    ...rates.flatMap(([name, value]) => row(`Learned: ms per ${name.replaceAll("_", " ")}`, short(value))),
+    ...Object.entries(cache).filter(([, value]) => typeof value !== "object" || value === null)
+      .flatMap(([name, value]) => row(`Cache: ${name.replaceAll("_", " ")}`, typeof value === "number" ? number(value) : `${value}`)),
+  );
+  return element("div", isUp ? "replica" : "replica down", "", element("h3", "", found.url), list);
+}
+
+function showFleet(frame) {
+  byId("fleet").hidden = false;
+  for (const id of ["sources", "capacity", "losses"]) byId(id).hidden = true;
+  tiles([
+    ["Waiting", number(frame.queued)],
+    ["TTFT p50", ms(frame.ttft_ms.p50)],
+    ["TTFT p95", ms(frame.ttft_ms.p95)],
+    ["Replicas up", `${frame.replicas.filter((one) => one.state === "up").length} of ${frame.replicas.length}`],
+    ["Policy", frame.policy],
+  ]);
+  byId("replicas").replaceChildren(...frame.replicas.map(replica));
+  showDecisions(frame.decisions);
+  const up = frame.replicas.filter((one) => one.state === "up").map((one) => one.url);
+  const chosen = byId("replica").value;
+  if (byId("replica").dataset.key !== up.join()) {
+    byId("replica").dataset.key = up.join();
+    byId("replica").replaceChildren(...up.map((url) => element("option", "", url)));
+    if (up.includes(chosen)) byId("replica").value = chosen;
+  }
+  document.querySelector(".pick").hidden = false;
+}
+
+const host = (url) => url.replace(/^https?:\/\//, "");
+const short = (value) => (value >= 0.01 || !value ? `${Number(value.toPrecision(3))}` : value.toExponential(1));
+
+function showDecisions(decisions) {
+  const heads = ["Prompt", "Sent to", "Why", "Price of each replica"];
+  const rows = decisions.map((one) =>
+    element(
+      "tr", "", "",
+      element("td", "", number(one.prompt_tokens)), element("td", "", host(one.endpoint)), element("td", "", one.reason),
+      element("td", "", "", ...one.candidates.map((other) =>
+        element("div", "price", `${host(other.endpoint)}: ${ms(other.cost_ms)} (${number(other.cached_tokens)} cached)`))),
+    ),
+  );
+  const head = element("tr", "", "", ...heads.map((name) => element("th", "", name)));
+  byId("decisions").replaceChildren(
+    rows.length
+      ? element("table", "", "", element("thead", "", "", head), element("tbody", "", "", ...rows))
+      : element("p", "times", "None yet."),
+  );
+}
+
+async function refreshTree(frame) {
+  const isFleet = frame.object === "fleet.figures";
+  const url = byId("replica").value;
+  if (loading || (isFleet && !url)) return;
+  const now = performance.now();
+  if (now - treeAt < TREE_MS) return;
+  [treeAt, loading] = [now, true];
+  try {
+    await loadTree(isFleet ? `&replica=${encodeURIComponent(url)}` : "");
+  } catch (error) {
+    byId("tree-summary").textContent = error.message;
+  } finally {
+    loading = false;
+  }
+}
+
+async function follow(signal) {
+  for await (const frame of events("v1/cache/live", { signal })) {
+    if (frame.error) throw new Error(frame.error.message);
+    status("live", true);
+    notice("");
+    byId("model").textContent = frame.model ?? "router";
+    setSpeed(frame.ms_per_prompt_token);
+    if (frame.object === "fleet.figures") showFleet(frame);
+    else showFigures(frame);
+    refreshTree(frame);
+  }
+}
+
+async function run() {
+  const own = (stream = new AbortController());
+  while (stream === own) {
+    try {
+      await follow(own.signal);
+      status("reconnecting", false);
+    } catch (error) {
+      if (own.signal.aborted) return;
+      status(error.status ? "no figures" : "not reachable", false);
+      notice(error.status === 401 || error.status === 403 ? `Figures and tree: ${error.message}` : "");
+    }
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+  }
+}
+
+byId("keys").addEventListener("submit", (event) => {
+  event.preventDefault();
+  useKey(byId("key").value);
+  stream?.abort();
+  run();
+});
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) stream?.abort(); // a page that is not seen costs nothing
+  else run();
+});
+startChat();
+startTree();
+run();

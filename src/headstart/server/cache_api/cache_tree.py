@@ -1,0 +1,119 @@
+"""CacheTree: the route /v1/cache/tree. One snapshot of the pool's index serves all callers for at least a second.
+
+The engine is asked for the index in slices, each between two steps, so blocks may come and go between two slices. A
+caller sees the blocks of its own tenant only, an administrator those of all.
+"""
+
+import asyncio
+import time
+from array import array
+
+from headstart.core.engine import EngineStats
+from headstart.core.errors import InvalidRequestError
+from headstart.http.auth import Principal
+from headstart.openai.responses import Json
+from headstart.openai.value_checks import shown
+from headstart.page.prefix_tree import COLUMNS, BlockRun, PrefixTree, TreeBlock
+from headstart.server.engine.engine_calls import MAX_SCANNED_BLOCKS
+from headstart.server.engine.engine_client import EngineClient
+from headstart.server.server_state import Model
+
+MAX_RUNS = 10_000
+DEFAULT_RUNS = 2_000
+MAX_TEXTS = 200  # runs with the beginning of their text
+MAX_TEXT_CHARS = 80
+MIN_SECONDS = 1.0  # between two snapshots
+ENGINE_SHARE = 0.01  # of the engine's time that snapshots may take
+SERVER_SHARE = 0.05  # of the server's
+
+
+class CacheTree:
+    """The latest snapshot of the engine's index, and the trees of callers that have asked for it."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self._lock = asyncio.Lock()
+        self._blocks: list[TreeBlock] = []
+        self._trees: dict[str | None, PrefixTree] = {}  # by tenant; None: of administrators
+        self._at = 0.0
+        self._stale_at = 0.0
+        self._stats: EngineStats | None = None  # before the snapshot
+
+    async def answer(self, model: Model, principal: Principal, max_runs: int) -> Json:
+        """Return the JSON of /v1/cache/tree as the caller may see it, with at most `max_runs` runs."""
+        tenant = None if principal.is_admin else principal.tenant
+        async with self._lock:
+            if time.monotonic() >= self._stale_at and self._engine.stats != self._stats:
+                await self._refresh()
+            if tenant not in self._trees:
+                self._trees[tenant] = await self._tree(tenant)
+            tree, at = self._trees[tenant], self._at
+        runs = tree.largest(max_runs)
+        texts = await self._texts(model, runs)
+        size = model.info.block_size
+        rows = [_row(run, size, texts.get(index, "")) for index, run in enumerate(runs)]
+        return {
+            "object": "cache.tree",
+            "model": model.name,
+            "block_size": size,
+            "capacity_tokens": model.info.num_blocks * size,
+            "tokens": tree.num_blocks * size,
+            "num_runs": len(tree.runs),
+            "seconds_ago": round(time.monotonic() - at, 3),
+            "columns": list(COLUMNS),
+            "runs": rows,
+        }
+
+    async def _refresh(self) -> None:
+        stats, blocks, start, end, seconds = self._engine.stats, list[TreeBlock](), 0, 1, 0.0
+        while start < end:
+            found = await self._engine.call("cache_blocks", {"start": start})
+            end, seconds = found["num_blocks"], seconds + found["seconds"]
+            columns = ("blocks", "hashes", "parents", "users", "pinned", "reused", "tenants")
+            blocks += map(TreeBlock, *(found[name] for name in columns))
+            start += MAX_SCANNED_BLOCKS
+        self._blocks, self._trees, self._stats, self._at = blocks, {}, stats, time.monotonic()
+        self._stale_at = self._at + max(MIN_SECONDS, seconds / ENGINE_SHARE)
+
+    async def _tree(self, tenant: str | None) -> PrefixTree:
+        blocks, begun = self._blocks, time.monotonic()
+        own = blocks if tenant is None else [block for block in blocks if block.tenant == tenant]
+        tree = await asyncio.to_thread(PrefixTree, own)
+        self._stale_at = max(self._stale_at, self._at + (time.monotonic() - begun) / SERVER_SHARE)
+        return tree
+
+    async def _texts(self, model: Model, runs: list[BlockRun]) -> dict[int, str]:
+        """Return the beginning of the text of the largest runs, by index."""
+        by_size = sorted(range(len(runs)), key=lambda index: -runs[index].num_subtree_blocks)[:MAX_TEXTS]
+        chosen = [runs[index].first for index in by_size]
+        argument = {"blocks": [block.block for block in chosen], "hashes": [block.key for block in chosen]}
+        tokens = await self._engine.call("block_tokens", argument)
+        decoded = (
+            model.tokenizer.decode(array("i", packed), skip_special_tokens=False)[:MAX_TEXT_CHARS] for packed in tokens
+        )
+        return dict(zip(by_size, decoded, strict=True))
+
+
+def max_runs_of(value: str | None) -> int:
+    """Return the query parameter `max_runs`. Raises InvalidRequestError."""
+    text = str(DEFAULT_RUNS) if value is None else value
+    if not text.isdecimal() or not text.isascii() or not 1 <= int(text[:6]) <= MAX_RUNS:
+        raise InvalidRequestError(f"max_runs is {shown(text)}; it must be between 1 and {MAX_RUNS}", param="max_runs")
+    return int(text)
+
+
+def _row(run: BlockRun, block_size: int, text: str) -> list[object]:
+    """Return the values of COLUMNS."""
+    first = run.first
+    tokens, below = run.num_blocks * block_size, run.num_subtree_blocks * block_size
+    return [
+        first.key[:8].hex(),
+        run.parent,
+        tokens,
+        below,
+        first.num_users,
+        first.state,
+        first.is_pinned,
+        first.tenant,
+        text,
+    ]
