@@ -148,17 +148,25 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A processor with AMX whose kernels are named and not compiled."""
     monkeypatch.setattr(library, "cpu_flags", lambda: frozenset(NEEDED["amx"]))
     monkeypatch.setattr(library, "tiles_granted", lambda: True)
+    monkeypatch.setattr(library, "cpu_field", lambda name: "AuthenticAMD")
     monkeypatch.setattr(library, "packaged", lambda variant: variant)
     monkeypatch.setattr(library, "Kernels", lambda variant, path: variant)
     return monkeypatch
 
 
-def test_tiles_are_chosen_only_if_the_system_grants_them(processor: pytest.MonkeyPatch) -> None:
-    assert load.__wrapped__("").note == "amx"
-    processor.setattr(library, "tiles_granted", lambda: False)
+def test_tiles_are_chosen_only_if_asked_for_and_if_the_system_grants_them(processor: pytest.MonkeyPatch) -> None:
     assert load.__wrapped__("").note == "avx512_bf16"
-    with pytest.raises(ConfigError, match="cannot run it; choose avx512_bf16, avx512, avx2, amx_twin, none"):
+    processor.setenv(library.VARIABLE, "amx")
+    assert load.__wrapped__("amx").note == "amx"
+    processor.setattr(library, "tiles_granted", lambda: False)
+    choices = "avx512_bf16, avx512_vnni, avx512, avx2, amx_twin, none"
+    with pytest.raises(ConfigError, match=f"cannot run it; choose {choices}"):
         load.__wrapped__("amx")
+
+
+def test_intels_processors_do_without_dot_products_of_bf16(processor: pytest.MonkeyPatch) -> None:
+    processor.setattr(library, "cpu_field", lambda name: {"vendor_id": "GenuineIntel"}[name])
+    assert load.__wrapped__("").note == "avx512_vnni" and load.__wrapped__("avx512_bf16").note == "avx512_bf16"
 
 
 def test_the_twin_is_never_chosen_but_may_be_asked_for(processor: pytest.MonkeyPatch) -> None:
@@ -172,13 +180,13 @@ def test_the_twin_is_never_chosen_but_may_be_asked_for(processor: pytest.MonkeyP
     assert load.__wrapped__("") == Found(None, "none: no compiler")
 
 
-def test_a_compiler_without_amx_leaves_the_next_variant(processor: pytest.MonkeyPatch) -> None:
+def test_a_compiler_without_bf16_leaves_the_next_variant(processor: pytest.MonkeyPatch) -> None:
     processor.setattr(library, "packaged", lambda variant: None)
 
     def build(variant: str, *rest: object, **settings: object) -> str:
-        if variant == "amx":
-            raise BuildError("g++ failed: unrecognised option -mamx-bf16")
+        if variant == "avx512_bf16":
+            raise BuildError("g++ failed: unrecognised option -mavx512bf16")
         return variant
 
     processor.setattr(library, "build", build)
-    assert load.__wrapped__("").note == "avx512_bf16"
+    assert load.__wrapped__("").note == "avx512_vnni"

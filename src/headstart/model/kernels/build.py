@@ -18,11 +18,13 @@ from pathlib import Path
 
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *AVX2)
-BF16 = ("-mavx512bf16", "-mavx512vnni")
+VNNI = "-mavx512vnni"
+BF16 = ("-mavx512bf16", VNNI)
 TWIN = "amx_twin"  # the loops of amx, slow and for every processor: for tests, never chosen and not in a wheel
 VARIANT_FLAGS: dict[str, tuple[str, ...]] = {
     "amx": (*AVX512, *BF16, "-mamx-tile", "-mamx-bf16"),
     "avx512_bf16": (*AVX512, *BF16),
+    "avx512_vnni": (*AVX512, VNNI),
     "avx512": AVX512,
     "avx2": AVX2,
     TWIN: (*AVX2, "-DTWIN_TILES"),

@@ -1,7 +1,8 @@
 """Kernels: the compiled functions of one variant, and the choice of the variant.
 
-HEADSTART_KERNELS names a variant (amx, avx512_bf16, avx512, avx2; amx_twin, slow, for tests), or `none` for torch's
-operators. If it is not set, the best variant for this processor is used. Import torch first: the library then shares
+HEADSTART_KERNELS names a variant (amx, avx512_bf16, avx512_vnni, avx512, avx2; amx_twin, slow, for tests), or `none`
+for torch's operators. If it is not set, the best variant for this processor is used; not amx yet, which has only been
+run as its twin. Import torch first: the library then shares
 the threads of torch's OpenMP.
 """
 
@@ -18,24 +19,22 @@ from headstart.core.errors import ConfigError
 from headstart.model.kernels.build import TWIN, VARIANT_FLAGS, BuildError, build, cache_folder, packaged
 from headstart.model.kernels.memory import Arena
 
-VARIABLE = "HEADSTART_KERNELS"
+VARIABLE, CPUINFO = "HEADSTART_KERNELS", Path("/proc/cpuinfo")
 VARIANTS = (*VARIANT_FLAGS, "none")
 # Flags that /proc/cpuinfo must list for a variant; Linux hides features whose state it does not save for processes.
 _AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", *_AVX2}
-_BF16 = {"avx512_bf16", "avx512_vnni", *_AVX512}
+_VNNI = {"avx512_vnni", *_AVX512}
+_BF16 = {"avx512_bf16", *_VNNI}
 NEEDED = {  # the best first
     "amx": {"amx_tile", "amx_bf16", *_BF16},
     "avx512_bf16": _BF16,
+    "avx512_vnni": _VNNI,
     "avx512": _AVX512,
     "avx2": _AVX2,
     TWIN: _AVX2,
 }
-_ARCH_PRCTL, _REQ_XCOMP_PERM, _XTILEDATA = (
-    158,
-    0x1023,
-    18,
-)  # the system call of x86-64, its code, and the state of tiles
+_ARCH_PRCTL, _REQ_XCOMP_PERM, _XTILEDATA = 158, 0x1023, 18  # x86-64's system call, its code, and the state of tiles
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
 # name -> (result, arguments); the sources document their meaning
@@ -165,9 +164,19 @@ def load(variant: str = "") -> Found:
 
 
 def runnable_variants() -> list[str]:
-    """Return the variants that this processor runs, and the system lets this process run, the best first."""
+    """Return the variants that this processor runs, and the system lets this process run, the best first.
+
+    `amx` only if it is asked for. On Intel's processors a bf16 dot product takes longer than two multiply-adds (seen on
+    family 6, model 207: prompts take 1.6 times as long), so they do without.
+    """
     flags = cpu_flags()
-    return [name for name, needed in NEEDED.items() if needed <= flags and (name != "amx" or tiles_granted())]
+    found = [name for name, needed in NEEDED.items() if needed <= flags]
+    if "amx" in found and (os.environ.get(VARIABLE) != "amx" or not tiles_granted()):
+        found.remove("amx")
+    if "avx512_bf16" in found and cpu_field("vendor_id") == "GenuineIntel":
+        found.remove("avx512_bf16")
+        found.insert(found.index("avx512_vnni") + 1, "avx512_bf16")
+    return found
 
 
 @cache
@@ -212,14 +221,16 @@ def cpu_model(path: Path = Path("/proc/cpuinfo")) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+def cpu_flags(path: Path = CPUINFO) -> frozenset[str]:
     """Return the processor features that the operating system reports; empty if there is no such file."""
+    return frozenset(cpu_field("flags", path).split())
+
+
+def cpu_field(name: str, path: Path = CPUINFO) -> str:
+    """Return a field of the first processor that the operating system reports; empty if there is none."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
-        return frozenset()
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip() == "flags":
-            return frozenset(value.split())
-    return frozenset()
+        return ""
+    fields = (line.partition(":") for line in lines)
+    return next((value.strip() for found, _, value in fields if found.strip() == name), "")
