@@ -18,7 +18,9 @@ def test_a_trace_of_block_ids_is_served_by_every_policy(tmp_path: Path) -> None:
     for case in CASES:
         fewest, most = values[f"{case.label}.fewest_requests"], values[f"{case.label}.most_requests"]
         assert fewest + most == 60
-        assert (fewest == 0) == (case.label == "ray")  # Ray's keeps a prefix at its replica, whatever the load there
+        assert (fewest == 0) == (
+            case.label in ("ray", "dualmap")
+        )  # these keep a prefix at its replica, if not too late
         assert 0 < values[f"{case.label}.hit_rate"] < 0.6
 
 

@@ -65,7 +65,9 @@ async def ask(
     client: httpx.AsyncClient, method: str, path: str, answer_id: str, response_id: str = ""
 ) -> httpx.Response:
     target = path.replace("{id}", "null").replace("{name}", "p").replace("{response_id}", response_id)
-    params = {"request_id": answer_id} if (method, path) == ("GET", "/v1/cache/explain") else {}
+    target = target.replace("*", "page.css")
+    params = {"/v1/cache/explain": {"request_id": answer_id}, "/v1/cache/live": {"frames": 1}}.get(path, {})
+    params = params if method == "GET" else {}
     body = BODIES.get(path) if method == "POST" else None
     return await client.request(method, target, params=params, json=body)
 

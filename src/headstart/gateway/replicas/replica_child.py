@@ -20,7 +20,12 @@ from headstart.http.logs import Log
 
 _READY = re.compile(r"(Headstart \S+ serves .*) at (http://\S+:(\d+))/v1$")
 _MESSAGE_PREFIX = "headstart: "  # prefix of a server's messages before it ends, or while it loads
-_FOR_CLIENTS = ("  keys ", "  try ", "            -d ")  # lines of a replica's banner: clients must use the router
+_FOR_CLIENTS = (
+    "  page ",
+    "  keys ",
+    "  try ",
+    "            -d ",
+)  # lines of a replica's banner: clients must use the router
 
 
 @dataclass(frozen=True, slots=True)
