@@ -209,7 +209,7 @@ def test_a_row_that_the_host_samples_again_is_continued_with_its_token(
     assert found == outputs[1:]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_step_that_does_not_fit_is_computed_in_several_passes(
     llama: LoadedModel, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
