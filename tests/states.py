@@ -44,7 +44,7 @@ class StateExecutor(CheckingExecutor):
         return super().execute(batch)
 
     def spoil(self, block: int) -> None:
-        """Whoever begins from the state in this block is not finite."""
+        """Make every sequence that begins from the state in this block not finite."""
         self.pages[block] = (self.pages[block][0], None, self.pages[block][2])
 
     def _row(self, chunk: Chunk) -> Row:
@@ -150,7 +150,7 @@ def random_run(seed: int, num_requests: int) -> tuple[StateExecutor, int]:
                 del live[output.request_id]
         engine.scheduler.pool.check()
     pool = engine.scheduler.pool
-    assert pool.num_free == pool.num_usable, "a page of a state is held by nobody"
+    assert pool.num_free == pool.num_usable, "a page of a state is held and has no owner"
     return executor, cached
 
 

@@ -18,9 +18,8 @@ def test_a_trace_of_block_ids_is_served_by_every_policy(tmp_path: Path) -> None:
     for case in CASES:
         fewest, most = values[f"{case.label}.fewest_requests"], values[f"{case.label}.most_requests"]
         assert fewest + most == 60
-        assert (fewest == 0) == (
-            case.label in ("ray", "dualmap")
-        )  # these keep a prefix at its replica, if not too late
+        # Ray's keeps a prefix at its replica, whatever the load there; DualMap's until its first token is 5 s late.
+        assert (fewest == 0) == (case.label in ("ray", "dualmap"))
         assert 0 < values[f"{case.label}.hit_rate"] < 0.6
 
 

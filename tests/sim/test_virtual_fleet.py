@@ -1,5 +1,7 @@
 """Routers in front of replicas that behave like engines: what must never happen, whatever the policy."""
 
+from collections import Counter
+from itertools import product
 from random import Random
 
 import pytest
@@ -30,14 +32,18 @@ def arrival(at: float, *path: int, output: int = 4) -> Arrival:
     return Arrival(at, RoutingRequest(prompt, session=str(path[:1]), max_tokens=output), output)
 
 
-def replicas(count: int, num_blocks: int) -> list[VirtualReplica]:
-    return [VirtualReplica(f"r{index}", num_blocks, BLOCK, RATES, 1.0) for index in range(count)]
+NAMES = [f"{one}{more}" for one in "abcdefgh" for more in ("", "x", "yy")]
+"""Of replicas. Rendezvous hashing places prefixes by them: one placement may be lucky, their mean is not."""
 
 
-def router(count: int, num_blocks: int, policy: str = "cost", *, corrects: bool = True) -> Router:
+def replicas(count: int, num_blocks: int, name: str = "r") -> list[VirtualReplica]:
+    return [VirtualReplica(f"{name}{index}", num_blocks, BLOCK, RATES, 1.0) for index in range(count)]
+
+
+def router(count: int, num_blocks: int, policy: str = "cost", *, corrects: bool = True, name: str = "r") -> Router:
     found = Router(make_policy(policy))
     for index in range(count):
-        found.add(Endpoint(f"r{index}", ApproximateIndex(num_blocks, corrects=corrects), block_size=BLOCK))
+        found.add(Endpoint(f"{name}{index}", ApproximateIndex(num_blocks, corrects=corrects), block_size=BLOCK))
     return found
 
 
@@ -75,12 +81,13 @@ class LongestPrefix:
         pass
 
 
-@pytest.mark.parametrize("policy", [name for name in policy_names() if name != "dualmap"])  # two replicas per beginning
+@pytest.mark.parametrize("policy", policy_names())
 def test_a_first_block_that_all_share_does_not_send_all_to_one_replica(policy: str) -> None:
     fleet = VirtualFleet(replicas(4, 2048))
     fleet.run(trap(600), [router(4, 2048, policy)])
     assert sum(served(fleet)) == 600
-    assert min(served(fleet)) >= 75 and max(served(fleet)) <= 300
+    assert max(served(fleet)) <= 300
+    assert min(served(fleet)) >= 75 or policy == "dualmap"  # it knows two replicas for each beginning, and no others
 
 
 def test_without_a_load_term_the_trap_is_one() -> None:
@@ -91,15 +98,15 @@ def test_without_a_load_term_the_trap_is_one() -> None:
 
 
 def test_least_cost_answers_sooner_than_policies_that_do_not_know_prefixes() -> None:
-    mean: dict[str, float] = {}
-    for policy in policy_names():
-        fleet = VirtualFleet(replicas(4, 512))
-        summary = summarize(fleet.run(trap(600), [router(4, 512, policy)]))
+    mean = Counter[str]()
+    for policy, name in product(policy_names(), NAMES[:6]):
+        fleet = VirtualFleet(replicas(4, 512, name))
+        summary = summarize(fleet.run(trap(600), [router(4, 512, policy, name=name)]))
         assert summary.ttft is not None and summary.errors == 0
-        mean[policy] = summary.ttft.mean
+        mean[policy] += summary.ttft.mean / 6
     assert mean["cost"] < 0.8 * mean["round-robin"]
     assert mean["cost"] < 0.95 * mean["least-load"]
-    assert mean["cost"] <= 1.03 * min(mean.values())  # other weights of rendezvous hashing move it by 1 %
+    assert mean["cost"] <= 1.02 * min(mean.values())
 
 
 def steady(count: int, groups: int, *, start: float = 0.0, gap: float = 0.1) -> list[Arrival]:
@@ -237,11 +244,11 @@ def grouped(groups: int, prompts: int, gap: float) -> list[Arrival]:
 
 def test_prefixes_spread_over_the_caches_even_while_nobody_waits() -> None:
     """Four caches of a third of 24 prefixes: only if each gets about six of them they all stay."""
-    hits: dict[str, float] = {}
-    for policy in ("cost", "prefix-threshold", "round-robin"):
-        fleet = VirtualFleet(replicas(4, 24 * 24 // 3))
-        records = fleet.run(grouped(24, 12, 0.5), [router(4, 24 * 24 // 3, policy)])
-        hits[policy] = summarize(records).cached_share
+    hits = Counter[str]()
+    for policy, name in product(("cost", "prefix-threshold", "round-robin"), NAMES):
+        fleet = VirtualFleet(replicas(4, 24 * 24 // 3, name))
+        records = fleet.run(grouped(24, 12, 0.5), [router(4, 24 * 24 // 3, policy, name=name)])
+        hits[policy] += summarize(records).cached_share / len(NAMES)
     assert hits["cost"] > 0.8
-    assert hits["cost"] > 0.97 * hits["prefix-threshold"]  # other weights of rendezvous hashing move it by 2 %
+    assert hits["cost"] > 0.99 * hits["prefix-threshold"]
     assert hits["cost"] > 2 * hits["round-robin"]

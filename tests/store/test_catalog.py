@@ -112,7 +112,7 @@ def test_a_file_that_gives_a_few_bytes_at_a_time_is_read_and_written_whole(folde
 
 @pytest.mark.parametrize("field", ["parent", "tokens"])
 def test_another_block_under_that_name_is_a_mismatch(folder: Path, field: str) -> None:
-    """A collision of names would be served to nobody, and given up."""
+    """A block under the name of another is not served, and is given up."""
     catalog = opened(folder)
     catalog.append(chain(3))
     key, content = chain(3)[1]
