@@ -13,6 +13,8 @@ from server.fake_engine import Gate
 from server.harness import Inside, Server, fake_server, inside, parse_events
 
 from headstart.http.long_work import HUGE_BODY_BYTES, LongWork
+from headstart.openai import responses
+from headstart.openai.json_pieces import PIECE_BYTES
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.server import inference
 from headstart.server.app import build_app
@@ -118,6 +120,49 @@ def test_other_requests_are_answered_while_a_large_answer_is_sent(folder: str, s
             assert await answered_meanwhile(server, body) > 5
 
     asyncio.run(run())
+
+
+def test_prompts_that_a_stream_shows_later_are_written_a_slice_at_a_time(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first choice opens the stream, then the echoes of 15 prompts come at once: 4,500 x 21 log-probabilities."""
+    turn, made, name = 0, list[int](), responses.token_name
+
+    def counted(*args: Any) -> str:
+        made.append(turn)
+        return name(*args)
+
+    monkeypatch.setattr(responses, "token_name", counted)
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        async with inside(folder) as server:
+            engine = server.engine
+            take = engine._take_news
+            late: list[Any] = []
+
+            def first_comes_first(outputs: list[Any], stats: Any) -> None:
+                late.extend(output for output in outputs if not output.request_id.endswith("-0"))
+                take([output for output in outputs if output.request_id.endswith("-0")], stats)
+                if not outputs:  # a heartbeat, once all have ended
+                    take(late, stats)
+                    late.clear()
+
+            engine._take_news = first_comes_first
+            body = {"prompt": [[7] * 300] * 16, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": True}
+            counting = asyncio.create_task(count())
+            events = parse_events((await server.client.post("/v1/completions", json=body)).text)
+            counting.cancel()
+            assert len({event["choices"][0]["index"] for event in events[:-1]}) == 16
+
+    asyncio.run(run())
+    most = PIECE_BYTES // 8  # a name and its log-probability take 8 bytes at least
+    assert len(made) > 16 * 300 * 20 and max(made.count(turn) for turn in set(made)) <= most
 
 
 async def answered_meanwhile(server: Inside, body: dict[str, Any]) -> int:

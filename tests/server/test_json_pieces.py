@@ -70,7 +70,7 @@ def test_of_all_long_documents_one_slice_is_made_per_turn_of_the_loop() -> None:
                 await asyncio.sleep(0)
 
         async def write() -> int:
-            return sum([len(piece) async for piece in turns.pieces(Sliced([range(4 * SLICE_ITEMS)], shape))])
+            return sum([len(piece) async for piece in turns.taken(pieces(Sliced([range(4 * SLICE_ITEMS)], shape)))])
 
         counting = asyncio.create_task(count())
         assert min(await asyncio.gather(write(), write(), write())) > 400_000

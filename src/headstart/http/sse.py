@@ -1,6 +1,9 @@
 """Server-sent events in OpenAI's format: `data: <JSON on one line>` and an empty line, LF only."""
 
+from collections.abc import Iterator
+
 from headstart.http.http_errors import rendered
+from headstart.openai.json_pieces import texts
 from headstart.openai.responses import Json, encode
 
 DONE = b"data: [DONE]\n\n"
@@ -12,6 +15,13 @@ WRITE_SECONDS = 60.0  # a client that reads nothing for this long is disconnecte
 def event(value: object) -> bytes:
     """Return one event."""
     return b"data: " + encode(value) + b"\n\n"
+
+
+def long_event(value: object) -> Iterator[bytes]:
+    """Yield the bytes of `event(value)`, each part built on demand."""
+    yield b"data: "
+    yield from texts(value)
+    yield b"\n\n"
 
 
 def named_event(value: Json) -> bytes:

@@ -6,7 +6,7 @@ loop, over all long responses of the process, so that other tasks run between tw
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -77,8 +77,13 @@ def encode(value: Any) -> bytes:
 
 def pieces(value: Any) -> Iterator[bytes]:
     """Yield the bytes of `encode(value)` in pieces of about PIECE_BYTES, each built on demand."""
+    return joined(texts(value))
+
+
+def joined(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the same bytes in pieces of about PIECE_BYTES."""
     gathered = bytearray()
-    for text in _texts(value):
+    for text in parts:
         gathered += text
         if len(gathered) >= PIECE_BYTES:
             yield bytes(gathered)
@@ -87,7 +92,8 @@ def pieces(value: Any) -> Iterator[bytes]:
         yield bytes(gathered)
 
 
-def _texts(value: Any) -> Iterator[bytes]:
+def texts(value: Any) -> Iterator[bytes]:
+    """Yield the bytes of `encode(value)`, a slice of a long list or a value at a time."""
     if isinstance(value, Sliced):
         yield b"["
         yield from value.slices()
@@ -96,14 +102,14 @@ def _texts(value: Any) -> Iterator[bytes]:
         sign = b"{"
         for key, inner in value.items():
             yield sign + encode(key) + b":"
-            yield from _texts(inner)
+            yield from texts(inner)
             sign = b","
         yield b"}" if value else b"{}"
     elif isinstance(value, Iterator):  # over the items of a list, each built on demand
         sign = b"["
         for item in value:
             yield sign
-            yield from _texts(item)
+            yield from texts(item)
             sign = b","
         yield b"]" if sign == b"," else b"[]"
     else:
@@ -116,9 +122,8 @@ class Turns:
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
-    async def pieces(self, value: Any) -> AsyncIterator[bytes]:
-        """Yield the bytes of `encode(value)` in pieces, and let other tasks run between them."""
-        source = pieces(value)
+    async def taken(self, source: Iterator[bytes]) -> AsyncIterator[bytes]:
+        """Yield the pieces of `source`, each built on demand, and let other tasks run between them."""
         while True:
             async with self._lock:
                 piece = next(source, None)

@@ -38,7 +38,7 @@ from headstart.openai.api_schema.model_schema import (
 )
 from headstart.openai.bounds import Bounds
 from headstart.openai.engine_requests import encode_prompt, shown_chat
-from headstart.openai.json_pieces import SLICE_ITEMS
+from headstart.openai.json_pieces import SLICE_ITEMS, pieces
 from headstart.openai.openapi import Answers, Operation, document
 from headstart.openai.request_bodies import (
     ChatRequest,
@@ -215,7 +215,7 @@ class _Routes:
         answer = await run_with_body(self._state, request, work, renders=True)
         if answer["count"] <= SLICE_ITEMS:
             return json_response(answer)
-        return StreamingResponse(self._state.turns.pieces(answer), media_type="application/json")
+        return StreamingResponse(self._state.turns.taken(pieces(answer)), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         """Convert token ids to text."""

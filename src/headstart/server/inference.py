@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from uuid import uuid4
 
 from starlette.requests import Request
@@ -26,6 +27,7 @@ from headstart.http.tracing.request_trace import Attributes
 from headstart.openai.canonical.prompt_rules import RULES_HEADER, rules_header
 from headstart.openai.engine_requests import Origin, Prepared
 from headstart.openai.forms.skipped import SKIPPED_HEADER, Skipped, skipped_header
+from headstart.openai.json_pieces import joined, pieces
 from headstart.openai.request_json import parse_json
 from headstart.openai.sandbox.sandbox_pool import WAIT_SECONDS
 from headstart.openai.structured.dropped_keywords import DROPPED_HEADER, dropped_header
@@ -39,7 +41,7 @@ from headstart.server.server_state import Model, ServerState
 PING_SECONDS = 15.0
 LONG_PROMPT_TOKENS = 1024  # longer echoed prompts are detokenized off the event loop
 LARGE_ANSWER_ENTRIES = 4096  # larger responses are encoded and sent in pieces
-FEW_CHUNKS = 32  # events that are encoded without yielding to the event loop
+FEW_ENTRIES = 64  # of events that are encoded at once: one each, and one per token with log-probabilities
 
 
 async def infer(state: ServerState, api: ServedApi, request: Request) -> Response:
@@ -178,7 +180,7 @@ class _Answer:
             job.diagnosis.remember()
         if job.num_entries + len(job.generations) <= LARGE_ANSWER_ENTRIES:
             return json_response(self._form.whole(in_pieces=False))
-        return self.state.turns.pieces(self._form.whole(in_pieces=True))
+        return self.state.turns.taken(pieces(self._form.whole(in_pieces=True)))
 
     async def next_news(self) -> list[News]:
         """Return the next deltas to send, or [] after PING_SECONDS without any."""
@@ -193,12 +195,15 @@ class _Answer:
         job, form, opened = self.job, self._form, False
         try:
             while True:
+                parts = (part for choice, delta in news for part in form.events(choice, delta))
                 if not news:
                     yield form.ping if opened else self._waiting
-                elif opened and len(news) <= FEW_CHUNKS:
-                    yield b"".join(form.events(choice, delta) for choice, delta in news)
+                elif opened and sum(1 + delta.num_entries for _, delta in news) <= FEW_ENTRIES:
+                    yield b"".join(parts)
                 else:
-                    async for data in self._many_chunks(news, b"" if opened else form.opening()):
+                    if not opened:
+                        parts = chain((form.opening(),), parts)
+                    async for data in self.state.turns.taken(joined(parts)):
                         yield data
                     opened = True
                 if job.is_finished:
@@ -213,24 +218,6 @@ class _Answer:
             self.state.note(job.record, error)
             ending = form.failure(error)
         yield ending
-
-    async def _many_chunks(self, news: list[News], data: bytes) -> AsyncIterator[bytes]:
-        """Yield `data` and the events of each delta; a long event comes in pieces."""
-        for number, (choice, delta) in enumerate(news):
-            long_event = self._form.long_event(choice, delta)
-            if long_event is None:
-                data += self._form.events(choice, delta)
-                if number % FEW_CHUNKS == FEW_CHUNKS - 1:
-                    yield data
-                    data = b""
-                    await asyncio.sleep(0)
-                continue
-            yield data + b"data: "
-            async for piece in self.state.turns.pieces(long_event):
-                yield piece
-            data = b"\n\n"
-        if data:
-            yield data
 
 
 class _Sent(Response):

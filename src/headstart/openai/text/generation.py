@@ -36,6 +36,11 @@ class Delta(NamedTuple):
     chat: ChatDelta | None = None  # the text of a chat, split into its parts; None: all of it is content
 
     @property
+    def num_entries(self) -> int:
+        """Number of log-probabilities with their alternatives, of the echo too."""
+        return len(self.logprobs) + (0 if self.echo is None else len(self.echo))
+
+    @property
     def has_news(self) -> bool:
         """Whether there is anything to send to the client."""
         return bool(self.text or self.token_ids or self.logprobs or self.finish_reason or self.echo is not None)

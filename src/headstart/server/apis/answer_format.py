@@ -4,7 +4,7 @@ inference.py sends every answer in the same way, whatever its format.
 """
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -42,12 +42,8 @@ class AnswerFormat(Protocol):
         """Return the events before the first delta."""
         ...
 
-    def events(self, choice: int, delta: Delta) -> bytes:
-        """Return the events of a delta."""
-        ...
-
-    def long_event(self, choice: int, delta: Delta) -> Json | None:
-        """Return the data of the event of a delta if it may be long and is to be encoded in pieces, else None."""
+    def events(self, choice: int, delta: Delta) -> Iterator[bytes]:
+        """Yield the events of a delta, each part built on demand: one may contain a long list."""
         ...
 
     def closing(self) -> bytes:

@@ -6,9 +6,10 @@ from functools import partial
 from typing import Any
 
 from headstart.core.errors import InvalidRequestError
-from headstart.http.sse import DONE, PING, error_event, event
+from headstart.http.sse import DONE, PING, error_event, event, long_event
 from headstart.openai import responses
 from headstart.openai.engine_requests import Origin, build_requests, chat_requests, encode_completion, tokenizer_of
+from headstart.openai.json_pieces import SLICE_ITEMS
 from headstart.openai.request_bodies import parse_chat, parse_completion
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
@@ -65,17 +66,13 @@ class ChoiceFormat:
             for index in range(len(self._job.generations))
         )
 
-    def events(self, choice: int, delta: Delta) -> bytes:
-        """Return the chunk of a delta."""
+    def events(self, choice: int, delta: Delta) -> Iterator[bytes]:
+        """Yield the chunk of a delta, in parts if it has many log-probabilities."""
         shaped = self._choice(self._shapes.chunk_choice, choice, delta)
-        return event(self._shapes.chunk(self._head, [shaped], self._usage_now()))
-
-    def long_event(self, choice: int, delta: Delta) -> Json | None:
-        """Return the chunk of a delta with an echo of the prompt, which may be long."""
-        if delta.echo is None:
-            return None
-        shaped = self._choice(self._shapes.chunk_choice, choice, delta)
-        return self._shapes.chunk(self._head, iter([shaped]), self._usage_now())
+        if delta.num_entries <= SLICE_ITEMS:
+            yield event(self._shapes.chunk(self._head, [shaped], self._usage_now()))
+        else:
+            yield from long_event(self._shapes.chunk(self._head, iter([shaped]), self._usage_now()))
 
     def closing(self) -> bytes:
         """Return the chunk with the usage, if it was requested, and [DONE]."""

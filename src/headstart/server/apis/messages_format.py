@@ -1,6 +1,6 @@
 """/v1/messages: preparation of requests from content blocks, and answers as messages; /v1/messages/count_tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -55,13 +55,9 @@ class MessageFormat:
         self._with_diagnostics(events[0]["message"])
         return _encoded(events)
 
-    def events(self, choice: int, delta: Delta) -> bytes:
-        """Return the events of a delta."""
-        return _encoded(self._events.add(delta))
-
-    def long_event(self, choice: int, delta: Delta) -> Json | None:
-        """Return None: no event contains the prompt."""
-        return None
+    def events(self, choice: int, delta: Delta) -> Iterator[bytes]:
+        """Yield the events of a delta."""
+        yield _encoded(self._events.add(delta))
 
     def closing(self) -> bytes:
         """Return the last events."""

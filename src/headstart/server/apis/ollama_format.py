@@ -1,7 +1,7 @@
 """Ollama's API at a server: preparation of requests, answers as lines of JSON, and the routes beside."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -58,13 +58,9 @@ class OllamaFormat:
         """Return nothing: each line is complete."""
         return b""
 
-    def events(self, choice: int, delta: Delta) -> bytes:
-        """Return the lines of a delta."""
-        return encoded(self._answer.add(delta))
-
-    def long_event(self, choice: int, delta: Delta) -> Json | None:
-        """Return None: no line contains the prompt."""
-        return None
+    def events(self, choice: int, delta: Delta) -> Iterator[bytes]:
+        """Yield the lines of a delta."""
+        yield encoded(self._answer.add(delta))
 
     def closing(self) -> bytes:
         """Return the last lines."""

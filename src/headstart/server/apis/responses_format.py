@@ -1,7 +1,7 @@
 """/v1/responses: preparation of requests from items and stored responses, and answers as response objects."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -77,13 +77,9 @@ class ResponseFormat:
         self._is_open = True
         return _encoded(self._events.opening())
 
-    def events(self, choice: int, delta: Delta) -> bytes:
-        """Return the events of a delta."""
-        return _encoded(self._events.add(delta))
-
-    def long_event(self, choice: int, delta: Delta) -> Json | None:
-        """Return None: no event contains the prompt."""
-        return None
+    def events(self, choice: int, delta: Delta) -> Iterator[bytes]:
+        """Yield the events of a delta."""
+        yield _encoded(self._events.add(delta))
 
     def closing(self) -> bytes:
         """Return the last events, and store the response: clients may continue it at once."""
