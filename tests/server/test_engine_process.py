@@ -6,8 +6,11 @@ import signal
 import subprocess
 import sys
 from array import array
+from typing import Any
 
 import pytest
+import uvloop
+from msgspec.structs import replace
 from server.fake_engine import MAX_MODEL_LEN, Gate, build_fake
 from server.harness import PATIENCE, until, wait_for
 
@@ -21,6 +24,7 @@ from headstart.server.engine.wire import (
     LongStep,
     Message,
     News,
+    Outbox,
     Stop,
     Submit,
     decode_to_engine,
@@ -48,6 +52,43 @@ async def started(model: str = "/none") -> EngineClient:
     client = EngineClient()
     await client.start(build_fake, EngineOptions(model=model))
     return client
+
+
+def test_tenants_take_turns_in_the_outbox_and_what_is_given_up_is_not_sent() -> None:
+    outbox = Outbox()
+    for name in "abcd":
+        (message,) = Submit.of([request(f"{name}{number}", 7, number) for number in range(2)])
+        outbox.push(replace(message, tenant="first" if name < "d" else "second"))
+    assert outbox.num_bytes == 4 * 2 * 2 * 4
+    assert outbox.give_up("b0") and outbox.give_up("b1") and outbox.give_up("c0") and not outbox.give_up("c0")
+    assert outbox.num_bytes == 3 * 2 * 2 * 4
+    sent: list[list[str]] = []
+    while (message := outbox.pop()) is not None:
+        sent.append([each.request_id for each in message.requests()])
+        assert not any(outbox.give_up(name) for name in sent[-1])
+    assert sent == [["a0", "a1"], ["d0", "d1"], ["c1"]] and outbox.num_bytes == 0
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_request_that_waits_in_the_outbox_is_sent_when_the_engine_reads(loop: Any) -> None:
+    async def run() -> None:
+        client = await started("/none?length=100000")
+        try:
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGSTOP)
+            long = [client.submit([request(name, *[9] * 60_000, max_tokens=1)]) for name in "abc"]
+            assert client.num_unsent_bytes > 2 * 60_000 * 4
+            client.abort(("b",))
+            os.kill(client.pid, signal.SIGCONT)
+            for stream in (long[0], long[2]):
+                ((_, output),) = await stream.batch(PATIENCE)
+                assert output.finish_reason is FinishReason.LENGTH
+            assert client.num_unsent_bytes == 0 and await long[1].batch(0.01) == []
+        finally:
+            await client.close()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(run())
 
 
 def test_a_request_survives_the_wire_unchanged() -> None:
@@ -232,6 +273,7 @@ def test_ctrl_c_and_sigterm_at_the_engine_process_are_the_parents_business() -> 
 _PARENT = """
 import asyncio, sys
 from array import array
+from typing import Any
 from headstart.core.request import Request
 from headstart.config.options import EngineOptions
 from headstart.server.engine.engine_client import EngineClient

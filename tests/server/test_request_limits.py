@@ -187,11 +187,7 @@ def test_output_is_held_as_it_comes(folder: str, monkeypatch: pytest.MonkeyPatch
     asyncio.run(run())
 
 
-def test_requests_that_are_given_up_do_not_pile_up_before_an_engine_that_hangs(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("headstart.server.server_state.MAX_UNSENT_BYTES", 100_000)
-
+def test_requests_that_are_given_up_leave_nothing_before_an_engine_that_hangs(folder: str) -> None:
     async def run() -> None:
         async with inside(f"{folder}?length=100000") as server:
             engine, prompt = server.engine, [7] * 50_000
@@ -200,14 +196,11 @@ def test_requests_that_are_given_up_do_not_pile_up_before_an_engine_that_hangs(
             try:
                 for _ in range(20):
                     asked = asyncio.create_task(server.complete(prompt))
-                    await until(lambda asked=asked: server.state.num_jobs or asked.done())
-                    if asked.done():
-                        break
+                    await until(lambda: server.state.num_jobs == 1)
                     asked.cancel()
                     await asyncio.gather(asked, return_exceptions=True)
                     assert server.state.num_jobs == 0
-                assert asked.done() and (await asked).json()["error"]["code"] == "queue_full"
-                assert 100_000 < engine.num_unsent_bytes < 500_000
+                assert 100_000 < engine.num_unsent_bytes < 2 * len(prompt) * 4  # of 20, two at most were handed over
             finally:
                 os.kill(engine.pid, signal.SIGCONT)
             await until(lambda: engine.num_unsent_bytes == 0)

@@ -39,7 +39,6 @@ from headstart.server.prompt_log import PromptLog
 from headstart.server.request_limits import MIN_HELD_BYTES, initial_bytes, max_held_bytes
 from headstart.server.server_metrics import Metrics
 
-MAX_UNSENT_BYTES = 16 << 20  # queued for sending to the engine; above this, requests are rejected
 ROUTES = (
     *(path for api in (*APIS, OTHER) for path in (api.path, *api.other_paths, *api.get_paths) if path),
     "/v1/models",
@@ -249,10 +248,6 @@ class ServerState:
 
     def _check_queue(self, requests: Sequence[Request]) -> None:
         engine, options = self.engine, self.options
-        if engine.num_unsent_bytes > MAX_UNSENT_BYTES:  # may belong to requests that were aborted since
-            raise QueueFullError(
-                f"{engine.num_unsent_bytes} bytes wait for the engine and {MAX_UNSENT_BYTES} may: try again later"
-            )
         own = engine.queued.get(requests[0].tenant)
         if own is None:
             return

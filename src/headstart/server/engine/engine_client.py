@@ -30,6 +30,7 @@ from headstart.server.engine.wire import (
     LongStep,
     Message,
     News,
+    Outbox,
     Ready,
     Refused,
     Start,
@@ -41,6 +42,7 @@ from headstart.server.engine.wire import (
 
 Build = Callable[[EngineOptions], tuple[Engine, EngineInfo]]
 PATIENCE = 3.0  # factor on the announced duration of a long step
+SEND_BYTES = 64 << 10  # handed to the socket before the engine has read them; more waits in the outbox
 STOP_SECONDS = 8.0  # for the running step, and for the store to write its pending blocks
 
 
@@ -102,6 +104,7 @@ class EngineClient:
         self._streams: dict[str, OutputStream] = {}
         self._waiting: dict[str, Request] = {}  # requests without a first token
         self._queued: dict[str, Queued] = {}  # of each tenant that has any
+        self._outbox = Outbox()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -122,6 +125,7 @@ class EngineClient:
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_unix_connection(lambda: _Receiver(self), sock=ours)
+        self._transport.set_write_buffer_limits(SEND_BYTES)
         self._send(Start(build.__module__, build.__qualname__, options))
         return await self._ready
 
@@ -157,7 +161,7 @@ class EngineClient:
     @property
     def num_unsent_bytes(self) -> int:
         """Bytes that the engine process has not read yet, because it is in a step or hangs."""
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return 0 if self._transport is None else self._transport.get_write_buffer_size() + self._outbox.num_bytes
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Send the requests to the engine and return the stream of their outputs. Raises EngineDeadError."""
@@ -172,12 +176,22 @@ class EngineClient:
         if self.recorder is not None and self.info is not None:
             self.recorder.submitted(requests, self.info.block_size, time.monotonic())
         for message in Submit.of(requests):
-            self._send(message)
+            self._outbox.push(message)
+        self.send_waiting()
         return stream
+
+    def send_waiting(self) -> None:
+        """Send requests until the socket has enough of them. Called again when the engine has read these."""
+        assert self._transport is not None, "the engine process was never started"
+        while self._transport.get_write_buffer_size() <= SEND_BYTES:
+            message = self._outbox.pop()
+            if message is None:
+                return
+            self._send(message)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Abort those of the requests that have not finished; their blocks are freed after the running step."""
-        alive = tuple(request_id for request_id in request_ids if self._forget(request_id))
+        alive = tuple(each for each in request_ids if self._forget(each) and not self._outbox.give_up(each))
         if alive and self.dead is None:
             self._send(Abort(alive))
 
@@ -268,20 +282,14 @@ class EngineClient:
             return
         if answer.error is None:
             waiting.set_result(answer.value)
-        elif answer.code is None:
-            waiting.set_exception(RequestFailedError(answer.error))
         else:
-            waiting.set_exception(InvalidRequestError(answer.error, param=answer.param, code=answer.code))
+            waiting.set_exception(_error(answer.error, answer.param, answer.code))
 
     def _refuse(self, request_id: str, message: str, param: str | None, code: str | None) -> None:
         stream = self._streams.get(request_id)
         self._forget(request_id)
-        if stream is None:
-            return
-        if code is None:
-            stream.fail(RequestFailedError(message))
-        else:
-            stream.fail(InvalidRequestError(message, param=param, code=code))
+        if stream is not None:
+            stream.fail(_error(message, param, code))
 
     def _forget(self, request_id: str) -> bool:
         if self.recorder is not None:
@@ -314,6 +322,7 @@ class EngineClient:
         self._streams.clear()
         self._waiting.clear()
         self._queued.clear()
+        self._outbox = Outbox()
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(self.dead)
@@ -348,8 +357,16 @@ class _Receiver(asyncio.Protocol):
             assert self._transport is not None
             self._transport.close()  # the frame boundaries are lost
 
+    def resume_writing(self) -> None:
+        self._client.send_waiting()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._client.connection_lost()
+
+
+def _error(message: str, param: str | None, code: str | None) -> HeadstartError:
+    """Return what the engine reports: a mistake of the client if it has a code."""
+    return RequestFailedError(message) if code is None else InvalidRequestError(message, param=param, code=code)
 
 
 def _spawn(descriptor: int) -> "subprocess.Popen[bytes]":

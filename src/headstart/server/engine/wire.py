@@ -6,6 +6,7 @@ No data is executed: a frame that does not decode to one of these messages is an
 import socket
 import struct
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -295,3 +296,61 @@ class Channel:
                 return payloads
             payloads.extend(self._splitter.feed(data))
             self._socket.settimeout(0)
+
+
+class _Letter:
+    """The requests of one message that are still wanted."""
+
+    def __init__(self, message: Submit) -> None:
+        self.message: Submit | None = message  # None: all were given up
+        self.wanted = {choice.request_id for choice in message.choices}
+
+
+class Outbox:
+    """The requests that the engine process has not been sent yet, since it reads nothing during a step.
+
+    Tenants take turns, and a request that is given up leaves nothing behind. So all that waits belongs to live
+    requests, whose bytes are leased with a share per tenant (byte_budget.py).
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[_Letter]] = {}  # by tenant, the next one first
+        self._letters: dict[str, _Letter] = {}  # by request id
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the prompts that wait."""
+        letters = (letter for queue in self._queues.values() for letter in queue)
+        return sum(sum(map(len, letter.message.prompts)) for letter in letters if letter.message is not None)
+
+    def push(self, message: Submit) -> None:
+        """Add the requests of one message."""
+        letter = _Letter(message)
+        self._queues.setdefault(message.tenant, deque()).append(letter)
+        self._letters |= dict.fromkeys(letter.wanted, letter)
+
+    def give_up(self, request_id: str) -> bool:
+        """Remove a request and return whether it was here."""
+        letter = self._letters.pop(request_id, None)
+        if letter is None:
+            return False
+        letter.wanted.discard(request_id)
+        if not letter.wanted:
+            letter.message = None
+        return True
+
+    def pop(self) -> Submit | None:
+        """Remove and return the next message, without the requests that were given up; None if there is none."""
+        while self._queues:
+            tenant = next(iter(self._queues))
+            queue = self._queues.pop(tenant)
+            letter = queue.popleft()
+            if queue:
+                self._queues[tenant] = queue
+            if letter.message is None:
+                continue
+            for request_id in letter.wanted:
+                del self._letters[request_id]
+            choices = [choice for choice in letter.message.choices if choice.request_id in letter.wanted]
+            return msgspec.structs.replace(letter.message, choices=choices)
+        return None
