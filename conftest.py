@@ -1,6 +1,7 @@
 """Settings of every test: one quiet compute thread, settled before torch is imported, and repeatable examples."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Generator
 from importlib.metadata import entry_points
 from ipaddress import ip_address
 from pathlib import Path
@@ -96,6 +98,18 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Builds the kernels before workers start: once, by all cores, and in no test's time. Cached, it takes a moment."""
     if getattr(session.config.option, "numprocesses", None):
         subprocess.run([sys.executable, "-c", BUILD_KERNELS], check=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collects without the search for cycles, a fifth of its time, and keeps what stays out of later searches."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture

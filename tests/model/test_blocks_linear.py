@@ -174,7 +174,7 @@ def test_parts_of_different_formats_make_one_product(kernels: Kernels) -> None:
 
 
 def test_in_fp32_and_without_kernels_the_unpacked_weights_are_used(kernels: Kernels) -> None:
-    weight, x = blocks("Q4_K", 40, 512), torch.randn(3, 512, dtype=torch.float64)
+    weight, x = blocks("Q4_K", 40, 512), torch.randn(3, 512, generator=torch.Generator().manual_seed(1)).double()
     exact = F.linear(x, unpack(weight).double())
     for form in (Form(kernels, dtype=torch.float32), Form(None, dtype=torch.float32)):
         layer = Linear(weight, form=form)

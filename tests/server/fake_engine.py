@@ -20,9 +20,8 @@ from headstart.core.batch import Output, PromptTokenBreakdown, TokenLogprob
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineInfo, EngineStats, PoolStats
 from headstart.core.errors import ConfigError, RequestTooLargeError
-from headstart.core.request import FinishReason, Request
+from headstart.core.request import NO_DEFAULTS, FinishReason, Request, SamplingDefaults
 from headstart.core.sched.token_accounting import Counters
-from headstart.openai.sampling_defaults import read_sampling_defaults
 
 VOCAB_SIZE = 450
 MAX_MODEL_LEN = 512
@@ -236,6 +235,15 @@ def build_fake(options: EngineOptions) -> tuple[FakeEngine, EngineInfo]:
         attention_backend="none",
         eos_token_ids=(int(knobs["eos"]),) if "eos" in knobs else (),
         scheduling_policy=options.scheduling_policy,
-        sampling_defaults=read_sampling_defaults(Path(folder), options.generation_config),
+        sampling_defaults=_sampling_defaults(Path(folder), options.generation_config),
     )
     return FakeEngine(knobs, None if gate is None else Path(gate)), info
+
+
+def _sampling_defaults(folder: Path, source: str) -> SamplingDefaults:
+    """Return those of the model; to import what reads them takes longer than the rest of this process's start."""
+    if source == "auto" and not (folder / "generation_config.json").exists():
+        return NO_DEFAULTS
+    from headstart.openai.sampling_defaults import read_sampling_defaults
+
+    return read_sampling_defaults(folder, source)
