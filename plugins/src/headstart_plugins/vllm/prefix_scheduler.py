@@ -22,7 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from headstart_plugins.scheduling.prefix_order import PrefixQueue
 from headstart_plugins.scheduling.promised_blocks import Writer, is_promised, num_cached_blocks
-from headstart_plugins.scheduling.scheduling_options import SchedulingOptions, read_options
+from headstart_plugins.scheduling.scheduling_options import read_options
 
 logger = init_logger(f"vllm.{__name__}")  # below vLLM's own, whose level and handler apply
 
@@ -146,6 +146,3 @@ class Scheduler(_PrefixScheduling):
 
 class AsyncScheduler(_PrefixScheduling, _AsyncScheduler):
     """For GPUs, where vLLM plans a step while the one before runs."""
-
-
-__all__ = ["AsyncScheduler", "Scheduler", "SchedulingOptions"]
