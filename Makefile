@@ -78,7 +78,7 @@ sbom: dist      ## CycloneDX lists of what the wheel brings along, without and w
 
 clean:          ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
-	find src lab tests benchmarks examples training -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find src lab plugins tests benchmarks examples training -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) here; install Python 3.11 or newer, or: make PYTHON=/path/to/python3.12" >&2; exit 2; }
@@ -104,10 +104,10 @@ $(RUN): pyproject.toml | $(BIN)/python
 	$(BIN)/pip install $(QUIET) -e '.[engine]'
 	@touch $@
 
-$(DEV): pyproject.toml lab/pyproject.toml $(RUN)
+$(DEV): pyproject.toml lab/pyproject.toml plugins/pyproject.toml $(RUN)
 	@echo "== tools for tests, checks and plots"
 	$(BIN)/pip install $(QUIET) -e '.[dev]'
-	$(BIN)/pip install $(QUIET) --no-index --no-deps --no-build-isolation -e lab
+	$(BIN)/pip install $(QUIET) --no-index --no-deps --no-build-isolation -e lab -e plugins
 	@touch $@
 
 $(DIST): pyproject.toml | $(BIN)/python

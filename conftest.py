@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent
-PATHS = [str(ROOT / "src"), str(ROOT / "lab" / "src"), os.environ.get("PYTHONPATH", "")]
+PATHS = [*(str(ROOT / folder / "src") for folder in (".", "lab", "plugins")), os.environ.get("PYTHONPATH", "")]
 
 
 def announce_laboratory() -> str:

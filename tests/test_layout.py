@@ -275,7 +275,7 @@ KNOWN_IMPORTS: set[str] = {  # drivers of peers, which run as scripts in environ
 
 
 def test_no_test_imports_benchmarks() -> None:
-    files = [path for folder in ("tests", "lab/tests") for path in (ROOT / folder).rglob("*.py")]
+    files = [path for folder in ("tests", "lab/tests", "plugins/tests") for path in (ROOT / folder).rglob("*.py")]
     found = {
         path.relative_to(ROOT).as_posix()
         for path in files

@@ -9,10 +9,12 @@ ROOT = Path(__file__).parents[1]
 DIALECT = re.compile(r"\b(nobody|whoever|became of|gives? way|gave way|giving way)\b", re.IGNORECASE)
 OPENING = re.compile(r"(What|Who|Whose|How)\b")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-FILES = [path for folder in ("src", "lab/src", "docs") for path in (ROOT / folder).rglob("*")]
+FILES = [path for folder in ("src", "lab/src", "plugins/src", "docs") for path in (ROOT / folder).rglob("*")]
 DATA = ROOT / "lab/src/headstart_lab/intent/intent_travel_home.py"  # sentences of a synthetic workload
 SOURCES = sorted(path for path in FILES if path.suffix in (".py", ".md") and path != DATA)
-TESTS = sorted(path for name in ("tests", "lab/tests", "benchmarks") for path in (ROOT / name).rglob("*.py"))
+TESTS = sorted(
+    path for name in ("tests", "lab/tests", "plugins/tests", "benchmarks") for path in (ROOT / name).rglob("*.py")
+)
 
 
 def dialect(text: str) -> Iterator[str]:
