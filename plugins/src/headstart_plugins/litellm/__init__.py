@@ -1,0 +1,1 @@
+"""LiteLLM: deployments are chosen by Headstart's router, by cached prefixes and load."""
