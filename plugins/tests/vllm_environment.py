@@ -34,7 +34,7 @@ def vllm_python() -> Path:
     done = cache / "vllm" / ".complete"
     if not done.is_file():
         cache.mkdir(parents=True, exist_ok=True)
-        command = ["sh", str(ROOT / "benchmarks" / "peers" / "setup.sh"), "vllm", str(cache)]
+        command = ["sh", str(ROOT / "benchmarks/peers/setup.sh"), "vllm", str(cache)]
         made = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         if made.returncode:
             pytest.skip(f"no environment with vLLM could be made; {VARIABLE} names one: {made.stderr[-300:]}")
