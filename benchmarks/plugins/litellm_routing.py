@@ -3,9 +3,9 @@
     python benchmarks/plugins/litellm_routing.py --headstart .venv/bin/headstart [--quick] > litellm.json
 
 Runs in an environment with headstart-plugins[litellm]; `--headstart` is the command of one with an engine, which serves
-the bundled model. Requests of shared system prompts with own questions, drawn by Zipf; the cache of a replica holds all
-of these prompts, and some questions. Strategies take turns within each round, on emptied caches. The last stdout line is JSON. Hit rates are
-firm on a busy machine, times are not.
+the bundled model. Requests of shared system prompts with own questions, drawn by Zipf; the cache of a replica is
+as large as these. Strategies take turns within each round, on emptied caches. The last stdout line is JSON. Hit rates
+are firm on a busy machine, times are not.
 """
 
 import argparse
