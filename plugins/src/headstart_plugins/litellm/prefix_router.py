@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from headstart.core.cache.hashing import BlockHash
 from headstart.gateway.proxy.request_reader import conversation
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
@@ -36,7 +37,7 @@ class CallProgress(NamedTuple):
 class PromptKey:
     """A prompt, as far as its reuse is concerned. `root`: the model and salt, which share nothing with others."""
 
-    root: bytes
+    root: BlockHash
     body: bytes  # text, or token ids in the machine's order
     is_tokens: bool = False
 
