@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headstart.model.kernels.library import Kernels, load, runnable_variants
 from headstart.model.kernels.packed import Norm
-from headstart.model.kernels.recurrent import DeltaWeights, States, delta_net, gate_rows, short_convolution
+from headstart.model.kernels.recurrence import DeltaWeights, States, delta_net, gate_rows, short_convolution
 from headstart.model.layers.recurrent import convolve_in_torch, delta_net_in_torch, sigmoid
 from headstart.model.step_inputs import RowState
 from headstart.model.weights.hybrid_config import DeltaShape

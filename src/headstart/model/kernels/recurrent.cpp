@@ -12,26 +12,26 @@ constexpr long CHANNELS = 128;                    // of a convolution that are o
 constexpr long MANY = 1 << 15;                    // updated numbers, below which one thread is as fast
 constexpr float EPSILON = 1e-6f;                  // of the norm of queries and keys
 
-struct Save {  // mirrored by recurrent.py: a copy of the state behind the first `at` tokens of a chunk
+struct Save {  // mirrored by recurrence.py: a copy of the state behind the first `at` tokens of a chunk
     long at;
     float *state;
 };
 
-struct Chunk {  // mirrored by recurrent.py
+struct Chunk {  // mirrored by recurrence.py
     long begin, end;  // the chunk's rows of the step
     float *state;     // of its request, all layers
     const Save *saves;
     long num_saves;  // in ascending order
 };
 
-struct Convolution {  // mirrored by recurrent.py
+struct Convolution {  // mirrored by recurrence.py
     const Chunk *chunks;
     const float *weight, *bias;  // [taps, channels], the oldest token first; [channels] or null
     long num_chunks, offset;     // where the layer's part of a state begins: [taps - 1, channels] first
     long taps, channels;
 };
 
-struct Delta {  // mirrored by recurrent.py
+struct Delta {  // mirrored by recurrence.py
     Convolution convolution;
     void *rows;  // [count, channels + values + 2 heads], changed: queries, keys, values; gate; strength; rate
     void *out;   // [count, values]

@@ -13,7 +13,7 @@ from headstart.allocator import trim
 from headstart.model.attention.base import Attend
 from headstart.model.kernels.chain import Buffers, Chain
 from headstart.model.kernels.packed import Norm, PackedLinear, RotaryHeads
-from headstart.model.kernels.recurrent import DeltaWeights, States, gate_rows
+from headstart.model.kernels.recurrence import DeltaWeights, States, gate_rows
 from headstart.model.layers.decoder import EMBEDDING, HEAD, WeightReader, tied_embedding
 from headstart.model.layers.dispatch import are_rows_exact
 from headstart.model.layers.layer_ops import RMSNorm, join

@@ -2,7 +2,7 @@
 
 The state of a request is one vector in fp32, with a part for each of these layers. States are computed token after
 token, in one order, so they do not depend on how the tokens are cut into chunks; see invariant 15. Between their
-products the layers run on our kernels (kernels/recurrent.py), or slowly in torch, the reference.
+products the layers run on our kernels (kernels/recurrence.py), or slowly in torch, the reference.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.model.kernels.library import Kernels
-from headstart.model.kernels.recurrent import DeltaWeights, States, delta_net, short_convolution
+from headstart.model.kernels.recurrence import DeltaWeights, States, delta_net, short_convolution
 from headstart.model.layers.linear import Linear
 from headstart.model.weights.hybrid_config import DeltaShape
 
