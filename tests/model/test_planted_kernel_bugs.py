@@ -32,7 +32,11 @@ BUGS = {
     "late_inputs": ("recurrent.cpp", "save->at == row + 1 - chunk.begin", "save->at == row - chunk.begin"),
     "lost_input": ("recurrent.cpp", "some(at + width, count) : input", "some(at + width, count) : sum"),
     "wrong_key_head": ("recurrent.cpp", "head / (delta.heads / delta.key_heads)", "head % delta.key_heads"),
-    "leak_of_chunk": ("recurrent.cpp", "vec seen = v * LANES < count", "vec seen = at > chunk.begin + 1"),
+    "first_of_chunk": (
+        "recurrent.cpp",
+        "decay = all(decays[head])",
+        "decay = all(at > chunk.begin ? decays[head] : 1)",
+    ),
 }
 SCRIPT = """
 import sys
