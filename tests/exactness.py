@@ -136,8 +136,10 @@ class Ways:
     @property
     def others(self) -> dict[str, Callable[[], Answers]]:
         """All ways but `cold`, by name."""
-        ways = (self.cached, self.repeated, self.batched, self.batched_apart, self.chunked, self.drafted, self.restored)
-        return {way.__name__: way for way in (*ways, self.threaded)}
+        ways = [self.cached, self.repeated, self.batched, self.batched_apart, self.chunked, self.threaded]
+        if not self.loaded.state_bytes:  # drafts and stores are refused for models with a state
+            ways += [self.drafted, self.restored]
+        return {way.__name__: way for way in ways}
 
     def differing(self) -> dict[str, int]:
         """Return how many prompts have another bit than the cold ones, by way."""
@@ -162,6 +164,7 @@ class Ways:
             model=self.loaded.fingerprint,
             enable_prefix_caching=caching,
             speculation=drafts,
+            state_pages=-(-self.loaded.state_bytes // (BLOCK_SIZE * self.loaded.kv_bytes_per_token)),
         )
         runner = SteadyRunner(self.loaded, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
         return Engine(Scheduler(config, store=store), runner, store=store)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from exactness import FORMS, Ways, load_form, prompts_of
+from model.tiny import HYBRIDS
 
 from headstart.core.batch import Chunk, Row
 from headstart.core.cache.block_store import Data
@@ -44,6 +45,15 @@ def test_norms_of_heads_and_windows_change_nothing(form: str, family: str, setti
     prompts = prompts_of(Random(2), 6, longest=300, vocab=loaded.vocab_size)
     found = Ways(loaded, prompts, num_tokens=4).differing()
     assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "float32", "int8", "int4"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_recurrent_layers_change_nothing(form: str, family: str, tmp_path: Path) -> None:
+    loaded = load_form(form, tmp_path, family)
+    assert loaded.state_bytes and not loaded.exceptions
+    found = Ways(loaded, prompts_of(Random(3), 6, longest=200, vocab=loaded.vocab_size), num_tokens=4).differing()
+    assert len(found) == 6 and not any(found.values()), found
 
 
 # ---- planted bugs ----------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "core": Budget(("core",), 6_800, 6_000),
-    "model": Budget(("model",), 11_600, 8_000),
+    "model": Budget(("model",), 11_800, 8_000),
     "router": Budget(("router",), 4_050, 4_100),
     "gateway": Budget(("gateway",), 11_150, 9_200),
     "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 15_200, 10_100),
@@ -44,7 +44,7 @@ BUDGETS = {
     "live page": Budget(("page",), 400, 300),
     "store": Budget(("store",), 2_600, 2_300),
     "sim": Budget(("sim",), 2_900, 2_900),
-    "all": Budget(("",), 73_910, 58_900),
+    "all": Budget(("",), 74_250, 58_900),
 }
 REST = Budget(("",), 11_350, 8_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered

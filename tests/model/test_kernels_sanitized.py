@@ -16,6 +16,7 @@ SUITES = {
     "attention": ("test_cpu_attention.py", "test_packed_kv.py"),
     "products": ("test_linear.py", "test_blocks_linear.py"),
     "sampling": ("test_sampling_kernel.py",),
+    "recurrent": ("test_recurrent.py",),
 }
 SCRIPT = """
 import ctypes, math, sys

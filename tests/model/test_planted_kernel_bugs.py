@@ -1,9 +1,10 @@
-"""Bugs planted in the kernels of products, one at a time: the tests of the products catch each."""
+"""Bugs planted in the kernels of products and recurrent layers, one at a time: their tests catch each."""
 
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,16 @@ BUGS = {
     "lost_section": ("dot.h", "{ *this = load(paused); }", "{ begin(nullptr); }"),
     "last_section_only": ("tiles.h", "k == begin, k + units == end", "k + units == end, k + units == end"),
     "not_finite": ("group_rows.h", "poison != 0 ? Scaling{0.0f, NAN} : ", ""),
+    "lost_decay": ("recurrent.cpp", "mul(decay, add(even[v], odd[v]))", "add(even[v], odd[v])"),
+    "late_state": ("recurrent.cpp", "save->at == at + 1 - chunk.begin", "save->at == at - chunk.begin"),
+    "late_inputs": ("recurrent.cpp", "save->at == row + 1 - chunk.begin", "save->at == row - chunk.begin"),
+    "lost_input": ("recurrent.cpp", "some(at + width, count) : input", "some(at + width, count) : sum"),
+    "wrong_key_head": ("recurrent.cpp", "head / (delta.heads / delta.key_heads)", "head % delta.key_heads"),
+    "first_of_chunk": (
+        "recurrent.cpp",
+        "decay = all(decays[head])",
+        "decay = all(at > chunk.begin ? decays[head] : 1)",
+    ),
 }
 SCRIPT = """
 import sys
@@ -38,10 +49,10 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *of_one, *sys.argv[3
 """
 
 
-def run(folder: Path, variant: str) -> subprocess.CompletedProcess[str]:
-    """Run the tests of one variant on kernels from the sources in `folder`."""
+def run(folder: Path, variant: str, names: Iterable[str]) -> subprocess.CompletedProcess[str]:
+    """Run the tests of one variant in files `names` on kernels from the sources in `folder`."""
     environ = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
-    files = [str(TESTS / "model" / name) for name in ("test_blocks_linear.py", "test_linear.py")]
+    files = [str(TESTS / "model" / name) for name in names]
     command = [sys.executable, "-c", SCRIPT, str(folder), variant, *files]
     return subprocess.run(command, env=environ, cwd=TESTS.parent, capture_output=True, text=True, timeout=850)
 
@@ -55,12 +66,14 @@ def test_planted_bug_is_caught(bug: str, tmp_path: Path) -> None:
         pytest.skip("no compiled kernels here")
     folder = tmp_path / "kernels"
     shutil.copytree(SOURCES, folder, ignore=shutil.ignore_patterns("__pycache__", "compiled"))
+    names = ["test_recurrent.py", "test_blocks_linear.py", "test_linear.py"]
     if bug:
         name, code, planted = BUGS[bug]
         text = (folder / name).read_text()
         assert text.count(code) == 1, f"{bug}: {name} has {text.count(code)} places like this"
         (folder / name).write_text(text.replace(code, planted))
-    done = run(folder, "avx2")  # every machine with kernels can run it, and it compiles fastest
+        names = names[:1] if name == "recurrent.cpp" else names[1:]
+    done = run(folder, "avx2", names)  # every machine with kernels can run it, and it compiles fastest
     assert list((folder / "cache").rglob("*.so")), (done.stdout + done.stderr)[-2000:]
     assert done.returncode == (1 if bug else 0), (done.stdout + done.stderr)[-2000:]
     assert ("FAILED" in done.stdout) == bool(bug), done.stdout[-2000:]

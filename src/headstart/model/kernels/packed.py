@@ -98,10 +98,10 @@ class PackedLinear:
 
 
 class RotaryHeads:
-    """The rotary embedding of rows of heads [heads, head_dim]: queries, then keys, then values.
+    """The rotary embedding of rows of heads [heads, head_dim]: queries, then keys, then values, then others.
 
     Queries and keys are rotated by their position. Before that, each head is normalised if norms [head_dim] are given
-    (Qwen3). Values do not change.
+    (Qwen3). Values and others do not change.
     """
 
     __slots__ = ("_kept", "descriptor", "rotary_dim", "width")
@@ -111,6 +111,7 @@ class RotaryHeads:
         *,
         num_queries: int,
         num_keys: int,
+        num_others: int = 0,
         head_dim: int,
         rotary_dim: int,
         query_norm: Norm | None = None,
@@ -122,14 +123,15 @@ class RotaryHeads:
             if norm is not None:
                 check(norm.weight, "norm", (head_dim,), torch.bfloat16)
         self.rotary_dim = rotary_dim
-        self.width = (num_queries + 2 * num_keys) * head_dim  # of a row
+        num_heads = num_queries + 2 * num_keys + num_others
+        self.width = num_heads * head_dim  # of a row
         self._kept = (query_norm, key_norm)  # the descriptor holds only their addresses
         self.descriptor = HeadsDescriptor(
             query_norm=None if query_norm is None else query_norm.weight.data_ptr(),
             key_norm=None if key_norm is None else key_norm.weight.data_ptr(),
             query_eps=0.0 if query_norm is None else query_norm.eps,
             key_eps=0.0 if key_norm is None else key_norm.eps,
-            heads=num_queries + 2 * num_keys,
+            heads=num_heads,
             queries=num_queries,
             keys=num_keys,
             head_dim=head_dim,

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from headstart.allocator import trim
 from headstart.model.attention.base import Attend
-from headstart.model.kernels.packed import PackedLinear
+from headstart.model.kernels.chain import Buffers, Chain
+from headstart.model.kernels.packed import Norm, PackedLinear, RotaryHeads
+from headstart.model.kernels.recurrence import DeltaWeights, States, gate_rows
 from headstart.model.layers.decoder import EMBEDDING, HEAD, WeightReader, tied_embedding
 from headstart.model.layers.dispatch import are_rows_exact
-from headstart.model.layers.layer_ops import RMSNorm
+from headstart.model.layers.layer_ops import RMSNorm, join
 from headstart.model.layers.linear import PLAIN, Embedding, Form, Linear, look_up
 from headstart.model.layers.recurrent import GatedDeltaNet, Mixer, ShortConvolution, sigmoid
 from headstart.model.layers.rotary import Rotary
@@ -28,11 +30,12 @@ from headstart.model.weights.model_config import ModelConfig
 class AttentionWeights:
     """The weights of an attention layer; with `gated` each query head has a gate of its size for its output."""
 
-    qkv: Linear
+    qkv: Linear  # norm, then queries, keys, values and, if it is gated, gates
     query_norm: RMSNorm
     key_norm: RMSNorm
     out: Linear
     gated: bool
+    chain: Chain | None  # in bf16 on kernels: `qkv`, the norms of heads and the rotary embedding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +61,7 @@ class HybridDecoder:
         self, config: ModelConfig, embedding: Embedding, layers: list[HybridLayer], head: Linear, form: Form
     ) -> None:
         self.config, self.embedding, self.layers, self.head = config, embedding, layers, head
+        self.kernels = form.kernels
         dtype, device = (
             (form.dtype, form.device) if isinstance(embedding, PackedLinear) else (embedding.dtype, embedding.device)
         )
@@ -74,14 +78,14 @@ class HybridDecoder:
         assert step.states is not None, "a hybrid model needs the states of its requests"
         angles = self.rotary.angles(step.positions)
         residual = look_up(self.embedding, step.token_ids)
-        index, offset = 0, 0
+        states, index, offset = States(step.states), 0, 0
         for layer in self.layers:
             mixer = layer.mixer
             if isinstance(mixer, AttentionWeights):
                 residual = self._attention(index, mixer, residual, angles, attend)
                 index += 1
             else:
-                residual = mixer(residual, residual, step.states, offset)
+                residual = mixer(residual, residual, states, offset)
                 offset += mixer.state_size
             residual = layer.down(layer.gate_up(residual), residual)
         return residual
@@ -101,20 +105,30 @@ class HybridDecoder:
     ) -> Tensor:
         """Return `rows` [T, hidden] plus the outputs of attention layer `index`."""
         config, num_rows = self.config, len(rows)
-        width = config.head_dim * (2 if layer.gated else 1)
-        sizes = (config.num_heads * width, config.num_kv_heads * config.head_dim, config.num_kv_heads * config.head_dim)
-        queries, keys, values = layer.qkv(rows).split(sizes, dim=-1)
-        gate: Tensor | None = None
-        queries = queries.view(num_rows, config.num_heads, width)
-        if layer.gated:
-            queries, gate = queries.chunk(2, dim=-1)
-        keys, values = (part.view(num_rows, config.num_kv_heads, config.head_dim) for part in (keys, values))
-        normed = torch.cat((layer.query_norm(queries), layer.key_norm(keys)), dim=1)
-        queries, keys = self.rotary.apply(normed, angles).split((config.num_heads, config.num_kv_heads), dim=1)
-        attended = attend(index, queries, keys, values, scale=config.head_dim**-0.5)
-        if gate is not None:
-            attended = attended * sigmoid(gate.float()).to(attended.dtype)
-        return layer.out(attended.reshape(num_rows, -1), rows)
+        size = config.num_heads * config.head_dim
+        heads = layer.qkv(rows) if layer.chain is None else _run(layer.chain, rows, angles)
+        gates = heads[:, -size:] if layer.gated else None
+        num_rotated = config.num_heads + config.num_kv_heads
+        heads = heads.view(num_rows, -1, config.head_dim)[:, : num_rotated + config.num_kv_heads]
+        queries, keys, values = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        if layer.chain is None:
+            normed = torch.cat((layer.query_norm(queries), layer.key_norm(keys)), dim=1)
+            queries, keys = self.rotary.apply(normed, angles).split((config.num_heads, config.num_kv_heads), dim=1)
+        attended = attend(index, queries, keys, values, scale=config.head_dim**-0.5).reshape(num_rows, size)
+        if gates is not None and self.kernels is not None:
+            gate_rows(self.kernels, attended, gates)
+        elif gates is not None:
+            attended = attended * sigmoid(gates.float()).to(attended.dtype)
+        return layer.out(attended, rows)
+
+
+def _run(chain: Chain, rows: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the heads [T, width] that a chain makes of `rows`."""
+    buffers = Buffers(len(rows), chain.widths)
+    buffers[0] = rows
+    buffers.fill(1)
+    chain(buffers, chain.scratch(len(rows)), angles)
+    return buffers[1]
 
 
 def load_hybrid(
@@ -205,14 +219,36 @@ class _HybridReader(WeightReader):
         gated = self.hybrid.delta is not None
         query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         sizes = {"q": query_size * (2 if gated else 1), "k": key_size, "v": key_size}
-        qkv = [(f"{name}.{part}_proj", size) for part, size in sizes.items()]
-        return AttentionWeights(
-            self.linear(qkv, config.hidden_size, bias=config.qkv_bias, norm=norm),
-            self.norm(f"{name}.{names.query_norm}.weight", config.head_dim),
-            self.norm(f"{name}.{names.key_norm}.weight", config.head_dim),
-            self.linear([(f"{name}.{names.out}", config.hidden_size)], query_size, bias=config.o_bias),
-            gated,
+        parts = {part: f"{name}.{part}_proj" for part in sizes}
+        weights = [self.tensor(f"{parts[part]}.weight", size, config.hidden_size) for part, size in sizes.items()]
+        biases = [self.tensor(f"{parts[part]}.bias", size) for part, size in sizes.items()] if config.qkv_bias else []
+        if gated:  # a head's queries, then its gates: gates go to the end
+            weights, biases = self._gates_last(weights), self._gates_last(biases)
+        qkv = Linear(weights, join(biases) if biases else None, norm=norm, form=self.form)
+        query_norm, key_norm = (
+            self.norm(f"{name}.{own}.weight", config.head_dim) for own in (names.query_norm, names.key_norm)
         )
+        chain, kernels = None, self.form.kernels
+        if qkv.packed and kernels is not None and self.dtype == torch.bfloat16:
+            rotary = RotaryHeads(
+                num_queries=config.num_heads,
+                num_keys=config.num_kv_heads,
+                num_others=config.num_heads if gated else 0,
+                head_dim=config.head_dim,
+                rotary_dim=config.rope.rotary_dim,
+                query_norm=query_norm.packed,
+                key_norm=key_norm.packed,
+            )
+            chain = Chain(kernels, qkv.links(0, 1, rotary=rotary), (config.hidden_size, qkv.out_features))
+        out = self.linear([(f"{name}.{names.out}", config.hidden_size)], query_size, bias=config.o_bias)
+        return AttentionWeights(qkv, query_norm, key_norm, out, gated, chain)
+
+    def _gates_last(self, parts: list[Tensor]) -> list[Tensor]:
+        """Return weights or biases of queries with gates, keys and values as queries, keys, values and gates."""
+        if not parts:
+            return parts
+        heads = parts[0].view(self.config.num_heads, 2, self.config.head_dim, *parts[0].shape[1:])
+        return [heads[:, 0].flatten(0, 1), *parts[1:], heads[:, 1].flatten(0, 1)]
 
     def _delta(self, name: str, norm: RMSNorm) -> GatedDeltaNet:
         config, shape = self.config, self.hybrid.delta
@@ -224,11 +260,14 @@ class _HybridReader(WeightReader):
             self.linear(
                 [(f"{name}.in_proj_{part}", size) for part, size in parts], config.hidden_size, bias=False, norm=norm
             ),
-            self._wide(f"{name}.conv1d.weight", shape.num_channels, 1, shape.conv_size)[:, 0].T.contiguous(),
-            -self._wide(f"{name}.A_log", heads).exp(),
-            self._wide(f"{name}.dt_bias", heads),
-            RMSNorm(self.tensor(f"{name}.norm.weight", shape.value_dim), config.rms_norm_eps),
+            DeltaWeights(
+                self._wide(f"{name}.conv1d.weight", shape.num_channels, 1, shape.conv_size)[:, 0].T.contiguous(),
+                -self._wide(f"{name}.A_log", heads).exp(),
+                self._wide(f"{name}.dt_bias", heads),
+                Norm(self.tensor(f"{name}.norm.weight", shape.value_dim), config.rms_norm_eps),
+            ),
             self.linear([(f"{name}.out_proj", config.hidden_size)], shape.num_values, bias=False),
+            self.form.kernels,
         )
 
     def _convolution(self, name: str, norm: RMSNorm) -> ShortConvolution:
@@ -238,6 +277,7 @@ class _HybridReader(WeightReader):
             self._wide(f"{name}.conv.weight", hidden, 1, self.hybrid.conv_size)[:, 0].T.contiguous(),
             self._wide(f"{name}.conv.bias", hidden) if bias else None,
             self.linear([(f"{name}.out_proj", hidden)], hidden, bias=bias),
+            self.form.kernels,
         )
 
     def _wide(self, name: str, *shape: int) -> Tensor:

@@ -1,19 +1,20 @@
-"""Mixers with a recurrent state: gated delta net (Qwen3.5) and short convolution (LFM2), in torch.
+"""Mixers with a recurrent state: gated delta net (Qwen3.5) and short convolution (LFM2).
 
 The state of a request is one vector in fp32, with a part for each of these layers. States are computed token after
-token, in one order, so they do not depend on how the tokens are cut into chunks; see invariant 15.
+token, in one order, so they do not depend on how the tokens are cut into chunks; see invariant 15. Between their
+products the layers run on our kernels (kernels/recurrence.py), or slowly in torch, the reference.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.model.layers.layer_ops import RMSNorm
+from headstart.model.kernels.library import Kernels
+from headstart.model.kernels.recurrence import DeltaWeights, States, delta_net, short_convolution
 from headstart.model.layers.linear import Linear
-from headstart.model.step_inputs import RowState
 from headstart.model.weights.hybrid_config import DeltaShape
 
 EPSILON = 1e-6  # of the norm of queries and keys, as in Transformers and in flash-linear-attention
@@ -32,7 +33,7 @@ class Mixer(Protocol):
         """The products of the layer."""
         ...
 
-    def __call__(self, rows: Tensor, residual: Tensor, states: Sequence[RowState], offset: int) -> Tensor:
+    def __call__(self, rows: Tensor, residual: Tensor, states: States, offset: int) -> Tensor:
         """Return the outputs for `rows` [T, hidden], which are normed here, added to `residual`.
 
         Updates the states, whose part for this layer begins at `offset`, and fills in those to be saved.
@@ -48,6 +49,7 @@ class ShortConvolution:
     weight: Tensor  # [conv_size, hidden], fp32, the oldest token first
     bias: Tensor | None  # [hidden], fp32
     out: Linear
+    kernels: Kernels | None
 
     @property
     def state_size(self) -> int:
@@ -57,12 +59,11 @@ class ShortConvolution:
     def linears(self) -> tuple[Linear, ...]:
         return self.inner, self.out
 
-    def __call__(self, rows: Tensor, residual: Tensor, states: Sequence[RowState], offset: int) -> Tensor:
-        before, after, inputs = self.inner(rows).chunk(3, dim=-1)
-        mixed = _convolve((before * inputs).float(), self.weight, states, offset)
-        if self.bias is not None:
-            mixed += self.bias
-        return self.out(after * mixed.to(rows.dtype), residual)
+    def __call__(self, rows: Tensor, residual: Tensor, states: States, offset: int) -> Tensor:
+        inner = self.inner(rows)
+        if self.kernels is None:
+            return self.out(convolve_in_torch(self.weight, self.bias, inner, states, offset), residual)
+        return self.out(short_convolution(self.kernels, self.weight, self.bias, inner, states, offset), residual)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,12 +71,10 @@ class GatedDeltaNet:
     """Linear attention with a gated delta rule (arXiv 2412.06464), as in Transformers' `qwen3_5`."""
 
     shape: DeltaShape
-    inner: Linear  # norm, then queries, keys and values together, gate, beta, decay
-    weight: Tensor  # [conv_size, channels], fp32, the oldest token first
-    rate: Tensor  # [value heads], fp32: the decay of a token is exp(rate * softplus(...))
-    rate_bias: Tensor  # [value heads], fp32
-    norm: RMSNorm  # of each head's output
+    inner: Linear  # norm, then queries, keys and values together, gate, strength (b), rate (a)
+    weights: DeltaWeights
     out: Linear
+    kernels: Kernels | None
 
     @property
     def state_size(self) -> int:
@@ -85,39 +84,57 @@ class GatedDeltaNet:
     def linears(self) -> tuple[Linear, ...]:
         return self.inner, self.out
 
-    def __call__(self, rows: Tensor, residual: Tensor, states: Sequence[RowState], offset: int) -> Tensor:
-        shape, num_rows, heads = self.shape, len(rows), self.shape.num_value_heads
-        sizes = (shape.num_channels, shape.num_values, heads, heads)
-        mixed, gate, beta, rate = self.inner(rows).split(sizes, dim=-1)
-        convolved = _convolve(mixed.float(), self.weight, states, offset).to(rows.dtype).float()
-        mixed = (convolved * sigmoid(convolved)).to(rows.dtype).float()
-        queries, keys, values = mixed.split((shape.num_keys, shape.num_keys, shape.num_values), dim=-1)
-        queries, keys = self._unit(queries) * shape.key_dim**-0.5, self._unit(keys)
-        values = values.reshape(num_rows, heads, 1, shape.value_dim)
-        decay = (self.rate * _softplus(rate.float() + self.rate_bias)).exp()[:, :, None, None]
-        strength = sigmoid(beta.float())[:, :, None, None]
-        found = torch.empty_like(values)
-        tokens = list(zip(*(part.unbind(0) for part in (queries, keys, values, decay, strength, found)), strict=True))
-        begin = offset + (shape.conv_size - 1) * shape.num_channels
-        matrices = (heads, shape.key_dim, shape.value_dim)
-        for row in states:
-            memory = row.state[begin : offset + shape.state_size].view(matrices)
-            saves = {at: saved[begin : offset + shape.state_size].view(matrices) for at, saved in row.saves}
-            for at in range(row.begin, row.end):
-                _update(memory, *tokens[at])
-                if at + 1 - row.begin in saves:
-                    saves[at + 1 - row.begin].copy_(memory)
-        normed = self.norm(found.to(rows.dtype).view(num_rows, heads, shape.value_dim))
-        gate = gate.float().reshape(normed.shape)
-        gated = normed * (gate * sigmoid(gate))
-        return self.out(gated.to(rows.dtype).reshape(num_rows, -1), residual)
+    def __call__(self, rows: Tensor, residual: Tensor, states: States, offset: int) -> Tensor:
+        inner = self.inner(rows)
+        if self.kernels is None:
+            return self.out(delta_net_in_torch(self.shape, self.weights, inner, states, offset), residual)
+        return self.out(delta_net(self.kernels, self.shape, self.weights, inner, states, offset), residual)
 
-    def _unit(self, rows: Tensor) -> Tensor:
-        """Return queries or keys [T, keys] as unit vectors [T, value heads, 1, key_dim]: a head serves several."""
-        shape = self.shape
-        heads = rows.reshape(len(rows), shape.num_key_heads, shape.key_dim)
-        unit = heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + EPSILON)
-        return unit.repeat_interleave(shape.num_value_heads // shape.num_key_heads, dim=1)[:, :, None]
+
+def convolve_in_torch(weight: Tensor, bias: Tensor | None, rows: Tensor, states: States, offset: int) -> Tensor:
+    """Do the same as `short_convolution`."""
+    before, after, inputs = rows.chunk(3, dim=-1)
+    mixed = _convolve((before * inputs).float(), weight, states, offset)
+    if bias is not None:
+        mixed += bias
+    return after * mixed.to(rows.dtype)
+
+
+def delta_net_in_torch(shape: DeltaShape, weights: DeltaWeights, rows: Tensor, states: States, offset: int) -> Tensor:
+    """Do the same as `delta_net`, but leave `rows` as they are."""
+    num_rows, heads = len(rows), shape.num_value_heads
+    sizes = (shape.num_channels, shape.num_values, heads, heads)
+    mixed, gate, beta, rate = rows.split(sizes, dim=-1)
+    convolved = _convolve(mixed.float(), weights.convolution, states, offset).to(rows.dtype).float()
+    mixed = (convolved * sigmoid(convolved)).to(rows.dtype).float()
+    queries, keys, values = mixed.split((shape.num_keys, shape.num_keys, shape.num_values), dim=-1)
+    queries, keys = _unit(shape, queries) * shape.key_dim**-0.5, _unit(shape, keys)
+    values = values.reshape(num_rows, heads, 1, shape.value_dim)
+    decay = (weights.rate * _softplus(rate.float() + weights.rate_bias)).exp()[:, :, None, None]
+    strength = sigmoid(beta.float())[:, :, None, None]
+    found = torch.empty_like(values)
+    tokens = list(zip(*(part.unbind(0) for part in (queries, keys, values, decay, strength, found)), strict=True))
+    begin = offset + (shape.conv_size - 1) * shape.num_channels
+    matrices = (heads, shape.key_dim, shape.value_dim)
+    for row in states.rows:
+        memory = row.state[begin : offset + shape.state_size].view(matrices)
+        saves = {at: saved[begin : offset + shape.state_size].view(matrices) for at, saved in row.saves}
+        for at in range(row.begin, row.end):
+            _update(memory, *tokens[at])
+            if at + 1 - row.begin in saves:
+                saves[at + 1 - row.begin].copy_(memory)
+    found = found.to(rows.dtype).view(num_rows, heads, shape.value_dim)
+    normed = F.rms_norm(found, (shape.value_dim,), weights.norm.weight, weights.norm.eps)
+    gate = gate.float().reshape(normed.shape)
+    gated = normed * (gate * sigmoid(gate))
+    return gated.to(rows.dtype).reshape(num_rows, -1)
+
+
+def _unit(shape: DeltaShape, rows: Tensor) -> Tensor:
+    """Return queries or keys [T, keys] as unit vectors [T, value heads, 1, key_dim]: a head serves several."""
+    heads = rows.reshape(len(rows), shape.num_key_heads, shape.key_dim)
+    unit = heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + EPSILON)
+    return unit.repeat_interleave(shape.num_value_heads // shape.num_key_heads, dim=1)[:, :, None]
 
 
 def sigmoid(rows: Tensor) -> Tensor:
@@ -142,11 +159,11 @@ def _update(
     torch.bmm(query, memory, out=found)
 
 
-def _convolve(inputs: Tensor, weight: Tensor, states: Sequence[RowState], offset: int) -> Tensor:
+def _convolve(inputs: Tensor, weight: Tensor, states: States, offset: int) -> Tensor:
     """Return the causal convolution of each request's rows of `inputs` [T, channels], per channel."""
     kept, channels = len(weight) - 1, inputs.shape[1]
     outputs = torch.empty_like(inputs)
-    for row in states:
+    for row in states.rows:
         num = row.end - row.begin
         before = row.state[offset : offset + kept * channels].view(kept, channels)
         seen = torch.cat((before, inputs[row.begin : row.end]))

@@ -1,0 +1,173 @@
+"""Layers with a recurrent state, by the kernels of recurrent.cpp: gated delta net, short convolution, gates of rows."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.model.kernels.library import Kernels, threads
+from headstart.model.kernels.packed import Norm, check
+from headstart.model.step_inputs import RowState
+from headstart.model.weights.hybrid_config import DeltaShape
+
+_pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class _Convolution(ctypes.Structure):
+    """`Convolution` of recurrent.cpp."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("chunks", "weight", "bias")),
+        *((name, _long) for name in ("num_chunks", "offset", "taps", "channels")),
+    )
+
+
+class _Delta(ctypes.Structure):
+    """`Delta` of recurrent.cpp."""
+
+    _fields_ = (
+        ("convolution", _Convolution),
+        *((name, _pointer) for name in ("rows", "out", "rate", "rate_bias", "norm", "factors", "scratch")),
+        *((name, _long) for name in ("count", "key_heads", "heads", "key_dim", "value_dim")),
+        ("eps", _float),
+        ("is_bf16", _int),
+        ("threads", _int),
+    )
+
+
+class States:
+    """The states of the requests of a step, for torch as `rows`, and as a table of addresses for the kernels.
+
+    Raises ValueError unless chunks follow each other, saves are in order and states are dense fp32 of one size.
+    """
+
+    def __init__(self, rows: Sequence[RowState]) -> None:
+        self.rows = rows
+        self._chunks = np.zeros((len(rows), 5), np.int64)
+        self._saves = np.zeros((sum(len(row.saves) for row in rows), 2), np.int64)
+        end, place = 0, 0
+        for index, row in enumerate(rows):
+            places = [at for at, _ in row.saves]
+            if not end == row.begin < row.end or places != sorted(places) or not _within(places, row.end - row.begin):
+                raise ValueError(f"a chunk {row.begin} : {row.end} behind {end} rows, with states after {places}")
+            for state in (row.state, *(saved for _, saved in row.saves)):
+                if state.device.type == "cpu":  # a kernel is not called with others
+                    check(state, "state", rows[0].state.shape, torch.float32)
+            address = self._saves.ctypes.data + 16 * place
+            self._chunks[index] = row.begin, row.end, row.state.data_ptr(), address, len(places)
+            for at, saved in row.saves:
+                self._saves[place] = at, saved.data_ptr()
+                place += 1
+            end = row.end
+        self.count, self.size = end, len(rows[0].state) if rows else 0
+
+    @property
+    def table(self) -> tuple[int, int]:
+        """The address and number of `Chunk` of recurrent.cpp."""
+        return self._chunks.ctypes.data, len(self._chunks)
+
+
+def _within(places: list[int], length: int) -> bool:
+    return not places or 1 <= places[0] <= places[-1] <= length
+
+
+class DeltaWeights(NamedTuple):
+    """The weights of a gated delta net between its two products; see layers/recurrent.py."""
+
+    convolution: Tensor  # [conv_size, channels], fp32
+    rate: Tensor  # [value heads], fp32
+    rate_bias: Tensor  # [value heads], fp32
+    norm: Norm  # [value_dim]
+
+
+def delta_net(
+    kernels: Kernels, shape: DeltaShape, weights: DeltaWeights, rows: Tensor, states: States, offset: int
+) -> Tensor:
+    """Return the outputs [T, values] for `rows` [T, channels + values + 2 heads], which are overwritten.
+
+    Advances the states, whose part for this layer begins at `offset`. Raises ValueError for arguments that do not fit.
+    """
+    heads, count = shape.num_value_heads, states.count
+    _check_rows(rows, (count, shape.num_channels + shape.num_values + 2 * heads))
+    for name in ("rate", "rate_bias"):
+        check(getattr(weights, name), name, (heads,), torch.float32)
+    check(weights.norm.weight, "norm", (shape.value_dim,), rows.dtype)
+    if states.size < offset + shape.state_size:
+        raise ValueError(f"states of {states.size} numbers have no {shape.state_size} from {offset} on")
+    out = torch.empty((count, shape.num_values), dtype=rows.dtype)
+    factors = torch.empty(count, 2 * (shape.num_key_heads + heads))
+    scratch = torch.empty(threads(), kernels.library.headstart_delta_scratch(shape.key_dim))
+    call = _Delta(
+        convolution=_convolution(weights.convolution, None, states, offset, shape.num_channels),
+        rows=rows.data_ptr(),
+        out=out.data_ptr(),
+        rate=weights.rate.data_ptr(),
+        rate_bias=weights.rate_bias.data_ptr(),
+        norm=weights.norm.weight.data_ptr(),
+        factors=factors.data_ptr(),
+        scratch=scratch.data_ptr(),
+        count=count,
+        key_heads=shape.num_key_heads,
+        heads=heads,
+        key_dim=shape.key_dim,
+        value_dim=shape.value_dim,
+        eps=weights.norm.eps,
+        is_bf16=int(rows.dtype == torch.bfloat16),
+        threads=threads(),
+    )
+    kernels.library.headstart_delta(ctypes.byref(call))
+    return out
+
+
+def short_convolution(
+    kernels: Kernels, weight: Tensor, bias: Tensor | None, rows: Tensor, states: States, offset: int
+) -> Tensor:
+    """Return C * convolution(B * x) [T, channels] for `rows` [T, 3 channels] of B, C and x; advances the states.
+
+    `weight` [taps, channels] and `bias` [channels] are fp32. Raises ValueError for arguments that do not fit.
+    """
+    taps, channels = weight.shape
+    _check_rows(rows, (states.count, 3 * channels))
+    if states.size < offset + (taps - 1) * channels:
+        raise ValueError(f"states of {states.size} numbers have no {(taps - 1) * channels} from {offset} on")
+    out = torch.empty((states.count, channels), dtype=rows.dtype)
+    call = _convolution(weight, bias, states, offset, channels)
+    is_bf16 = int(rows.dtype == torch.bfloat16)
+    kernels.library.headstart_short_convolution(ctypes.byref(call), rows.data_ptr(), out.data_ptr(), is_bf16, threads())
+    return out
+
+
+def gate_rows(kernels: Kernels, rows: Tensor, gates: Tensor) -> None:
+    """Multiply `rows` [T, size] by the sigmoid of `gates` [T, size], columns of a dense tensor, in place."""
+    count, size = rows.shape
+    _check_rows(rows, (count, size))
+    if gates.shape != rows.shape or gates.dtype != rows.dtype or (count and size and gates.stride(1) != 1):
+        raise ValueError(f"gates {gates.dtype} {list(gates.shape)} for rows {rows.dtype} {list(rows.shape)}")
+    is_bf16 = int(rows.dtype == torch.bfloat16)
+    kernels.library.headstart_gate(rows.data_ptr(), gates.data_ptr(), count, size, gates.stride(0), is_bf16, threads())
+
+
+def _convolution(weight: Tensor, bias: Tensor | None, states: States, offset: int, channels: int) -> Any:
+    check(weight, "weight", (len(weight), channels), torch.float32)
+    if bias is not None:
+        check(bias, "bias", (channels,), torch.float32)
+    address, num_chunks = states.table
+    return _Convolution(
+        chunks=address,
+        weight=weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        num_chunks=num_chunks,
+        offset=offset,
+        taps=len(weight),
+        channels=channels,
+    )
+
+
+def _check_rows(rows: Tensor, shape: tuple[int, int]) -> None:
+    if rows.dtype not in _DTYPES:
+        raise ValueError(f"rows are {rows.dtype}; the kernels take bfloat16 and float32")
+    check(rows, "rows", shape, rows.dtype)

@@ -1,0 +1,297 @@
+// Layers with a recurrent state: gated delta net and short convolution, and the gate of an attention's output.
+//
+// A state advances token after token, each of its numbers with one order of operations, so it depends neither on chunks
+// nor on batch and threads. Columns of a head's matrix do not depend on each other: a part of them stays in the L1 cache
+// while all tokens of a chunk pass. Numbers are rounded to Element where torch's operators round.
+#include "lanes.h"
+
+namespace {
+
+constexpr long VECS = 4, COLUMNS = VECS * LANES;  // of a matrix that are advanced together
+constexpr long CHANNELS = 128;                    // of a convolution that are one piece of work
+constexpr long MANY = 1 << 15;                    // updated numbers, below which one thread is as fast
+constexpr float EPSILON = 1e-6f;                  // of the norm of queries and keys
+
+struct Save {  // mirrored by recurrence.py: a copy of the state behind the first `at` tokens of a chunk
+    long at;
+    float *state;
+};
+
+struct Chunk {  // mirrored by recurrence.py
+    long begin, end;  // the chunk's rows of the step
+    float *state;     // of its request, all layers
+    const Save *saves;
+    long num_saves;  // in ascending order
+};
+
+struct Convolution {  // mirrored by recurrence.py
+    const Chunk *chunks;
+    const float *weight, *bias;  // [taps, channels], the oldest token first; [channels] or null
+    long num_chunks, offset;     // where the layer's part of a state begins: [taps - 1, channels] first
+    long taps, channels;
+};
+
+struct Delta {  // mirrored by recurrence.py
+    Convolution convolution;
+    void *rows;  // [count, channels + values + 2 heads], changed: queries, keys, values; gate; strength; rate
+    void *out;   // [count, values]
+    const float *rate, *rate_bias;  // [heads]
+    const void *norm;               // [value_dim], of the rows' type
+    float *factors;                 // [count, 2 key heads + 2 heads]
+    float *scratch;                 // [threads, headstart_delta_scratch]
+    long count, key_heads, heads, key_dim, value_dim;
+    float eps;
+    int is_bf16, threads;
+
+    long keys() const { return key_heads * key_dim; }
+    long values() const { return heads * value_dim; }
+    long width() const { return convolution.channels + values() + 2 * heads; }
+    long num_factors() const { return 2 * key_heads + 2 * heads; }
+};
+
+inline long least(long a, long b) { return a < b ? a : b; }
+
+template <class Element>
+inline vec as_stored(vec x) {
+    return widened(As<Element>::stored(x));
+}
+
+// The first `count` of LANES numbers, and zeros behind them.
+template <class Element>
+inline vec some(const Element *from, long count) {
+    if (count >= LANES) return widened(load(from));
+    Element lanes[LANES] = {};
+    memcpy(lanes, from, count * sizeof(Element));
+    return widened(load(lanes));
+}
+
+template <class Element>
+inline void put(Element *to, vec x, long count) {
+    if (count >= LANES) return store(to, As<Element>::stored(x));
+    Element lanes[LANES];
+    store(lanes, As<Element>::stored(x));
+    memcpy(to, lanes, count * sizeof(Element));
+}
+
+inline vec sigmoid(vec x) { return quotient(all(1.0f), add(all(1.0f), exponential(sub(all(0.0f), x)))); }
+
+// Convolves channels [first, last) of a chunk. `read(row, channel, count)` gives inputs, `write` takes the sums.
+template <class Read, class Write>
+inline void convolve(const Convolution &conv, const Chunk &chunk, long first, long last, Read read, Write write) {
+    long kept = conv.taps - 1, width = conv.channels;
+    float *state = chunk.state + conv.offset;
+    const Save *save = chunk.saves, *end = save + chunk.num_saves;
+    for (long row = chunk.begin; row < chunk.end; row++) {
+        for (long c = first; c < last; c += LANES) {
+            long count = last - c;
+            vec input = read(row, c, count), sum = conv.bias ? some(conv.bias + c, count) : all(0.0f);
+            for (long tap = 0; tap < kept; tap++) {
+                float *at = state + tap * width + c;
+                sum = fma(some(at, count), some(conv.weight + tap * width + c, count), sum);
+                put(at, tap + 1 < kept ? some(at + width, count) : input, count);
+            }
+            write(row, c, count, fma(input, some(conv.weight + kept * width + c, count), sum));
+        }
+        for (; save < end && save->at == row + 1 - chunk.begin; save++)
+            for (long tap = 0; tap < kept; tap++)
+                memcpy(save->state + conv.offset + tap * width + first, state + tap * width + first,
+                       (last - first) * sizeof(float));
+    }
+}
+
+template <class Element>
+void short_convolution(const Convolution &conv, const Element *rows, Element *out, int threads) {
+    long pieces = (conv.channels + CHANNELS - 1) / CHANNELS, width = conv.channels;
+    bool many = (conv.num_chunks ? conv.chunks[conv.num_chunks - 1].end : 0) * width >= MANY;
+#pragma omp parallel for collapse(2) num_threads(threads) schedule(dynamic, 1) if (many)
+    for (long chunk = 0; chunk < conv.num_chunks; chunk++)
+        for (long piece = 0; piece < pieces; piece++)
+            convolve(
+                conv, conv.chunks[chunk], piece * CHANNELS, least((piece + 1) * CHANNELS, width),
+                [=](long row, long c, long count) {
+                    const Element *before = rows + row * 3 * width + c;
+                    return as_stored<Element>(mul(some(before, count), some(before + 2 * width, count)));
+                },
+                [=](long row, long c, long count, vec sum) {
+                    vec after = some(rows + row * 3 * width + width + c, count);
+                    put(out + row * width + c, mul(after, as_stored<Element>(sum)), count);
+                });
+}
+
+// Returns 1 / |x| for x [size].
+template <class Element>
+inline float inverse_length(const Element *x, long size) {
+    vec sum = all(0.0f);
+    for (long i = 0; i < size; i += LANES) {
+        vec part = some(x + i, size - i);
+        sum = fma(part, part, sum);
+    }
+    return 1.0f / sqrtf(sum_of(sum) + EPSILON);
+}
+
+// Sets a token's factors: of its queries, of its keys, the decay of each head's matrix and the strength of its change.
+template <class Element>
+inline void set_factors(const Delta &delta, const Element *row, float *factors) {
+    float scale = 1.0f / sqrtf((float)delta.key_dim);
+    for (long head = 0; head < delta.key_heads; head++) {
+        const Element *query = row + head * delta.key_dim;
+        factors[head] = inverse_length(query, delta.key_dim) * scale;
+        factors[delta.key_heads + head] = inverse_length(query + delta.keys(), delta.key_dim);
+    }
+    const Element *strength = row + delta.convolution.channels + delta.values(), *rate = strength + delta.heads;
+    float *decay = factors + 2 * delta.key_heads;
+    for (long head = 0; head < delta.heads; head++) {
+        float x = to_float(rate[head]) + delta.rate_bias[head];
+        float softplus = (x > 0.0f ? x : 0.0f) + log1pf(expf(-fabsf(x)));
+        decay[head] = expf(delta.rate[head] * softplus);
+        decay[delta.heads + head] = 1.0f / (1.0f + expf(-to_float(strength[head])));
+    }
+}
+
+template <class Element>
+inline void scale_into(float *to, const Element *from, long size, float factor) {
+    for (long i = 0; i < size; i += LANES) store(to + i, mul(some(from + i, size - i), all(factor)));
+}
+
+// Rows of a part of a matrix in scratch memory: key_dim, and zeros to a whole vector.
+inline long padded(long key_dim) { return (key_dim + LANES - 1) / LANES * LANES; }
+
+// Advances columns [column, column + COLUMNS) of a head's matrix over a chunk, and writes the outputs of its tokens.
+template <class Element>
+void advance(const Delta &delta, const Chunk &chunk, long head, long column, float *scratch) {
+    long dim = delta.key_dim, rows = padded(dim), wide = delta.value_dim, count = least(COLUMNS, wide - column);
+    long key_head = head / (delta.heads / delta.key_heads);
+    const Convolution &conv = delta.convolution;
+    long part = conv.offset + (conv.taps - 1) * conv.channels + head * dim * wide + column;
+    float *memory = scratch, *query = memory + rows * COLUMNS, *key = query + rows;
+    auto copy_to = [&](float *state) {
+        for (long i = 0; i < dim; i++) memcpy(state + i * wide, memory + i * COLUMNS, count * sizeof(float));
+    };
+    memset(memory, 0, rows * COLUMNS * sizeof(float));
+    for (long i = 0; i < dim; i++)
+        memcpy(memory + i * COLUMNS, chunk.state + part + i * wide, count * sizeof(float));
+    const Save *save = chunk.saves, *end = save + chunk.num_saves;
+    for (long at = chunk.begin; at < chunk.end; at++) {
+        const Element *row = (const Element *)delta.rows + at * delta.width();
+        const float *factors = delta.factors + at * delta.num_factors(), *decays = factors + 2 * delta.key_heads;
+        scale_into(query, row + key_head * dim, dim, factors[key_head]);
+        scale_into(key, row + delta.keys() + key_head * dim, dim, factors[delta.key_heads + key_head]);
+        vec even[VECS], odd[VECS], change[VECS], decay = all(decays[head]), strength = all(decays[delta.heads + head]);
+        for (long v = 0; v < VECS; v++) even[v] = odd[v] = all(0.0f);
+        for (long i = 0; i < rows; i += 2) {
+            const float *from = memory + i * COLUMNS;
+            vec first = all(key[i]), second = all(key[i + 1]);
+            for (long v = 0; v < VECS; v++) {
+                even[v] = fma(first, load(from + v * LANES), even[v]);
+                odd[v] = fma(second, load(from + COLUMNS + v * LANES), odd[v]);
+            }
+        }
+        const Element *value = row + 2 * delta.keys() + head * wide + column;
+        for (long v = 0; v < VECS; v++) {
+            vec seen = v * LANES < count ? some(value + v * LANES, count - v * LANES) : all(0.0f);
+            change[v] = mul(strength, sub(seen, mul(decay, add(even[v], odd[v]))));
+            even[v] = odd[v] = all(0.0f);
+        }
+        for (long i = 0; i < rows; i += 2) {
+            float *to = memory + i * COLUMNS;
+            for (long v = 0; v < VECS; v++) {
+                vec first = fma(all(key[i]), change[v], mul(decay, load(to + v * LANES)));
+                vec second = fma(all(key[i + 1]), change[v], mul(decay, load(to + COLUMNS + v * LANES)));
+                store(to + v * LANES, first), store(to + COLUMNS + v * LANES, second);
+                even[v] = fma(all(query[i]), first, even[v]), odd[v] = fma(all(query[i + 1]), second, odd[v]);
+            }
+        }
+        Element *out = (Element *)delta.out + at * delta.values() + head * wide + column;
+        for (long v = 0; v * LANES < count; v++) put(out + v * LANES, add(even[v], odd[v]), count - v * LANES);
+        for (; save < end && save->at == at + 1 - chunk.begin; save++) copy_to(save->state + part);
+    }
+    copy_to(chunk.state + part);
+}
+
+// norm(x) * silu(gate) for the output x of one head, in place.
+template <class Element>
+inline void norm_and_gate(const Delta &delta, Element *x, const Element *gate) {
+    const Element *norm = (const Element *)delta.norm;
+    long size = delta.value_dim;
+    vec sum = all(0.0f);
+    for (long i = 0; i < size; i += LANES) {
+        vec part = some(x + i, size - i);
+        sum = fma(part, part, sum);
+    }
+    vec factor = all(1.0f / sqrtf(sum_of(sum) / (float)size + delta.eps));
+    for (long i = 0; i < size; i += LANES) {
+        vec normed = mul(mul(some(x + i, size - i), factor), some(norm + i, size - i)), g = some(gate + i, size - i);
+        put(x + i, mul(as_stored<Element>(normed), mul(g, sigmoid(g))), size - i);
+    }
+}
+
+long scratch_numbers(long key_dim) { return padded(key_dim) * (COLUMNS + 2); }
+
+template <class Element>
+void delta_net(const Delta &delta) {
+    const Convolution &conv = delta.convolution;
+    Element *rows = (Element *)delta.rows, *out = (Element *)delta.out;
+    long pieces = (conv.channels + CHANNELS - 1) / CHANNELS, parts = (delta.value_dim + COLUMNS - 1) / COLUMNS;
+    long width = delta.width(), heads = delta.heads;
+#pragma omp parallel num_threads(delta.threads) if (delta.count * delta.values() * delta.key_dim >= MANY)
+    {
+#pragma omp for collapse(2) schedule(dynamic, 1)
+        for (long chunk = 0; chunk < conv.num_chunks; chunk++)
+            for (long piece = 0; piece < pieces; piece++)
+                convolve(
+                    conv, conv.chunks[chunk], piece * CHANNELS, least((piece + 1) * CHANNELS, conv.channels),
+                    [=](long row, long c, long count) { return some(rows + row * width + c, count); },
+                    [=](long row, long c, long count, vec sum) {
+                        sum = as_stored<Element>(sum);
+                        put(rows + row * width + c, mul(sum, sigmoid(sum)), count);
+                    });
+#pragma omp for schedule(static)
+        for (long row = 0; row < delta.count; row++)
+            set_factors(delta, rows + row * width, delta.factors + row * delta.num_factors());
+        float *scratch = delta.scratch + omp_get_thread_num() * scratch_numbers(delta.key_dim);
+#pragma omp for collapse(2) schedule(dynamic, 1)
+        for (long chunk = 0; chunk < conv.num_chunks; chunk++)
+            for (long task = 0; task < heads * parts; task++)
+                advance<Element>(delta, conv.chunks[chunk], task / parts, task % parts * COLUMNS, scratch);
+#pragma omp for collapse(2) schedule(static)
+        for (long row = 0; row < delta.count; row++)
+            for (long head = 0; head < heads; head++)
+                norm_and_gate(delta, out + row * delta.values() + head * delta.value_dim,
+                              rows + row * width + conv.channels + head * delta.value_dim);
+    }
+}
+
+template <class Element>
+void gate_rows(Element *rows, const Element *gates, long count, long size, long stride, int threads) {
+#pragma omp parallel for num_threads(threads) if (count * size >= MANY)
+    for (long row = 0; row < count; row++)
+        for (long i = 0; i < size; i += LANES) {
+            vec open = as_stored<Element>(sigmoid(some(gates + row * stride + i, size - i)));
+            put(rows + row * size + i, mul(some(rows + row * size + i, size - i), open), size - i);
+        }
+}
+
+}  // namespace
+
+// ---- exported ---------------------------------------------------------------------------------------------------------
+
+// The numbers of a thread's scratch memory.
+EXPORT long headstart_delta_scratch(long key_dim) { return scratch_numbers(key_dim); }
+
+// A gated delta net from the product before it to the one behind it; advances the states of all chunks.
+EXPORT void headstart_delta(const Delta *delta) {
+    if (delta->is_bf16) delta_net<bf16>(*delta);
+    else delta_net<float>(*delta);
+}
+
+// out = C * convolution(B * x) for rows [count, 3 channels] of B, C and x; advances the states of all chunks.
+EXPORT void headstart_short_convolution(const Convolution *conv, const void *rows, void *out, int is_bf16, int threads) {
+    if (is_bf16) short_convolution(*conv, (const bf16 *)rows, (bf16 *)out, threads);
+    else short_convolution(*conv, (const float *)rows, (float *)out, threads);
+}
+
+// Multiplies rows [count, size] by the sigmoid of gates [count, size], whose rows are `stride` numbers apart.
+EXPORT void headstart_gate(void *rows, const void *gates, long count, long size, long stride, int is_bf16, int threads) {
+    if (is_bf16) gate_rows((bf16 *)rows, (const bf16 *)gates, count, size, stride, threads);
+    else gate_rows((float *)rows, (const float *)gates, count, size, stride, threads);
+}
