@@ -133,7 +133,7 @@ def test_the_home_folder_may_be_written_as_a_tilde(tiny: Path, tmp_path: Path, m
         ({"page_charge": "ceil"}, "needs --page-aligned-scheduling"),
         ({"page_aligned_scheduling": True, "max_num_batched_tokens": 260}, "raise it to 272 or lower --max-num-seqs"),
         ({"kv_store": "x", "enable_prefix_caching": False}, "nothing can be stored without the prefix cache"),
-        ({"kv_store": ""}, "kv_store is empty; name a folder"),
+        ({"kv_store": ""}, "kv_store is empty; name a folder or a URL"),
         ({"kv_store_size": "much"}, "kv_store_size: 'much' is not a size; write a number and a unit"),
         ({"kv_store_size": "1MiB"}, "kv_store_size is 1.0 MiB; it must be at least 64.0 MiB"),
         ({"page_aligned_scheduling": True, "long_prefill_token_threshold": 15}, "raise it to 16 or set it to 0"),
