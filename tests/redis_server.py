@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-PATIENCE = 60.0  # seconds until a test gives up waiting for a server
+PATIENCE = 300.0  # seconds until a test gives up waiting for a server
 SECRET = b"0123456789abcdef" * 4
 
 

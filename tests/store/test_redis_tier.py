@@ -243,6 +243,22 @@ def test_a_server_killed_and_started_again_is_used_again(opened: Open, pool: Poo
     assert written(store, 3) and load(store, keys(3)) == contents(3) and load(store, keys(1)) == []
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_server_that_comes_back_has_what_it_kept(
+    tmp_path: Path, opened: Open, pool: Pool, server: RedisServer, kept: bool
+) -> None:
+    other = RedisServer(tmp_path / "other", "--appendonly", "yes" if kept else "no", "--appendfsync", "always")
+    store = opened(other.url)
+    pool.offer(store, 1)
+    assert written(store, 1) and settled(store)
+    other.kill()
+    other.start()
+    pool.offer(store, 2)
+    assert written(store, 2) and until(lambda: store.contains(name(1)) is kept)
+    assert load(store, keys(1, 2)) == (contents(1, 2) if kept else [])
+    other.kill()
+
+
 def test_a_server_that_is_not_there_lets_a_store_open(server: RedisServer, opened: Open, pool: Pool) -> None:
     server.kill()
     store = opened()

@@ -52,7 +52,7 @@ class RedisTier:
         self._reads, self._writes = (RedisLink(url, password, seconds) for seconds in (READ_SECONDS, WRITE_SECONDS))
         self._space = self._sealer.space.encode()
         self._index = b"%s%s:index" % (PREFIX, self._space)
-        self._own_id = os.urandom(_ID_BYTES)  # of what this process announces
+        self._run_id, self._own_id = "", os.urandom(_ID_BYTES)  # of the server's process, of what this one announces
         self._lock = threading.Lock()  # of changes; `contains` does without
         self._known: dict[BlockHash, float] = {}  # -> when it was last written or renewed, as far as known
         self._used: set[BlockHash] = set()  # to be renewed
@@ -114,6 +114,10 @@ class RedisTier:
         if now < self._look_at:
             return
         self._look_at = now + LOOK_SECONDS
+        run_id = self._writes.run(lambda server: str(server.info("server")["run_id"]))
+        if run_id != self._run_id:  # another process of the server, which may have lost everything
+            self._forget(list(self._known))
+            self._run_id, self._last_entry, self._own_id = run_id, "0", os.urandom(_ID_BYTES)
         for _ in range(MAX_LOOKS):
             where: Any = {self._index: self._last_entry}
             answer: Any = self._writes.run(lambda server, where=where: server.xread(where, count=LOOK_ENTRIES))

@@ -89,6 +89,8 @@ def places(text: str) -> Places:
     """Return the places of --kv-store: DIR, URL, or DIR,URL. Raises ConfigError for a URL that cannot be used."""
     match = _PLACES.fullmatch(text)
     folder, url = (text, None) if match is None else (match["folder"], match["url"])
+    if folder is not None and "://" in folder:
+        raise ConfigError(f"--kv-store: unknown kind of URL; known: {', '.join(SCHEMES)}")
     if url is not None:
         _check_url(url)
         if missing := [name for name in REDIS_PACKAGES if find_spec(name) is None]:
