@@ -4,7 +4,7 @@
 
 The entry is that of a segment file (format.py), so a value is verified as on disk, after its tag. Every block has a key
 of its own, derived from the secret and the block hash. That hash covers the model, all tokens up to the block's end,
-thereby its position, and the isolation domain: whoever does not know a domain's secret has no key to its blocks. The
+thereby its position, and the isolation domain: without the secret of a domain there is no key to its blocks. The
 checksum at the end needs no key: with it `headstart store verify` finds damage, not forgery.
 """
 
