@@ -82,7 +82,11 @@ class Proxy:
         with suppress(OSError):
             while True:
                 client = self._listener.accept()[0]
-                server = socket.create_connection(("127.0.0.1", self._to))
+                try:
+                    server = socket.create_connection(("127.0.0.1", self._to))
+                except OSError:  # it is down: so is this connection, and the next one is tried again
+                    client.close()
+                    continue
                 self._sockets += [client, server]
                 for source, target, hurt in ((client, server, lambda data: data), (server, client, self._answer)):
                     threading.Thread(target=self._pump, args=(source, target, hurt), daemon=True).start()
