@@ -81,7 +81,10 @@ class FickleStore:
     def contains(self, name: BlockHash) -> bool:
         return self.inner.contains(name) or self._happens(self.troubles.boast)
 
-    def expected_seconds(self, num_blocks: int) -> float:
+    def lacks(self, name: BlockHash) -> bool:
+        return not self.contains(name)
+
+    def expected_seconds(self, num_blocks: int, first: BlockHash | None = None) -> float:
         return float("inf") if self._happens(self.troubles.refuse) else 0.0
 
     def load(self, keys: Sequence[BlockKey]) -> int:

@@ -65,7 +65,10 @@ class MemoryStore:
     def contains(self, name: BlockHash) -> bool:
         return name in self.shelf
 
-    def expected_seconds(self, num_blocks: int) -> float:
+    def lacks(self, name: BlockHash) -> bool:
+        return not self.contains(name)
+
+    def expected_seconds(self, num_blocks: int, first: BlockHash | None = None) -> float:
         return self.habits.expected(num_blocks)
 
     def load(self, keys: Sequence[BlockKey]) -> int:

@@ -113,6 +113,19 @@ def test_a_folder_that_cannot_be_used_is_found_before_the_model_is_loaded(tmp_pa
             build_engine(EngineOptions(model="/nowhere", kv_store=str(tmp_path / name)))
 
 
+def test_a_server_needs_a_secret_that_is_long_and_private(tmp_path: Path) -> None:
+    pytest.importorskip("redis")
+    short, public = tmp_path / "short", tmp_path / "public"
+    for path, text, mode in ((short, "x" * 31 + "\n", 0o600), (public, "x" * 64, 0o604)):
+        path.write_text(text, encoding="utf-8")
+        path.chmod(mode)
+    refused = ((None, "openssl rand -hex 32"), ("/nowhere", "No such file"), (short, "31 bytes"), (public, "mode 604"))
+    for path, message in refused:
+        options = EngineOptions(model="/nowhere", kv_store="redis://h:1/0", kv_store_secret=path and str(path))
+        with pytest.raises(ConfigError, match=message):
+            check_options(options)
+
+
 def test_the_home_folder_may_be_written_as_a_tilde(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     engine, _ = build_engine(EngineOptions(model=str(tiny), num_gpu_blocks_override=40, kv_store="~/a/kv"))
@@ -133,7 +146,15 @@ def test_the_home_folder_may_be_written_as_a_tilde(tiny: Path, tmp_path: Path, m
         ({"page_charge": "ceil"}, "needs --page-aligned-scheduling"),
         ({"page_aligned_scheduling": True, "max_num_batched_tokens": 260}, "raise it to 272 or lower --max-num-seqs"),
         ({"kv_store": "x", "enable_prefix_caching": False}, "nothing can be stored without the prefix cache"),
-        ({"kv_store": ""}, "kv_store is empty; name a folder"),
+        ({"kv_store": ""}, "kv_store is empty; name a folder or a URL"),
+        ({"kv_store": "redis://:hunter2@h:1/0"}, "a password does not belong into the URL"),
+        ({"kv_store": "redis://:hun/ter2@h:1/0"}, "its URL is invalid; write redis://host:port/db"),
+        ({"kv_store": "x,redis://h:1/0?timeout=9"}, "unknown option 'timeout'; known: db, ssl_ca_certs"),
+        ({"kv_store": "rediss://h:1/name"}, "write rediss://host:port/db, db a number"),
+        ({"kv_store": "redis:///0"}, "write redis://host:port/db"),
+        ({"kv_store": "unix://"}, "name the socket"),
+        ({"kv_store": "memcached://:hunter2@h:1"}, "unknown kind of URL; known: redis, rediss, unix"),
+        ({"kv_store_ttl": 1}, "at least 60"),
         ({"kv_store_size": "much"}, "kv_store_size: 'much' is not a size; write a number and a unit"),
         ({"kv_store_size": "1MiB"}, "kv_store_size is 1.0 MiB; it must be at least 64.0 MiB"),
         ({"page_aligned_scheduling": True, "long_prefill_token_threshold": 15}, "raise it to 16 or set it to 0"),

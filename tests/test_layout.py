@@ -40,13 +40,13 @@ BUDGETS = {
     "router": Budget(("router",), 4_050, 4_100),
     "gateway": Budget(("gateway",), 11_150, 9_200),
     "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 15_200, 10_100),
-    "HTTP, server, engine": Budget(("http", "server", "llm.py", "assembly.py", "engine_checks.py"), 8_750, 7_500),
+    "HTTP, server, engine": Budget(("http", "server", "llm.py", "assembly.py", "engine_checks.py"), 8_770, 7_500),
     "live page": Budget(("page",), 400, 300),
-    "store": Budget(("store",), 2_600, 2_300),
+    "store": Budget(("store",), 3_300, 2_300),
     "sim": Budget(("sim",), 2_900, 2_900),
-    "all": Budget(("",), 74_250, 58_900),
+    "all": Budget(("",), 74_800, 58_900),
 }
-REST = Budget(("",), 11_350, 8_800)  # what no other budget but that of all includes
+REST = Budget(("",), 11_450, 8_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from headstart.allocator import trim
 from headstart.bundled import BUNDLED_NAME
 from headstart.config.options import EngineOptions
+from headstart.core.cache.block_store import BlockStore
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError
 from headstart.core.executor import Executor
@@ -45,13 +46,16 @@ from headstart.model.weights.model_loader import LoadedModel, load_model, resolv
 from headstart.openai.sampling_defaults import read_sampling_defaults
 from headstart.openai.structured.grammar_limits import parser_limits
 from headstart.server.kv_events.kv_event_publisher import KVEventPublisher, parse_kv_events_config
-from headstart.store.disk import DiskStore
+from headstart.store.disk import DiskStore, TierStore
 from headstart.store.files import prepare_folder
 from headstart.store.format import Shape
+from headstart.store.tiers.chained_store import ChainedStore
+from headstart.store.tiers.tier import Places, places, read_shared_secret
 
 Profile = Callable[[LoadedModel, int], int]
 """Returns the bytes on a GPU that a step of so many tokens needs beside weights and pool."""
 PROFILE_BLOCK_SIZE = 16
+REDIS_TIER = "headstart.store.tiers.redis_tier"  # imported if --kv-store names a server: needs the extra [redis]
 CUDA_RUNNER = "headstart.model.cuda.cuda_runner"  # imported where there is a GPU: it needs Triton
 
 
@@ -72,7 +76,7 @@ def build_engine(
         check_options(options)
     threads = prepare_threads(options.threads)
     apply_threads(threads)
-    store_folder = _store_folder(options)  # before loading the model, so that an unusable folder is reported at once
+    store_places = _store_places(options)  # before loading the model, so that an unusable folder is reported at once
     publisher = _event_publisher(options)
     folder = folder or model_folder(options)
     defaults = read_sampling_defaults(folder, options.generation_config)
@@ -85,7 +89,7 @@ def build_engine(
     with out_of_memory_refused(pool, "end other processes, or lower --gpu-memory-utilization", found):
         runner = _make_runner(options, loaded, plan.num_blocks, grammars)
     on_cpu = loaded.device.type == "cpu"
-    store = _open_store(options, store_folder, Shape(loaded.fingerprint, options.block_size, runner.block_bytes))
+    store = _open_store(options, store_places, Shape(loaded.fingerprint, options.block_size, runner.block_bytes))
     config = SchedulerConfig(
         num_blocks=plan.num_blocks,
         block_size=options.block_size,
@@ -242,17 +246,27 @@ def _available(options: EngineOptions, found: Memory, *, on_gpu: bool) -> int:
     return gpu_budget(found, options.gpu_memory_utilization, limit=limit, is_sized=is_sized)
 
 
-def _store_folder(options: EngineOptions) -> Path | None:
-    """Return the folder of --kv-store, ready for use, or None without one. Raises ConfigError."""
+def _store_places(options: EngineOptions) -> Places:
+    """Return the places of --kv-store, a folder ready for use, or none. Raises ConfigError."""
     if options.kv_store is None:
-        return None
-    folder = Path(options.kv_store).expanduser()
-    prepare_folder(folder)
-    return folder
+        return Places(None, None)
+    found = places(options.kv_store)
+    if found.folder is not None:
+        prepare_folder(found.folder)
+    return found
 
 
-def _open_store(options: EngineOptions, folder: Path | None, shape: Shape) -> DiskStore | None:
-    return None if folder is None else DiskStore(folder, shape, store_bytes(options))
+def _open_store(options: EngineOptions, found: Places, shape: Shape) -> BlockStore | None:
+    """Open the tiers of --kv-store: a folder alone, a server alone, or one after the other. Raises ConfigError."""
+    stores: list[BlockStore] = []
+    if found.folder is not None:
+        stores.append(DiskStore(found.folder, shape, store_bytes(options)))
+    if found.url is not None:
+        tier: Any = import_module(REDIS_TIER)  # needs the extra [redis]
+        secret = read_shared_secret(options.kv_store_secret)
+        link = found.url, options.kv_store_password
+        stores.append(TierStore(tier.RedisTier(*link, shape, secret, options.kv_store_ttl), shape.block_bytes))
+    return stores[0] if len(stores) == 1 else ChainedStore(stores) if stores else None
 
 
 def _event_publisher(options: EngineOptions) -> KVEventPublisher | None:

@@ -19,6 +19,7 @@ from headstart.model.setup.sizes import format_bytes, parse_bytes
 from headstart.model.weights.architectures import check_model_folder
 from headstart.model.weights.hub import local_folder, resolve_model
 from headstart.server.kv_events.kv_event_publisher import parse_kv_events_config
+from headstart.store.tiers.tier import places, read_shared_secret
 
 MIN_STORE_BYTES = 64 * 2**20
 ENGINE_PACKAGES = ("torch", "transformers", "safetensors")  # the extra [engine]
@@ -97,10 +98,12 @@ def check_options(options: EngineOptions) -> None:
     if options.block_size % 16:
         raise ConfigError(f"block_size is {options.block_size}; it must be a multiple of 16")
     if options.kv_store == "":
-        raise ConfigError("kv_store is empty; name a folder, or leave it out")
+        raise ConfigError("kv_store is empty; name a folder or a URL, or leave it out")
     if options.kv_store is not None and not options.enable_prefix_caching:
         raise ConfigError("--kv-store: nothing can be stored without the prefix cache; leave one of the two out")
     store_bytes(options)
+    if options.kv_store is not None and places(options.kv_store).url is not None:
+        read_shared_secret(options.kv_store_secret)
     if parse_kv_events_config(options.kv_events_config) is not None and not options.enable_prefix_caching:
         raise ConfigError("kv_events_config: there are no events without the prefix cache; leave one of the two out")
     parse_speculative_config(options.speculative_config)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis_server import RedisServer
 
 from headstart.cli import main as cli
 from headstart.cli import store as cli_store
@@ -38,12 +39,16 @@ def folder(tmp_path: Path) -> Path:
 def fill(folder: Path, shape: Shape, num_blocks: int) -> None:
     catalog = Catalog(folder, shape, 64 << 20)
     catalog.refresh()
+    assert catalog.append(blocks(num_blocks)) == num_blocks
+    catalog.close()
+
+
+def blocks(num_blocks: int) -> list[tuple[BlockKey, bytes]]:
     keys = [
-        BlockKey(BlockHash(bytes([i]) * 32), BlockHash(b"p" * 32), array("i", [i] * shape.block_size).tobytes())
+        BlockKey(BlockHash(bytes([i]) * 32), BlockHash(b"p" * 32), array("i", [i] * SHAPE.block_size).tobytes())
         for i in range(1, num_blocks + 1)
     ]
-    assert catalog.append([(key, key.block_hash[:1] * BLOCK_BYTES) for key in keys]) == num_blocks
-    catalog.close()
+    return [(key, key.block_hash[:1] * BLOCK_BYTES) for key in keys]
 
 
 def segment(folder: Path, fingerprint: bytes = SHAPE.fingerprint) -> Path:
@@ -165,6 +170,36 @@ def test_what_is_no_store_is_refused(verb: str, tmp_path: Path, capsys: pytest.C
     for path in (tmp_path / "nowhere", tmp_path / "important.kv"):
         assert store(verb, path) == 2
         assert "is no folder" in capsys.readouterr().err
+
+
+# A server -----------------------------------------------------------------------------------------------------------
+
+
+def test_of_a_server_it_shows_sizes_finds_damage_and_clears_only_blocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    redis, tiers = pytest.importorskip("redis"), pytest.importorskip("headstart.store.tiers.redis_tier")
+    monkeypatch.setenv("HEADSTART_KV_STORE_PASSWORD", "hunter2")
+    server = RedisServer(tmp_path, "--requirepass", "hunter2")
+    for secret, num_blocks in ((b"a" * 32, 3), (b"b" * 32, 2)):
+        tier = tiers.RedisTier(server.url, "hunter2", SHAPE, secret, 600)
+        assert tier.append(blocks(num_blocks)) == num_blocks
+    client = redis.Redis(port=server.port, password="hunter2")
+    client.set("mine", "1")
+    assert store("stat", server.url, "--json") == 0
+    found = as_json(capsys)
+    assert [model["blocks"] for model in found["models"]] == [3, 2] and found["bytes"] > 5 * BLOCK_BYTES
+    assert store("stat", server.url) == store("verify", server.url) == 0
+    assert "5 blocks" in capsys.readouterr().out
+    client.setrange(next(client.scan_iter("headstart:kv:*:b:*")), 99, b"damage")
+    assert store("verify", server.url, "--json") == 1 and as_json(capsys)["bad"] == {"value-checksum": 1}
+    assert store("clear", server.url) == 2 and store("clear", server.url, "--yes") == 0
+    assert "removed 5 blocks" in capsys.readouterr().out and client.keys() == [b"mine"]
+    monkeypatch.setenv("HEADSTART_KV_STORE_PASSWORD", "wrong")
+    assert store("stat", server.url) == 2 and "invalid username-password" in capsys.readouterr().err
+    server.kill()
+    assert store("stat", server.url) == 2 and "refused" in capsys.readouterr().err
+    assert store("stat", f"{tmp_path},{server.url}") == 2 and "one at a time" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,9 @@ def spawn(command: list[str], log_path: Path) -> Iterator[Server]:
     """Starts a process that serves, and kills it at the end if it still runs."""
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(str(ROOT / path) for path in ("src", "lab/src", "tests")),
+        "PYTHONPATH": os.pathsep.join(
+            [*(str(ROOT / path) for path in ("src", "lab/src", "tests")), os.environ.get("PYTHONPATH", "")]
+        ).rstrip(os.pathsep),
     }
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

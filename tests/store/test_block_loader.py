@@ -125,7 +125,7 @@ def test_a_disk_that_does_not_answer_is_overdue(bench: Bench) -> None:
     bench.ask(keys(1))
     assert until(lambda: bench.files.num_hanging == 1) and not bench.loader.is_overdue(bench.clock.now + 0.9)
     assert bench.loader.is_overdue(bench.clock.now + 1.1)
-    assert bench.loader.degraded(bench.clock.now + 60.0) == ["reading: no answer from the disk for 60 s"]
+    assert bench.loader.degraded(bench.clock.now + 60.0) == ["reading: no answer for 60 s"]
     bench.files.gate.set()
     bench.pieces(1)
     assert not bench.loader.is_overdue(bench.clock.now + 60.0)

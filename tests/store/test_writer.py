@@ -231,7 +231,7 @@ def test_a_round_without_end_is_told_as_degraded(bench: Bench) -> None:
     bench.writer.source = slow
     bench.offer(1)
     bench.writer.round()
-    assert seen == ["writing: no answer from the disk for 60 s"] and not bench.writer.degraded(bench.clock.now)
+    assert seen == ["writing: no answer for 60 s"] and not bench.writer.degraded(bench.clock.now)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux only")

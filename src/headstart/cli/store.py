@@ -1,10 +1,13 @@
-"""`headstart store stat | verify | clear`: inspect a folder of stored blocks, whether or not servers use it."""
+"""`headstart store stat | verify | clear`: inspect stored blocks in a folder or in Redis, also while in use."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +19,7 @@ from headstart.cli.prefix import ago
 from headstart.core.errors import ConfigError
 from headstart.measurement.progress_bar import progress_bar
 from headstart.store import inspect
+from headstart.store.tiers.tier import TierError, places
 
 _MIB = 2**20
 _UNHARMED = frozenset({"version"})  # written by another version of Headstart, which can read it
@@ -34,27 +38,36 @@ _MEANINGS = {
     "version": "it was written by another version of Headstart",
     "unsafe": "it is no regular file, or another user's",
     "unreadable": "it cannot be read",
+    "value-short": "values are cut",
+    "value-magic": "values are no blocks",
+    "value-checksum": "values are not what was written",
 }
+PASSWORD_VARIABLE = "HEADSTART_KV_STORE_PASSWORD"
 _VERIFY_EXAMPLES = """Example:
   headstart store verify ~/kv && echo sound"""
 
 app = typer.Typer(
-    help="Inspect, check and clear a folder of stored blocks (--kv-store). Servers may keep using it.",
+    help="Inspect, check and clear stored blocks (--kv-store), in a folder or in Redis. Servers may keep using them. "
+    f"The password of Redis is read from {PASSWORD_VARIABLE}.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
 )
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of --kv-store.")]
+Place = Annotated[str, typer.Argument(metavar="DIR|URL", help="The folder or the URL of --kv-store.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document.")]
 
 
 @app.command(cls=GroupedCommand)
-def stat(folder: Folder, as_json: AsJson = False) -> None:
+def stat(place: Place, as_json: AsJson = False) -> None:
     """Show the stored blocks by model.
 
-    One row for all blocks of the same weights, dtype and block size: their number, size, and last use.
+    One row for all blocks of the same weights, dtype and block size: their number, size, and last use. In Redis they
+    are sealed: a row is a secret and a model, and there is nothing more to see.
     """
-    with _opened(folder) as folder:
+    if _is_url(place):
+        _stat_server(place, as_json)
+        return
+    with _opened(place) as folder:
         found = inspect.stat(folder)
     if as_json:
         models = [_model(shape) for shape in found.shapes]
@@ -75,12 +88,16 @@ def stat(folder: Folder, as_json: AsJson = False) -> None:
 
 
 @app.command(cls=GroupedCommand, epilog=_VERIFY_EXAMPLES)
-def verify(folder: Folder, as_json: AsJson = False) -> None:
+def verify(place: Place, as_json: AsJson = False) -> None:
     """Read every block and check it. Exit code 1 if anything is damaged.
 
-    Damaged blocks are never served, even if this command did not find them.
+    Damaged blocks are never served, even if this command did not find them. In Redis it finds damage; a forged block is
+    found when it is loaded, with the secret.
     """
-    with _opened(folder) as folder, _bar(f"reading {folder}") as progress:
+    if _is_url(place):
+        _verify_server(place, as_json)
+        return
+    with _opened(place) as folder, _bar(f"reading {folder}") as progress:
         report = inspect.verify(folder, progress)
     harmed = [name for name, counts in report.bad.items() if counts.keys() - _UNHARMED]
     if as_json:
@@ -99,15 +116,18 @@ def verify(folder: Folder, as_json: AsJson = False) -> None:
 
 @app.command(cls=GroupedCommand)
 def clear(
-    folder: Folder,
+    place: Place,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove the stored blocks of every model.
+    """Remove the stored blocks of every model; in Redis those of every secret too.
 
-    The secret of the tenants' isolation domains is kept. Servers that use the folder keep the blocks in memory.
+    The secret of the tenants' isolation domains is kept. Servers that use the blocks keep those in memory.
     """
-    with _opened(folder) as folder:
+    if _is_url(place):
+        _clear_server(place, yes, as_json)
+        return
+    with _opened(place) as folder:
         if not yes:
             found = inspect.stat(folder)
             _confirm(f"remove {_size(found.num_bytes)} of blocks (files: {found.num_files:,}) from {folder}? [y/N]")
@@ -119,9 +139,9 @@ def clear(
 
 
 @contextmanager
-def _opened(folder: Path) -> Generator[Path]:
+def _opened(place: str) -> Generator[Path]:
     """Yield the folder. Raises ConfigError if it is not a store, and for operating system errors."""
-    folder = folder.expanduser()
+    folder = Path(place).expanduser()
     try:
         if not folder.is_dir():
             raise ConfigError(f"{folder} is no folder; name the one that --kv-store names")
@@ -146,6 +166,64 @@ def _bar(label: str) -> Generator[Callable[[int, int], None]]:
             shown[0] = -(-done // _MIB)
 
         yield show
+
+
+def _is_url(place: str) -> bool:
+    """Return whether a server is meant. Raises ConfigError for both at once, and for an unusable URL."""
+    folder, url = places(place)
+    if url is not None and folder is not None:
+        raise ConfigError("name the folder or the URL, one at a time")
+    return url is not None
+
+
+@contextmanager
+def _linked(url: str) -> "Generator[tuple[ModuleType, Any]]":
+    """Yield the module redis_link and a link of it. Raises ConfigError for what the server does not do."""
+    redis_link = import_module("headstart.store.tiers.redis_link")
+    link = redis_link.inspect_link(url, os.environ.get(PASSWORD_VARIABLE))
+    try:
+        yield redis_link, link
+    except TierError as error:
+        raise ConfigError(f"{url}: {error}") from error
+    finally:
+        link.close()
+
+
+def _stat_server(url: str, as_json: bool) -> None:
+    with _linked(url) as (redis_link, link):
+        found = redis_link.stat_server(link)
+    if as_json:
+        models = [{"space": s.space, "blocks": s.num_blocks, "bytes": s.num_bytes} for s in found.spaces]
+        print(json.dumps({"url": url, "bytes": found.num_bytes, "blocks": found.num_blocks, "models": models}))
+        return
+    for space in found.spaces:
+        print(f"{space.space}: {space.num_blocks:,} blocks, {_size(space.num_bytes)}")
+    print(f"{url}: {found.num_blocks:,} blocks, {_size(found.num_bytes)}")
+
+
+def _verify_server(url: str, as_json: bool) -> None:
+    with _linked(url) as (redis_link, link), progress_bar() as bar:
+        bar.stage(f"reading {url}, keys", 1)
+        found = redis_link.verify_server(link)
+        bar.advance(1)
+    if as_json:
+        counts = {"blocks": found.num_blocks, "bytes": found.num_bytes, "bad": found.bad}
+        print(json.dumps({"url": url, "sound": not found.bad, **counts}))
+    else:
+        for reason, count in sorted(found.bad.items()):
+            print(f"{url}: {_MEANINGS[reason]} ({count:,})")
+        print(f"{found.num_blocks:,} blocks, {_size(found.num_bytes)}, are sound; damaged: {found.bad.total():,}")
+    if found.bad:
+        raise typer.Exit(1)
+
+
+def _clear_server(url: str, yes: bool, as_json: bool) -> None:
+    with _linked(url) as (redis_link, link):
+        if not yes:
+            found = redis_link.stat_server(link)
+            _confirm(f"remove {_size(found.num_bytes)} of blocks ({found.num_blocks:,}) from {url}? [y/N]")
+        num_blocks = redis_link.clear_server(link)
+    print(json.dumps({"url": url, "blocks": num_blocks}) if as_json else f"removed {num_blocks:,} blocks from {url}")
 
 
 def _confirm(question: str) -> None:

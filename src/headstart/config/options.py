@@ -217,9 +217,20 @@ class EngineOptions:
         maximum=1,
     )
     kv_store: str | None = _option(
-        None, "Folder for KV blocks on disk, kept across restarts and shared by all that use it.", SCHEDULING
+        None,
+        "Where KV blocks outlive the process: a folder, redis://host:port/db (rediss, unix), or both: DIR,URL.",
+        SCHEDULING,
     )
     kv_store_size: str = _option("20GiB", "Size limit of that folder; the least recently used is evicted.", SCHEDULING)
+    kv_store_secret: str | None = _option(
+        None, "File of the secret that seals blocks in Redis, the same for all that share them.", SCHEDULING
+    )
+    kv_store_password: str | None = _option(
+        None, "Password of Redis; set HEADSTART_KV_STORE_PASSWORD instead of this flag.", SCHEDULING, secret=True
+    )
+    kv_store_ttl: int = _option(
+        7 * 86_400, "Seconds after its last use until a block in Redis expires.", SCHEDULING, minimum=60
+    )
     kv_events_config: str | None = _option(
         None, "JSON as in vLLM: publish KV events over ZMQ, see docs/kv-events.md.", SCHEDULING, json=True
     )

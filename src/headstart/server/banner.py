@@ -67,7 +67,8 @@ def _example(model: Model) -> tuple[str, dict[str, object]]:
 def store_text(folder: str, store: StoreStats) -> str:
     """Return the banner's text about a store: its folder, its fill level, and the blocks that this model can use."""
     found = f"{store.num_blocks:,} blocks of this model" if store.num_blocks else "nothing of this model yet"
-    held = f"{folder}: {found}; {_size(store.num_bytes)} of {_size(store.max_bytes)} used"
+    limit = f" of {_size(store.max_bytes)}" if store.max_bytes else ""
+    held = f"{folder}: {found}; {_size(store.num_bytes)}{limit} used"
     return f"{held}; NOT IN USE: {store.degraded}" if store.degraded else held
 
 

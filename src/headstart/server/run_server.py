@@ -41,6 +41,7 @@ from headstart.server.prefix_warmup import warm_prefixes
 from headstart.server.server_state import ServerState
 from headstart.server.statistics import write_statistics
 from headstart.store.files import read_secret
+from headstart.store.tiers.tier import derive, places, read_shared_secret
 
 DEAD_SECONDS = 1.0  # a server whose engine died answers 503 for this long, so that clients and probes see it
 
@@ -124,13 +125,15 @@ class _Run:
                 recording.close()
 
     def _domain_secret(self) -> bytes:
-        """Return the secret that tenants' domains derive from: random, or with a store that of its folder.
+        """Return the secret that tenants' domains derive from: random, or with a store that of its folder or file.
 
-        With the folder's secret, other processes find the same blocks. Raises ConfigError for an unusable folder.
+        With it, other processes find the same blocks. Raises ConfigError for an unusable folder or file.
         """
-        if self._engine_options.kv_store is None:
-            return secrets.token_bytes(32)
-        return read_secret(Path(self._engine_options.kv_store).expanduser())
+        options = self._engine_options
+        folder, url = (None, None) if options.kv_store is None else places(options.kv_store)
+        if url is not None:  # also beside a folder: the domains are those of all machines
+            return derive(read_shared_secret(options.kv_store_secret), b"domains")
+        return secrets.token_bytes(32) if folder is None else read_secret(folder)
 
     async def _live(self, state: ServerState, engine: EngineClient) -> int:
         try:

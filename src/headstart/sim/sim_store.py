@@ -51,7 +51,10 @@ class SimStore:
     def contains(self, block_hash: BlockHash) -> bool:
         return block_hash in self._blocks
 
-    def expected_seconds(self, num_blocks: int) -> float:
+    def lacks(self, block_hash: BlockHash) -> bool:
+        return not self.contains(block_hash)
+
+    def expected_seconds(self, num_blocks: int, first: BlockHash | None = None) -> float:
         return max(self._free_at - self.now, 0.0) + self._seconds(num_blocks)
 
     def load(self, keys: Sequence[BlockKey]) -> int:

@@ -14,9 +14,9 @@ from threading import Event
 from typing import NamedTuple
 
 from headstart.core.cache.block_store import BlockKey
-from headstart.store.catalog import Catalog
 from headstart.store.segment import ReadResult
 from headstart.store.store_health import Health, reason_of, say
+from headstart.store.tiers.tier import Tier
 
 PIECE_BYTES = 2 << 20
 """Bytes read by one call and handed over at once, to within one block."""
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 class Loader:
     """The thread's body, and its queues to the engine's thread, none of which blocks that thread."""
 
-    def __init__(self, catalog: Catalog, block_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(self, catalog: Tier, block_bytes: int, clock: Callable[[], float]) -> None:
         self.health = Health("reading", max_errors=MAX_ERRORS)
         self.done: deque[Piece] = deque()
         self.has_done = Event()
@@ -92,7 +92,7 @@ class Loader:
         if self.health.text:
             return [self.health.text]
         since = now - self._reading_since
-        return [f"{self.health.side}: no answer from the disk for {since:.0f} s"] if self.is_overdue(now) else []
+        return [f"{self.health.side}: no answer for {since:.0f} s"] if self.is_overdue(now) else []
 
     def stop(self) -> None:
         """Stop as soon as the current read has ended."""

@@ -1,7 +1,7 @@
-"""DiskStore: blocks in a folder that all processes of a machine share; the contract is core/cache/block_store.py.
+"""TierStore: blocks in one tier, a folder or a server; the contract is core/cache/block_store.py.
 
-The engine's thread only appends to queues and reads dicts here, and never waits for a disk. Two threads do the rest:
-one writes (`writer.py`), one reads (`block_loader.py`); a disk that hangs blocks only these.
+The engine's thread only appends to queues and reads dicts here, and never waits for a tier. Two threads do the rest:
+one writes (`writer.py`), one reads (`block_loader.py`); a disk or a server that hangs blocks only these.
 """
 
 import threading
@@ -18,6 +18,7 @@ from headstart.store.catalog import Catalog
 from headstart.store.files import Files
 from headstart.store.format import Shape
 from headstart.store.pending import Offer
+from headstart.store.tiers.tier import Tier
 from headstart.store.writer import Writer
 
 CLOSE_SECONDS = 5.0  # maximum, to write pending blocks
@@ -27,26 +28,15 @@ KEEP = 0.7  # weight of the past at every measurement
 FADE_SECONDS = 5.0  # without a load, after which the estimate begins to decay; also its half-life
 
 
-class DiskStore:
-    """A folder of blocks of one shape. It ends with close(), with the interpreter, or when it is garbage-collected."""
+class TierStore:
+    """A tier of blocks of one size. It ends with close(), with the interpreter, or when it is garbage-collected."""
 
-    def __init__(
-        self,
-        folder: Path,
-        shape: Shape,
-        max_bytes: int,
-        *,
-        files: Files | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Open the folder, created if needed, and read its content.
-
-        Raises ConfigError for an unusable folder, and for a size below one block.
-        """
-        self._block_bytes, self._clock = shape.block_bytes, clock
-        self._catalog = catalog = Catalog(folder, shape, max_bytes, files or Files(), clock)
-        self._writer = writer = Writer(catalog, shape.block_bytes, clock)
-        self._loader = loader = Loader(catalog, shape.block_bytes, clock)
+    def __init__(self, tier: Tier, block_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Read which blocks the tier has. Raises nothing: a tier that fails is degraded."""
+        self._block_bytes, self._clock = block_bytes, clock
+        self._catalog = catalog = tier
+        self._writer = writer = Writer(catalog, block_bytes, clock)
+        self._loader = loader = Loader(catalog, block_bytes, clock)
         writer.look()
         self._estimate = LoadEstimate()
         self._loads: dict[int, Load] = {}  # loads that are awaited
@@ -72,7 +62,10 @@ class DiskStore:
     def contains(self, block_hash: BlockHash) -> bool:
         return not self._is_distrusted(block_hash) and self._catalog.contains(block_hash)
 
-    def expected_seconds(self, num_blocks: int) -> float:
+    def lacks(self, block_hash: BlockHash) -> bool:
+        return not self.contains(block_hash)
+
+    def expected_seconds(self, num_blocks: int, first: BlockHash | None = None) -> float:
         now, loader = self._clock(), self._loader
         if self._is_closed or loader.health.reason or len(self._loads) >= MAX_LOADS or loader.is_overdue(now):
             return float("inf")
@@ -233,7 +226,23 @@ class DiskStore:
         return self._distrusted is None or block_hash in self._distrusted
 
 
-def _end(writer: Writer, loader: Loader, catalog: Catalog, threads: Sequence[threading.Thread]) -> None:
+class DiskStore(TierStore):
+    """A folder of blocks of one shape that all processes of a machine share."""
+
+    def __init__(
+        self,
+        folder: Path,
+        shape: Shape,
+        max_bytes: int,
+        *,
+        files: Files | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open the folder, created if needed. Raises ConfigError for an unusable one, and a size below one block."""
+        super().__init__(Catalog(folder, shape, max_bytes, files or Files(), clock), shape.block_bytes, clock)
+
+
+def _end(writer: Writer, loader: Loader, catalog: Tier, threads: Sequence[threading.Thread]) -> None:
     """End both threads, or abandon one whose disk does not answer: they are daemons."""
     loader.stop()
     writer.stop(CLOSE_SECONDS)

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from headstart.core.cache.block_store import BlockKey, BlockSource, Data
 from headstart.core.cache.hashing import BlockHash
-from headstart.store.catalog import Catalog
 from headstart.store.direct import aligned
 from headstart.store.pending import Offer, Pending
 from headstart.store.store_health import Health, reason_of, say
+from headstart.store.tiers.tier import Tier
 
 ROUND_SECONDS = 0.02  # between two checks of the folder and of the offers
 RUN_BYTES = 4 << 20  # copied out of the pool and written at once
@@ -48,7 +48,7 @@ class _Forget(NamedTuple):
 class Writer:
     """The thread's body and its counters, which other threads may read."""
 
-    def __init__(self, catalog: Catalog, block_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(self, catalog: Tier, block_bytes: int, clock: Callable[[], float]) -> None:
         self.source: BlockSource | None = None  # nothing is written before it is set
         self.health = Health("writing")
         self.folder_health = Health("looking for other processes' blocks", max_errors=3)
@@ -118,7 +118,7 @@ class Writer:
         """Return descriptions of the current faults."""
         found = [health.text for health in (self.health, self.folder_health) if health.text]
         if now - self._busy_since > OVERDUE_SECONDS:
-            found.append(f"{self.health.side}: no answer from the disk for {now - self._busy_since:.0f} s")
+            found.append(f"{self.health.side}: no answer for {now - self._busy_since:.0f} s")
         return found
 
     def stop(self, seconds: float) -> None:

@@ -70,10 +70,15 @@ class BlockStore(Protocol):
         """Return whether a load of this block would probably succeed; from memory, O(1)."""
         ...
 
-    def expected_seconds(self, num_blocks: int) -> float:
+    def lacks(self, block_hash: BlockHash) -> bool:
+        """Return whether an offer of this block would probably be written; from memory, O(1)."""
+        ...
+
+    def expected_seconds(self, num_blocks: int, first: BlockHash | None = None) -> float:
         """Return the expected duration of a load of `num_blocks` begun now, queued loads included; inf: do not load.
 
-        0.0 until something has been measured.
+        `first` is the first of them: it decides which tier of several they come from. 0.0 until something has been
+        measured.
         """
         ...
 

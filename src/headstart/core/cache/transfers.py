@@ -69,7 +69,9 @@ class Transfers:
         self._loads: dict[int, _Load] = {}
         self._promised: set[BlockHash] = set()
         self._loaded: set[BlockHash] = set()  # published hashes that came from the store
-        self._offered: set[BlockHash] = set()  # published hashes that the store did not have when they were offered
+        self._offered: set[BlockHash] = (
+            set()
+        )  # published hashes that were offered: the store, or one tier of it, lacked them
         if store is not None:
             self._pool.listeners.append(self)
 
@@ -98,7 +100,7 @@ class Transfers:
         """Begin to load `num` blocks from `index` on if that is faster than computing; else change nothing."""
         store, cache = self._store, self._cache
         assert store is not None and num > 0
-        expected = store.expected_seconds(num)
+        expected = store.expected_seconds(num, seq.block_hashes[index])
         computing = num * cache.block_size * self.rate.seconds_per_token or inf
         if not expected < computing:
             return False
@@ -188,7 +190,7 @@ class Transfers:
 
     def _offer(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
         assert self._store is not None
-        if not self._store.contains(block_hash):
+        if self._store.lacks(block_hash):
             self._offered.add(block_hash)
             self._store.offer(block, self._pool.version(block), BlockKey(block_hash, parent, tokens))
 

@@ -1,0 +1,123 @@
+"""ChainedStore: several stores as one `BlockStore`: a local disk, then a server behind it.
+
+A run of blocks is loaded from the store that is expected to be the fastest of those that have its first block, up to
+the first block that this one lacks; the rest is another load. Blocks are offered to every store that lacks them, so
+what one machine has loaded from the server is on its disk afterwards. Each store keeps its own threads, rates and
+health: one that hangs delays none of the others.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+from itertools import takewhile
+from typing import Any
+
+from headstart.core.cache.block_store import BlockKey, BlockSource, BlockStore, Loaded, StoreStats
+from headstart.core.cache.hashing import BlockHash
+
+
+class ChainedStore:
+    """See the module. Ids of loads are this store's own."""
+
+    def __init__(self, stores: Sequence[BlockStore]) -> None:
+        self._stores = tuple(stores)
+        self._loads: dict[int, tuple[BlockStore, int]] = {}  # in flight: the store, and its own id
+        self._ids: dict[tuple[int, int], int] = {}  # (number of a store, its own id) -> id
+        self._num_loads = 0
+
+    def start(self, source: BlockSource) -> None:
+        for store in self._stores:
+            store.start(source)
+
+    def contains(self, block_hash: BlockHash) -> bool:
+        return any(store.contains(block_hash) for store in self._stores)
+
+    def lacks(self, block_hash: BlockHash) -> bool:
+        return any(store.lacks(block_hash) for store in self._stores)
+
+    def expected_seconds(self, num_blocks: int, first: BlockHash | None = None) -> float:
+        return self._stores[self._fastest(num_blocks, first)].expected_seconds(num_blocks)
+
+    def load(self, keys: Sequence[BlockKey]) -> int:
+        number = self._fastest(len(keys), keys[0].block_hash if keys else None)
+        store = self._stores[number]
+        own_id = store.load(list(takewhile(lambda key: store.contains(key.block_hash), keys)))
+        self._num_loads += 1
+        self._loads[self._num_loads], self._ids[number, own_id] = (store, own_id), self._num_loads
+        return self._num_loads
+
+    def cancel(self, load_id: int, *, is_late: bool) -> None:
+        if load_id in self._loads:
+            store, own_id = self._loads[load_id]
+            self._end(self._stores.index(store), own_id)
+            store.cancel(own_id, is_late=is_late)
+
+    def poll(self) -> list[Loaded]:
+        found: list[Loaded] = []
+        for number, store in enumerate(self._stores):
+            for loaded in store.poll():
+                load_id = self._ids[number, loaded.load_id]
+                found.append(loaded._replace(load_id=load_id))
+                if loaded.is_last:
+                    self._end(number, loaded.load_id)
+        return found
+
+    def done_with(self, loaded: Loaded) -> None:
+        for store in self._stores:  # only the one that lent the data knows them
+            store.done_with(loaded)
+
+    def wait(self, timeout: float) -> None:
+        waited = {id(store): store for store, _ in self._loads.values()}
+        for store in waited.values():
+            began, part = time.monotonic(), timeout / len(waited)
+            store.wait(part)
+            if time.monotonic() - began < part:
+                return  # it has something
+
+    def offer(self, block: int, version: int, key: BlockKey) -> None:
+        for store in self._stores:
+            if store.lacks(key.block_hash):
+                store.offer(block, version, key)
+
+    def touch(self, block_hashes: Sequence[BlockHash]) -> None:
+        for store in self._stores:
+            store.touch(block_hashes)
+
+    def keep(self, block_hashes: Iterable[BlockHash]) -> None:
+        kept = list(block_hashes)
+        for store in self._stores:
+            store.keep(kept)
+
+    def distrust(self, block_hashes: Sequence[BlockHash]) -> None:
+        for store in self._stores:
+            store.distrust(block_hashes)
+
+    def clear(self) -> None:
+        for store in self._stores:
+            store.clear()
+
+    def stats(self) -> StoreStats:
+        """Return the sums over all stores; a block that two have counts twice. No limit: a server has its own."""
+        found = [store.stats() for store in self._stores]
+        sums = {one.name: _joined([getattr(stats, one.name) for stats in found]) for one in fields(StoreStats)}
+        return replace(StoreStats(**sums), max_bytes=0)
+
+    def close(self) -> None:
+        for store in self._stores:
+            store.close()
+
+    def _fastest(self, num_blocks: int, first: BlockHash | None) -> int:
+        """Return the number of the store to load from: among equals the first."""
+        having = [n for n, store in enumerate(self._stores) if first is None or store.contains(first)]
+        return min(having or range(len(self._stores)), key=lambda n: self._stores[n].expected_seconds(num_blocks))
+
+    def _end(self, number: int, own_id: int) -> None:
+        del self._loads[self._ids.pop((number, own_id))]
+
+
+def _joined(values: list[Any]) -> Any:
+    """Return the sum of numbers, the sums by reason, or the texts that are not empty."""
+    if isinstance(values[0], dict):
+        reasons = dict.fromkeys(reason for counts in values for reason in counts)
+        return {reason: sum(counts.get(reason, 0) for counts in values) for reason in reasons}
+    return "; ".join(filter(None, values)) if isinstance(values[0], str) else sum(values)

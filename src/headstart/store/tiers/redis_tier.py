@@ -1,0 +1,198 @@
+"""RedisTier: blocks of one shape in a Redis or Valkey server that servers on many machines share.
+
+It is the `Tier` of a `TierStore`, whose threads alone talk to the server: the engine's thread reads the dict of known
+blocks. That dict follows a stream in which every writer announces what it wrote, sealed like the blocks; a block that
+the server has dropped since is a miss, and is forgotten. The server bounds its memory itself (maxmemory), and every
+block expires a time after its last use.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+from redis.client import Pipeline, Redis
+
+from headstart.core.cache.block_store import BlockKey, Data
+from headstart.core.cache.hashing import BlockHash
+from headstart.store.format import Shape
+from headstart.store.segment import ReadResult
+from headstart.store.tiers.redis_link import PREFIX, RedisLink, clear_server
+from headstart.store.tiers.sealing import Sealer
+from headstart.store.tiers.tier import TierError
+
+READ_SECONDS, WRITE_SECONDS = 1.0, 5.0  # deadlines of one piece of a load, and of one run of writes
+LOOK_SECONDS = 0.1  # between two looks at the index
+LOOK_ENTRIES, MAX_LOOKS = 1000, 100  # entries per call, and calls per look
+MAX_ENTRIES = 1 << 16  # of the index, each of which announces at most 256 blocks
+MAX_KNOWN = 1 << 20  # blocks
+MAX_RENEWED = 1000  # blocks per look
+_HASH_BYTES, _ID_BYTES = 32, 8
+
+
+class RedisTier:
+    """See the module. `num_corrupt` is always 0: loads count what they find damaged."""
+
+    max_bytes = num_segments = num_corrupt = 0
+
+    def __init__(
+        self,
+        url: str,
+        password: str | None,
+        shape: Shape,
+        secret: bytes,
+        ttl: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`ttl`: seconds after its last use at which a block expires. Connects to nothing. Raises ConfigError."""
+        self._sealer, self._ttl, self._clock = Sealer(secret, shape), ttl, clock
+        self._block_bytes = shape.block_bytes
+        self._reads, self._writes = (RedisLink(url, password, seconds) for seconds in (READ_SECONDS, WRITE_SECONDS))
+        self._space = self._sealer.space.encode()
+        self._index = b"%s%s:index" % (PREFIX, self._space)
+        self._run_id, self._own_id = "", os.urandom(_ID_BYTES)  # of the server's process, of what this one announces
+        self._lock = threading.Lock()  # of changes; `contains` does without
+        self._known: dict[BlockHash, float] = {}  # -> when it was last written or renewed, as far as known
+        self._used: set[BlockHash] = set()  # to be renewed
+        self._last_entry: bytes | str = "0"
+        self._look_at = float("-inf")
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._known)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._known) * self._sealer.value_bytes
+
+    def contains(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._known
+
+    def read(self, keys: Sequence[BlockKey], buffer: memoryview) -> ReadResult:
+        names = [self._name(key.block_hash) for key in keys]
+        try:
+            values: list[Any] = self._reads.run(lambda server: list(server.mget(names)))
+        except TierError as error:
+            return ReadResult(0, "io", error)
+        size = self._block_bytes
+        missing = [key.block_hash for key, value in zip(keys, values, strict=False) if value is None]
+        for done, key in enumerate(keys):
+            value = values[done] if done < len(values) else b""
+            part = buffer[done * size : (done + 1) * size]
+            miss = "gone" if value is None else self._sealer.open(key, value, part)
+            if miss is not None:
+                self._forget([*missing, key.block_hash])
+                return ReadResult(done, miss)
+        return ReadResult(len(keys))
+
+    def append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
+        new = {key.block_hash: (key, data) for key, data in blocks if not self.contains(key.block_hash)}
+        values = {self._name(name): self._sealer.seal(key, data) for name, (key, data) in new.items()}
+
+        def write(pipeline: Pipeline) -> None:
+            for name, value in values.items():
+                pipeline.set(name, value, ex=self._ttl)
+
+        if new:
+            self._announce(list(new), write)
+        return len(new)
+
+    def make_room(self, num_bytes: int, *, kept: Container[BlockHash]) -> int:
+        """Ask whether the server is there: it evicts by itself, or refuses to write."""
+        self._writes.run(lambda server: server.ping())
+        return 0
+
+    def used(self, block_hashes: Iterable[BlockHash]) -> None:
+        """Note blocks that are to be renewed at the next look: those that were not for a quarter of their life."""
+        before = self._clock() - self._ttl / 4
+        self._used.update(h for h in block_hashes if self._known.get(h, float("inf")) < before)
+
+    def refresh(self) -> None:
+        now = self._clock()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_SECONDS
+        run_id = self._writes.run(lambda server: str(server.info("server")["run_id"]))
+        if run_id != self._run_id:  # another process of the server, which may have lost everything
+            self._forget(list(self._known))
+            self._run_id, self._last_entry, self._own_id = run_id, "0", os.urandom(_ID_BYTES)
+        for _ in range(MAX_LOOKS):
+            where: Any = {self._index: self._last_entry}
+            answer: Any = self._writes.run(lambda server, where=where: server.xread(where, count=LOOK_ENTRIES))
+            try:
+                entries = answer[0][1] if answer else []
+                for entry_id, fields in entries:
+                    text = self._sealer.open_message(fields.get(b"blocks"))
+                    if not text.startswith(self._own_id):
+                        self._learn(
+                            BlockHash(text[n : n + _HASH_BYTES]) for n in range(_ID_BYTES, len(text), _HASH_BYTES)
+                        )
+                    self._last_entry = entry_id
+            except (AttributeError, IndexError, TypeError, ValueError) as error:
+                raise TierError("the answer is no index") from error
+            if len(entries) < LOOK_ENTRIES:
+                break
+        self._renew()
+        self._look_at = self._clock() + LOOK_SECONDS
+
+    def discard(self, block_hashes: Iterable[BlockHash]) -> None:
+        found = list(block_hashes)
+        self._forget(found)
+        names = [self._name(block_hash) for block_hash in found]
+        if names:
+            self._writes.run(lambda server: server.unlink(*names))
+
+    def clear(self) -> None:
+        """Drop the blocks of this model and secret, for all processes."""
+        self._forget(list(self._known))
+        clear_server(self._writes, self._space)
+
+    def close(self) -> None:
+        for link in (self._reads, self._writes):
+            link.close()
+
+    def _name(self, block_hash: BlockHash) -> bytes:
+        return b"%s%s:b:%s" % (PREFIX, self._space, self._sealer.name(block_hash))
+
+    def _renew(self) -> None:
+        """Begin the life of used blocks anew, and announce them again, so that the index does not lose them."""
+        renewed = list(islice(self._used, MAX_RENEWED))
+        self._used.difference_update(renewed)
+
+        def expire(pipeline: Pipeline) -> None:
+            for block_hash in renewed:
+                pipeline.expire(self._name(block_hash), self._ttl)
+
+        if renewed:
+            answers = self._announce(renewed, expire)
+            self._forget([block_hash for block_hash, answer in zip(renewed, answers, strict=False) if not answer])
+
+    def _announce(self, block_hashes: list[BlockHash], add: Callable[[Pipeline], None]) -> list[Any]:
+        """Send commands and one entry of the index together; return the answers. Raises TierError."""
+        entry: Any = {b"blocks": self._sealer.seal_message(self._own_id + b"".join(block_hashes))}
+
+        def send(server: Redis) -> list[Any]:
+            pipeline = server.pipeline(transaction=False)
+            add(pipeline)
+            pipeline.xadd(self._index, entry, maxlen=MAX_ENTRIES)
+            return pipeline.execute()
+
+        answers = self._writes.run(send)
+        self._learn(block_hashes)
+        return answers
+
+    def _learn(self, block_hashes: Iterable[BlockHash]) -> None:
+        now = self._clock()
+        with self._lock:
+            for block_hash in block_hashes:
+                self._known.pop(block_hash, None)
+                self._known[block_hash] = now
+            while len(self._known) > MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+
+    def _forget(self, block_hashes: Iterable[BlockHash]) -> None:
+        with self._lock:
+            for block_hash in block_hashes:
+                self._known.pop(block_hash, None)

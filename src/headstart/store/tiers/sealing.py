@@ -1,0 +1,99 @@
+"""Sealer: blocks as values that only holders of the secret and of the block's hash can read or make.
+
+    | magic 4 | nonce 12 | AES-256-GCM of (entry, payload), its tag 16 | XXH3-128 of all before, for this name |
+
+The entry is that of a segment file (format.py), so a value is verified as on disk, after its tag. Every block has a key
+of its own, derived from the secret and the block hash. That hash covers the model, all tokens up to the block's end,
+thereby its position, and the isolation domain: without the secret of a domain there is no key to its blocks. The
+checksum at the end needs no key: with it `headstart store verify` finds damage, not forgery.
+"""
+
+import os
+import struct
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from xxhash import xxh3_128_digest
+
+from headstart.core.cache.block_store import BlockKey, Data
+from headstart.core.cache.hashing import BlockHash
+from headstart.store.format import Entry, FormatError, Header, Shape, checksum, decode_entry, encode_entry
+from headstart.store.segment import Miss
+from headstart.store.tiers.tier import derive
+
+MAGIC = b"hkv\x01"
+NAME_BYTES = 16
+_NONCE, _TAG, _CHECKSUM = 12, 16, 16
+OVERHEAD_BYTES = len(MAGIC) + _NONCE + _TAG + _CHECKSUM
+
+
+class Sealer:
+    """Values of one shape under one secret (`read_shared_secret`), and messages about them."""
+
+    def __init__(self, secret: bytes, shape: Shape) -> None:
+        self._context = shape.fingerprint + struct.pack("<II", shape.block_size, shape.block_bytes)
+        self._header = Header(shape, 1, bytes(8))
+        self._names, self._keys = (derive(secret, what + self._context) for what in (b"names", b"blocks"))
+        self._messages = AESGCM(derive(secret, b"messages" + self._context))
+        self.space = derive(secret, b"space" + self._context)[:8].hex()
+        self.value_bytes = OVERHEAD_BYTES + shape.entry_bytes + shape.block_bytes
+
+    def name(self, block_hash: BlockHash) -> bytes:
+        """Return the name of a block outside: it tells nothing about the block without the secret."""
+        return derive(self._names, block_hash)[:NAME_BYTES]
+
+    def seal(self, key: BlockKey, payload: Data) -> bytes:
+        entry = encode_entry(self._header, 0, Entry(key, checksum(payload)))
+        nonce = os.urandom(_NONCE)
+        sealed = self._cipher(key.block_hash).encrypt(nonce, b"".join((entry, payload)), self._about(key))
+        value = b"".join((MAGIC, nonce, sealed))
+        return value + _outer_checksum(value, self.name(key.block_hash))
+
+    def open(self, key: BlockKey, value: object, payload: memoryview) -> Miss | None:
+        """Write a block's content to `payload` and return None, or return why the value is not that of this block."""
+        if not isinstance(value, bytes) or len(value) != self.value_bytes or not value.startswith(MAGIC):
+            return "corrupt"
+        start = len(MAGIC) + _NONCE
+        sealed = memoryview(value)[start:-_CHECKSUM]
+        try:
+            plain = self._cipher(key.block_hash).decrypt(value[len(MAGIC) : start], sealed, self._about(key))
+            entry = decode_entry(self._header, 0, plain[: -len(payload)])
+        except (InvalidTag, FormatError):
+            return "corrupt"
+        if entry.key != key:
+            return "mismatch"
+        payload[:] = memoryview(plain)[-len(payload) :]
+        return None if checksum(payload) == entry.payload_checksum else "corrupt"
+
+    def seal_message(self, text: bytes) -> bytes:
+        nonce = os.urandom(_NONCE)
+        return nonce + self._messages.encrypt(nonce, text, self._context)
+
+    def open_message(self, sealed: object) -> bytes:
+        """Return the text of a message of a holder of the secret; empty for anything else."""
+        if not isinstance(sealed, bytes) or len(sealed) < _NONCE + _TAG:
+            return b""
+        try:
+            return self._messages.decrypt(sealed[:_NONCE], sealed[_NONCE:], self._context)
+        except InvalidTag:
+            return b""
+
+    def _cipher(self, block_hash: BlockHash) -> AESGCM:
+        return AESGCM(derive(self._keys, block_hash))
+
+    def _about(self, key: BlockKey) -> bytes:
+        """Return the associated data: model, sizes, and the block hash, which covers the position."""
+        return self._context + key.block_hash
+
+
+def fault(value: object, name: bytes) -> str:
+    """Return the reason why a value is damaged, empty if it is sound. Needs no secret, and detects no forgery."""
+    if not isinstance(value, bytes) or len(value) <= OVERHEAD_BYTES:
+        return "value-short"
+    if not value.startswith(MAGIC):
+        return "value-magic"
+    return "" if _outer_checksum(value[:-_CHECKSUM], name) == value[-_CHECKSUM:] else "value-checksum"
+
+
+def _outer_checksum(value: bytes, name: bytes) -> bytes:
+    return xxh3_128_digest(value, int.from_bytes(name[:8], "little"))

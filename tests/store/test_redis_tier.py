@@ -1,0 +1,315 @@
+"""RedisTier: blocks of a real server come back verified or not at all, and a server that fails makes nobody wait."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redis_server import SECRET, Proxy, RedisServer, slowly
+from stored import (
+    BLOCK_BYTES,
+    SHAPE,
+    Pool,
+    content,
+    contents,
+    key,
+    keys,
+    load,
+    name,
+    names,
+    settled,
+    until,
+    written,
+)
+
+redis = pytest.importorskip("redis")
+pytest.importorskip("cryptography")
+
+from headstart.store.disk import TierStore  # noqa: E402
+from headstart.store.tiers import redis_link, redis_tier  # noqa: E402
+from headstart.store.tiers.redis_tier import RedisTier  # noqa: E402
+from headstart.store.tiers.sealing import NAME_BYTES, Sealer, fault  # noqa: E402
+from headstart.store.tiers.tier import derive  # noqa: E402
+
+TTL = 600
+Open = Callable[..., TierStore]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path / "redis")
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool()
+
+
+@pytest.fixture
+def opened(server: RedisServer, pool: Pool) -> Iterator[Open]:
+    made: list[TierStore] = []
+
+    def opens(url: str = "", secret: bytes = SECRET, shape: object = SHAPE, ttl: int = TTL) -> TierStore:
+        tier = RedisTier(url or server.url, None, shape, secret, ttl)  # type: ignore[arg-type]
+        made.append(TierStore(tier, BLOCK_BYTES))
+        made[-1].start(pool)
+        return made[-1]
+
+    yield opens
+    for store in made:
+        store.close()
+
+
+def client(server: RedisServer) -> "redis.Redis":
+    return redis.Redis(port=server.port)
+
+
+def stored_names(server: RedisServer) -> list[bytes]:
+    return client(server).keys(redis_link.PREFIX + b"*:b:*")
+
+
+def test_what_one_process_writes_another_loads_in_order_and_after_a_restart(opened: Open, pool: Pool) -> None:
+    writes, reads = opened(), opened()
+    pool.offer(writes, *range(1, 601))
+    assert written(reads, *range(1, 601)) and load(reads, keys(*range(1, 601))) == contents(*range(1, 601))
+    writes.close()
+    later = opened()
+    assert later.contains(name(1)) and later.contains(name(600)) and later.stats().num_blocks == 600
+    assert load(later, keys(1, 2, 3)) == contents(1, 2, 3)
+    stats = later.stats()
+    assert (stats.loaded_blocks, stats.degraded, sum(stats.misses.values())) == (3, "", 0)
+
+
+def test_through_a_unix_socket(opened: Open, pool: Pool, server: RedisServer) -> None:
+    store = opened(f"unix://{server.socket_path}?db=3")
+    pool.offer(store, 1)
+    assert written(store, 1) and load(store, keys(1)) == contents(1) and not stored_names(server)
+
+
+def test_other_models_and_secrets_see_nothing_and_can_open_nothing(
+    opened: Open, pool: Pool, server: RedisServer
+) -> None:
+    mine, others = opened(), [opened(secret=SECRET[::-1]), opened(shape=SHAPE._replace(fingerprint=bytes(32)))]
+    pool.offer(mine, 1, 2)
+    assert written(mine, 1, 2) and settled(mine)
+    (value, _), shown = client(server).mget(stored_names(server)), client(server).keys()
+    for other in others:
+        other._writer._look_at = float("-inf")  # type: ignore[reportPrivateUsage]
+        other._catalog.refresh()
+        assert not other.contains(name(1)) and load(other, keys(1, 2)) == []
+    wrong = Sealer(SECRET[::-1], SHAPE)
+    assert all(wrong.open(key(n), value, memoryview(bytearray(BLOCK_BYTES))) == "corrupt" for n in (1, 2))
+    everything = b"".join([*shown, value, *map(bytes, client(server).dump(stored_names(server)[0]).split())])
+    assert name(1) not in everything and name(1)[:8] not in everything and key(1).tokens not in value
+
+
+def test_a_key_is_that_of_hkdf() -> None:
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+
+    assert derive(SECRET, b"blocks") == HKDFExpand(SHA256(), 32, b"blocks").derive(SECRET)
+
+
+# What must not come back ---------------------------------------------------------------------------------------------
+
+SEALER = Sealer(SECRET, SHAPE)
+VALUE = SEALER.seal(key(1), content(name(1)))
+
+
+def opens(value: object, wanted: int = 1) -> str | None:
+    return SEALER.open(key(wanted), value, memoryview(bytearray(BLOCK_BYTES)))
+
+
+def test_a_sealed_block_opens_and_two_of_one_block_differ() -> None:
+    buffer = bytearray(BLOCK_BYTES)
+    assert SEALER.open(key(1), VALUE, memoryview(buffer)) is None and buffer == content(name(1))
+    assert SEALER.seal(key(1), content(name(1))) != VALUE and not fault(VALUE, SEALER.name(name(1)))
+    assert opens(VALUE, 2) == "corrupt" and fault(VALUE, SEALER.name(name(2))) == "value-checksum"
+    assert SEALER.open(key(1)._replace(parent=name(5)), VALUE, memoryview(buffer)) == "mismatch"
+    assert SEALER.open(key(1)._replace(tokens=key(2).tokens), VALUE, memoryview(buffer)) == "mismatch"
+
+
+def test_of_ten_thousand_harmed_values_none_is_opened() -> None:
+    rng = random.Random(1)
+    foreign = [Sealer(SECRET[::-1], SHAPE).seal(key(1), content(name(1))), SEALER.seal(key(2), content(name(2)))]
+    for round_number in range(10_000):
+        harmed = bytearray(VALUE if round_number % 10 else foreign[round_number % 20 // 10])
+        match round_number % 4:
+            case 0:
+                harmed[rng.randrange(len(harmed) - 16)] ^= 1 << rng.randrange(8)
+            case 1:
+                del harmed[rng.randrange(len(harmed)) :]
+            case 2:
+                harmed += rng.randbytes(rng.randrange(1, 64))
+            case _:
+                at = rng.randrange(len(harmed) - 16 - 32)
+                harmed[at : at + 32] = rng.randbytes(32)
+        assert opens(bytes(harmed)) == "corrupt", round_number
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(st.binary(max_size=8192), st.none(), st.integers(), st.lists(st.binary()), st.text()))
+def test_whatever_a_server_answers_is_no_block(value: object) -> None:
+    assert opens(value) == "corrupt" and SEALER.open_message(value) == b""
+
+
+def test_harmed_values_of_a_real_server_are_misses_found_by_verify_and_written_again(
+    opened: Open, pool: Pool, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_tier, "LOOK_SECONDS", 0.0)
+    store, numbers, rng = opened(), range(1, 201), random.Random(2)
+    pool.offer(store, *numbers)
+    assert written(store, *numbers) and settled(store)
+    found, direct = stored_names(server), client(server)
+    values = dict(zip(found, direct.mget(found), strict=True))
+    for place, at in enumerate(found):
+        other = values[found[place - 1]]
+        cut = values[at][: rng.randrange(len(other))]
+        direct.set(at, [other, cut, rng.randbytes(len(other)), bytes(len(other) - 1) + b"x", b""][place % 5])
+    report = redis_link.verify_server(redis_link.inspect_link(server.url, None))
+    assert report.bad.total() == 200 and report.num_blocks == 0
+    for number in numbers:
+        assert load(store, keys(number)) == []
+    assert store.stats().misses["corrupt"] == 200 and store.stats().loaded_blocks == 0
+    pool.offer(store, *numbers)
+    assert written(store, *numbers) and load(store, keys(*numbers)) == contents(*numbers)
+
+
+def test_what_is_distrusted_or_cleared_comes_back_in_no_process(opened: Open, pool: Pool, server: RedisServer) -> None:
+    store, other = opened(), opened()
+    pool.offer(store, 1, 2, 3)
+    assert written(other, 1, 2, 3) and settled(store)
+    store.distrust(names(2))
+    assert not store.contains(name(2)) and until(lambda: len(stored_names(server)) == 2)
+    assert load(other, keys(1, 2, 3)) == contents(1) and not other.contains(name(2))
+    store.clear()
+    assert until(lambda: not stored_names(server)) and load(other, keys(1)) == []
+    pool.offer(store, 1)
+    assert written(other, 1) and load(other, keys(1)) == contents(1)
+
+
+# A life that ends ----------------------------------------------------------------------------------------------------
+
+
+def test_blocks_expire_a_time_after_their_last_use(
+    opened: Open, pool: Pool, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(ttl=TTL)
+    pool.offer(store, 1, 2)
+    assert written(store, 1, 2) and settled(store)
+    direct, one = client(server), redis_link.PREFIX + SEALER.space.encode() + b":b:" + SEALER.name(name(1))
+    assert 0 < direct.ttl(one) <= TTL and len(SEALER.name(name(1))) == NAME_BYTES
+    direct.expire(one, 100)
+    tier = store._catalog
+    assert isinstance(tier, RedisTier)
+    tier._known[name(1)] -= TTL  # type: ignore[reportPrivateUsage]
+    store.touch(names(1))
+    assert until(lambda: direct.ttl(one) > 100)
+    direct.delete(one)
+    tier._known[name(1)] -= TTL  # type: ignore[reportPrivateUsage]
+    store.touch(names(1))
+    assert until(lambda: not store.contains(name(1))) and store.contains(name(2))
+
+
+def test_a_block_that_the_server_dropped_is_a_miss_and_forgotten(opened: Open, pool: Pool, server: RedisServer) -> None:
+    store = opened()
+    pool.offer(store, 1, 2, 3)
+    assert written(store, 1, 2, 3) and settled(store)
+    client(server).flushall()
+    assert load(store, keys(1, 2, 3)) == [] and store.stats().misses["gone"] == 1
+    assert not any(map(store.contains, names(1, 2, 3)))
+
+
+# A server that fails -------------------------------------------------------------------------------------------------
+
+
+def test_a_server_killed_and_started_again_is_used_again(opened: Open, pool: Pool, server: RedisServer) -> None:
+    store = opened()
+    pool.offer(store, 1, 2)
+    assert written(store, 1, 2) and settled(store)
+    server.kill()
+    for _ in range(4):
+        assert load(store, keys(1, 2)) == []
+    assert store.stats().misses["io"] == 4 and "reading" in store.stats().degraded
+    assert store.expected_seconds(1) == float("inf")
+    server.start()
+    assert until(lambda: store.expected_seconds(1) != float("inf"))
+    pool.offer(store, 3)
+    assert written(store, 3) and load(store, keys(3)) == contents(3) and load(store, keys(1)) == []
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_server_that_comes_back_has_what_it_kept(
+    tmp_path: Path, opened: Open, pool: Pool, server: RedisServer, kept: bool
+) -> None:
+    other = RedisServer(tmp_path / "other", "--appendonly", "yes" if kept else "no", "--appendfsync", "always")
+    store = opened(other.url)
+    pool.offer(store, 1)
+    assert written(store, 1) and settled(store)
+    other.kill()
+    other.start()
+    pool.offer(store, 2)
+    assert written(store, 2) and until(lambda: store.contains(name(1)) is kept)
+    assert load(store, keys(1, 2)) == (contents(1, 2) if kept else [])
+    other.kill()
+
+
+def test_a_server_that_is_not_there_lets_a_store_open(server: RedisServer, opened: Open, pool: Pool) -> None:
+    server.kill()
+    store = opened()
+    pool.offer(store, 1)
+    assert until(lambda: "writing" in store.stats().degraded) and not store.contains(name(1))
+    server.start()
+    assert written(store, 1) and until(lambda: not store.stats().degraded)
+
+
+def test_a_full_server_pauses_writing_only(opened: Open, pool: Pool, server: RedisServer) -> None:
+    store = opened()
+    pool.offer(store, 1)
+    assert written(store, 1)
+    client(server).config_set("maxmemory", "1")
+    pool.offer(store, 2)
+    assert until(lambda: "maxmemory" in store.stats().degraded) and load(store, keys(1)) == contents(1)
+    client(server).config_set("maxmemory", "0")
+    assert written(store, 2)
+
+
+@pytest.mark.parametrize("kind", ["drops bytes", "hangs", "trickles", "lies", "cuts", "claims much"])
+def test_the_engine_never_waits_for_a_slow_or_lying_server(
+    opened: Open, pool: Pool, server: RedisServer, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_tier, "READ_SECONDS", 0.3)
+    monkeypatch.setattr(redis_tier, "WRITE_SECONDS", 0.3)
+    proxy, gate, rng = Proxy(server.port), threading.Event(), random.Random(3)
+    store = opened(proxy.url)
+    pool.offer(store, *range(1, 9))
+    assert written(store, *range(1, 9)) and settled(store)
+    proxy.hurt = {
+        "drops bytes": lambda data: data[: len(data) // 2],
+        "hangs": lambda data: data if gate.wait(PATIENCE) else None,
+        "trickles": lambda data: slowly(data[:1], 0.05),
+        "lies": lambda data: rng.randbytes(len(data)),
+        "cuts": lambda data: None,
+        "claims much": lambda data: b"*1\r\n$999999999999\r\n" + data,
+    }[kind]
+    for number in range(9, 40):
+        load_id = store.load(keys(*range(1, 9)))
+        pool.offer(store, number)
+        store.touch(names(1, number))
+        assert store.poll() == [] or kind == "hangs" or all(not loaded.data for loaded in store.poll())
+        store.cancel(load_id, is_late=True)
+        store.stats()
+    assert store.expected_seconds(1) > 0  # reached although the server still hangs
+    gate.set()
+    proxy.hurt = lambda data: data
+    assert until(lambda: store.expected_seconds(1) != float("inf"))
+    assert until(lambda: load(store, keys(1)) == contents(1))
+    proxy.close()
+
+
+PATIENCE = 300.0
