@@ -329,6 +329,13 @@ def test_any_answer_cut_anywhere_is_history(
     check(template(name), [history(read, answer, ["Snow"]) for read in APIS.values()])
 
 
+@pytest.mark.parametrize("api", APIS)
+def test_an_answer_of_hundreds_of_calls_is_history(api: str) -> None:
+    answer = parsed("hermes", "\n".join(written("hermes", {"city": f"city{number}"}) for number in range(300)))
+    messages = history(APIS[api], answer, ["Snow"]).messages
+    assert sum(len(message.get("tool_calls", ())) for message in messages) == 300
+
+
 @pytest.mark.parametrize("arguments", ["", None, "null", '"null"', "[1]", '{"a": NaN}', '{"a": "\x01', {"a": 1}])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_with_any_arguments_is_rendered(name: str, arguments: Any) -> None:
