@@ -158,20 +158,22 @@ def lost(messages: Sequence[Mapping[str, Any]], prompt: str) -> list[str]:
 
 
 def misplaced_reasoning(messages: Sequence[Mapping[str, Any]], prompt: str) -> list[str]:
-    """Return the reasonings that are in the prompt twice, or not between the message before and their own one.
+    """Return the reasonings that are in the prompt twice, or not between the turn before and their own call or text.
 
-    Templates leave out the reasoning of earlier turns, and of calls or answers, each in its own way.
+    Templates leave out the reasoning of earlier turns, and of calls or answers, each in its own way. Text beside a call
+    may stand before the reasoning, where a template shows both in messages of their own only.
     """
     found: list[str] = []
-    before: list[str] = []
+    before = ""
     for message in messages:
-        reasoning = message.get("reasoning_content")
         texts = _texts(message)
+        reasoning = message.get("reasoning_content")
         if reasoning and (at := prompt.find(reasoning)) >= 0:
-            is_between = all(prompt.find(text) < at for text in before[-1:]) and all(prompt.find(x) > at for x in texts)
-            if prompt.count(reasoning) != 1 or not is_between:
+            behind = prompt.find(texts[-1]) if texts else len(prompt)
+            if prompt.count(reasoning) != 1 or not prompt.find(before) <= at < behind:
                 found.append(reasoning)
-        before = texts or before
+        if message["role"] != "assistant":
+            before = texts[-1]
     return found
 
 
