@@ -5,18 +5,22 @@ import random
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from real.smollm2 import pip
 
+from headstart.openai.bounds import Bounds
 from headstart.openai.chat.chat_template import ChatTemplate
 from headstart.openai.chat.placed_messages import Placed, place
 from headstart.openai.engine_requests import family_of, shows_results
+from headstart.openai.request_bodies import parse_chat
 from headstart.openai.tools.chat_format import chat_format
 
 FOLDER = Path(__file__).parent / "data" / "chat_templates"
 PACKAGE, VERSION = "llama_cpp_python", "0.3.36"
+BOUNDS = Bounds(10**6, 4096)
 NAMED_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 Message = dict[str, Any]
 
@@ -47,7 +51,7 @@ class Shown:
     def __init__(self, path: Path) -> None:
         self.name = path.stem
         self.source = path.read_text(encoding="utf-8")
-        self.template = ChatTemplate(self.source, NAMED_TOKENS)
+        self.template = ChatTemplate(self.source, NAMED_TOKENS, max_seconds=60)  # other processes may use all cores
         self.forms = self.template.content_forms()
 
     def place(self, messages: Sequence[Message]) -> Placed:
@@ -58,6 +62,10 @@ class Shown:
             family_of(chat_format(self.source, "auto", "auto")),
             shows_results=shows_results(self.source),
         )
+
+    def read(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages of a body as a server with this template reads them."""
+        return parse_chat({"messages": messages}, replace(BOUNDS, content_forms=lambda: self.forms)).messages
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """Return the prompt of placed messages."""
@@ -110,15 +118,18 @@ class _Conversation:
 
     def _answer(self, content: str, **fields: Any) -> None:
         if self._rng.random() < 0.3:
-            fields["reasoning_content"] = "Hm."
-        self.messages.append({"role": "assistant", "content": content, **fields})
+            fields["reasoning_content"] = self._text()
+        is_null = not content and "tool_calls" in fields and self._rng.random() < 0.5
+        self.messages.append({"role": "assistant", "content": None if is_null else content, **fields})
 
     def _systems(self) -> None:
         while self._rng.random() < 0.25:
             self._add(self._rng.choice(("system", "developer")))
 
     def _add(self, role: str, **fields: Any) -> None:
-        self.messages.append({"role": role, **fields, "content": self._text()})
+        parts = [{"type": "text", "text": self._text()} for _ in range(self._rng.choice((1, 2)))]
+        content = parts if self._rng.random() < 0.2 else parts[0]["text"]
+        self.messages.append({"role": role, **fields, "content": content})
 
     def _text(self) -> str:
         self._num_texts += 1
@@ -141,8 +152,28 @@ def lost(messages: Sequence[Mapping[str, Any]], prompt: str) -> list[str]:
                     found.append(message["role"])
         if len(group) > 1:
             calls = {call["id"]: call["function"]["arguments"]["city"] for call in group[0]["tool_calls"]}
-            found += ["tool" for one in group[1:] if places[calls[one["tool_call_id"]]] > places[one["content"]]]
+            found += ["tool" for one in group[1:] if places[calls[one["tool_call_id"]]] > places[_texts(one)[0]]]
         end = max(places.values(), default=end)
+    return found
+
+
+def misplaced_reasoning(messages: Sequence[Mapping[str, Any]], prompt: str) -> list[str]:
+    """Return the reasonings that are in the prompt twice, or not between the turn before and their own call or text.
+
+    Templates leave out the reasoning of earlier turns, and of calls or answers, each in its own way. Text beside a call
+    may stand before the reasoning, where a template shows both in messages of their own only.
+    """
+    found: list[str] = []
+    before = ""
+    for message in messages:
+        texts = _texts(message)
+        reasoning = message.get("reasoning_content")
+        if reasoning and (at := prompt.find(reasoning)) >= 0:
+            behind = prompt.find(texts[-1]) if texts else len(prompt)
+            if prompt.count(reasoning) != 1 or not prompt.find(before) <= at < behind:
+                found.append(reasoning)
+        if message["role"] != "assistant":
+            before = texts[-1]
     return found
 
 
@@ -159,4 +190,6 @@ def _groups(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str,
 
 def _texts(message: Mapping[str, Any]) -> list[str]:
     calls = [call["function"]["arguments"]["city"] for call in message.get("tool_calls", ())]
-    return [*([message["content"]] if message["content"] else ()), *calls]
+    content = message["content"]
+    parts = [part["text"] for part in content] if isinstance(content, list) else [content] if content else []
+    return [*parts, *calls]

@@ -122,8 +122,10 @@ def test_suite_is_read_with_remote_files_and_optional_folders(tmp_path: Path) ->
 
 
 def test_support_counts_refusals_by_keyword_and_finds_what_is_looser() -> None:
-    unique = judge(case_of({"uniqueItems": True}), BYTES)
-    assert refusal_reason(unique) == "uniqueItems" and not unique.is_known
+    contains = judge(case_of({"contains": {}}), BYTES)
+    assert refusal_reason(contains) == "contains" and not contains.is_known
+    repeated = Instance("a repeated item", [1, 1], False)
+    assert judge(case_of({"type": "array", "uniqueItems": True}, repeated), BYTES).looser == ("a repeated item",)
     many = judge(case_of({"type": "object", "minProperties": 7}), BYTES)
     assert refusal_reason(many) == "minProperties" and many.is_known
     spaces = (Instance("a space only by ECMA 262", "\u180e", False), Instance("a space", " ", True))
@@ -131,9 +133,9 @@ def test_support_counts_refusals_by_keyword_and_finds_what_is_looser() -> None:
     assert space.looser == ("a space only by ECMA 262",) and not space.stricter
     order = {"type": "object", "properties": {"a": {}, "b": {}}, "additionalProperties": False}
     assert judge(case_of(order, Instance("other order", {"b": 1, "a": 2}, True)), BYTES).reordered == 1
-    document = report([unique, many, space])
+    document = report([contains, many, space])
     assert (document["schemas"], document["known"], document["supported"], document["unnamed"]) == (3, 2, 1, 0)
-    row = "| `made` | 3 | 2 | 1 | `uniqueItems` 1, `minProperties` 1 | 1 |  |"
+    row = "| `made` | 3 | 2 | 1 | `contains` 1, `minProperties` 1 | 1 |  |"
     assert row in markdown(document, "draft2020-12")
     assert "made: schema has minProperties 7" in page(document)
 

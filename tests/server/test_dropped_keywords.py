@@ -19,8 +19,8 @@ from headstart.core.errors import InvalidRequestError
 from headstart.openai.structured.dropped_keywords import dropped_header, loosened_schema, strict_schema
 from headstart.openai.structured.grammar_process import build
 
+SET = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
 RULES: dict[str, dict[str, Any]] = {  # keyword: a subschema that has it
-    "uniqueItems": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
     "not": {"type": "integer", "not": {"const": 5}},
     "if": {"if": {"type": "string"}, "then": {"minLength": 2}},
     "contains": {"type": "array", "contains": {"type": "integer"}},
@@ -39,6 +39,7 @@ SILENT: list[dict[str, Any]] = [
     {"then": {"type": "string"}, "else": False},
     {"type": "array", "minContains": 2},
     {"type": "object", "unevaluatedProperties": True},
+    {"type": "object", "propertyNames": {"type": "string"}},
     {"type": "integer", "format": "int32"},
     {"type": "string", "format": "date-time"},
     {"enum": [{"not": 1}]},
@@ -66,7 +67,7 @@ VALUES = st.recursive(
 )
 APPLIED = ("anyOf", "oneOf", "allOf")
 SCHEMAS = st.recursive(
-    st.sampled_from([*RULES.values(), *SILENT, {}, {"type": "string"}, {"type": "integer"}, {"const": "a"}]),
+    st.sampled_from([*RULES.values(), *SILENT, SET, {}, {"type": "string"}, {"type": "integer"}, {"const": "a"}]),
     lambda inner: st.one_of(
         *(st.lists(inner, min_size=1, max_size=3).map(lambda some, key=key: {key: some}) for key in APPLIED),
         st.tuples(inner, inner).map(lambda two: {"properties": {"a": two[0]}, "additionalProperties": two[1]}),
@@ -113,7 +114,7 @@ def test_what_says_nothing_is_no_reason_to_refuse_or_to_warn(schema: dict[str, A
 
 def test_a_format_that_the_standard_does_not_know_is_never_a_reason_to_refuse() -> None:
     schema = {"type": "string", "format": "file-path"}
-    assert strict_schema("x", schema, "") == {"type": "string"}
+    assert strict_schema("x", schema, "") == ({"type": "string"}, ("format",))
     assert loosened_schema(schema) == ({"type": "string"}, ("format",))
 
 
@@ -134,11 +135,12 @@ def test_one_tool_of_twenty_does_not_make_a_required_call_fail(backend: Backend,
     plain = [
         tool(f"plain_{number}", {"type": "object", "properties": {"a": {"type": "string"}}}) for number in range(7)
     ]
-    hard = [tool(f"hard_{key}", {"type": "object", "properties": {"p": RULES[key]}}) for key in RULES]
+    parts = {**RULES, "uniqueItems": SET}
+    hard = [tool(f"hard_{key}", {"type": "object", "properties": {"p": parts[key]}}) for key in parts]
     answers = Answers(backend, family, tools=[*plain, *hard], tool_choice="required")
     assert answers.allows(written(family, "hard_uniqueItems", {"p": [1, 1]}))
     assert not answers.allows(written(family, "hard_uniqueItems", {"p": "x"}))
-    assert {name for name, _ in answers.params.dropped} == {f"hard_{key}" for key in RULES}
+    assert {name for name, _ in answers.params.dropped} == {f"hard_{key}" for key in parts}
     for key in RULES:
         strict = tool(f"hard_{key}", {"type": "object", "properties": {"p": RULES[key]}}, strict=True)
         with pytest.raises(InvalidRequestError, match=f"tools: function 'hard_{key}' has .*'/properties/p'") as caught:
@@ -158,11 +160,18 @@ def test_an_error_of_the_compiler_names_the_tool(backend: Backend, family: str) 
         check(answers.params.sampling.grammar)
 
 
-def test_a_set_of_pydantic_is_the_argument_of_a_required_call(backend: Backend) -> None:
+@pytest.mark.parametrize("strict", [{}, {"strict": True}], ids=str)
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_a_set_of_pydantic_is_the_argument_of_a_constrained_call(
+    backend: Backend, strict: dict[str, Any], choice: str
+) -> None:
     class Tags(BaseModel):
         tags: set[str]
 
-    answers = Answers(backend, "hermes", tools=[tool("save", Tags.model_json_schema())], tool_choice="required")
+    answers = Answers(backend, "hermes", tools=[tool("save", Tags.model_json_schema(), **strict)], tool_choice=choice)
+    if choice == "auto" and not strict:
+        assert answers.params.sampling.grammar is None
+        return
     text = written("hermes", "save", {"tags": ["a", "b"]})
     assert answers.allows(text) and answers.params.dropped == (("save", ("uniqueItems",)),)
     assert Tags.model_validate_json(json.dumps(answers.calls(text)[0][1])).tags == {"a", "b"}

@@ -490,22 +490,32 @@ def test_objects_are_closed_by_an_option_or_a_field() -> None:
 
 @pytest.mark.parametrize("strict", [{}, {"strict": None}, {"strict": False}, {"strict": True}], ids=str)
 def test_a_schema_is_strict_only_if_it_says_so_in_formats_as_in_tools(strict: dict[str, Any]) -> None:
-    """OpenAI's default of `strict` is false, in response formats as in tools."""
-    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    shape = {"type": "json_schema", "json_schema": {"schema": schema, **strict}}
-    function = {"type": "function", "function": {"name": "f", "parameters": schema, **strict}}
+    """OpenAI's default of `strict` is false, in response formats as in tools. A set is never refused."""
 
-    def tools() -> Any:
+    def of_format(schema: dict[str, Any]) -> tuple[Any, Any]:
+        params = chat(response_format={"type": "json_schema", "json_schema": {"schema": schema, **strict}})
+        return params.sampling.grammar, dict(params.dropped).get("response_format")
+
+    def of_tool(schema: dict[str, Any]) -> tuple[Any, Any]:
+        function = {"type": "function", "function": {"name": "f", "parameters": schema, **strict}}
         given = parse_params({"tools": [function], "tool_choice": "required"}, BOUNDS, Kind.CHAT).tools
         assert given is not None
-        return tool_schema(given.tools[0]), dropped_keywords(given)
+        return tool_schema(given.tools[0]), dict(dropped_keywords(given)).get("f")
 
-    if strict.get("strict"):
-        for refused in (lambda: chat(response_format=shape), tools):
-            with pytest.raises(InvalidRequestError, match="uniqueItems"):
-                refused()
-    else:
-        assert chat(response_format=shape).dropped == (("response_format", ("uniqueItems",)),)
-        loosened = {"type": "object", "properties": {"a": {"type": "array"}}}
-        assert tools() == (loosened, (("f", ("uniqueItems",)),))
-        assert chat(response_format=shape).sampling.grammar == grammar_of(guided_json=loosened)
+    loosened = {"type": "object", "properties": {"a": {"type": "array"}}}
+    for keyword, value in (("uniqueItems", True), ("contains", {})):
+        schema = {"type": "object", "properties": {"a": {"type": "array", keyword: value}}}
+        if strict.get("strict") and keyword == "contains":
+            for refused in (of_format, of_tool):
+                with pytest.raises(InvalidRequestError, match=keyword):
+                    refused(schema)
+        else:
+            assert of_format(schema) == (grammar_of(guided_json=loosened), (keyword,))
+            assert of_tool(schema) == (loosened, (keyword,))
+
+
+@pytest.mark.parametrize("field", ["guided_json", "json_schema"])
+def test_a_set_of_pydantic_is_taken_by_every_field(field: str) -> None:
+    params = chat(**{field: {"type": "array", "items": {"type": "string"}, "uniqueItems": True}})
+    assert params.dropped == ((field, ("uniqueItems",)),)
+    assert params.sampling.grammar == grammar_of(guided_json={"type": "array", "items": {"type": "string"}})

@@ -64,7 +64,7 @@ def test_a_schema_bounds_the_text(client: Anthropic) -> None:
     message = client.messages.create(**options, output_config=shape)
     text: Any = message.content[0]
     assert message.stop_reason == "end_turn" and json.loads(text.text)["lamp"] in ("on", "off")
-    for refused in ({"type": "x"}, {"type": "array", "uniqueItems": True}):  # as Anthropic's API does
+    for refused in ({"type": "x"}, {"type": "array", "contains": {}}):  # as Anthropic's API does
         with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format") as caught:
             client.messages.create(**options, output_config={"format": {"type": "json_schema", "schema": refused}})
         assert "strict" not in caught.value.message  # this API has no such field

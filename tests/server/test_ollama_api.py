@@ -1,6 +1,7 @@
 """Ollama's API: bodies as chats, whole answers and lines, the routes beside. The ollama package: tests/clients."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from headstart.ollama.ollama_answers import Durations, OllamaAnswer
 from headstart.ollama.ollama_request import read_chat, read_generate
 from headstart.openai.bounds import Bounds
 from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta
+from headstart.openai.forms.carried_text import REFUSE
+from headstart.openai.forms.skipped import Skipped
 from headstart.openai.text.generation import Delta
 
 BOUNDS = Bounds(vocab_size=100, max_model_len=200)
@@ -73,7 +76,7 @@ def test_outputs_of_tools_belong_to_the_calls_of_their_names() -> None:
         ({**HELLO, "format": 5}, "format"),
         ({**HELLO, "think": "much"}, "think"),
         ({**HELLO, "stream": "yes"}, "stream"),
-        ({"messages": [{"role": "user", "content": "a", "images": ["AA=="]}]}, "messages[0].images"),
+        ({"messages": [{"role": "user", "content": "a", "images": "AA=="}]}, "messages[0].images"),
         ({"messages": [{"role": "x", "content": "a"}]}, "messages[0]"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
         ({"messages": ["a"]}, "messages[0]"),
@@ -87,7 +90,37 @@ def test_what_is_refused_is_named_in_ollamas_words(body: dict[str, Any], param: 
     assert str(caught.value).startswith(param)
 
 
-@pytest.mark.parametrize("name", ["images", "context", "suffix", "template"])
+@pytest.mark.parametrize("images", [["AA=="], ["AA==", "BB=="]])
+def test_images_are_placeholders_that_are_named_or_refused_by_the_option(images: list[str]) -> None:
+    bodies: list[Any] = [
+        (read_chat, {"messages": [{"role": "user", "content": "Look", "images": images}]}, "messages[0]"),
+        (read_generate, {"prompt": "Look", "images": images}, "prompt"),
+    ]
+    for read, body, param in bodies:
+        bounds = replace(BOUNDS, skipped=Skipped())
+        (message,) = read(body, bounds).parse(bounds).messages
+        assert message["content"].startswith("Look") and message["content"].count("[image: ") == len(images)
+        assert bounds.skipped.counts() == (("part.image", len(images)),)
+        with pytest.raises(InvalidRequestError, match="--unreadable-parts") as caught:
+            read(body, BOUNDS).parse(replace(BOUNDS, unreadable_parts=REFUSE))
+        assert caught.value.param.startswith(param)
+    with pytest.raises(InvalidRequestError, match="images"):
+        read_generate({"prompt": "a", "images": ["x"], "raw": True}, BOUNDS)
+
+
+def test_a_call_that_num_predict_cut_keeps_its_arguments() -> None:
+    answer = OllamaAnswer("m", 0, is_chat=True)
+    answer.add(Delta(finish_reason="length", chat=ChatDelta(tool_calls=(ToolCallDelta(0, "id", "one", '{"x": "Par'),))))
+    (call,) = answer.whole(USAGE, Durations(0, 0, 0))["message"]["tool_calls"]
+    assert call["function"]["arguments"] == {"x": "Par"}
+
+
+def test_as_many_tools_and_calls_are_legal_as_in_chats() -> None:
+    tools = [{"type": "function", "function": {"name": f"tool.{number}"}} for number in range(150)]
+    assert len(read_chat({**HELLO, "tools": tools}, BOUNDS).parse(BOUNDS).params.tools.tools) == 150
+
+
+@pytest.mark.parametrize("name", ["context", "suffix", "template"])
 def test_what_would_change_a_generated_text_is_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidRequestError, match=name):
         read_generate({"prompt": "a", name: ["x"]}, BOUNDS)

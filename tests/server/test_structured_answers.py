@@ -21,7 +21,6 @@ from headstart_lab.structured.suite import SuiteSchema
 
 BYTES = LLTokenizer("byte")
 REFUSED: tuple[dict[str, Any], ...] = (
-    {"type": "array", "uniqueItems": True},
     {"not": {"type": "string"}},
     {"if": {"type": "string"}, "then": {"minLength": 2}},
     {"type": "object", "propertyNames": {"maxLength": 3}},

@@ -107,8 +107,8 @@ def test_what_cannot_be_a_grammar_is_a_400_by_name(
 
 def test_a_keyword_that_is_dropped_is_named_in_a_header(server: Server) -> None:
     schema = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2, "uniqueItems": True}
-    chosen = {"type": "json_schema", "json_schema": {"schema": schema}}
-    for fields in ({}, {"stream": True}):
+    for fields, strict in (({}, {}), ({"stream": True}, {}), ({}, {"strict": True})):
+        chosen = {"type": "json_schema", "json_schema": {"schema": schema, **strict}}
         answer = server.post(CHAT, json={"messages": USER, "response_format": chosen, "max_tokens": 8, **fields})
         assert answer.status_code == 200
         assert answer.headers["x-headstart-dropped-keywords"] == "response_format: uniqueItems"

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -18,6 +21,8 @@ from tools.scripted_engine import PROMPT, SCRIPT, build_scripted
 
 from headstart.anthropic.message_events import CacheMarks, MessageEvents
 from headstart.anthropic.messages_request import MessagesRequest, read_body
+from headstart.ollama.ollama_answers import Durations, OllamaAnswer
+from headstart.ollama.ollama_request import read_chat
 from headstart.openai.bounds import Bounds
 from headstart.openai.chat.chat_delta import ChatDelta
 from headstart.openai.chat.chat_message import message_parts
@@ -39,11 +44,29 @@ CITY = json.dumps({"city": 'Pär"ís', "days": [1, 2.5], "deep": {"x": None, "ok
 NAMED, PARAMETERS = f'{{"name": "weather", "arguments": {CITY}}}', f'{{"name": "weather", "parameters": {CITY}}}'
 HERMES = f"<tool_call>\n{NAMED}\n</tool_call>"
 PYTHON = "[weather(city='Pär', days=[1, 2]), weather()]"
+CODER = """<tool_call>
+<function=weather>
+<parameter=city>
+Pär"ís
+</parameter>
+<parameter=days>
+[1, 2.5]
+</parameter>
+</function>
+</tool_call>"""
+GLM = """<tool_call>weather
+<arg_key>city</arg_key>
+<arg_value>Pär"ís</arg_value>
+<arg_key>days</arg_key>
+<arg_value>[1, 2.5]</arg_value>
+</tool_call>"""
 ANSWERS = {  # by family: what its models write
     "hermes": (f"<think>\nÄ plan.\n</think>\n\nWait.\n{HERMES}\n{HERMES}", HERMES),
     "llama3_json": (f"{PARAMETERS}; {PARAMETERS}", f"Wait. <|python_tag|>{PARAMETERS}"),
     "mistral": (f"Wait. [TOOL_CALLS][{NAMED}, {NAMED}]", f"[TOOL_CALLS]weather[CALL_ID]a1b2c3d4e[ARGS]{CITY}"),
     "pythonic": (PYTHON, f"Wait. <|python_start|>{PYTHON}<|python_end|>"),
+    "qwen3_coder": (f"<think>\nÄ plan.\n</think>\n\nWait.\n{CODER}\n{CODER}", CODER),
+    "glm45": (f"<think>Ä plan.</think>\nWait.\n{GLM}\n{GLM}", GLM),
 }
 USAGE = {
     "prompt_tokens": 1,
@@ -54,11 +77,13 @@ USAGE = {
     ),
 }
 QUESTION = "How is the weather?"
+Read = Callable[[ChatDelta, list[str]], list[dict[str, Any]]]
 
 
 def parsed(family: str, text: str, *, is_forced: bool = False, step: int = 7) -> ChatDelta:
     """Return the answer that is cut behind `text`."""
-    rules = CallRules(frozenset(("weather",)), TOOL_FAMILIES[family].new_id, is_forced=is_forced)
+    ids = (f"id{number:07d}" for number in count())
+    rules = CallRules(frozenset(("weather",)), lambda: next(ids), is_forced=is_forced)
     parser = ChatParser(ParserSetup(TOOL_FAMILIES[family].read_calls, rules, is_reasoning=True))
     deltas = [parser.feed(text[at : at + step]) for at in range(0, len(text), step)]
     return joined(*deltas, parser.finish(is_cut=True))
@@ -108,7 +133,20 @@ def of_messages(answer: ChatDelta, texts: list[str]) -> list[dict[str, Any]]:
     return read_body(MessagesRequest, {"messages": sent, "max_tokens": 1}, BOUNDS).chat.parse(BOUNDS).messages
 
 
-APIS = {"chat": of_chat, "responses": of_responses, "messages": of_messages}
+def of_ollama(answer: ChatDelta, texts: list[str]) -> list[dict[str, Any]]:
+    """Return the conversation that a client of Ollama's API continues."""
+    events = OllamaAnswer("m", 0, is_chat=True)
+    events.add(Delta(text="x", token_ids=(1,), finish_reason="length", chat=answer))
+    message = msgspec.json.decode(msgspec.json.encode(events.whole(USAGE, Durations(0, 0, 0))["message"]))
+    results = [
+        {"role": "tool", "tool_name": "weather", "content": text}
+        for _, text in zip(message.get("tool_calls", ()), texts, strict=False)
+    ]
+    sent = [{"role": "user", "content": QUESTION}, message, *results, {"role": "user", "content": "Go on."}]
+    return read_chat({"messages": sent}, BOUNDS).parse(BOUNDS).messages
+
+
+APIS = {"chat": of_chat, "responses": of_responses, "messages": of_messages, "ollama": of_ollama}
 TEMPLATES: dict[str, Shown] = {}
 
 
@@ -123,20 +161,45 @@ CUTS = [
 ]
 
 
-def check(shown: Shown, read: Callable[[ChatDelta, list[str]], list[dict[str, Any]]], cuts: list[Any]) -> None:
-    for family, text in cuts:
+class History(NamedTuple):
+    """A conversation with an answer of ours. `shown`: what its prompt must contain."""
+
+    messages: list[dict[str, Any]]
+    shown: tuple[str, ...]
+
+
+def history(read: Read, answer: ChatDelta, texts: list[str]) -> History:
+    shown = (
+        QUESTION,
+        "Go on.",
+        answer.content.strip(),
+        *(["weather", *texts[: len(calls)]] if (calls := answer.tool_calls) else []),
+    )
+    return History(read(answer, texts), shown)
+
+
+@cache
+def histories(step: int) -> list[History]:
+    """Return the answers that are cut at every step-th place, in every API; those that are read alike once."""
+    found = {}
+    for family, text in CUTS[::step]:
         answer = parsed(family, text)
         for texts in ([], ["Snow"], ["Snow", "Sun"]):
-            prompt = shown.render(read(answer, texts))
-            assert QUESTION in prompt and "Go on." in prompt, (shown.name, text)
-            assert not answer.tool_calls or "weather" in prompt, (shown.name, text)
-            assert answer.content.strip() in prompt, (shown.name, text)
+            for read in APIS.values():
+                one = history(read, answer, texts)
+                found.setdefault(re.sub(r"call\d+|id\d+", "id", repr(one.messages)), one)
+    return list(found.values())
 
 
-@pytest.mark.parametrize("api", APIS)
+def check(shown: Shown, sent: Iterable[History]) -> None:
+    for one in sent:
+        prompt = shown.render(one.messages)
+        assert [text for text in one.shown if text not in prompt] == [], (shown.name, one.messages)
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_an_answer_that_was_cut_anywhere_is_history_in_every_api_and_template(name: str, api: str) -> None:
-    check(template(name), APIS[api], CUTS[:: 11 if api == "chat" else 29])
+def test_an_answer_that_was_cut_anywhere_is_history_in_every_api_and_template(name: str) -> None:
+    check(template(name), histories(11))
 
 
 @pytest.mark.long
@@ -147,15 +210,14 @@ def test_an_answer_that_was_cut_anywhere_is_history_in_every_template_of_llama_c
         pytest.skip(str(error))
     for path in paths:
         if not path.stem.startswith("fireworks"):  # refuses every conversation without variables of its own
-            for read in APIS.values():
-                check(Shown(path), read, CUTS[::3])
+            check(Shown(path), histories(3))
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
 @pytest.mark.parametrize("family", ANSWERS)
 def test_nothing_of_a_forced_call_is_content_wherever_it_is_cut(family: str, step: int) -> None:
     for text in ANSWERS[family]:
-        text = text.partition("</think>\n\nWait.\n")[2] or text.removeprefix("Wait. ")
+        text = text.partition("Wait.\n")[2] or text.removeprefix("Wait. ")
         for end in range(len(text) + 1):
             assert parsed(family, text[:end], is_forced=True, step=step).content == "", text[:end]
 
@@ -163,8 +225,8 @@ def test_nothing_of_a_forced_call_is_content_wherever_it_is_cut(family: str, ste
 @pytest.mark.parametrize("step", [1, 7])
 @pytest.mark.parametrize("family", ANSWERS)
 def test_behind_its_marker_nothing_of_a_call_that_was_cut_is_content(family: str, step: int) -> None:
-    openers = {"hermes": "<tool_call>", "llama3_json": "<|python_tag|>", "mistral": "[TOOL_CALLS]"}
-    opener = openers.get(family, "<|python_start|>")
+    openers = {"llama3_json": "<|python_tag|>", "mistral": "[TOOL_CALLS]", "pythonic": "<|python_start|>"}
+    opener = openers.get(family, "<tool_call>")
     for text in ANSWERS[family]:
         start = text.find(opener)
         for end in range(start + len(opener), len(text) + 1) if start >= 0 else ():
@@ -229,6 +291,49 @@ def test_arguments_cut_anywhere_are_plain_json_and_whole_ones_stay(value: Any, e
     json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     if isinstance(value, dict) and "NaN" not in repr(found) and len(json.dumps(value)) <= end:
         assert found.keys() == {key.encode("utf-8", "replace").decode() for key in value}
+
+
+def written(family: str, arguments: dict[str, Any]) -> str:
+    """Return a call as a model of the family writes it."""
+    text = json.dumps(arguments)
+    if family == "hermes":
+        return f'<tool_call>\n{{"name": "weather", "arguments": {text}}}\n</tool_call>'
+    if family == "mistral":
+        return f'[TOOL_CALLS][{{"name": "weather", "arguments": {text}}}]'
+    if family == "llama3_json":
+        return f'<|python_tag|>{{"name": "weather", "parameters": {text}}}'
+    pairs = [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in arguments.items()]
+    if family == "glm45":
+        inner = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in pairs)
+        return f"<tool_call>weather\n{inner}</tool_call>"
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in pairs)
+    return f"<tool_call>\n<function=weather>\n{inner}</function>\n</tool_call>"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(["hermes", "mistral", "llama3_json", "glm45", "qwen3_coder"]),
+    st.lists(st.dictionaries(st.text(max_size=4), VALUES, max_size=3), max_size=3),
+    st.text(max_size=12),
+    st.booleans(),
+    st.integers(0, 300),
+    st.sampled_from(NAMES),
+)
+def test_any_answer_cut_anywhere_is_history(
+    family: str, calls: list[dict[str, Any]], content: str, thinks: bool, end: int, name: str
+) -> None:
+    """Texts and values at random, in every API: what a client was sent is accepted, and nothing of the rest is lost."""
+    text = ("<think>\nHm.\n</think>\n\n" if thinks else "") + content
+    text += "\n".join(written(family, arguments) for arguments in calls)
+    answer = parsed(family, text.encode("utf-8", "replace").decode()[:end])
+    check(template(name), [history(read, answer, ["Snow"]) for read in APIS.values()])
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_an_answer_of_hundreds_of_calls_is_history(api: str) -> None:
+    answer = parsed("hermes", "\n".join(written("hermes", {"city": f"city{number}"}) for number in range(300)))
+    messages = history(APIS[api], answer, ["Snow"]).messages
+    assert sum(len(message.get("tool_calls", ())) for message in messages) == 300
 
 
 @pytest.mark.parametrize("arguments", ["", None, "null", '"null"', "[1]", '{"a": NaN}', '{"a": "\x01', {"a": 1}])

@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from conversations import FOLDER, NAMED_TOKENS, Shown, all_templates, conversation, lost
+from conversations import FOLDER, NAMED_TOKENS, Shown, all_templates, conversation, lost, misplaced_reasoning
 from real.smollm2 import UnreachableError
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -55,12 +55,14 @@ def test_no_text_of_a_random_conversation_is_lost(name: str) -> None:
 
 def check_random_conversations(shown: Shown, count: int) -> None:
     for seed in range(count):
-        messages = conversation(random.Random(seed))
+        sent = conversation(random.Random(seed))
+        messages = shown.read(sent)
         before = repr(messages)
         placed = shown.place(messages)
         assert repr(messages) == before
         assert shown.place(placed.messages).messages == placed.messages, seed
-        assert lost(messages, shown.render(messages)) == [], (shown.name, seed)
+        prompt = shown.render(messages)
+        assert (lost(sent, prompt), misplaced_reasoning(sent, prompt)) == ([], []), (shown.name, seed)
         quiet = shown.forms.reasoning_key != "reasoning_content" or not shown.forms.shows("object arguments")
         if not placed.counts and not quiet and shown.forms.shows("empty answer"):
             assert placed.messages == messages
@@ -72,7 +74,7 @@ def test_the_prompt_of_the_next_turn_extends_that_of_this_one(name: str) -> None
     shown = template(name)
     rng = random.Random(7)
     for _ in range(20):
-        messages = [message for message in conversation(rng) if "reasoning_content" not in message]
+        messages = [message for message in shown.read(conversation(rng)) if "reasoning_content" not in message]
         messages = [message for message in messages if message["role"] != "tool" and "tool_calls" not in message]
         more = [*messages, answer("Zzanswer"), system("Zzsystem"), user("Zzlast")]
         if messages[-1]["role"] == "assistant":
@@ -167,15 +169,29 @@ def test_no_text_is_lost_in_any_template_of_llama_cpp() -> None:
             check_against_transformers(Shown(path), 20)
 
 
+def is_list(content: object) -> bool:
+    return isinstance(content, list)
+
+
+def has_null(messages: list[dict[str, Any]]) -> bool:
+    return any(message["content"] is None for message in messages)
+
+
 def check_against_transformers(shown: Shown, count: int) -> None:
     """Conversations that need no placement are rendered as by apply_chat_template."""
     for seed in range(count):
-        messages = conversation(random.Random(1000 + seed))
+        sent = conversation(random.Random(1000 + seed))
+        messages = shown.read(sent)
         if shown.place(messages).messages != messages:
             continue
+        has_form = all(message["role"] in shown.forms.separators for message in sent if is_list(message["content"]))
         tools = None if shown.forms.shows("no tools") else []
         (expected,), _ = render_jinja_template(
-            [messages], tools, chat_template=shown.source, add_generation_prompt=True, **NAMED_TOKENS
+            [sent if has_form and has_null(sent) <= has_null(messages) else messages],
+            tools,
+            chat_template=shown.source,
+            add_generation_prompt=True,
+            **NAMED_TOKENS,
         )
         assert shown.render(messages) == expected, (shown.name, seed)
 

@@ -4,11 +4,10 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from headstart.core.errors import InvalidRequestError
 from headstart.openai.chat.chat_parts import ChatPart, ChatParts, PartKind
-from headstart.openai.request_json import parse_json
 from headstart.openai.responses import Json, encode
 from headstart.openai.text.generation import Delta
+from headstart.openai.tools.call_arguments import call_arguments
 
 
 class Durations(NamedTuple):
@@ -132,15 +131,7 @@ def _tag(card: Mapping[str, Any]) -> Json:
 
 def _call(part: ChatPart) -> Json:
     assert part.call is not None
-    return {"function": {"name": part.call.name, "arguments": _arguments(part.text)}}
-
-
-def _arguments(text: str) -> Json:
-    """Return the arguments of a call; empty if they are no JSON object, as when the output was cut by num_predict."""
-    try:
-        return parse_json(text.encode()) if text else {}
-    except InvalidRequestError:
-        return {}
+    return {"function": {"name": part.call.name, "arguments": call_arguments(part.text)}}
 
 
 def _nanoseconds(seconds: float) -> int:

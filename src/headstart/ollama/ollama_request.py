@@ -14,11 +14,14 @@ from pydantic import Field
 from headstart.openai.bounds import Bounds
 from headstart.openai.chat.chat_translation import ChatTranslation, Renames, passed_on, template_variables
 from headstart.openai.generation_fields import Model
+from headstart.openai.request_bodies import MAX_TOOL_CALLS
 from headstart.openai.request_model import RequestModel, Text, checked, validated
 from headstart.openai.responses import Json
+from headstart.openai.tools.tool_fields import MAX_TOOLS
 from headstart.openai.value_checks import bad_value, check_list, check_mapping, shown, unsupported
 
 MAX_OPTIONS = 64
+MAX_IMAGES = 1024
 OPTIONS = {  # of Ollama, and the field of a chat that means the same
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
     **{name: name for name in ("presence_penalty", "frequency_penalty")},
@@ -55,7 +58,7 @@ class OllamaChat(OllamaFields):
 
     messages: Annotated[list[Any], checked(lambda value, _: _list(value), list[dict[str, Any]])]
     tools: Annotated[
-        list[Any], checked(lambda value, _: list(check_list("tools", value, 128)), list[dict[str, Any]])
+        list[Any], checked(lambda value, _: list(check_list("tools", value, MAX_TOOLS)), list[dict[str, Any]])
     ] = Field([], description="Functions that the model may call")
 
 
@@ -80,7 +83,7 @@ def read_chat(values: Mapping[str, Any], bounds: Bounds) -> ChatTranslation:
 
 def read_generate(values: Mapping[str, Any], bounds: Bounds) -> ChatTranslation:
     """Return a body of /api/generate as a chat, or, if it is raw, as a completion. Raises InvalidRequestError."""
-    for name in ("images", "context", "suffix", "template"):
+    for name in ("context", "suffix", "template", *(("images",) if is_raw(values) else ())):
         if values.get(name):
             unsupported(name, "leave it out; for conversations use /api/chat")
     fields = validated(OllamaGenerate, values, bounds)
@@ -91,7 +94,8 @@ def read_generate(values: Mapping[str, Any], bounds: Bounds) -> ChatTranslation:
         shared.pop("chat_template_kwargs", None)
         completion = {"max_completion_tokens": bounds.max_model_len, **shared, "prompt": fields.prompt}
         return ChatTranslation(completion, "prompt", (), _RENAMES)
-    messages = [{"role": "user", "content": fields.prompt}]
+    asked = {"content": fields.prompt, "images": values.get("images")}
+    messages: list[Json] = [{"role": "user", "content": _content("prompt", asked)}]
     names = ["prompt"]
     if fields.system:
         messages.insert(0, {"role": "system", "content": fields.system})
@@ -146,15 +150,13 @@ def _messages(sent: list[Any]) -> list[Json]:
         name = f"messages[{index}]"
         if not isinstance(message, Mapping):
             bad_value(name, f"is {shown(message)}", "it must be an object with role and content")
-        if message.get("images"):
-            unsupported(f"{name}.images", "this server reads text only; leave them out")
-        chat: Json = {"role": message.get("role"), "content": message.get("content")}
+        chat: Json = {"role": message.get("role"), "content": _content(name, message)}
         if message.get("thinking") is not None:
             chat["reasoning_content"] = message["thinking"]
         if message.get("tool_calls"):
             calls = [
                 _call(f"{name}.tool_calls[{at}]", call, num_calls + at)
-                for at, call in enumerate(check_list(f"{name}.tool_calls", message["tool_calls"], 128))
+                for at, call in enumerate(check_list(f"{name}.tool_calls", message["tool_calls"], MAX_TOOL_CALLS))
             ]
             num_calls += len(calls)
             open_calls += [(call["function"]["name"], call["id"]) for call in calls]
@@ -166,6 +168,16 @@ def _messages(sent: list[Any]) -> list[Json]:
             chat["tool_call_id"] = message.get("tool_call_id") or _answered(open_calls, message.get("tool_name"))
         found.append(chat)
     return found
+
+
+def _content(name: str, message: Mapping[str, Any]) -> Any:
+    """Return the content of a message; with images, as parts of a chat."""
+    content, images = message.get("content"), message.get("images")
+    if not images:
+        return content
+    texts = [{"type": "text", "text": content}] if content else []
+    sent = check_list(f"{name}.images", images, MAX_IMAGES)
+    return [*texts, *({"type": "image_url", "image_url": {"url": image}} for image in sent)]
 
 
 def _answered(open_calls: list[tuple[str, str]], name: object) -> str:

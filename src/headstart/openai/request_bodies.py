@@ -23,7 +23,7 @@ from headstart.openai.tools.call_arguments import call_arguments
 from headstart.openai.tools.tool_fields import Tools
 from headstart.openai.value_checks import bad_value, check_int, check_text, check_token_ids, missing, shown
 
-MAX_TOOL_CALLS = 128
+MAX_TOOL_CALLS = 4096  # of a message: an answer may have as many as its tokens allow
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES = get_args(Role)
 

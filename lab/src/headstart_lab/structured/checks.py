@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer
 
+from headstart.openai.structured.dropped_keywords import loosened_schema
 from headstart.openai.structured.schema_rewrites import rewritten_schema
 from headstart_lab.structured.suite import SuiteSchema, integral, validator
 
@@ -76,7 +77,8 @@ class Checker:
             return math.copysign(LARGEST, float(digits))
 
         if self._validator is None:
-            self._validator = validator(self._case.draft, self._case.schema, self._folder)
+            kept = loosened_schema(self._case.schema).schema  # of a schema that is accepted: without uniqueItems
+            self._validator = validator(self._case.draft, kept, self._folder)
         try:
             value = json.loads(text, parse_float=number, parse_constant=_refuse)
         except ValueError:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from llguidance import LLMatcher, LLTokenizer
 
 from headstart.core.errors import InvalidRequestError
+from headstart.openai.structured.dropped_keywords import strict_schema
 from headstart.openai.structured.grammar_limits import parser_limits
 from headstart.openai.structured.grammar_process import reason
 from headstart.openai.structured.grammar_text import json_schema_grammar
@@ -38,9 +39,9 @@ grammars agree with the standard. Written on {date} by `lab/src/headstart_lab/st
 *Accepts invalid*: instances that violate the schema, and that the grammar accepts in some form. An answer can then be
 invalid by the standard. *Rejects valid*: instances that satisfy the schema, and that the grammar rejects in every form
 tried (spaces, escapes, order of properties); a model cannot give such an answer. Formats are always asserted, also in
-draft 2020-12, whose default is to ignore them. A refusal is a 400 that names a keyword of the schema; without
-`strict: true` a `response_format` or a tool is refused for fewer, since those that only narrow are dropped
-([API](api.md#structured-output)).
+draft 2020-12, whose default is to ignore them. A refusal is a 400 that names a keyword of the schema. The table shows
+`strict: true`, where only `uniqueItems` is dropped, and named in a header; without it a `response_format` or a tool is
+refused for fewer, since all keywords that only narrow are dropped ([API](api.md#structured-output)).
 
 Before llguidance reads a schema, the server rewrites it to one that allows the same or a part of it: counts such as 2.0
 become integers; bounds of numbers are rounded inwards to 15 digits, 15 decimals and 2^53, beyond which parsers of JSON
@@ -84,7 +85,7 @@ class Grammar:
     def __init__(self, schema: Any, tokenizer: LLTokenizer) -> None:
         self._tokenizer, self._matcher, self.error = tokenizer, None, ""
         try:
-            text = json_schema_grammar(check_schema("schema", schema))
+            text = json_schema_grammar(strict_schema("schema", check_schema("schema", schema), "").schema)
         except InvalidRequestError as error:
             self.error = str(error)
             return

@@ -1,5 +1,8 @@
 """Keywords of JSON Schema that no grammar keeps to: found by name and place, and dropped where the caller allows it.
 
+`uniqueItems` is dropped and named in any case: OpenAI's client sends pydantic's sets as strict schemas, and a reader
+of sets takes equal items for one.
+
 Dropping one allows more documents, never fewer. Each stands where more values of a part mean more of the whole, since
 the keywords that turn this round (`not`, `if`, `contains` with maxContains) are themselves among them, and `oneOf` is
 read as `anyOf` unless its alternatives exclude each other, also the widened ones. Not dropped is what could allow
@@ -23,7 +26,7 @@ Dropped = tuple[tuple[str, tuple[str, ...]], ...]
 _MAX_HEADER_CHARS = 1000
 _ALWAYS = frozenset(
     (
-        *("not", "contains", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
+        *("not", "contains", "dependentRequired", "dependentSchemas", "dependencies"),
         *("$dynamicRef", "$recursiveRef"),
     )
 )
@@ -33,7 +36,11 @@ _WITH = {  # keywords that say nothing without one of others
     **dict.fromkeys(("minContains", "maxContains"), ("contains",)),
     **dict.fromkeys(("$dynamicAnchor", "$recursiveAnchor"), ()),
 }
-_UNLESS = {"uniqueItems": (False,), **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), (True, {}))}
+_UNLESS = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),  # zod's, of any record
+    **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), (True, {})),
+}
 _KEPT_FORMATS = frozenset(("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 _STANDARD_FORMATS = frozenset(  # all others say nothing by the standard
     (
@@ -51,7 +58,8 @@ class Said(IntEnum):
 
     NOTHING = 0
     ANNOTATION = 1  # nothing by the standard, but a reader may expect it
-    RULE = 2
+    SET = 2  # a rule whose violation a reader of sets does not notice
+    RULE = 3
 
 
 class Loosened(NamedTuple):
@@ -70,15 +78,21 @@ def loosened_schema(schema: Mapping[str, Any]) -> Loosened:
     return Loosened(_loosened(schema, dropped, is_map=False), tuple(sorted(dropped)))
 
 
-def strict_schema(name: str, schema: Mapping[str, Any], remedy: str) -> Mapping[str, Any]:
-    """Return a schema without keywords that say nothing. Raises InvalidRequestError for one that says a rule.
+def strict_schema(name: str, schema: Mapping[str, Any], remedy: str) -> Loosened:
+    """Return a schema without keywords that say less than a rule. Raises InvalidRequestError for one that says a rule.
 
-    `remedy`: what helps beside leaving it out.
+    `remedy`: what helps beside leaving it out. `oneOf` keeps its meaning.
     """
     for keyword, place in _rules(schema, "", is_map=False):
         where = f" at {shown(place)}" if place else ""
         bad_value(name, f"has {keyword}{where}, which a grammar cannot keep to", f"leave it out{remedy}")
-    return loosened_schema(schema).schema
+    return strictly_loosened(schema)
+
+
+def strictly_loosened(schema: Mapping[str, Any]) -> Loosened:
+    """Return what strict_schema returns of a schema that it does not refuse."""
+    loosened = loosened_schema(schema)
+    return loosened._replace(dropped=tuple(keyword for keyword in loosened.dropped if keyword != "oneOf"))
 
 
 def dropped_header(dropped: Dropped) -> str:
@@ -95,7 +109,8 @@ def _unkept(part: Mapping[str, Any]) -> Iterator[tuple[str, Said]]:
         elif keyword in _WITH:
             yield keyword, Said.RULE if any(other in part for other in _WITH[keyword]) else Said.NOTHING
         elif keyword in _UNLESS:
-            yield keyword, Said.NOTHING if value in _UNLESS[keyword] else Said.RULE
+            said = Said.SET if keyword == "uniqueItems" else Said.RULE
+            yield keyword, Said.NOTHING if value in _UNLESS[keyword] else said
         elif keyword in ("format", "pattern") and isinstance(value, str):
             if keyword == "format" and value not in _KEPT_FORMATS and _may_be_string(part):
                 yield keyword, Said.RULE if value in _STANDARD_FORMATS else Said.ANNOTATION

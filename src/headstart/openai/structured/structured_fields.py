@@ -13,7 +13,7 @@ from pydantic import Field
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.request_json import parse_json
 from headstart.openai.request_model import RequestModel, checked
-from headstart.openai.structured.dropped_keywords import Dropped, loosened_schema, strict_schema
+from headstart.openai.structured.dropped_keywords import Dropped, Loosened, loosened_schema, strict_schema
 from headstart.openai.structured.grammar_text import (
     ANY_OBJECT,
     choice_grammar,
@@ -214,16 +214,20 @@ def _of_response_format(fields: StructuredFields, closes: bool) -> list[OutputGr
     name, schema = "response_format", chosen.json_schema.schema_
     schema = closed_schema(schema) if closes else schema
     if chosen.json_schema.strict:
-        return [OutputGrammar(name, json_schema_grammar(strict_schema(name, schema, ", or send strict: false")))]
-    loosened = loosened_schema(schema)
-    text = json_schema_grammar(loosened.schema, is_strict="oneOf" not in loosened.dropped)
-    return [OutputGrammar(name, text, ((name, loosened.dropped),) if loosened.dropped else ())]
+        return [_of_loosened(name, strict_schema(name, schema, ", or send strict: false"))]
+    return [_of_loosened(name, loosened_schema(schema))]
 
 
 def _of_schema(name: str, schema: Mapping[str, Any], closes: bool, whitespace: str | None = None) -> OutputGrammar:
     schema = closed_schema(schema) if closes else schema
     remedy = ", or send the schema as response_format of type json_schema"
-    return OutputGrammar(name, json_schema_grammar(strict_schema(name, schema, remedy), whitespace=whitespace))
+    return _of_loosened(name, strict_schema(name, schema, remedy), whitespace)
+
+
+def _of_loosened(name: str, loosened: Loosened, whitespace: str | None = None) -> OutputGrammar:
+    schema, dropped = loosened
+    text = json_schema_grammar(schema, whitespace=whitespace, is_strict="oneOf" not in dropped)
+    return OutputGrammar(name, text, ((name, dropped),) if dropped else ())
 
 
 def _of_structured_outputs(fields: StructuredFields, closes: bool) -> list[OutputGrammar]:

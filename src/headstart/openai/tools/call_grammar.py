@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.structured.dropped_keywords import Dropped, loosened_schema, strict_schema
+from headstart.openai.structured.dropped_keywords import Dropped, loosened_schema, strict_schema, strictly_loosened
 from headstart.openai.structured.grammar_text import TOOL_LINE
 from headstart.openai.structured.schema_limits import limited_schema
 from headstart.openai.structured.schema_rewrites import closed_schema
@@ -60,7 +60,10 @@ def tool_line(tool: Tool) -> str:
 
 def dropped_keywords(tools: ToolParams) -> Dropped:
     """Return the keywords that the grammar of calls does not keep to, by the names of the tools."""
-    found = [(tool.name, loosened_schema(tool.parameters).dropped) for tool in tools.callable_tools if not tool.strict]
+    found = [
+        (tool.name, (strictly_loosened if tool.strict else loosened_schema)(tool.parameters).dropped)
+        for tool in tools.callable_tools
+    ]
     return tuple((name, keywords) for name, keywords in found if keywords)
 
 
@@ -74,7 +77,7 @@ def tool_schema(tool: Tool) -> Mapping[str, Any]:
         schema = limited_schema(name, tool.parameters)
         schema = closed_schema(schema) if tool.is_closed else schema
         if tool.strict:
-            schema = strict_schema(name, schema, ", or send strict: false for this tool")
+            schema = strict_schema(name, schema, ", or send strict: false for this tool").schema
         else:
             schema = loosened_schema(schema).schema
     except InvalidRequestError as error:
