@@ -26,6 +26,13 @@ def test_ids_and_times_are_no_difference() -> None:
     assert differences([one], [other]) == []
 
 
+def test_times_in_a_header_are_no_difference() -> None:
+    one, other = (
+        line("", headers=[["server-timing", timing]]) for timing in ("route;dur=0.3", "prefill;dur=1, decode")
+    )
+    assert differences([one], [other]) == []
+
+
 def test_texts_statuses_headers_and_repeated_ids_are() -> None:
     first, second = "1" * 40, "2" * 40
     one = line(EVENT % (first, 1, "a") + EVENT % (first, 1, "b"))

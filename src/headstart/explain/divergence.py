@@ -57,7 +57,7 @@ KINDS = {
 }
 
 
-class Message(NamedTuple):
+class MessageSpan(NamedTuple):
     """The role of one message in the text of a conversation, and the range of its content."""
 
     role: str
@@ -65,14 +65,14 @@ class Message(NamedTuple):
     end: int
 
 
-def messages_of(text: str) -> list[Message]:
+def messages_of(text: str) -> list[MessageSpan]:
     """Split a text made by `reading.conversation` into messages; one of an unknown role belongs to the one before."""
     heads = list(_ROLE.finditer(text))
     ends = [*(head.start() - 1 for head in heads[1:]), len(text)][: len(heads)]
-    return [Message(head[1], head.end(), max(end, head.end())) for head, end in zip(heads, ends, strict=True)]
+    return [MessageSpan(head[1], head.end(), max(end, head.end())) for head, end in zip(heads, ends, strict=True)]
 
 
-def message_at(messages: list[Message], position: int) -> int | None:
+def message_at(messages: list[MessageSpan], position: int) -> int | None:
     """Return the index of the message whose content or head contains a character; None: before the first."""
     found = None
     for index, message in enumerate(messages):

@@ -19,7 +19,7 @@ _DECIDE = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 
 STATES = ("new", "up", "loading", "draining", "absent")
 
 
-class View(Protocol):
+class StateView(Protocol):
     """The state of a running router that a scrape reads."""
 
     router: Router
@@ -54,7 +54,7 @@ class GatewayMetrics:
         self.ttft = self._histogram("router_ttft_seconds", "From arrival to the first token.", _TTFT)
         self.decide = self._histogram("router_decision_seconds", "Time to read a prompt and select a replica.", _DECIDE)
 
-    def watch(self, view: View) -> None:
+    def watch(self, view: StateView) -> None:
         """Add the router's state to every scrape."""
         self._registry.register(_Collector(view))
 
@@ -133,7 +133,7 @@ class _WithoutReplicas(Collector):
 
 
 class _Collector(Collector):
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: StateView) -> None:
         self._view = view
 
     def collect(self) -> Iterable[Metric]:

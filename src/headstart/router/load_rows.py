@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 MAX_CHANGED = 65_536  # loads that changed; more than that: replicas that were removed, so nothing is kept
 
 
-class Row(Protocol):
+class StateRow(Protocol):
     """The state of one load."""
 
     @property
@@ -23,19 +23,19 @@ class LoadRows:
     """The rows of the loads that were asked for last."""
 
     def __init__(self) -> None:
-        self._changed: set[Row] = set()
-        self._loads: list[Row] = []
-        self._numbers: dict[Row, int] = {}
+        self._changed: set[StateRow] = set()
+        self._loads: list[StateRow] = []
+        self._numbers: dict[StateRow, int] = {}
         self._array = np.zeros((0, 0))
 
-    def changed(self, load: Row) -> None:
+    def changed(self, load: StateRow) -> None:
         """Record that the row of a load is another one now."""
         self._changed.add(load)
         if len(self._changed) > MAX_CHANGED:
             self._changed.clear()
             self._loads = []
 
-    def of(self, loads: Sequence[Row]) -> NDArray[np.float64]:
+    def of(self, loads: Sequence[StateRow]) -> NDArray[np.float64]:
         """Return an array of a row per load; read-only, and valid until the next call."""
         if loads != self._loads:
             self._loads = list(loads)

@@ -49,7 +49,7 @@ ROUTES = (
 )
 
 
-class Phase(Enum):
+class ServerPhase(Enum):
     """The phase of the server. In DRAINING, admitted requests are still answered."""
 
     LOADING = "loading"
@@ -110,7 +110,7 @@ class ServerState:
         self.prefixes = Prefixes(engine, self.auth.domain_of)
         self.responses = ResponseMemory(options.response_store_size, options.response_store_ttl)
         self.prompt_log = PromptLog(options.prompt_log_size // num_shares, frozenset(options.prompt_rule))
-        self.phase = Phase.LOADING
+        self.phase = ServerPhase.LOADING
         self.idle = asyncio.Event()  # set while no admitted request is unanswered
         self.idle.set()
         self._model: Model | None = None
@@ -140,12 +140,12 @@ class ServerState:
         """Start to admit requests."""
         self._model = model
         self._held.max_bytes = max_held_bytes(model.info, self.options, self._num_shares)
-        if self.phase is Phase.LOADING:
-            self.phase = Phase.READY
+        if self.phase is ServerPhase.LOADING:
+            self.phase = ServerPhase.READY
 
     def drain(self) -> None:
         """Stop admitting new requests."""
-        self.phase = Phase.DRAINING
+        self.phase = ServerPhase.DRAINING
 
     @property
     def metrics(self) -> Metrics | None:
@@ -172,7 +172,7 @@ class ServerState:
         """
         if self.engine.dead is not None:
             raise self.engine.dead
-        if self.phase is Phase.DRAINING:
+        if self.phase is ServerPhase.DRAINING:
             raise DrainingError("the server is shutting down and takes no new requests; send it to another one")
         model = self.loaded_model
         now = time.monotonic()

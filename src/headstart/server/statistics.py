@@ -61,7 +61,7 @@ def _fields(last: EngineStats, stats: EngineStats, elapsed: float) -> dict[str, 
     }
 
 
-class Losses(NamedTuple):
+class PrefixLosses(NamedTuple):
     """Prompt tokens that were not reused, by cause. `num_front`: behind a changing front, by the sample; None: none."""
 
     num_prompt_tokens: int
@@ -84,7 +84,9 @@ class Losses(NamedTuple):
         return f"not reused {_percent(self.num_computed, total)}: {shown}"
 
 
-def losses(last: EngineStats, stats: EngineStats, seen: tuple[int, int], examined: tuple[int, int]) -> Losses | None:
+def losses(
+    last: EngineStats, stats: EngineStats, seen: tuple[int, int], examined: tuple[int, int]
+) -> PrefixLosses | None:
     """Return what was not reused since `last`; None if no prompt was computed.
 
     `seen` and `examined`: prompt tokens of the doctor's sample and the avoidable ones among them, then and now. Without
@@ -100,7 +102,7 @@ def losses(last: EngineStats, stats: EngineStats, seen: tuple[int, int], examine
     if not sample:
         sample, avoidable = examined
     front = None if not sample else min(round(prompts * avoidable / sample), computed - evicted)
-    return Losses(prompts, computed, evicted, front)
+    return PrefixLosses(prompts, computed, evicted, front)
 
 
 def _share(part: int, whole: int) -> float | None:

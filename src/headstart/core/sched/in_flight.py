@@ -19,7 +19,7 @@ from headstart.core.cache.kv_cache import KVCache
 from headstart.core.request import Retention, SamplingParams, Sequence
 
 
-class Step:
+class StepInFlight:
     """One step in flight."""
 
     __slots__ = ("ahead", "entries", "released")
@@ -36,14 +36,14 @@ class InFlight:
     def __init__(self, cache: KVCache, max_model_len: int) -> None:
         self._cache = cache
         self._max_model_len = max_model_len
-        self._steps: list[Step] = []
+        self._steps: list[StepInFlight] = []
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def add(self, entries: list[tuple[Sequence, Chunk]]) -> None:
         """Begin a step."""
-        self._steps.append(Step(entries))
+        self._steps.append(StepInFlight(entries))
         for row, (seq, chunk) in enumerate(entries):
             seq.num_scheduled_tokens += len(chunk.token_ids) - max(chunk.num_logits - 1, 0)
             seq.pending_row = row if chunk.num_logits else None
@@ -71,7 +71,7 @@ class InFlight:
             if (chunk.start + len(chunk.token_ids)) // size > seq.num_published_blocks and is_current(seq, chunk):
                 step.ahead.append((row, self._cache.publish_ahead(seq)))
 
-    def end(self) -> Step:
+    def end(self) -> StepInFlight:
         """End the oldest step."""
         step = self._steps.pop(0)
         for seq, chunk in step.entries:
@@ -81,7 +81,7 @@ class InFlight:
                     seq.pending_row = None  # else it is a row of the step behind this one
         return step
 
-    def settle(self, step: Step, rows: Items[Row]) -> set[int]:
+    def settle(self, step: StepInFlight, rows: Items[Row]) -> set[int]:
         """Confirm what a step published ahead; withdraw, and return, the blocks of rows that have failed."""
         withdrawn: set[int] = set()
         for row, blocks in step.ahead:
@@ -100,7 +100,7 @@ class InFlight:
         seq.num_scheduled_tokens, seq.pending_row = 0, None
         self._steps[-1].released.append((self._cache.take_table(seq), seq.request.retention))
 
-    def free(self, step: Step) -> None:
+    def free(self, step: StepInFlight) -> None:
         """Release the block tables of sequences that left while the ended `step` named them."""
         for table, retention in step.released:
             self._cache.pool.release(table, retention)

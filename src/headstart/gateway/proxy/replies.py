@@ -34,7 +34,7 @@ _SLICE_BYTES = 64 << 10
 
 def session_options() -> dict[str, Any]:
     """Return the options of a session with replicas: no decompression, bounded interim responses, no cookies."""
-    return {"auto_decompress": False, "response_class": Reply, "cookie_jar": aiohttp.DummyCookieJar()}
+    return {"auto_decompress": False, "response_class": ReplicaReply, "cookie_jar": aiohttp.DummyCookieJar()}
 
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -42,7 +42,7 @@ JSON_ROUTES = UNCACHED | {api.path for api in APIS}
 """The routes whose answers are JSON objects, or streams of them."""
 
 
-class Reply(aiohttp.ClientResponse):
+class ReplicaReply(aiohttp.ClientResponse):
     """A response with a bounded number of interim responses before it."""
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:

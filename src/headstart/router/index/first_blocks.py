@@ -15,7 +15,7 @@ CHECKED = 2  # older entries with every new one
 UNLISTED = -1  # number of an index that is not in any table: it is always asked
 
 
-class Listed(Protocol):
+class ListedIndex(Protocol):
     """An index in the table."""
 
     first_blocks: "FirstBlocks | None"
@@ -30,14 +30,14 @@ class FirstBlocks:
     """The table of one router. Indexes are referred to weakly."""
 
     def __init__(self) -> None:
-        self._indexes: WeakValueDictionary[int, Listed] = WeakValueDictionary()
+        self._indexes: WeakValueDictionary[int, ListedIndex] = WeakValueDictionary()
         self._holders: OrderedDict[BlockHash, set[int]] = OrderedDict()
         self._count = 0
 
     def __len__(self) -> int:
         return len(self._holders)
 
-    def adopt(self, index: Listed) -> None:
+    def adopt(self, index: ListedIndex) -> None:
         """List an index from now on, if it is empty: what others hold is not known. It may be in no other table."""
         assert index.first_blocks in (None, self), "an index belongs to one router"
         if index.first_blocks is None and not len(index):

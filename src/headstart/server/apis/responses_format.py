@@ -44,7 +44,7 @@ class Storing:
         return len(self.items) + (0 if self.previous is None else self.previous.chain_bytes)
 
 
-class ResponseFormat:
+class ResponsesFormat:
     """The answer of one job as a response object, whole or as events; stored when it is finished."""
 
     ping = PING
@@ -137,7 +137,7 @@ def responses_api(memory: ResponseMemory) -> ServedApi:
         return ApiRequest(
             params=params,
             requests=requests,
-            answer=partial(ResponseFormat, echo, storing, called_tools(fields.tools)),
+            answer=partial(ResponsesFormat, echo, storing, called_tools(fields.tools)),
             num_extra_bytes=object_bytes(echo) + (0 if storing is None else storing.num_bytes),
             named=translation.without_values().named,
             diagnosis=diagnosis_of(model, origin, params, prompt, body.messages, names),

@@ -38,7 +38,7 @@ class Start(Message):
     options: EngineOptions
 
 
-class Choice(msgspec.Struct, array_like=True):
+class SubmittedChoice(msgspec.Struct, array_like=True):
     """The fields in which one Request differs from the others of a Submit."""
 
     request_id: str
@@ -49,9 +49,9 @@ class Choice(msgspec.Struct, array_like=True):
 
 
 class Submit(Message):
-    """To the engine: requests that share all fields but those of Choice. Each prompt is sent once, as raw int32."""
+    """To the engine: requests that share all fields but those of a choice. Each prompt is sent once, as raw int32."""
 
-    choices: list[Choice]
+    choices: list[SubmittedChoice]
     prompts: list[bytes]
     sampling: SamplingParams
     arrival: float
@@ -75,13 +75,13 @@ class Submit(Message):
         first = requests[0]
         places: dict[int, int] = {}  # index of each prompt by identity: the choices of one prompt share its array
         prompts: list[bytes] = []
-        choices: list[Choice] = []
+        choices: list[SubmittedChoice] = []
         for request in requests:
             at = places.setdefault(id(request.prompt), len(prompts))
             if at == len(prompts):
                 prompts.append(request.prompt.tobytes())
             own = request.sampling
-            choices.append(Choice(request.request_id, at, own.max_tokens, own.seed, own.prompt_logprobs))
+            choices.append(SubmittedChoice(request.request_id, at, own.max_tokens, own.seed, own.prompt_logprobs))
         return cls(
             choices,
             prompts,
@@ -116,7 +116,7 @@ class Submit(Message):
             for choice in self.choices
         ]
 
-    def _sampling(self, choice: Choice) -> SamplingParams:
+    def _sampling(self, choice: SubmittedChoice) -> SamplingParams:
         first = self.sampling
         if (choice.max_tokens, choice.seed, choice.prompt_logprobs) == (
             first.max_tokens,

@@ -32,7 +32,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """A decoder. `active` and `total` in billions of parameters."""
 
     total: float
@@ -60,13 +60,13 @@ GPUS = {
 }
 """SXM forms where there are several; the vendors' published figures without sparsity."""
 MODELS = {
-    "llama-3.1-8b": Shape(8.03, 32, 32, 8),
-    "llama-3.3-70b": Shape(70.6, 80, 64, 8),
-    "mistral-7b": Shape(7.25, 32, 32, 8),
-    "qwen2.5-7b": Shape(7.62, 28, 28, 4),
-    "qwen3-8b": Shape(8.19, 36, 32, 8),
-    "qwen3-32b": Shape(32.8, 64, 64, 8),
-    "qwen3-30b-a3b": Shape(30.5, 48, 32, 4, active=3.3),
+    "llama-3.1-8b": ModelShape(8.03, 32, 32, 8),
+    "llama-3.3-70b": ModelShape(70.6, 80, 64, 8),
+    "mistral-7b": ModelShape(7.25, 32, 32, 8),
+    "qwen2.5-7b": ModelShape(7.62, 28, 28, 4),
+    "qwen3-8b": ModelShape(8.19, 36, 32, 8),
+    "qwen3-32b": ModelShape(32.8, 64, 64, 8),
+    "qwen3-30b-a3b": ModelShape(30.5, 48, 32, 4, active=3.3),
 }
 """Shapes from the models' published config.json."""
 
@@ -94,7 +94,7 @@ def datasheet_profile(name: str) -> Profile:
     return Profile(name, LABEL, _cost(shape, gpu, count), num_blocks, block_size=BLOCK_SIZE)
 
 
-def _cost(shape: Shape, gpu: Gpu, count: int) -> RooflineCost:
+def _cost(shape: ModelShape, gpu: Gpu, count: int) -> RooflineCost:
     flops, bandwidth = gpu.tflops * 1e12 * count, gpu.bandwidth * 1e12 * count * BANDWIDTH_SHARE
     pair_flops = 4 * shape.layers * shape.heads * shape.head_dim  # scores and weighted values, two each
     return RooflineCost(

@@ -15,7 +15,7 @@ T = TypeVar("T")
 Read = Generator[None, None, T]
 
 
-class Found(NamedTuple):
+class FoundMarker(NamedTuple):
     """The first of some markers in a text."""
 
     marker: str
@@ -100,9 +100,9 @@ def pieces(text: str) -> list[str]:
     return [text[at : at + MAX_PIECE] for at in range(0, len(text), MAX_PIECE)] or [""]
 
 
-def first_marker(text: str, markers: Sequence[str]) -> Found | None:
+def first_marker(text: str, markers: Sequence[str]) -> FoundMarker | None:
     """Return the marker that begins first in `text`; of two at one position the longer one."""
-    found = [Found(marker, at) for marker in markers if (at := text.find(marker)) >= 0]
+    found = [FoundMarker(marker, at) for marker in markers if (at := text.find(marker)) >= 0]
     return min(found, key=lambda one: (one.start, -len(one.marker)), default=None)
 
 
