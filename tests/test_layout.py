@@ -261,7 +261,6 @@ KNOWN_IMPORTS: set[str] = {  # drivers of peers, which run as scripts in environ
     "lab/tests/test_peers.py",
     "lab/tests/test_peers_gguf.py",
     "lab/tests/test_peers_tables.py",
-    "plugins/tests/vllm_environment.py",  # runs the script that makes the environment
 }
 
 
