@@ -173,7 +173,7 @@ def test_whitespace_is_that_of_ecma_262(pattern: str) -> None:
 def test_a_text_that_must_not_be_of_some_characters_only_is_accepted_as_by_the_expression(pattern: str) -> None:
     """The first is what pydantic writes for a Decimal, also in strict schemas."""
     schema = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": pattern, "allOf": [{"maxLength": 4}]}]}
-    strict = strict_schema("x", limited_schema("x", schema), "")
+    strict = strict_schema("x", limited_schema("x", schema), "").schema
     found = LLMatcher(BYTES, json_schema_grammar(strict), log_level=0)
     rng = random.Random(1)
     texts = {"".join(rng.choices("+-.019abc]", k=rng.randrange(5))) for _ in range(400)}

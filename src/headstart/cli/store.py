@@ -91,8 +91,8 @@ def stat(place: Place, as_json: AsJson = False) -> None:
 def verify(place: Place, as_json: AsJson = False) -> None:
     """Read every block and check it. Exit code 1 if anything is damaged.
 
-    Damaged blocks are never served, even if this command did not find them. In Redis it finds damage; a forged block is
-    found when it is loaded, with the secret.
+    Damaged blocks are never served, even if this command did not find them. In Redis it finds
+    damage; a forged block is found when it is loaded, with the secret.
     """
     if _is_url(place):
         _verify_server(place, as_json)

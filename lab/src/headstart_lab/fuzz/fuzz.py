@@ -392,7 +392,10 @@ def main() -> int:
     options = parser.parse_args()
     arguments = [part for key in KEYS for part in ("--api-key", key)]
     arguments += ["--admin-api-key", ADMIN, "--kv-cache-memory", "64MiB", "--no-access-log"]
-    arguments += ["--diagnostics-size", "1MiB"]  # full after some hundred requests, so its growth is no growth either
+    arguments += [
+        "--diagnostics-size",
+        str(1 << 20),
+    ]  # full after some hundred requests, so its growth is no growth either
     arguments += ["--replicas", str(options.replicas)] if options.replicas > 1 else []
     kinds = options.kind or list(SHARES)
     with tempfile.TemporaryDirectory() as folder:
