@@ -9,8 +9,6 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "vllm_scripts"
 VARIABLE = "HEADSTART_VLLM_ENV"
@@ -26,7 +24,7 @@ SECONDS = 1800
 
 
 def vllm_python() -> Path:
-    """Return the interpreter of the environment; skips the test if it cannot be made."""
+    """Return the interpreter of the environment. Raises AssertionError if it cannot be made."""
     named = os.environ.get(VARIABLE)
     if named:
         return Path(named) / "bin" / "python"
@@ -36,8 +34,9 @@ def vllm_python() -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         command = ["sh", str(ROOT / "benchmarks/peers/setup.sh"), "vllm", str(cache)]
         made = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-        if made.returncode:
-            pytest.skip(f"no environment with vLLM could be made; {VARIABLE} names one: {made.stderr[-300:]}")
+        assert not made.returncode, (
+            f"no environment with vLLM could be made; {VARIABLE} names one: {made.stderr[-300:]}"
+        )
         pip = [str(cache / "vllm" / "bin" / "python"), "-m", "pip", "install", "--quiet", "xxhash"]
         subprocess.run(pip, check=True, timeout=SECONDS)  # of Headstart's requirements the only one that vLLM lacks
         done.touch()

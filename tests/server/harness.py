@@ -21,6 +21,7 @@ from headstart.config.options import EngineOptions, ServerOptions
 from headstart.http.logs import Log
 from headstart.server.app import build_app
 from headstart.server.engine.engine_client import Build, EngineClient
+from headstart.server.engine.wire import Outbox
 from headstart.server.prefix_warmup import warm_prefixes
 from headstart.server.server_state import ServerState
 from headstart_lab.router.failover_processes import quiet_ports
@@ -204,3 +205,15 @@ async def gone_at_once(app: Any, path: str, body: bytes) -> int:
     scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
     await app({**scope, "headers": headers, "client": ("127.0.0.1", 1)}, receive, send)
     return status
+
+
+def waiting_bytes(outbox: Outbox) -> int:
+    """Return the bytes of the prompts that an outbox holds."""
+    letters = (letter for queue in outbox._queues.values() for letter in queue)
+    return sum(sum(map(len, letter.message.prompts)) for letter in letters if letter.message is not None)
+
+
+def unsent_bytes(client: EngineClient) -> int:
+    """Return the bytes for the engine that its process has not read yet."""
+    assert client._transport is not None
+    return client._transport.get_write_buffer_size() + waiting_bytes(client._outbox)

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 from msgspec.structs import replace
 from server.fake_engine import MAX_MODEL_LEN, Gate, build_fake
-from server.harness import PATIENCE, until, wait_for
+from server.harness import PATIENCE, unsent_bytes, until, wait_for, waiting_bytes
 
 from headstart.config.options import EngineOptions
 from headstart.core.engine import EngineStats
@@ -59,14 +59,14 @@ def test_tenants_take_turns_in_the_outbox_and_what_is_given_up_is_not_sent() -> 
     for name in "abcd":
         (message,) = Submit.of([request(f"{name}{number}", 7, number) for number in range(2)])
         outbox.push(replace(message, tenant="first" if name < "d" else "second"))
-    assert outbox.num_bytes == 4 * 2 * 2 * 4
+    assert waiting_bytes(outbox) == 4 * 2 * 2 * 4
     assert outbox.give_up("b0") and outbox.give_up("b1") and outbox.give_up("c0") and not outbox.give_up("c0")
-    assert outbox.num_bytes == 3 * 2 * 2 * 4
+    assert waiting_bytes(outbox) == 3 * 2 * 2 * 4
     sent: list[list[str]] = []
     while (message := outbox.pop()) is not None:
         sent.append([each.request_id for each in message.requests()])
         assert not any(outbox.give_up(name) for name in sent[-1])
-    assert sent == [["a0", "a1"], ["d0", "d1"], ["c1"]] and outbox.num_bytes == 0
+    assert sent == [["a0", "a1"], ["d0", "d1"], ["c1"]] and waiting_bytes(outbox) == 0
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -77,13 +77,13 @@ def test_a_request_that_waits_in_the_outbox_is_sent_when_the_engine_reads(loop: 
             assert client.pid is not None
             os.kill(client.pid, signal.SIGSTOP)
             long = [client.submit([request(name, *[9] * 60_000, max_tokens=1)]) for name in "abc"]
-            assert client.num_unsent_bytes > 2 * 60_000 * 4
+            assert unsent_bytes(client) > 2 * 60_000 * 4
             client.abort(("b",))
             os.kill(client.pid, signal.SIGCONT)
             for stream in (long[0], long[2]):
                 ((_, output),) = await stream.batch(PATIENCE)
                 assert output.finish_reason is FinishReason.LENGTH
-            assert client.num_unsent_bytes == 0 and await long[1].batch(0.01) == []
+            assert unsent_bytes(client) == 0 and await long[1].batch(0.01) == []
         finally:
             await client.close()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from server.fake_engine import Gate
-from server.harness import inside, until
+from server.harness import inside, unsent_bytes, until
 
 from headstart.config.options import ServerOptions
 from headstart.core.engine import EngineInfo
@@ -200,10 +200,10 @@ def test_requests_that_are_given_up_leave_nothing_before_an_engine_that_hangs(fo
                     asked.cancel()
                     await asyncio.gather(asked, return_exceptions=True)
                     assert server.state.num_jobs == 0
-                assert 100_000 < engine.num_unsent_bytes < 2 * len(prompt) * 4  # of 20, two at most were handed over
+                assert 100_000 < unsent_bytes(engine) < 2 * len(prompt) * 4  # of 20, two at most were handed over
             finally:
                 os.kill(engine.pid, signal.SIGCONT)
-            await until(lambda: engine.num_unsent_bytes == 0)
+            await until(lambda: unsent_bytes(engine) == 0)
             assert (await server.complete(prompt, max_tokens=1)).status_code == 200
 
     asyncio.run(run())

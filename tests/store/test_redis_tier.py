@@ -1,4 +1,4 @@
-"""RedisTier: blocks of a real server come back verified or not at all, and a server that fails makes nobody wait."""
+"""RedisTier: blocks of a real server come back verified or not at all, and a server that fails delays no other work."""
 
 import random
 import threading

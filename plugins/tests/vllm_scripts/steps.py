@@ -1,7 +1,10 @@
 """vLLM's scheduler stepped without a model: each request's output is a fixed function of its prompt's last token."""
 
 import json
+import logging
+import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +64,10 @@ def make_scheduler(
     model: ModelConfig = MODEL,
     hash_algorithm: str = "sha256",
 ) -> Scheduler:
-    """Return a scheduler of this class. `cap`: --long-prefill-token-threshold; `transfer`: of its connector."""
+    """Return a scheduler of this class. Promised blocks are on unless `options` says otherwise.
+
+    `cap`: --long-prefill-token-threshold; `transfer`: of its connector.
+    """
     config = VllmConfig(
         model_config=model,
         kv_transfer_config=transfer,
@@ -76,7 +82,7 @@ def make_scheduler(
             async_scheduling=is_async,
         ),
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True, prefix_caching_hash_algo=hash_algorithm),
-        additional_config={} if options is None else {"headstart": dict(options)},
+        additional_config={"headstart": {"promised_blocks": True, **(options or {})}},
     )
     full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["layer"], full)]
@@ -192,3 +198,19 @@ def ideal(prompts: Iterable[Sequence[int]]) -> int:
         total += len(prompt) - place * BLOCK
         known.update(tuple(prompt[: (i + 1) * BLOCK]) for i in range(len(prompt) // BLOCK))
     return total
+
+
+def run_checks(module: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Run the functions `check_*` of a script, or those named; print each, and null or its error, as JSON."""
+    logging.disable(logging.WARNING)
+    outcome: dict[str, str | None] = {}
+    for name, check in [item for item in module.items() if item[0].startswith("check_")]:
+        if name not in (names or [name]):
+            continue
+        try:
+            check()
+            outcome[name] = None
+        except Exception:  # the test of this check shows it
+            outcome[name] = traceback.format_exc()
+        print(name, outcome[name] or "passed", file=sys.stderr)
+    print(json.dumps(outcome))

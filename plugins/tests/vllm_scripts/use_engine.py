@@ -37,7 +37,9 @@ def main() -> None:
     vocabulary = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     prefix = [rng.randrange(10, vocabulary) for _ in range(2_048)]
     prompts = [prefix + [rng.randrange(10, vocabulary) for _ in range(40)] for _ in range(32)]
-    chosen: dict[str, Any] = {"scheduler_cls": scheduler[0]} if scheduler else {}
+    chosen: dict[str, Any] = {}
+    if scheduler:
+        chosen = {"scheduler_cls": scheduler[0], "additional_config": {"headstart": {"promised_blocks": True}}}
     llm = LLM(
         model=model,
         dtype="float32",

@@ -3,14 +3,11 @@
 Prints one JSON object: the name of each check, and null or its error.
 """
 
-import json
-import logging
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
-from steps import BLOCK, Run, ideal, make_request, make_scheduler, run
+from steps import BLOCK, Run, ideal, make_request, make_scheduler, run, run_checks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as VllmAsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 from vllm.v1.request import Request, RequestStatus
@@ -236,15 +233,4 @@ def say(name: str, alone: Run, ours: Run, least: int) -> None:
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)
-    outcome: dict[str, str | None] = {}
-    for name, check in [item for item in globals().items() if item[0].startswith("check_")]:
-        if name not in (sys.argv[1:] or [name]):
-            continue
-        try:
-            check()
-            outcome[name] = None
-        except Exception:
-            outcome[name] = traceback.format_exc()
-        print(name, outcome[name] or "passed", file=sys.stderr)
-    print(json.dumps(outcome))
+    run_checks(globals(), sys.argv[1:])

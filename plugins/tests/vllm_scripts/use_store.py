@@ -4,12 +4,9 @@ The model is replaced by one that writes each token and the sum of all tokens up
 counts every slot of the context that holds anything else. Prints one JSON object: each check, and null or its error.
 """
 
-import json
-import logging
 import shutil
 import sys
 import time
-import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from random import Random
@@ -17,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from steps import BLOCK, LLAMA, ideal, make_request, make_scheduler, model_config
+from steps import BLOCK, LLAMA, ideal, make_request, make_scheduler, model_config, run_checks
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -301,16 +298,5 @@ def check_what_it_cannot_serve_is_refused_by_name() -> None:
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)
     assert LLAMA["num_hidden_layers"] == 1
-    outcome: dict[str, str | None] = {}
-    for name, check in [item for item in globals().items() if item[0].startswith("check_")]:
-        if name not in (sys.argv[2:] or [name]):
-            continue
-        try:
-            check()
-            outcome[name] = None
-        except Exception:
-            outcome[name] = traceback.format_exc()
-        print(name, outcome[name] or "passed", file=sys.stderr)
-    print(json.dumps(outcome))
+    run_checks(globals(), sys.argv[2:])

@@ -10,7 +10,7 @@ KEY = "headstart"
 class SchedulingOptions:
     """Each can be switched off; with all of them off, the engine schedules as without the plug-in."""
 
-    promised_blocks: bool = True  # a request waits for a block that a running prefill is going to write
+    promised_blocks: bool = False  # a request waits for a block that a running prefill is going to write
     lpm_k: int = 1  # of every k admissions the first is the oldest request, the others have the longest cached prefix
     page_aligned: bool = False  # prefill chunks that are not the last end on block boundaries
     max_prefills: int = 0  # prompts that are computed at the same time in several chunks; 0: any number

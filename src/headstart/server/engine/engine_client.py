@@ -158,11 +158,6 @@ class EngineClient:
         """The requests without a first token, by tenant; only tenants that have any."""
         return self._queued
 
-    @property
-    def num_unsent_bytes(self) -> int:
-        """Bytes that the engine process has not read yet, because it is in a step or hangs."""
-        return 0 if self._transport is None else self._transport.get_write_buffer_size() + self._outbox.num_bytes
-
     def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Send the requests to the engine and return the stream of their outputs. Raises EngineDeadError."""
         if self.dead is not None:

@@ -317,12 +317,6 @@ class Outbox:
         self._queues: dict[str, deque[_Letter]] = {}  # by tenant, the next one first
         self._letters: dict[str, _Letter] = {}  # by request id
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the prompts that wait."""
-        letters = (letter for queue in self._queues.values() for letter in queue)
-        return sum(sum(map(len, letter.message.prompts)) for letter in letters if letter.message is not None)
-
     def push(self, message: Submit) -> None:
         """Add the requests of one message."""
         letter = _Letter(message)
