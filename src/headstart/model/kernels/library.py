@@ -170,13 +170,14 @@ def load(variant: str = "") -> Found:
 def runnable_variants() -> list[str]:
     """Return the variants that this processor runs, and the system lets this process run, the best first.
 
-    `amx` only if it is asked for. On Intel's processors a bf16 dot product takes longer than two multiply-adds (seen on
-    family 6, model 207: prompts take 1.6 times as long), so they do without.
+    `amx` is the last, taken only if it is asked for. On Intel's processors a bf16 dot product takes longer than two
+    multiply-adds (seen on family 6, model 207: prompts take 1.6 times as long), so they do without.
     """
     flags = cpu_flags()
     found = [name for name, needed in NEEDED.items() if needed <= flags]
-    if "amx" in found and (os.environ.get(VARIABLE) != "amx" or not tiles_granted()):
+    if "amx" in found:
         found.remove("amx")
+        found += ["amx"] * tiles_granted()
     if "avx512_bf16" in found and cpu_field("vendor_id") == "GenuineIntel":
         found.remove("avx512_bf16")
         found.insert(found.index("avx512_vnni") + 1, "avx512_bf16")
