@@ -34,7 +34,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("out", type=Path)
     parser.add_argument("--threads", type=int, nargs="+", default=[], help="Of the figures; default: 2 and up to 8.")
     parser.add_argument("--seconds", type=float, default=220, help="No part begins after these.")
-    parser.add_argument("--libraries", type=Path, help="Folder with amx.so, avx512_bf16.so and amx_twin.so.")
+    parser.add_argument("--libraries", type=Path, help="Folder with amx.so, amx_twin.so and the variant without tiles.")
     parser.add_argument("--variant", default="amx", help="Another one in its place: only tests, unless --parts.")
     parser.add_argument("--parts", nargs="+", help="Only these.")
     return parser.parse_args()

@@ -89,7 +89,7 @@ def _driver() -> str:
 
 def model(log: Log, shape: str, measured: tuple[float, float], *, parts: set[str]) -> None:
     """Record the figures of a model with random bfloat16 weights, in fast mode; with part exact the price of that."""
-    loaded = random_model(shape, torch.bfloat16, GPU, max_model_len=16_384)
+    loaded = random_model(shape, torch.bfloat16, GPU, max_model_len=70_000)
     decoder = loaded.model
     assert isinstance(decoder, Decoder)
     bandwidth, flops = measured
@@ -116,7 +116,7 @@ def model(log: Log, shape: str, measured: tuple[float, float], *, parts: set[str
         gc.collect()
         gc.freeze()  # as the engine process does: what is loaded is not walked again
         label = f"{shape} exact" if exact else shape
-        figures = Figures(make_engine(runner, budget=4096, max_len=16_384), loaded.vocab_size, floor, label, log.record)
+        figures = Figures(make_engine(runner, budget=4096, max_len=70_000), loaded.vocab_size, floor, label, log.record)
         log.attempt(figures.decode, 1, 1024, 16)
         log.attempt(figures.decode, 32, 1024, 16)
         log.attempt(figures.ttft)
@@ -130,6 +130,7 @@ def model(log: Log, shape: str, measured: tuple[float, float], *, parts: set[str
                 del engine, beside
             log.attempt(figures.prompt, 4000)
             log.attempt(figures.decode, 32, 8192, 16)
+            log.attempt(figures.decode, 1, 65_536, 16)
             log.attempt(figures.host)
             log.attempt(store_speed, runner, log.record)
             log.attempt(kernels, log, runner, figures)

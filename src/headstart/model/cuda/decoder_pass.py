@@ -26,7 +26,7 @@ TILES = (4, 2048, 4)  # of products of one row: outputs and inputs at once, warp
 LARGE_TILES = (2, 2048, 8)  # the same where there are as many outputs as LARGE
 LARGE = 12_288
 MOST_LOGITS = 256  # rows whose logits have memory that all steps share
-SINGLES = 16  # programs of a processor for decodes: those that have read their keys make room for others
+SINGLES = 32  # programs of a processor for decodes: those that have read their keys make room for others
 MANY = 4  # programs of a processor from which on tiles of prompts have fewer warps
 
 

@@ -14,11 +14,12 @@ namespace amx {
 namespace {
 
 // Rows lie so far apart that they do not share a set of the cache.
-constexpr int PASS_ROWS = 2 * ROWS, SCORE_STRIDE = CHUNK + PAGE, WEIGHT_STRIDE = CHUNK + 2 * PAGE;
+constexpr int SCORE_STRIDE = CHUNK + PAGE, WEIGHT_STRIDE = CHUNK + 2 * PAGE;
 static_assert(TILE_ROWS % ROWS == 0 && (int)PAGE == ROWS, "rows are computed in whole tiles");
 
-// Tiles 0 to 3: sums of 32 rows, 2 x 16 columns. Then rows and columns of whole depth, 4 and 5, and of half depth, 6 and 7.
-// The tiles of rows are always full: what lies behind the last row is multiplied and left.
+// Rows of a tile are computed in groups of 16. Tiles 0, 1: scores of a group and two pages, from rows and columns of whole
+// depth, 4 and 5. Tiles 2, 3: outputs of a group and 32 dims, from rows and columns of half depth, 6 and 7. The tiles of rows
+// are always full: what lies behind the last row is multiplied and left.
 inline void configure(Tiles &tiles) {
     Shapes shapes;
     for (int t = 0; t < 6; t++) shapes.set(t, ROWS, 64);
@@ -26,110 +27,145 @@ inline void configure(Tiles &tiles) {
     tiles.configure(shapes);
 }
 
-// Where the sums of 16 or 32 rows and 16 or 32 columns are.
-struct Block {
-    float *at;
-    long stride;  // of rows, in numbers
-    bool both;    // 32 columns
-    float *corner(int row, int column) const { return at + row * ROWS * stride + column * ROWS; }
+// Memory for one group.
+struct Group {
+    alignas(64) float score[ROWS * SCORE_STRIDE];
+    alignas(64) bf16 weight[ROWS * WEIGHT_STRIDE];
+    RowSums sums;
 };
 
-template <bool TWO>
-inline void clear_sums(Tiles &tiles) {
-    tiles.zero<0>(), tiles.zero<1>();
-    if (TWO) tiles.zero<2>(), tiles.zero<3>();
-}
-
-template <bool TWO>
-inline void load_sums(Tiles &tiles, const Block &sums) {
-    tiles.load<0>(sums.corner(0, 0), sums.stride * 4);
-    if (sums.both) tiles.load<1>(sums.corner(0, 1), sums.stride * 4);
-    if (TWO) tiles.load<2>(sums.corner(1, 0), sums.stride * 4);
-    if (TWO && sums.both) tiles.load<3>(sums.corner(1, 1), sums.stride * 4);
-}
-
-template <bool TWO>
-inline void store_sums(const Tiles &tiles, const Block &sums) {
-    tiles.store<0>(sums.corner(0, 0), sums.stride * 4);
-    if (sums.both) tiles.store<1>(sums.corner(0, 1), sums.stride * 4);
-    if (TWO) tiles.store<2>(sums.corner(1, 0), sums.stride * 4);
-    if (TWO && sums.both) tiles.store<3>(sums.corner(1, 1), sums.stride * 4);
-}
-
-// Multiplies rows by one or two operands of 16 columns, in tiles A and B.
-template <int A, int B, bool TWO>
+// Adds rows times one or two operands of 16 columns, `second` if it is not null, to tiles C and C + 1.
+template <int C, int A, int B>
 inline void multiply(Tiles &tiles, const bf16 *rows, long stride, const uint32_t *first, const uint32_t *second,
                      long column_stride) {
-    tiles.load<B>(first, column_stride * 4), tiles.load<A>(rows, stride * 2), tiles.dot<0, A, B>();
-    if (TWO) tiles.load<A>(rows + ROWS * stride, stride * 2), tiles.dot<2, A, B>();
-    if (!second) return;
-    tiles.load<B>(second, column_stride * 4);
-    if (TWO) tiles.dot<3, A, B>(), tiles.load<A>(rows, stride * 2);
-    tiles.dot<1, A, B>();
+    tiles.load<A>(rows, stride * 2), tiles.load<B>(first, column_stride * 4), tiles.dot<C, A, B>();
+    if (second) tiles.load<B>(second, column_stride * 4), tiles.dot<C + 1, A, B>();
 }
 
-// Computes the scores of rows and all pages of a piece.
-template <bool TWO>
-inline void score(Tiles &tiles, const bf16 *queries, int dims, const Piece &piece, float *scores, bool fetch) {
-    for (int page = 0; page < piece.count; page += 2) {
-        const uint32_t *first = piece.keys[page], *second = page + 1 < piece.count ? piece.keys[page + 1] : nullptr;
-        clear_sums<TWO>(tiles);
+// Computes the scores of a group for a piece, two pages in a step.
+struct Scores {
+    const Piece *piece;
+    const bf16 *queries;  // [16, dims]
+    float *to;
+    int dims, page, count;
+    bool fetch;  // the next pages, for all groups
+
+    int steps() const { return (count + 1) / 2; }
+    void step(Tiles &tiles) {
+        const uint32_t *const *keys = piece->keys + page;
+        bool both = page + 1 < count;
+        tiles.zero<0>(), tiles.zero<1>();
         for (int dim = 0; dim < dims; dim += DEPTH) {
             long at = dim / 2 * PAGE;
-            const uint32_t *next = second ? second + at : nullptr;
+            const uint32_t *second = both ? keys[1] + at : nullptr;
             if (fetch)
                 for (int line = dim / 2; line < dim / 2 + ROWS && line < dims / 2; line++)
-                    for (int p = 2; p < 4; p++) _mm_prefetch((const char *)(piece.keys[page + p] + line * PAGE), _MM_HINT_T0);
-            if (dim + DEPTH <= dims) multiply<4, 5, TWO>(tiles, queries + dim, dims, first + at, next, PAGE);
-            else multiply<6, 7, TWO>(tiles, queries + dim, dims, first + at, next, PAGE);
+                    for (int p = 2; p < 4; p++) _mm_prefetch((const char *)(keys[p] + line * PAGE), _MM_HINT_T0);
+            if (dim + DEPTH <= dims) multiply<0, 4, 5>(tiles, queries + dim, dims, keys[0] + at, second, PAGE);
+            else multiply<0, 6, 7>(tiles, queries + dim, dims, keys[0] + at, second, PAGE);
         }
-        store_sums<TWO>(tiles, {scores + page * PAGE, SCORE_STRIDE, second != nullptr});
+        tiles.store<0>(to + page * PAGE, SCORE_STRIDE * 4);
+        if (both) tiles.store<1>(to + (page + 1) * PAGE, SCORE_STRIDE * 4);
+        page += 2;
     }
-}
-
-// Adds the weighted values of `count` pages to out [rows, dims].
-template <bool TWO>
-inline void weigh(Tiles &tiles, const bf16 *weights, const uint32_t *const *pages, int count, int dims, float *out,
-                  bool fetch) {
-    for (int dim = 0; dim < dims; dim += 2 * ROWS) {
-        const Block sums{out + dim, dims, dim + ROWS < dims};
-        load_sums<TWO>(tiles, sums);
-        for (int page = 0; page < count; page++) {
-            const uint32_t *values = pages[page] + dim;
-            if (fetch)
-                for (int pair = 0; pair < PAGE / 2; pair++)
-                    for (int half = 0; half <= sums.both; half++)
-                        _mm_prefetch((const char *)(pages[page + 2] + dim + pair * dims + half * ROWS), _MM_HINT_T0);
-            multiply<6, 7, TWO>(tiles, weights + page * PAGE, WEIGHT_STRIDE, values, sums.both ? values + ROWS : nullptr, dims);
-        }
-        store_sums<TWO>(tiles, sums);
-    }
-}
-
-// Memory for the rows that are computed together.
-struct Scratch {
-    alignas(64) float score[PASS_ROWS * SCORE_STRIDE];
-    alignas(64) bf16 weight[PASS_ROWS * WEIGHT_STRIDE];
-    alignas(64) float out[PASS_ROWS * MAX_DIMS];
 };
 
-// Computes `count` rows of a tile from `first` on for one piece; TWO: more than 16.
-template <bool TWO>
-SEPARATE void attend_rows(Tile<Tiled> &tile, int first, int count, const Piece &piece, Scaling scaling) {
+// Computes the weighted values of a group for the pages of a piece that are seen: one page and 32 dims in a step.
+struct Outputs {
+    const Piece *piece;
+    const bf16 *weights;
+    float *to;  // [16, dims]
+    int dims, begin, count, dim, page;
+    bool fetch;
+
+    int steps() const { return (count - begin) * ((dims + 2 * ROWS - 1) / (2 * ROWS)); }
+    void step(Tiles &tiles) {
+        const uint32_t *values = piece->values[page] + dim, *next = piece->values[page + 2] + dim;
+        bool both = dim + ROWS < dims;
+        if (page == begin) tiles.zero<2>(), tiles.zero<3>();
+        if (fetch)
+            for (int pair = 0; pair < PAGE / 2; pair++)
+                for (int half = 0; half <= both; half++)
+                    _mm_prefetch((const char *)(next + pair * dims + half * ROWS), _MM_HINT_T0);
+        multiply<2, 6, 7>(tiles, weights + page * PAGE, WEIGHT_STRIDE, values, both ? values + ROWS : nullptr, dims);
+        if (++page < count) return;
+        tiles.store<2>(to + dim, dims * 4);
+        if (both) tiles.store<3>(to + dim + ROWS, dims * 4);
+        page = begin, dim += 2 * ROWS;
+    }
+};
+
+// What the tiles do while a group's scores become weights, a part after each of its rows.
+struct Meanwhile {
+    Tiles &tiles;
+    Outputs *outputs;
+    Scores *scores;
+    int done, of_outputs, all;
+
+    Meanwhile(Tiles &tiles, Outputs *outputs, Scores *scores)
+        : tiles(tiles), outputs(outputs), scores(scores), done(0), of_outputs(outputs ? outputs->steps() : 0),
+          all(of_outputs + (scores ? scores->steps() : 0)) {}
+    void upto(int due) {
+        for (; done < due; done++)
+            if (done < of_outputs) outputs->step(tiles);
+            else scores->step(tiles);
+    }
+    void operator()(int row) { upto(all * (row + 1) / ROWS); }
+};
+
+// Replaces values of slots that no row of a tile sees by zeros, in copies. Returns the range of pages that some row sees.
+struct Seen {
+    int begin, end;
+};
+inline Seen hide_unseen(const Tile<Tiled> &tile, Piece &piece, uint32_t *copies) {
+    Seen seen = {piece.count, 0};
+    for (int page = 0; page < piece.count; page++) {
+        int low = tile.low - piece.position[page], high = tile.high - piece.position[page];
+        if (high > piece.filled[page]) high = piece.filled[page];
+        if (low >= PAGE || high <= 0) continue;
+        if (page < seen.begin) seen.begin = page;
+        seen.end = page + 1;
+        if (low <= 0 && high >= PAGE) continue;
+        piece.values[page] = masked_values<Tiled>(piece.values[page], tile.dims, low, high, copies);
+        copies += PAGE / 2 * tile.dims;
+    }
+    return seen;
+}
+
+// Memory for a tile.
+struct Scratch {
+    Group groups[2];
+    alignas(64) float out[ROWS * MAX_DIMS];
+    alignas(64) uint32_t copies[MAX_SEGMENT * PAGE / 2 * MAX_DIMS];
+};
+
+// Computes all rows of a tile for one piece. While the scores of a group become weights, the tiles multiply for the groups
+// before and behind it.
+SEPARATE void attend_groups(Tile<Tiled> &tile, Piece &piece, Scaling scaling) {
     Scratch scratch;
-    int dims = tile.dims;
-    bool fetch = first == 0;  // the first rows of the item prefetch the next pages for all
-    score<TWO>(tile.tiles, tile.queries + first * dims, dims, piece, scratch.score, fetch);
-    RowSums sums[TWO ? 2 : 1];
-    for (int r = 0; r < count; r += ROWS)
-        soften(tile, first + r, count - r < ROWS ? count - r : ROWS, piece, scaling, scratch.score + r * SCORE_STRIDE,
-               SCORE_STRIDE, scratch.weight + r * WEIGHT_STRIDE, WEIGHT_STRIDE, sums[r / ROWS]);
-    memset(scratch.out, 0, sizeof(float) * (TWO ? PASS_ROWS : ROWS) * dims);
-    each_run(tile, piece, [&](int begin, const uint32_t *const *pages, int pages_count, bool masked) {
-        weigh<TWO>(tile.tiles, scratch.weight + begin * PAGE, pages, pages_count, dims, scratch.out, fetch && !masked);
-    });
-    for (int r = 0; r < count; r += ROWS)
-        join_rows(tile, first + r, count - r < ROWS ? count - r : ROWS, scratch.out + r * dims, sums[r / ROWS]);
+    int dims = tile.dims, count = (tile.rows + ROWS - 1) / ROWS;
+    Seen seen = hide_unseen(tile, piece, scratch.copies);
+    auto scores_of = [&](int g) {
+        return Scores{&piece, tile.queries + g * ROWS * dims, scratch.groups[g & 1].score, dims, 0, piece.count, g == 0};
+    };
+    auto outputs_of = [&](int g) {
+        return Outputs{&piece, scratch.groups[g & 1].weight, scratch.out, dims, seen.begin, seen.end, 0, seen.begin, g == 0};
+    };
+    auto rows_of = [&](int g) { return tile.rows - g * ROWS < ROWS ? tile.rows - g * ROWS : ROWS; };
+    auto join_group = [&](int g) { join_rows(tile, g * ROWS, rows_of(g), scratch.out, scratch.groups[g & 1].sums); };
+    Scores scores = scores_of(0);
+    Outputs outputs{};
+    Meanwhile(tile.tiles, nullptr, &scores).upto(scores.steps());
+    for (int g = 0; g < count; g++) {
+        Group &own = scratch.groups[g & 1];
+        if (g + 1 < count) scores = scores_of(g + 1);
+        Meanwhile meanwhile(tile.tiles, g > 0 ? &outputs : nullptr, g + 1 < count ? &scores : nullptr);
+        soften(tile, g * ROWS, rows_of(g), piece, scaling, own.score, SCORE_STRIDE, own.weight, WEIGHT_STRIDE, own.sums, meanwhile);
+        if (g > 0) join_group(g - 1);
+        outputs = outputs_of(g);
+    }
+    Meanwhile(tile.tiles, &outputs, nullptr).upto(outputs.steps());
+    join_group(count - 1);
 }
 
 }  // namespace
@@ -138,13 +174,7 @@ SEPARATE void attend_rows(Tile<Tiled> &tile, int first, int count, const Piece &
 namespace {
 
 // See attention_tile.h.
-inline void attend_all_rows(Tile<Tiled> &tile, const Piece &piece, Scaling scaling) {
-    for (int first = 0, count; first < tile.rows; first += count) {
-        count = tile.rows - first < amx::PASS_ROWS ? tile.rows - first : amx::PASS_ROWS;
-        if (count > amx::ROWS) amx::attend_rows<true>(tile, first, count, piece, scaling);
-        else amx::attend_rows<false>(tile, first, count, piece, scaling);
-    }
-}
+inline void attend_all_rows(Tile<Tiled> &tile, Piece &piece, Scaling scaling) { amx::attend_groups(tile, piece, scaling); }
 inline void begin_items(Tile<Tiled> &tile) { amx::configure(tile.tiles); }
 inline void end_items(Tile<Tiled> &tile) { tile.tiles.release(); }
 

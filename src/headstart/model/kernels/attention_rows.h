@@ -70,9 +70,11 @@ inline void each_score(const float *scores, const Piece &piece, int from, int up
     }
 }
 
-// Converts the scores [rows][score_stride] of rows [first, first + count) of a tile to weights [rows][weight_stride].
+// Converts the scores [rows][score_stride] of rows [first, first + count) of a tile to weights [rows][weight_stride]. Calls
+// meanwhile(row) after each of 16 rows.
+template <class Call>
 inline void soften(const Tile<Tiled> &tile, int first, int count, const Piece &piece, Scaling scaling, float *scores,
-                   long score_stride, bf16 *weights, long weight_stride, RowSums &sums) {
+                   long score_stride, bf16 *weights, long weight_stride, RowSums &sums, Call &meanwhile) {
     alignas(64) Partial partial;
     int size = piece.count * PAGE;
     float to_base2 = scaling.scale * LOG2E;
@@ -106,6 +108,7 @@ inline void soften(const Tile<Tiled> &tile, int first, int count, const Piece &p
                        });
         }
         store(partial[r], total);
+        meanwhile(r);
     }
     reduce(partial, sums.total, [](vec a, vec b) { return add(a, b); });
 }

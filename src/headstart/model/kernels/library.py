@@ -1,9 +1,8 @@
 """Kernels: the compiled functions of one variant, and the choice of the variant.
 
 HEADSTART_KERNELS names a variant (amx, avx512_bf16, avx512_vnni, avx512, avx2; amx_twin, slow, for tests), or `none`
-for torch's operators. If it is not set, the best variant for this processor is used; not amx yet, which has only been
-run as its twin. Import torch first: the library then shares
-the threads of torch's OpenMP.
+for torch's operators. If it is not set, the best variant for this processor is used. Import torch first: the library
+then shares the threads of torch's OpenMP.
 """
 
 import ctypes
@@ -170,14 +169,13 @@ def load(variant: str = "") -> Found:
 def runnable_variants() -> list[str]:
     """Return the variants that this processor runs, and the system lets this process run, the best first.
 
-    `amx` is the last, taken only if it is asked for. On Intel's processors a bf16 dot product takes longer than two
-    multiply-adds (seen on family 6, model 207: prompts take 1.6 times as long), so they do without.
+    On Intel's processors a bf16 dot product takes longer than two multiply-adds (seen on family 6, model 207: prompts
+    take 1.6 times as long), so without tiles they do without.
     """
     flags = cpu_flags()
     found = [name for name, needed in NEEDED.items() if needed <= flags]
-    if "amx" in found:
+    if "amx" in found and not tiles_granted():
         found.remove("amx")
-        found += ["amx"] * tiles_granted()
     if "avx512_bf16" in found and cpu_field("vendor_id") == "GenuineIntel":
         found.remove("avx512_bf16")
         found.insert(found.index("avx512_vnni") + 1, "avx512_bf16")
