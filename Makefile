@@ -18,7 +18,7 @@ QUIET := $(if $(MAKE_TERMOUT),,--quiet)
 QUIET_CORES := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup install serve test check tests test-lab test-long test-gpu format bench docs dist sbom clean
+.PHONY: help setup install serve test check tests test-lab test-long test-gpu format bench docs site dist sbom clean
 
 help:           ## this list
 	@awk -F ':|## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, substr($$0, index($$0, "## ") + 3) }' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ bench: $(DEV)   ## four workloads, in this process or against a server: make ben
 
 docs: $(DEV)    ## write the generated tables in docs/
 	$(BIN)/python docs/generate.py
+
+site: $(DEV)    ## the documentation as a site, in site/; links checked
+	$(BIN)/python docs/site.py
 
 # libgomp is torch's own: a second one in the wheel would start a second set of threads.
 dist: $(DIST)   ## sdist and manylinux wheel with compiled kernels, checked, in dist/
