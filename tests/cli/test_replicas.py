@@ -96,7 +96,7 @@ def test_everything_else_is_the_same_for_all() -> None:
         prefixes=(PrefixEntry("p", text="t"),),
         max_n=3,
     )
-    behind = behind_router(server)
+    behind = behind_router(server, 2)
     assert (behind.host, behind.port, behind.access_log) == ("127.0.0.1", 0, "none")
     assert (behind.api_key, behind.tenants, behind.prefixes, behind.max_n) == (
         server.api_key,
@@ -104,6 +104,12 @@ def test_everything_else_is_the_same_for_all() -> None:
         server.prefixes,
         3,
     )
+
+
+def test_what_servers_remember_of_requests_is_divided_among_replicas() -> None:
+    server = ServerOptions(response_store_size=1 << 20, diagnostics_size=4096, prompt_log_size=300)
+    behind = behind_router(server, 4)
+    assert (behind.response_store_size, behind.diagnostics_size, behind.prompt_log_size) == (1 << 18, 1024, 75)
 
 
 def test_one_endpoint_for_events_cannot_be_that_of_several() -> None:

@@ -2,9 +2,7 @@
 
 import json
 import re
-import sys
-import threading
-import time
+import signal
 import tracemalloc
 from array import array
 from dataclasses import replace
@@ -17,7 +15,7 @@ from tokenizer_folders import BYTE_LEVEL, TEMPLATE, build
 import headstart
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
 from headstart.core.request import DEFAULT_RETENTION, CacheMode, Retention
-from headstart.openai.bounds import Bounds
+from headstart.openai.bounds import MAX_JSON_VALUES, Bounds
 from headstart.openai.engine_requests import (
     Origin,
     build_requests,
@@ -32,7 +30,7 @@ from headstart.openai.request_bodies import (
     parse_detokenize,
     parse_tokenize,
 )
-from headstart.openai.request_json import MAX_DEPTH, check_depth, parse_json
+from headstart.openai.request_json import MAX_DEPTH, check_depth, json_value, parse_json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 BOUNDS = Bounds(vocab_size=100, max_model_len=64, max_prompts=4, max_messages=5)
@@ -88,29 +86,34 @@ SLOW_NUMBERS = [b"1e308", b"-1e308", b"1e-320", b"1" * 19 + b"e289", b"2.2250738
 
 
 @pytest.mark.parametrize("number", SLOW_NUMBERS)
-def test_other_threads_run_while_slow_numbers_are_decoded(number: bytes) -> None:
-    turns, is_over, interval = 0, threading.Event(), sys.getswitchinterval()
+def test_other_threads_may_run_while_slow_numbers_are_decoded(number: bytes) -> None:
+    """A signal's handler runs where another thread may, not while a decoder holds the interpreter."""
+    ticks = 0
 
-    def count() -> None:
-        nonlocal turns
-        while not is_over.is_set():
-            turns += 1
-            time.sleep(0)
+    def tick(*_: object) -> None:
+        nonlocal ticks
+        ticks += 1
 
-    body = b'{"a":[' + b",".join([number] * 50_000) + b"]}"
-    counter = threading.Thread(target=count)
-    sys.setswitchinterval(1e-4)
+    body = b'{"a":[' + b",".join([number] * MAX_JSON_VALUES) + b"]}"
+    before = signal.signal(signal.SIGVTALRM, tick)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.001, 0.001)  # of CPU time: other load does not matter
     try:
-        counter.start()
-        before = turns
-        values = parse_json(body)
-        during = turns - before
+        values = json_value(body)
     finally:
-        sys.setswitchinterval(interval)
-        is_over.set()
-        counter.join()
-    assert len(values["a"]) == 50_000 and values["a"][0] == float(number)
-    assert during > 20
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    assert len(values["a"]) == MAX_JSON_VALUES and values["a"][0] == float(number)
+    assert ticks > 2
+
+
+@pytest.mark.parametrize("number", SLOW_NUMBERS)
+def test_fractions_are_bounded_as_other_values_are_while_token_ids_are_not(number: bytes) -> None:
+    listed = b'{"a":[' + b",".join([number] * MAX_JSON_VALUES)
+    assert len(parse_json(listed + b",1,2]}")["a"]) == MAX_JSON_VALUES + 2
+    with pytest.raises(
+        InvalidRequestError, match=f"more than {MAX_JSON_VALUES} numbers with a fraction or an exponent"
+    ):
+        parse_json(listed + b"," + number + b"]}")
 
 
 def test_json_without_a_type_is_decoded_in_one_place_only() -> None:

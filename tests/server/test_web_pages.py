@@ -145,5 +145,5 @@ def test_an_origin_that_is_none_is_refused_at_the_start() -> None:
 
 
 def test_replicas_of_one_command_take_the_names_that_their_router_takes() -> None:
-    assert behind_router(ServerOptions(allowed_host=("box",))).allowed_host == ("box",)
-    assert behind_router(ServerOptions(host="0.0.0.0")).allowed_host == ("*",)
+    assert behind_router(ServerOptions(allowed_host=("box",)), 2).allowed_host == ("box",)
+    assert behind_router(ServerOptions(host="0.0.0.0"), 2).allowed_host == ("*",)

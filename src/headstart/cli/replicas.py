@@ -43,7 +43,10 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
                 (f"ipc://{folder}/{name}", f"ipc://{folder}/{name}-replay") if uses_kv_events(server) else (None, None)
             )
             options = ReplicaOptions(
-                publishing(share, events, replay), behind_router(server), Log().is_terminal, router.replicas
+                publishing(share, events, replay),
+                behind_router(server, router.replicas),
+                Log().is_terminal,
+                router.replicas,
             )
             return Launch(command, encode_options(options), variables | gpu_environment(gpus, slot), events, replay)
 
@@ -85,13 +88,24 @@ def with_tokenizer(router: RouterOptions, engine: EngineOptions) -> RouterOption
     return replace(router, tokenizer=engine.model) if router.tokenizer == "auto" and is_there else router
 
 
-def behind_router(server: ServerOptions) -> ServerOptions:
+def behind_router(server: ServerOptions, replicas: int) -> ServerOptions:
     """Return the server options of a replica: local address, free port, no access lines (the router writes them).
 
-    Where the router has no local address, an Envoy may pass on any host name of its clients.
+    What a server remembers of requests is divided among the replicas. Where the router has no local address, an Envoy
+    may pass on any host name of its clients.
     """
-    names = server.allowed_host if is_loopback(server.host) else (ANY,)
-    return replace(server, host=REPLICA_HOST, port=0, uds=None, root_path="", access_log="none", allowed_host=names)
+    return replace(
+        server,
+        host=REPLICA_HOST,
+        port=0,
+        uds=None,
+        root_path="",
+        access_log="none",
+        allowed_host=server.allowed_host if is_loopback(server.host) else (ANY,),
+        response_store_size=server.response_store_size // replicas,
+        diagnostics_size=server.diagnostics_size // replicas,
+        prompt_log_size=server.prompt_log_size // replicas,
+    )
 
 
 def divided(
