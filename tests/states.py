@@ -1,12 +1,15 @@
 """An executor with a recurrent state, a checksum of all tokens: a wrong or late one is seen at the next chunk."""
 
+import struct
 import zlib
 from collections.abc import Callable, Iterable
 from random import Random
 
 from checking import CheckingExecutor, expected_tokens, make_request, next_token
+from memory_store import Habits, MemoryStore, Shelf
 
 from headstart.core.batch import Batch, Chunk, Output, Row, RowError, RowErrorKind, StepResult
+from headstart.core.cache.block_store import BlockStore, Data
 from headstart.core.engine import Engine
 from headstart.core.request import CacheMode, Retention
 from headstart.core.sched.limits import Limits
@@ -14,6 +17,7 @@ from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 
 PAGES = 2
+_PAGE = struct.Struct("<4siqi")  # mark, tokens, checksum (-1: NaN), number of page
 
 
 class StateExecutor(CheckingExecutor):
@@ -30,6 +34,27 @@ class StateExecutor(CheckingExecutor):
         super().zero_blocks(block_ids)
         for block in block_ids:
             self.pages.pop(block, None)
+
+    def read_block(self, block_id: int) -> bytes:
+        """As for keys and values, or the page of a state."""
+        if block_id not in self.pages:
+            return super().read_block(block_id)
+        at, checksum, index = self.pages[block_id]
+        return _PAGE.pack(b"page", at, -1 if checksum is None else checksum, index).ljust(self.block_bytes, b"\0")
+
+    def write_block(self, block_id: int, data: Data) -> None:
+        self.pages.pop(block_id, None)
+        if not bytes(data).startswith(b"page"):
+            super().write_block(block_id, data)
+            return
+        assert len(data) == self.block_bytes
+        _, at, checksum, index = _PAGE.unpack_from(data)
+        self._hold(block_id, at, None if checksum < 0 else checksum, index)
+
+    def _hold(self, block: int, at: int, checksum: int | None, index: int) -> None:
+        self.pages[block] = (at, checksum, index)
+        for slot in range(block * self.block_size, (block + 1) * self.block_size):
+            self.slots[slot] = "NaN"
 
     def execute(self, batch: Batch) -> StepResult:
         for request_id in batch.finished:
@@ -69,9 +94,7 @@ class StateExecutor(CheckingExecutor):
         for token in chunk.token_ids:
             at, checksum = at + 1, zlib.crc32(token.to_bytes(4, "little"), checksum)
             for index, block in enumerate(saves.pop(at, ())):
-                self.pages[block] = (at, None if self.poison(chunk) else checksum, index)
-                for slot in range(block * self.block_size, (block + 1) * self.block_size):
-                    self.slots[slot] = "NaN"
+                self._hold(block, at, None if self.poison(chunk) else checksum, index)
         assert not saves, f"places outside of the chunk: {saves}"
         assert checksum == zlib.crc32(chunk.history[:at].tobytes()), f"{chunk.request_id}: a wrong state at {at}"
         self.states[chunk.request_id] = at, checksum
@@ -85,6 +108,7 @@ def state_engine(
     poison: Callable[[Chunk], bool] = lambda _: False,
     policy: str = "fcfs",
     eviction_policy: str = "lru",
+    store: BlockStore | None = None,
     **limits: int,
 ) -> Engine:
     """A small engine with recurrent states of PAGES blocks."""
@@ -97,13 +121,27 @@ def state_engine(
         eviction_policy=eviction_policy,
         state_pages=state_pages,
     )
-    return Engine(Scheduler(config), StateExecutor(num_blocks, block_size, poison))
+    return Engine(Scheduler(config, store=store), StateExecutor(num_blocks, block_size, poison), store=store)
 
 
-def random_run(seed: int, num_requests: int) -> tuple[StateExecutor, int]:
+def fickle_store(rng: Random, shelf: Shelf) -> MemoryStore:
+    """A store whose loads are late, in pieces, and fail at random, and which writes late."""
+    return MemoryStore(
+        shelf,
+        Habits(
+            write_delay=lambda: rng.choice([0, 0, 3]),
+            load_delay=lambda: rng.choice([0, 0, 2, 40]),
+            piece=lambda: rng.choice([1, 2, 100]),
+            fails=lambda: rng.random() < 0.1,
+        ),
+    )
+
+
+def random_run(seed: int, num_requests: int, shelf: Shelf | None = None) -> tuple[StateExecutor, int]:
     """Serve random requests of a random tree of prefixes on a small pool, with aborts and failures of rows.
 
-    Every output is compared with the tokens that are due. Return the executor, and the tokens that were cached.
+    Every output is compared with the tokens that are due. With a `shelf`, blocks and states are stored there, and come
+    back from it. Return the executor, and the tokens that were cached, with a `shelf` those that came from it.
     """
     rng = Random(seed)
     bad = {-1}
@@ -115,6 +153,7 @@ def random_run(seed: int, num_requests: int) -> tuple[StateExecutor, int]:
         max_seqs=rng.choice([2, 5, 8]),
         max_model_len=64,
         poison=lambda chunk: chunk.start in bad,
+        store=None if shelf is None else fickle_store(rng, shelf),
     )
     for _ in range(rng.choice([0, 300])):
         engine.scheduler.admission.finished(1)
@@ -150,6 +189,8 @@ def random_run(seed: int, num_requests: int) -> tuple[StateExecutor, int]:
                 del live[output.request_id]
         engine.scheduler.pool.check()
     pool = engine.scheduler.pool
+    if shelf is not None:
+        cached = engine.stats().counters.store_tokens
     assert pool.num_free == pool.num_usable, "a page of a state is held and has no owner"
     return executor, cached
 

@@ -71,6 +71,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.listeners: list[BlockListener] = []
         self.planners: list[BlockListener] = []  # they are told of blocks published ahead, too
+        self.page_listeners: list[BlockListener] = []  # told of pages of checkpoints, too: published by checkpoints.py
         self.now = 0.0  # seconds; set by the pool's owner; retention times are measured by it
         self.evictions = {
             "capacity": 0,
@@ -541,6 +542,6 @@ class BlockPool:
             remember(block_hash, evicted)
             if retentions is not None:
                 retentions.drop(block)
-            for listener in () if is_page(block_hash) else listeners:
+            for listener in self.page_listeners if is_page(block_hash) else listeners:
                 listener.removed(block_hash)
         self.evictions[evicted.cause] += num_before - len(entries)

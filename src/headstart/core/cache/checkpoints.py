@@ -3,7 +3,7 @@
 The pages of a checkpoint are published under hashes derived from that of its last block of tokens, so they live as all
 blocks do: scratch, idle, referenced, evicted, cleared, charged to a tenant. A checkpoint exists while all its pages are
 published. What a state is only the executor knows. Nothing waits or is preempted for a checkpoint: it is kept if blocks
-are free.
+are free. Listeners (the store) hear of the end of a sequence so far when it ends, of the others when they are left.
 
 Places: the end of each prompt; the end of the sequence so far, in place of the last such; junctions, where others have
 computed more keys and values than there is a checkpoint for; and, in between, every `spacing` blocks.
@@ -26,6 +26,10 @@ class Checkpoints:
         self.num_pages = num_pages
         self._pool, self._size = pool, block_size
         self._spacing = max(int(num_pages * (1 / MAX_SHARE - 1)), 1)  # blocks
+
+    def names(self, block_hash: BlockHash) -> list[BlockHash]:
+        """Return the names of the pages of the checkpoint behind a block, whether there is one or not."""
+        return [page_hash(block_hash, index) for index in range(self.num_pages)]
 
     def find(self, block_hashes: list[BlockHash], depth: int) -> tuple[int, tuple[int, ...]]:
         """Return the deepest checkpoint after at most `depth` blocks: their number, and its pages. Changes nothing."""
@@ -68,22 +72,28 @@ class Checkpoints:
 
     def suspects(self, block_hashes: Iterable[BlockHash]) -> list[Suspect]:
         """Return the pages of the checkpoints behind these hashes that are published now."""
-        found: list[Suspect] = []
-        for block_hash in block_hashes:
-            for index, block in enumerate(self._pages(block_hash)):
-                found.append(Suspect(page_hash(block_hash, index), block, self._pool.version(block)))
-        return found
+        return [
+            Suspect(name, block, self._pool.version(block))
+            for block_hash in block_hashes
+            for name, block in zip(self.names(block_hash), self._pages(block_hash), strict=False)
+        ]
+
+    def left(self, seq: Sequence) -> None:
+        """Tell the listeners of the end of a sequence that ends or is queued again."""
+        if seq.last_checkpoint is not None:
+            self._tell(seq.last_checkpoint)
 
     def _publish(self, seq: Sequence, at: int, pages: tuple[int, ...]) -> None:
-        block_hash = seq.block_hashes[at - 1]
-        for index, block in enumerate(pages):
-            name = page_hash(block_hash, index)
+        block_hash, tokens = seq.block_hashes[at - 1], seq.token_ids[(at - 1) * self._size : at * self._size].tobytes()
+        for name, block in zip(self.names(block_hash), pages, strict=True):
             old = self._pool.entry(name)  # of a checkpoint that has lost other pages
             if old is not None:
                 self._pool.discard([old[0]])
-            self._pool.publish(block, name, block_hash, b"", seq.request.tenant)
+            self._pool.publish(block, name, block_hash, tokens, seq.request.tenant)
         if block_hash not in seq.checkpoints:  # it has left this one before, which was evicted since
             seq.checkpoints.append(block_hash)
+        if at * self._size <= len(seq.request.prompt) or not seq.block_ids:
+            self._tell(block_hash)
         if at * self._size <= len(seq.request.prompt):
             return
         if seq.last_checkpoint not in (None, block_hash):
@@ -97,6 +107,14 @@ class Checkpoints:
 
     def _pages(self, block_hash: BlockHash) -> tuple[int, ...]:
         """Return the pages of a checkpoint, none if one of them is gone."""
-        entries = [self._pool.entry(page_hash(block_hash, index)) for index in range(self.num_pages)]
-        pages = tuple(entry[0] for entry in entries if entry is not None)
+        entries = map(self._pool.entry, self.names(block_hash))
+        pages = tuple(entry[0] for entry in entries if entry is not None and entry[1] == block_hash)
         return pages if len(pages) == self.num_pages else ()
+
+    def _tell(self, block_hash: BlockHash) -> None:
+        """Tell the listeners of pages of a checkpoint, if it is still there."""
+        for name in self.names(block_hash) if self._pages(block_hash) else ():
+            entry = self._pool.entry(name)
+            assert entry is not None, "a checkpoint has all its pages"
+            for listener in self._pool.page_listeners:
+                listener.published(entry[0], name, entry[1], entry[2])

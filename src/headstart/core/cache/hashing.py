@@ -16,6 +16,7 @@ BlockHash = NewType("BlockHash", bytes)
 FORMAT_VERSION = b"headstart-block-1"
 HASH_BYTES = 32
 _PAGE = b"/page"
+_PAGE_HEAD = HASH_BYTES - 4 - len(_PAGE)  # bytes of a page's name that are of its block's
 HashChain = Callable[[bytes, bytes, int], list[bytes]]
 
 
@@ -49,13 +50,13 @@ def region_hash(parent: BlockHash, domain: bytes) -> BlockHash:
 
 
 def page_hash(block_hash: BlockHash, index: int) -> BlockHash:
-    """Return the name of one page of the checkpoint behind a block; see checkpoints.py."""
-    return BlockHash(block_hash + _PAGE + index.to_bytes(4, "little"))
+    """Return the name of one page of the checkpoint behind a block, as long as a hash; see checkpoints.py."""
+    return BlockHash(block_hash[:_PAGE_HEAD] + index.to_bytes(4, "little") + _PAGE)
 
 
 def is_page(block_hash: BlockHash) -> bool:
     """Return whether a hash names a page of a checkpoint."""
-    return len(block_hash) != HASH_BYTES and block_hash[-4 - len(_PAGE) : -4] == _PAGE
+    return block_hash.endswith(_PAGE)
 
 
 def extend_hashes(

@@ -14,7 +14,7 @@ from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.block_store import BlockKey
 from headstart.core.cache.checkpoints import Checkpoints
 from headstart.core.cache.events import EventLog
-from headstart.core.cache.hashing import BlockHash, HashChain, extend_hashes, region_hash, root_hash
+from headstart.core.cache.hashing import BlockHash, HashChain, extend_hashes, page_hash, region_hash, root_hash
 from headstart.core.request import CacheMode, Request, Sequence, empty_table
 
 
@@ -190,19 +190,24 @@ class KVCache:
             seq.block_ids[index] = entry[0]
             seq.taken.append(range(index, index + 1))
 
-    def publish_block(self, seq: Sequence, index: int, block: int) -> bool:
+    def publish_block(self, seq: Sequence, index: int, block: int, page: int | None = None) -> bool:
         """Publish `block`, which is not in the block table, as block `index` of the sequence.
 
-        Return False if an equal block is published already; then this one stays private.
+        With `page` it is that page of the checkpoint behind this block. Return False if an equal block is published
+        already; then this one stays private.
         """
+        if page is not None:
+            return self.pool.publish(block, *self.key(seq, index, page), seq.request.tenant)
         if self.event_log is not None:
             self.event_log.publishing(seq)
         return self._publish(seq, index, block)
 
-    def key(self, seq: Sequence, index: int) -> BlockKey:
-        """Return the full identity of one hashed block."""
+    def key(self, seq: Sequence, index: int, page: int | None = None) -> BlockKey:
+        """Return the full identity of one hashed block, or of one page of the checkpoint behind it."""
         start = index * self.block_size
         tokens = seq.token_ids[start : start + self.block_size].tobytes()
+        if page is not None:
+            return BlockKey(page_hash(seq.block_hashes[index], page), seq.block_hashes[index], tokens)
         return BlockKey(seq.block_hashes[index], self.parent(seq, index), tokens)
 
     def trim(self, seq: Sequence) -> None:
@@ -218,6 +223,7 @@ class KVCache:
 
     def take_table(self, seq: Sequence) -> "array[int]":
         """Return the whole block table, which the caller releases, and leave the sequence without blocks."""
+        self.checkpoints.left(seq)
         table, seq.block_ids = seq.block_ids, empty_table()
         seq.taken = []
         assert not seq.state, f"{seq.request_id} holds pages of a state that it has not read"

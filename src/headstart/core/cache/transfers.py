@@ -9,10 +9,11 @@ are complete and verified, so a hanging disk holds nothing but the promise, and 
 
 from collections.abc import Iterable
 from math import inf
+from typing import NamedTuple
 
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.block_store import BlockKey, BlockStore, Loaded
-from headstart.core.cache.hashing import BlockHash
+from headstart.core.cache.hashing import BlockHash, page_hash
 from headstart.core.cache.kv_cache import Hit, KVCache
 from headstart.core.executor import Executor
 from headstart.core.request import Sequence
@@ -44,14 +45,36 @@ class ComputeRate:
         self.seconds_per_token += weight * (seen - self.seconds_per_token)
 
 
+class Wanted(NamedTuple):
+    """What only the store has and a sequence could use: its blocks by index, or pages of a checkpoint behind one.
+
+    With recurrent layers these are a checkpoint, whose pages come first, and the blocks before it that are missing.
+    """
+
+    pieces: tuple[tuple[int, int | None], ...] = ()  # index of a block; its page, or None for the block itself
+    num_tokens: int = 0  # that need not be computed then
+
+    @property
+    def num_pages(self) -> int:
+        return sum(page is not None for _, page in self.pieces)
+
+
 class _Load:
-    """Blocks `[index, end)` of one sequence being loaded; `index` advances as they arrive."""
+    """Pieces `[index, end)` of what one sequence wants are being loaded; `index` advances as they arrive."""
 
-    __slots__ = ("deadline", "end", "index", "patience", "seq")
+    __slots__ = ("deadline", "depth", "end", "index", "names", "patience", "pieces", "seq")
 
-    def __init__(self, seq: Sequence, index: int, end: int, patience: float, now: float) -> None:
-        self.seq, self.index, self.end = seq, index, end
+    def __init__(self, seq: Sequence, wanted: Wanted, names: list[BlockHash], patience: float, now: float) -> None:
+        self.seq, self.pieces, self.names, self.index, self.end = seq, wanted.pieces, names, 0, len(names)
+        self.depth = wanted.pieces[0][0] + 1 if wanted.num_pages else 0  # of the checkpoint, in blocks
         self.patience, self.deadline = patience, now + patience
+
+    def brings_state(self, seq: Sequence, start: int, block_size: int) -> bool:
+        """Return whether it brings a checkpoint from which this sequence could continue behind `start`."""
+        depth = self.depth
+        if not start < depth * block_size < len(seq.token_ids):
+            return False
+        return seq.block_hashes[depth - 1 : depth] == self.seq.block_hashes[depth - 1 : depth]
 
 
 class Transfers:
@@ -74,42 +97,73 @@ class Transfers:
         )  # published hashes that were offered: the store, or one tier of it, lacked them
         if store is not None:
             self._pool.listeners.append(self)
+            self._pool.page_listeners.append(self)
 
-    def awaits(self, seq: Sequence, index: int) -> bool:
-        """Return whether block `index` of the sequence is being loaded. Changes nothing."""
-        block_hashes = seq.block_hashes
-        return index < len(block_hashes) and block_hashes[index] in self._promised and self._cache.reads(seq)
+    def awaits(self, seq: Sequence, index: int, start: int) -> bool:
+        """Return whether block `index` of the sequence, or a state behind `start`, is being loaded. Changes nothing."""
+        block_hashes, size = seq.block_hashes, self._cache.block_size
+        if not self._promised or not self._cache.reads(seq):
+            return False
+        if index < len(block_hashes) and block_hashes[index] in self._promised:
+            return True
+        return any(load.brings_state(seq, start, size) for load in self._loads.values())
 
-    def finds(self, seq: Sequence, index: int) -> int:
-        """Return the number of blocks from `index` on that only the store has. Changes nothing."""
+    def finds(self, seq: Sequence, index: int, start: int) -> Wanted:
+        """Return what only the store has and the sequence could use. Changes nothing.
+
+        `index` is its first block that is not in the pool, `start` the first token that it would compute.
+        """
         store, block_hashes = self._store, seq.block_hashes
-        if store is None or index >= len(block_hashes) or seq.num_loads >= MAX_LOADS or not self._cache.reads(seq):
-            return 0
+        if store is None or seq.num_loads >= MAX_LOADS or not self._cache.reads(seq):
+            return Wanted()
+        if self._cache.checkpoints.num_pages:
+            return self._finds_state(seq, index, start)
         end = index
         while end < len(block_hashes) and store.contains(block_hashes[end]):
             if self._pool.contains(block_hashes[end]) or block_hashes[end] in self._promised:
                 break
             end += 1
-        return end - index
+        return Wanted(tuple((at, None) for at in range(index, end)), (end - index) * self._cache.block_size)
+
+    def _finds_state(self, seq: Sequence, index: int, start: int) -> Wanted:
+        """Return what is missing for the deepest checkpoint that pool and store have together, with its blocks."""
+        block_hashes, size = seq.block_hashes, self._cache.block_size
+        most, depth = min(len(block_hashes), (len(seq.token_ids) - 1) // size), index
+        while depth < most and self._has(block_hashes[depth]):
+            depth += 1
+        for at in range(min(depth, most), start // size, -1):
+            if self._has(page_hash(block_hashes[at - 1], 0)):
+                names = self._cache.checkpoints.names(block_hashes[at - 1])
+                if all(map(self._has, names)):
+                    pages = [(at - 1, page) for page, name in enumerate(names) if not self._pool.contains(name)]
+                    blocks = [(i, None) for i in range(index, at) if not self._pool.contains(block_hashes[i])]
+                    return Wanted((*pages, *blocks), at * size - start)
+        return Wanted()
+
+    def _has(self, name: BlockHash) -> bool:
+        """Return whether the pool has this, or the store, and it is not being loaded."""
+        assert self._store is not None
+        return self._pool.contains(name) or (name not in self._promised and self._store.contains(name))
 
     def holds(self, block_hash: BlockHash) -> bool:
         """Return whether the pool or the store has a block with this hash. Changes nothing."""
         return self._pool.contains(block_hash) or (self._store is not None and self._store.contains(block_hash))
 
-    def begin(self, seq: Sequence, index: int, num: int, now: float) -> bool:
-        """Begin to load `num` blocks from `index` on if that is faster than computing; else change nothing."""
-        store, cache = self._store, self._cache
+    def begin(self, seq: Sequence, wanted: Wanted, now: float) -> bool:
+        """Begin to load what a sequence wants if that is faster than computing; else change nothing."""
+        store, cache, num = self._store, self._cache, len(wanted.pieces)
         assert store is not None and num > 0
-        expected = store.expected_seconds(num, seq.block_hashes[index])
-        computing = num * cache.block_size * self.rate.seconds_per_token or inf
+        expected = store.expected_seconds(num, cache.key(seq, *wanted.pieces[0]).block_hash)
+        computing = wanted.num_tokens * self.rate.seconds_per_token or inf
         if not expected < computing:
             return False
         grace = BLIND_SECONDS if computing == inf else GRACE_SHARE * computing
-        block_hashes = seq.block_hashes[index : index + num]
-        load_id = store.load([cache.key(seq, at) for at in range(index, index + num)])
+        keys = [cache.key(seq, index, page) for index, page in wanted.pieces]
+        load_id = store.load(keys)
         patience = max(PATIENCE * expected, grace) + GRACE_SECONDS
-        self._loads[load_id] = _Load(seq, index, index + num, patience, now)
-        self._promised.update(block_hashes)
+        names = [key.block_hash for key in keys]
+        self._loads[load_id] = _Load(seq, wanted, names, patience, now)
+        self._promised.update(names)
         self.num_outstanding += num
         seq.num_loads += 1
         return True
@@ -148,7 +202,12 @@ class Transfers:
     def used(self, seq: Sequence, hit: Hit) -> None:
         """Mark the blocks that a sequence takes over as used in the store, so that they are not removed."""
         if self._store is not None and hit.block_ids:
-            self._store.touch(seq.block_hashes[: hit.start_block + len(hit.block_ids)])
+            block_hashes = seq.block_hashes[: hit.start_block + len(hit.block_ids)]
+            if hit.state:
+                block_hashes += self._cache.checkpoints.names(
+                    block_hashes[hit.num_tokens // self._cache.block_size - 1]
+                )
+            self._store.touch(block_hashes)
 
     def keep(self, block_hashes: Iterable[BlockHash]) -> None:
         """Make the store keep these pinned blocks, and offer it those that it lacks."""
@@ -197,7 +256,7 @@ class Transfers:
     def _take_in(self, load: _Load, loaded: Loaded, executor: Executor, now: float) -> None:
         """Write and publish the blocks that arrived; cancel the rest of the load if there is no space for it."""
         assert self._store is not None
-        blocks = self._allocate(load.seq, len(loaded.data))
+        blocks = self._allocate(load, len(loaded.data))
         dirty = self._pool.take_blocks_to_zero()
         if dirty:  # before they are written, never after
             executor.zero_blocks(dirty)
@@ -213,30 +272,33 @@ class Transfers:
         elif loaded.is_last:
             self._forget(loaded.load_id)
 
-    def _allocate(self, seq: Sequence, num: int) -> list[int]:
+    def _allocate(self, load: _Load, num: int) -> list[int]:
         """Allocate at most `num` blocks, without evicting blocks that the sequence is about to take over."""
-        pool, request = self._pool, seq.request
-        if num <= pool.num_scratch:
-            return pool.allocate(num, request.tenant, by=request.request_id)
-        hit = self._cache.match(seq)
-        num = max(min(num, self._cache.num_available(seq, hit)), 0)
-        pool.acquire(hit.block_ids)
-        blocks = pool.allocate(num, request.tenant, by=request.request_id)
-        pool.release(hit.block_ids)
-        return blocks
+        pool, request = self._pool, load.seq.request
+        states = load.index < load.end and load.pieces[load.index][1] is not None
+        if num > pool.num_scratch:
+            hit = self._cache.match(load.seq)
+            arrived = (entry[0] for name in load.names[: load.index] if (entry := pool.entry(name)) is not None)
+            held = list(dict.fromkeys((*hit.block_ids, *hit.state, *arrived)))
+            num = max(min(num, pool.num_available(held, request.tenant)), 0)
+            pool.acquire(held)
+            blocks = pool.allocate(num, request.tenant, by=request.request_id, states=states)
+            pool.release(held)
+            return blocks
+        return pool.allocate(num, request.tenant, by=request.request_id, states=states)
 
     def _publish(self, load: _Load, blocks: list[int]) -> None:
         seq, start = load.seq, load.index
         load.index += len(blocks)
-        block_hashes = seq.block_hashes[start : load.index]
-        self._promised.difference_update(block_hashes)
+        names = load.names[start : load.index]
+        self._promised.difference_update(names)
         self.num_outstanding -= len(blocks)
-        for index, block in enumerate(blocks, start):
-            if self._cache.publish_block(seq, index, block):
-                self._loaded.add(block_hashes[index - start])
+        for (index, page), name, block in zip(load.pieces[start : load.index], names, blocks, strict=True):
+            if self._cache.publish_block(seq, index, block, page):
+                self._loaded.add(name)
         self._pool.release(blocks, seq.request.retention)
 
     def _forget(self, load_id: int) -> None:
         load = self._loads.pop(load_id)
-        self._promised.difference_update(load.seq.block_hashes[load.index : load.end])
+        self._promised.difference_update(load.names[load.index :])
         self.num_outstanding -= load.end - load.index

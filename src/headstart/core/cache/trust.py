@@ -37,7 +37,9 @@ class Trust:
         found = (self._published(seq, index) for index in sorted(shared))
         states, started = self._cache.checkpoints, () if seq.started_from is None else (seq.started_from,)
         suspects = (*(suspect for suspect in found if suspect is not None), *states.suspects(started))
-        self._pool.distrust([page.block for page in states.suspects(seq.checkpoints)])
+        left = states.suspects(seq.checkpoints)
+        self._transfers.distrust(self._transfers.offered([page.block_hash for page in left]))
+        self._pool.distrust([page.block for page in left])
         own = [index for index in range(len(seq.block_ids)) if index not in shared]
         block_hashes = [suspect.block_hash for index in own if (suspect := self._published(seq, index)) is not None]
         self._transfers.distrust(self._transfers.offered(block_hashes))

@@ -295,17 +295,17 @@ class Scheduler:
         Loads begin only for what could run now: for a waiting sequence if all of it fits beside the reservations
         `reserved`.
         """
-        transfers = self.transfers
-        if transfers.awaits(seq, index):
+        transfers, start = self.transfers, max(hit.num_tokens, seq.next_start)
+        if transfers.awaits(seq, index, start):
             return True
-        num = transfers.finds(seq, index)
-        if not num:
+        wanted = transfers.finds(seq, index, start)
+        if not wanted.pieces:
             return False
         if reserved is None:
-            fits = num + transfers.num_outstanding <= self.cache.num_available(seq, hit)
+            fits = len(wanted.pieces) + transfers.num_outstanding <= self.cache.num_available(seq, hit)
         else:
-            fits = self._fits(seq, hit, reserved)
-        return fits and transfers.begin(seq, index, num, self._now)
+            fits = self._fits(seq, hit, reserved + wanted.num_pages)
+        return fits and transfers.begin(seq, wanted, self._now)
 
     def _admit(self, plan: Plan, seq: Sequence, hit: Hit, reserved: int) -> bool:
         """Admit a waiting sequence and plan its first chunk; otherwise return False and change nothing."""
