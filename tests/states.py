@@ -100,6 +100,10 @@ class StateExecutor(CheckingExecutor):
         self.states[chunk.request_id] = at, checksum
 
 
+def text(num: int, start: int = 0) -> list[int]:
+    return list(range(start, start + num))
+
+
 def state_engine(
     num_blocks: int = 33,
     block_size: int = 4,

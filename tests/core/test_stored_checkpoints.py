@@ -3,14 +3,10 @@
 import pytest
 from checking import expected_tokens, make_request
 from memory_store import Habits, MemoryStore, Shelf
-from states import PAGES, random_run, serve, state_engine
+from states import PAGES, random_run, serve, state_engine, text
 
 from headstart.core.cache.hashing import is_page, page_hash
 from headstart.core.engine import Engine
-
-
-def text(num: int, start: int = 0) -> list[int]:
-    return list(range(start, start + num))
 
 
 def stocked(prompt: list[int], num: int = 1) -> MemoryStore:

@@ -160,7 +160,7 @@ class BlockPool:
         return block_hash in self._pins
 
     def published_in(self, start: int, stop: int) -> list[PublishedBlock]:
-        """Return the published blocks with ids in [start, stop). Changes nothing."""
+        """Return the published blocks of tokens with ids in [start, stop). Changes nothing."""
         refs, marks, tenants, pins = self._refs, self._marks, self._tenants, self._pins
         return [
             PublishedBlock(
@@ -173,7 +173,7 @@ class BlockPool:
                 tenants[block],
             )
             for block, block_hash in enumerate(self._block_hashes[start:stop], start)
-            if block_hash is not None
+            if block_hash is not None and not is_page(block_hash)
         ]
 
     def refs(self, block: int) -> int:

@@ -54,12 +54,12 @@ class Checkpoints:
     def allocate(self, seq: Sequence, start: int, end: int) -> Saves:
         """Return the places in a chunk `[start, end)`, in tokens, with the pages to write the states to."""
         request, saves = seq.request, list[tuple[int, tuple[int, ...]]]()
-        for at in self.places(seq, start, end):
+        for at in reversed(self.places(seq, start, end)):  # of few pages the deepest gets them
             if self._pool.num_available((), request.tenant) < self.num_pages:
                 break
             pages = self._pool.allocate(self.num_pages, request.tenant, by=request.request_id, states=True)
             saves.append((at * self._size, tuple(pages)))
-        return tuple(saves)
+        return tuple(reversed(saves))
 
     def end(self, seq: Sequence, chunk: Chunk, *, is_kept: bool) -> None:
         """Publish the checkpoints that a computed chunk has left, or free their pages; release what it has read."""
@@ -96,9 +96,11 @@ class Checkpoints:
             self._tell(block_hash)
         if at * self._size <= len(seq.request.prompt):
             return
-        if seq.last_checkpoint not in (None, block_hash):
-            self._pool.discard(self._pages(seq.last_checkpoint))
-            seq.checkpoints.remove(seq.last_checkpoint)
+        last = seq.last_checkpoint
+        if last is not None and last != block_hash:
+            if not self._pool.is_pinned(page_hash(last, 0)):
+                self._pool.discard(self._pages(last))
+            seq.checkpoints.remove(last)
         seq.last_checkpoint = block_hash
 
     def _exists(self, seq: Sequence, at: int) -> bool:

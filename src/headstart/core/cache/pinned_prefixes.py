@@ -3,7 +3,8 @@
 A pin refers to block *hashes*, not to blocks (invariant 8 has a separate state for idle pinned blocks): a block with a
 pinned hash stays until the hash is unpinned, and a pinned hash whose block is lost is computed again. Prefixes are
 whole blocks, so all requests share their memory and nothing is copied. They are computed by internal requests through
-the ordinary scheduler; the engine does not output them.
+the ordinary scheduler; the engine does not output them. With recurrent layers the pages of the checkpoint at a prefix's
+end are pinned like its blocks.
 
 Hashes of a public prefix contain no isolation domain; all domains share its blocks. So a change of the public prefixes
 may change the hashes of prefixes that tenants have pinned, and these are then computed again.
@@ -51,6 +52,7 @@ class PinnedPrefixes:
         self._num_requests = 0
         self._lost = False  # a pinned hash may have lost its block
         self._pool.listeners.append(self)
+        self._pool.page_listeners.append(self)
 
     @property
     def max_blocks(self) -> int:
@@ -203,7 +205,8 @@ class PinnedPrefixes:
 
     def _hashes_of(self, prefix: Prefix) -> "list[BlockHash]":
         request = Request("", prefix.token_ids, _ONCE, domain=prefix.domain, tenant=prefix.tenant)
-        return self._cache.new_sequence(request, 0).block_hashes
+        block_hashes = self._cache.new_sequence(request, 0).block_hashes
+        return block_hashes + self._cache.checkpoints.names(block_hashes[-1])
 
     def _check(self, chains: "dict[Prefix, list[BlockHash]]", cause: Prefix) -> None:
         """Raise InvalidRequestError if the pins exceed the cap, or leave too little for live requests."""
@@ -266,9 +269,9 @@ class PinnedPrefixes:
         prefix.state = PrefixState.WARMING
         prefix.request_id = f"{REQUEST_PREFIX}{prefix.name}:{self._num_requests}"
         self._warming[prefix.request_id] = prefix
-        self._requests.append(
-            Request(prefix.request_id, prefix.token_ids, _ONCE, domain=prefix.domain, tenant=prefix.tenant)
-        )
+        states = self._cache.checkpoints.num_pages > 0
+        token_ids = prefix.token_ids + prefix.token_ids[:states]  # one is computed behind the checkpoint at its end
+        self._requests.append(Request(prefix.request_id, token_ids, _ONCE, domain=prefix.domain, tenant=prefix.tenant))
 
     def _finish(self, prefix: Prefix, output: Output) -> None:
         if output.finish_reason is FinishReason.ERROR:
@@ -281,7 +284,12 @@ class PinnedPrefixes:
         elif prefix.num_attempts < MAX_ATTEMPTS:
             self._warm(prefix)
         else:
-            self._give_up(prefix, f"its blocks were lost {MAX_ATTEMPTS} times, to rows that failed")
+            why = (
+                "rows that failed, or no room for its state"
+                if self._cache.checkpoints.num_pages
+                else "rows that failed"
+            )
+            self._give_up(prefix, f"its blocks were lost {MAX_ATTEMPTS} times, to {why}")
 
     def _give_up(self, prefix: Prefix, error: str) -> None:
         if prefix.request_id:
