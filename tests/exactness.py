@@ -137,8 +137,9 @@ class Ways:
     def others(self) -> dict[str, Callable[[], Answers]]:
         """All ways but `cold`, by name."""
         ways = [self.cached, self.repeated, self.batched, self.batched_apart, self.chunked, self.threaded]
-        if not self.loaded.state_bytes:  # drafts and stores are refused for models with a state
-            ways += [self.drafted, self.restored]
+        ways.append(self.restored)
+        if not self.loaded.state_bytes:  # drafts are refused for models with a state
+            ways.append(self.drafted)
         return {way.__name__: way for way in ways}
 
     def differing(self) -> dict[str, int]:

@@ -187,9 +187,10 @@ def _load(
 
 def _check_hybrid(options: EngineOptions, loaded: LoadedModel) -> None:
     """Refuse what a model with recurrent layers cannot do, and show the size of its states. Raises ConfigError."""
-    refused = {"--speculative-config": options.speculative_config, "--kv-store": options.kv_store}
-    for flag in (flag for flag, given in refused.items() if given is not None):
-        raise ConfigError(f"{flag} does not work with {loaded.architecture}, which has recurrent layers: leave it out")
+    if options.speculative_config is not None:
+        raise ConfigError(
+            f"--speculative-config does not work with {loaded.architecture}, which has recurrent layers: leave it out"
+        )
     print(
         f"{loaded.architecture} has recurrent layers: a state of {format_bytes(loaded.state_bytes)} for each of "
         f"--max-num-seqs {options.max_num_seqs} sequences, and for each place in the prefix cache where a hit can end",
