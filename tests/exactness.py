@@ -137,9 +137,7 @@ class Ways:
     def others(self) -> dict[str, Callable[[], Answers]]:
         """All ways but `cold`, by name."""
         ways = [self.cached, self.repeated, self.batched, self.batched_apart, self.chunked, self.threaded]
-        ways.append(self.restored)
-        if not self.loaded.state_bytes:  # drafts are refused for models with a state
-            ways.append(self.drafted)
+        ways += [self.drafted, self.restored]
         return {way.__name__: way for way in ways}
 
     def differing(self) -> dict[str, int]:

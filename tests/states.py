@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from random import Random
 
-from checking import CheckingExecutor, expected_tokens, make_request, next_token
+from checking import CheckingExecutor, NextToken, expected_tokens, make_request, next_token
 from memory_store import Habits, MemoryStore, Shelf
 
 from headstart.core.batch import Batch, Chunk, Output, Row, RowError, RowErrorKind, StepResult
@@ -15,6 +15,7 @@ from headstart.core.request import CacheMode, Retention
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
+from headstart.core.speculation.speculation_config import SpeculationConfig
 
 PAGES = 2
 _PAGE = struct.Struct("<4siqi")  # mark, tokens, checksum (-1: NaN), number of page
@@ -23,9 +24,15 @@ _PAGE = struct.Struct("<4siqi")  # mark, tokens, checksum (-1: NaN), number of p
 class StateExecutor(CheckingExecutor):
     """A CheckingExecutor that computes a state from its tokens, and reads and writes it in blocks of the pool."""
 
-    def __init__(self, num_blocks: int, block_size: int, poison: Callable[[Chunk], bool] = lambda _: False) -> None:
-        super().__init__(num_blocks, block_size, poison)
-        self.states: dict[str, tuple[int, int]] = {}  # request id -> tokens, their checksum
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        poison: Callable[[Chunk], bool] = lambda _: False,
+        model: NextToken = next_token,
+    ) -> None:
+        super().__init__(num_blocks, block_size, poison, model=model)
+        self.states: dict[str, dict[int, int]] = {}  # request id -> number of tokens -> their checksum
         self.pages: dict[int, tuple[int, int | None, int]] = {}  # block -> tokens, checksum (None: NaN), number of page
         self.failing: set[str] = set()  # requests that began from a state that was not finite
         self.num_reads = 0
@@ -78,7 +85,8 @@ class StateExecutor(CheckingExecutor):
         return super()._row(chunk)
 
     def _advance(self, chunk: Chunk) -> None:
-        at, checksum = self.states.get(chunk.request_id, (0, 0))
+        known = chunk.history + chunk.token_ids[chunk.num_known :]
+        at, checksum = chunk.start, 0
         if chunk.state:
             self.num_reads += 1
             found = [self.pages[block] for block in chunk.state]
@@ -87,17 +95,21 @@ class StateExecutor(CheckingExecutor):
             checksum = zlib.crc32(chunk.history[:at].tobytes()) if kept is None else kept
             (self.failing.add if kept is None else self.failing.discard)(chunk.request_id)
         elif not chunk.start:
-            at, checksum = 0, 0
             self.failing.discard(chunk.request_id)
+        else:
+            assert chunk.start in self.states[chunk.request_id], f"{chunk.request_id}: no state of {chunk.start} tokens"
+            checksum = self.states[chunk.request_id][chunk.start]
         assert at == chunk.start, f"{chunk.request_id} starts at {chunk.start}, its state is of {at} tokens"
-        saves = dict(chunk.saves)
+        saves, states = dict(chunk.saves), {}
         for token in chunk.token_ids:
             at, checksum = at + 1, zlib.crc32(token.to_bytes(4, "little"), checksum)
+            if at >= chunk.start + chunk.num_known:
+                states[at] = checksum
             for index, block in enumerate(saves.pop(at, ())):
                 self._hold(block, at, None if self.poison(chunk) else checksum, index)
         assert not saves, f"places outside of the chunk: {saves}"
-        assert checksum == zlib.crc32(chunk.history[:at].tobytes()), f"{chunk.request_id}: a wrong state at {at}"
-        self.states[chunk.request_id] = at, checksum
+        assert checksum == zlib.crc32(known[:at].tobytes()), f"{chunk.request_id}: a wrong state at {at}"
+        self.states[chunk.request_id] = states
 
 
 def text(num: int, start: int = 0) -> list[int]:
@@ -113,6 +125,9 @@ def state_engine(
     policy: str = "fcfs",
     eviction_policy: str = "lru",
     store: BlockStore | None = None,
+    speculation: SpeculationConfig | None = None,
+    max_draft_tokens: int = 0,
+    model: NextToken = next_token,
     **limits: int,
 ) -> Engine:
     """A small engine with recurrent states of PAGES blocks."""
@@ -124,8 +139,11 @@ def state_engine(
         policy=policy,
         eviction_policy=eviction_policy,
         state_pages=state_pages,
+        speculation=speculation,
+        max_draft_tokens=max_draft_tokens,
     )
-    return Engine(Scheduler(config, store=store), StateExecutor(num_blocks, block_size, poison), store=store)
+    executor = StateExecutor(num_blocks, block_size, poison, model)
+    return Engine(Scheduler(config, store=store), executor, store=store)
 
 
 def fickle_store(rng: Random, shelf: Shelf) -> MemoryStore:
@@ -141,7 +159,13 @@ def fickle_store(rng: Random, shelf: Shelf) -> MemoryStore:
     )
 
 
-def random_run(seed: int, num_requests: int, shelf: Shelf | None = None) -> tuple[StateExecutor, int]:
+def random_run(
+    seed: int,
+    num_requests: int,
+    shelf: Shelf | None = None,
+    speculation: SpeculationConfig | None = None,
+    model: NextToken = next_token,
+) -> tuple[StateExecutor, int]:
     """Serve random requests of a random tree of prefixes on a small pool, with aborts and failures of rows.
 
     Every output is compared with the tokens that are due. With a `shelf`, blocks and states are stored there, and come
@@ -158,6 +182,8 @@ def random_run(seed: int, num_requests: int, shelf: Shelf | None = None) -> tupl
         max_model_len=64,
         poison=lambda chunk: chunk.start in bad,
         store=None if shelf is None else fickle_store(rng, shelf),
+        speculation=speculation,
+        model=model,
     )
     for _ in range(rng.choice([0, 300])):
         engine.scheduler.admission.finished(1)
@@ -169,7 +195,7 @@ def random_run(seed: int, num_requests: int, shelf: Shelf | None = None) -> tupl
         if sent < num_requests and len(live) < 12 and rng.random() < 0.6:
             text = rng.choice(texts)
             prompt = [*text[: rng.randint(1, len(text))], *(rng.randrange(90) for _ in range(rng.choice([0, 1, 3, 9])))]
-            num, name = rng.choice([0, 1, 2, 8]), str(sent)
+            num, name = rng.choice([0, 1, 2, 8 if speculation is None else 18]), str(sent)
             mode = rng.choices(list(CacheMode), [8, 1, 1])[0]
             fields = {"cache": mode, "tenant": rng.choice(["", "a", "b"]), "priority": rng.randrange(3)}
             request = make_request(name, prompt[:44], num, retention=Retention(rng.choice([10, 50])), **fields)
@@ -185,7 +211,7 @@ def random_run(seed: int, num_requests: int, shelf: Shelf | None = None) -> tupl
         for output in engine.step(float(sent)):
             prompt, num, tokens = live[output.request_id]
             tokens += output.token_ids
-            assert tokens == expected_tokens(prompt, num)[: len(tokens)]
+            assert tokens == expected_tokens(prompt, num, model=model)[: len(tokens)]
             if output.breakdown is not None:
                 cached += output.breakdown.cached
             if output.finish_reason is not None:
@@ -209,7 +235,9 @@ def _finished(
             del texts[rng.randrange(len(texts))]
 
 
-def serve(engine: Engine, prompt: Iterable[int], num: int = 1, name: str = "a") -> Output:
+def serve(
+    engine: Engine, prompt: Iterable[int], num: int = 1, name: str = "a", model: NextToken = next_token
+) -> Output:
     """Run one request alone; its output with the breakdown, its tokens checked."""
     text, found, first = list(prompt), list[int](), None
     engine.add_request(make_request(name, text, num))
@@ -218,5 +246,5 @@ def serve(engine: Engine, prompt: Iterable[int], num: int = 1, name: str = "a") 
             found += output.token_ids
             first = output if output.breakdown is not None else first
         engine.scheduler.pool.check()
-    assert found == expected_tokens(text, num, model=next_token) and first is not None
+    assert found == expected_tokens(text, num, model=model) and first is not None
     return first

@@ -14,7 +14,6 @@ from headstart.assembly import build_engine
 from headstart.config.options import EngineOptions
 from headstart.core.cache.block_store import BlockStore
 from headstart.core.engine import Engine
-from headstart.core.errors import ConfigError
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
@@ -43,6 +42,7 @@ def request(name: str, prompt: list[int], num: int) -> Request:
 
 def run(engine: Engine, requests: list[Request], rng: Random) -> dict[str, tuple[list[int], list[float], int, Tensor]]:
     """Serve requests that arrive at random: tokens, log-probabilities, cached tokens, and the last state of each."""
+    lengths = {request.request_id: len(request.prompt) for request in requests}
     waiting, found = list(requests), dict[str, tuple[list[int], list[float], int, Tensor]]()
     runner = engine.executor
     assert isinstance(runner, ModelRunner) and runner.states is not None
@@ -59,7 +59,9 @@ def run(engine: Engine, requests: list[Request], rng: Random) -> dict[str, tuple
                 tokens + list(output.token_ids),
                 values,
                 cached,
-                runner.states.of(output.request_id),
+                runner.states.of(
+                    output.request_id, lengths[output.request_id] + len(tokens) + len(output.token_ids) - 1
+                ),
             )
         engine.scheduler.pool.check()
     return found
@@ -125,17 +127,17 @@ def test_tokens_with_reuse_equal_transformers_generate(family: str, tmp_path: Pa
     assert sum(entry[2] for entry in found.values()) > 50
 
 
-def test_an_engine_built_from_options_reuses_prefixes_and_refuses_what_cannot_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("drafts", [None, '{"method": "ngram"}'])
+def test_an_engine_built_from_options_reuses_prefixes_and_takes_drafts(
+    drafts: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_checkpoint("lfm2", init_model("tiny", tmp_path / "model", progress=False), vocab_size=512)
     options = EngineOptions(model=str(folder), num_gpu_blocks_override=200, dtype="float32", max_num_seqs=4)
+    options = replace(options, speculative_config=drafts)
     engine, _ = build_engine(options)
-    assert "has recurrent layers: a state of" in capsys.readouterr().err
+    assert f"has recurrent layers: {19 if drafts else 4} states of" in capsys.readouterr().err
     prompt = [Random(1).randrange(3, 500) for _ in range(50)]
     for name, due in (("0", 0), ("1", 48)):
         engine.add_request(request(name, prompt, 4))
         outputs = [output for _ in range(30) if engine.has_work for output in engine.step()]
         assert sum(output.breakdown.cached for output in outputs if output.breakdown is not None) == due
-    with pytest.raises(ConfigError, match="does not work with Lfm2ForCausalLM"):
-        build_engine(replace(options, speculative_config='{"method": "ngram"}'))

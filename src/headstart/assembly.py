@@ -90,6 +90,8 @@ def build_engine(
         runner = _make_runner(options, loaded, plan.num_blocks, grammars)
     on_cpu = loaded.device.type == "cpu"
     store = _open_store(options, store_places, Shape(loaded.fingerprint, options.block_size, runner.block_bytes))
+    speculation = parse_speculative_config(options.speculative_config)
+    state_pages = -(-loaded.state_bytes // (loaded.kv_bytes_per_token * options.block_size))
     config = SchedulerConfig(
         num_blocks=plan.num_blocks,
         block_size=options.block_size,
@@ -101,14 +103,16 @@ def build_engine(
         eviction_policy=options.eviction_policy,
         tenant_floor=options.tenant_cache_floor,
         max_pinned_share=options.max_pinned_share,
-        speculation=parse_speculative_config(options.speculative_config),
-        state_pages=-(-loaded.state_bytes // (loaded.kv_bytes_per_token * options.block_size)),
+        speculation=speculation,
+        state_pages=state_pages,
+        max_draft_tokens=speculation.num_speculative_tokens if speculation is not None and state_pages else 0,
     )
     scheduler = scheduler_class(config, store=store, chain=compiled_chain())
     if on_cpu:
         measure_steps(runner, scheduler.step_times, max_tokens=max_model_len)
         if scheduler.speculation is not None:
-            measure_drafts(runner, scheduler.speculation.cost, max_tokens=max_model_len)
+            cost = scheduler.speculation.cost
+            measure_drafts(runner, cost, max_tokens=max_model_len, state_pages=state_pages)
     trim()  # gives back what loading has freed: a third of a GiB for a model of 0.6B
     info = EngineInfo(
         model=str(folder),
@@ -169,12 +173,18 @@ def _load(
     max_model_len = loaded.max_model_len if options.max_model_len is None else options.max_model_len
     if max_model_len > loaded.max_model_len:
         raise ConfigError(f"max_model_len is {max_model_len}, but the model supports {loaded.max_model_len} positions")
-    if loaded.model.state_size:
-        _check_hybrid(options, loaded)
+    num_states = _num_states(options) if loaded.model.state_size else 0
+    if num_states:
+        states = f"{num_states} states of {format_bytes(loaded.state_bytes)}"
+        print(
+            f"{loaded.architecture} has recurrent layers: {states} are held for --max-num-seqs {options.max_num_seqs} "
+            "and drafts, and one for each place in the prefix cache where a hit can end",
+            file=sys.stderr,
+        )
     plan = plan_kv_pool(
         kv_bytes_per_token=loaded.kv_bytes_per_token,
         block_size=options.block_size,
-        weight_bytes=weight_bytes + loaded.state_bytes * options.max_num_seqs,
+        weight_bytes=weight_bytes + loaded.state_bytes * num_states,
         max_model_len=max_model_len,
         available_bytes=available,
         kv_cache_memory=options.kv_cache_memory,
@@ -185,17 +195,10 @@ def _load(
     return loaded, plan, max_model_len
 
 
-def _check_hybrid(options: EngineOptions, loaded: LoadedModel) -> None:
-    """Refuse what a model with recurrent layers cannot do, and show the size of its states. Raises ConfigError."""
-    if options.speculative_config is not None:
-        raise ConfigError(
-            f"--speculative-config does not work with {loaded.architecture}, which has recurrent layers: leave it out"
-        )
-    print(
-        f"{loaded.architecture} has recurrent layers: a state of {format_bytes(loaded.state_bytes)} for each of "
-        f"--max-num-seqs {options.max_num_seqs} sequences, and for each place in the prefix cache where a hit can end",
-        file=sys.stderr,
-    )
+def _num_states(options: EngineOptions) -> int:
+    """Return the recurrent states that are held at once: one per sequence, and one for each draft token of a step."""
+    config = parse_speculative_config(options.speculative_config)
+    return options.max_num_seqs + (config.num_speculative_tokens if config is not None else 0)
 
 
 def _run_profile(loaded: LoadedModel, max_batched_tokens: int, *, max_seqs: int, left: int) -> int:

@@ -44,6 +44,27 @@ class Chunk(NamedTuple):
     ] = ()  # the blocks that hold the recurrent state at `start`; else it is that of the last chunk
     saves: Saves = ()
 
+    @property
+    def num_drafts(self) -> int:
+        """The number of draft tokens at its end."""
+        return max(self.num_logits - 1, 0)
+
+    @property
+    def num_known(self) -> int:
+        """The number of its tokens before the drafts."""
+        num = self.num_logits
+        return len(self.token_ids) + 1 - num if num > 1 else len(self.token_ids)
+
+    def num_accepted(self, sampled: tuple[int, ...]) -> int:
+        """Return the number of leading drafts that equal the tokens of its row.
+
+        The last of these does not count: it is to be computed for the logits behind it.
+        """
+        drafts, num = self.token_ids[self.num_known :], 0
+        while num < min(len(drafts), len(sampled) - 1) and drafts[num] == sampled[num]:
+            num += 1
+        return num
+
 
 class Batch(NamedTuple):
     """One forward pass, and the ids of requests whose per-row state the executor may drop."""

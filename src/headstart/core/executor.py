@@ -11,7 +11,8 @@ class Executor(Protocol):
 
     Contract: KV of every chunk's positions >= `write_from` is in its blocks when `execute` returns. With recurrent
     layers it keeps the state of each running request; a chunk begins with zeros at position 0, with the state in the
-    blocks `state` if there are any, else with that of the chunk before, and leaves states in the blocks of `saves`. A
+    blocks `state` if there are any, else with that of the chunk before, without the drafts that were rejected, and
+    leaves states in the blocks of `saves`. A
     row whose final hidden states are not finite, or which fails in any other way of its own, is returned with `error`
     set, and the other rows are the same as without it. The kind of an error is NON_FINITE only if its cause may be the
     KV or the state that the row used. An exception means that the whole executor is broken.

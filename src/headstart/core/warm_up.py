@@ -43,27 +43,28 @@ def measure_steps(executor: Executor, times: StepTimes, *, max_tokens: int) -> N
     executor.zero_blocks(list(blocks))  # in case it was not finite
 
 
-def measure_drafts(executor: Executor, cost: DecodeCost, *, max_tokens: int) -> None:
+def measure_drafts(executor: Executor, cost: DecodeCost, *, max_tokens: int, state_pages: int = 0) -> None:
     """Run decodes with drafts of several lengths on an executor not in use yet, and set `cost` from their durations.
 
-    `max_tokens` is the longest sequence. The context is zeros, not computed. The blocks that are written are cleared
-    again. Nothing is run in a pool or by a model that is too small for it.
+    `max_tokens` is the longest sequence. The context, and a recurrent state of `state_pages` blocks, are zeros, not
+    computed. The blocks that are written are cleared again. Nothing is run in a pool or by a model that is too small.
     """
     size, longest = executor.block_size, 1 + DRAFT_LENGTHS[-1]
-    start = min(DRAFT_CONTEXT, (executor.num_blocks - 1) * size - longest, max_tokens - longest)
+    start = min(DRAFT_CONTEXT, (executor.num_blocks - 1 - state_pages) * size - longest, max_tokens - longest)
     if start < 1:
         return
     blocks = tuple(range(1, 1 + -(-(start + longest) // size)))
+    state = tuple(range(1 + len(blocks), 1 + len(blocks) + state_pages))
     sampling = SamplingParams(temperature=0.0)
     tokens = array("i", bytes(4 * (start + longest)))
-    executor.zero_blocks(list(blocks))
+    executor.zero_blocks([*blocks, *state])
     seconds, least = 0.0, dict[int, float]()
     for is_again in (False, *(True,) * DRAFT_ROUNDS):  # the first round includes one-time costs of the process
         if is_again and seconds > DRAFT_SECONDS and least:
             break
         for length in DRAFT_LENGTHS:
             chunk = _chunk(tokens[: start + 1 + length], start, start, blocks, sampling)._replace(
-                num_logits=1 + length, history=tokens[: start + 1]
+                num_logits=1 + length, history=tokens[: start + 1], state=state
             )
             elapsed = executor.execute(Batch((chunk,))).elapsed
             seconds += elapsed

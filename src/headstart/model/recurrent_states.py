@@ -1,7 +1,8 @@
 """RecurrentStates: the states of the running requests of a model with recurrent layers, one vector in fp32 each.
 
 A chunk continues the state that the one before it has left, begins with zeros, or begins with a state that was kept in
-blocks of the KV pool. A state fills its blocks in their canonical form, as bytes: they hold no keys and values then.
+blocks of the KV pool. Behind drafts there is a state for each number of them that may be accepted, until the next chunk
+begins with one. A state fills its blocks in their canonical form, as bytes: they hold no keys and values then.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,50 +20,51 @@ FLOAT_BYTES = 4
 
 
 class RecurrentStates:
-    """States of `size` numbers by request id, each with the number of tokens that it covers."""
+    """States of `size` numbers, by request id and the number of tokens that they cover."""
 
     def __init__(self, size: int, blocks: KVBlocks, device: torch.device) -> None:
         self._size, self._blocks, self._device = size, blocks, device
-        self._states: dict[str, tuple[Tensor, int]] = {}
+        self._states: dict[str, dict[int, Tensor]] = {}
 
     def begin(self, chunks: Sequence[Chunk], qo_indptr: Int32s) -> tuple[RowState, ...]:
         """Return the states of a step, which updates them; `qo_indptr` as in StepInputs. Call `end` behind it."""
         return tuple(
-            RowState(
-                int(begin),
-                int(end),
-                self._advance(chunk),
-                tuple((position - chunk.start, self._zeros()) for position, _ in chunk.saves),
-            )
+            self._advance(chunk, int(begin), int(end))
             for chunk, begin, end in zip(chunks, qo_indptr[:-1], qo_indptr[1:], strict=True)
         )
 
     def end(self, chunks: Sequence[Chunk], rows: Sequence[RowState]) -> None:
         """Write the states that the chunks of a step are to keep into their blocks."""
         for chunk, row in zip(chunks, rows, strict=True):
-            for (_, pages), (_, state) in zip(chunk.saves, row.saves, strict=True):
-                self._write(pages, state)
+            states = dict(row.saves)
+            for position, pages in chunk.saves:
+                self._write(pages, states[position - chunk.start])
 
-    def of(self, request_id: str) -> Tensor:
-        """Return the state of a running request."""
-        return self._states[request_id][0]
+    def of(self, request_id: str, num_tokens: int) -> Tensor:
+        """Return the state of a running request behind its first `num_tokens`, all that are computed."""
+        return self._states[request_id][num_tokens]
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Drop the states of finished requests."""
         for request_id in request_ids:
             self._states.pop(request_id, None)
 
-    def _advance(self, chunk: Chunk) -> Tensor:
-        """Return the state that a chunk begins with, from now on the one behind its last token."""
-        state, position = self._states.get(chunk.request_id, (None, 0))
+    def _advance(self, chunk: Chunk, begin: int, end: int) -> RowState:
+        """Return the state that a chunk begins with, from now on the one behind its last token, and those to keep."""
+        known = self._states.get(chunk.request_id, {})
         if chunk.state:
             state = self._read(chunk.state)
         elif not chunk.start:
             state = self._zeros()
-        elif state is None or position != chunk.start:
-            raise AssertionError(f"{chunk.request_id}: a chunk from {chunk.start} on, but the state is of {position}")
-        self._states[chunk.request_id] = state, chunk.start + len(chunk.token_ids)
-        return state
+        elif chunk.start in known:
+            state = known[chunk.start]
+        else:
+            raise AssertionError(f"{chunk.request_id}: a chunk from {chunk.start} on, but states of {sorted(known)}")
+        last = chunk.start + len(chunk.token_ids)
+        drafted = range(chunk.start + chunk.num_known, last)
+        places = {place: self._zeros() for place in sorted({*drafted, *(position for position, _ in chunk.saves)})}
+        self._states[chunk.request_id] = {last: state} | {place: places[place] for place in drafted}
+        return RowState(begin, end, state, tuple((place - chunk.start, kept) for place, kept in places.items()))
 
     def _zeros(self) -> Tensor:
         return torch.zeros(self._size, dtype=torch.float32, device=self._device)

@@ -61,11 +61,14 @@ class Checkpoints:
             saves.append((at * self._size, tuple(pages)))
         return tuple(reversed(saves))
 
-    def end(self, seq: Sequence, chunk: Chunk, *, is_kept: bool) -> None:
-        """Publish the checkpoints that a computed chunk has left, or free their pages; release what it has read."""
+    def end(self, seq: Sequence, chunk: Chunk, num_tokens: int) -> None:
+        """Publish the checkpoints that a computed chunk has left, or free their pages; release what it has read.
+
+        What is behind `num_tokens` of the sequence has failed, or is of drafts that were rejected.
+        """
         for position, pages in chunk.saves:
             at = position // self._size
-            if is_kept and at <= len(seq.block_hashes) and not self._exists(seq, at):
+            if position <= num_tokens and at <= len(seq.block_hashes) and not self._exists(seq, at):
                 self._publish(seq, at, pages)
             self._pool.release(pages, seq.request.retention)
         self._pool.release(chunk.state, seq.request.retention)

@@ -151,7 +151,11 @@ class KVCache:
         They are held until `checkpoints.end`.
         """
         state, seq.state = seq.state, ()
-        return state, self.checkpoints.allocate(seq, start, end) if self.writes(seq) else ()
+        return state, self.saves(seq, start, end)
+
+    def saves(self, seq: Sequence, start: int, end: int) -> Saves:
+        """Return the places in `[start, end)`, in tokens, where a state is kept, and blocks for it."""
+        return self.checkpoints.allocate(seq, start, end) if self.checkpoints.num_pages and self.writes(seq) else ()
 
     def publish(self, seq: Sequence) -> None:
         """Publish blocks that are now full and computed. Call only after the forward pass has returned."""

@@ -45,7 +45,7 @@ class InFlight:
         """Begin a step."""
         self._steps.append(StepInFlight(entries))
         for row, (seq, chunk) in enumerate(entries):
-            seq.num_scheduled_tokens += len(chunk.token_ids) - max(chunk.num_logits - 1, 0)
+            seq.num_scheduled_tokens += chunk.num_known
             seq.pending_row = row if chunk.num_logits else None
 
     def allows_plan(self) -> bool:
@@ -76,7 +76,7 @@ class InFlight:
         step = self._steps.pop(0)
         for seq, chunk in step.entries:
             if is_current(seq, chunk):
-                seq.num_scheduled_tokens -= len(chunk.token_ids) - max(chunk.num_logits - 1, 0)
+                seq.num_scheduled_tokens -= chunk.num_known
                 if not seq.num_scheduled_tokens:
                     seq.pending_row = None  # else it is a row of the step behind this one
         return step

@@ -72,9 +72,9 @@ class Scheduler:
         self.transfers = Transfers(self.cache, store)
         self.trust = Trust(self.cache, self.transfers, self.admission)
         self.speculation: Speculation | None = None
-        assert config.speculation is None or not config.state_pages, "a rejected draft would stay in the state"
         if config.speculation is not None:
-            self.speculation = Speculation(config.speculation, self.cache, limits.max_model_len)
+            most = config.max_draft_tokens
+            self.speculation = Speculation(config.speculation, self.cache, limits.max_model_len, max_draft_tokens=most)
         self.in_flight = InFlight(self.cache, limits.max_model_len)
         self.accounting = TokenAccounting(self.cache, self.transfers, self.prefixes.is_warming)
         self.counters = self.accounting.counters
@@ -175,7 +175,8 @@ class Scheduler:
             elif row.error is not None and row.error.kind is RowErrorKind.NON_FINITE:
                 self.pool.distrust(self._written(chunk))
             if chunk.saves or chunk.state:
-                self.cache.checkpoints.end(seq, chunk, is_kept=row.error is None)
+                num_computed = chunk.start + chunk.num_known + chunk.num_accepted(row.token_ids)
+                self.cache.checkpoints.end(seq, chunk, 0 if row.error is not None else num_computed)
         self.in_flight.free(step)
         return outputs
 
@@ -414,7 +415,9 @@ class Scheduler:
             end = chunk.start + len(chunk.token_ids)
             if not self.cache.extend(seq, NO_HIT, end + len(draft)):
                 draft = draft[: len(seq.block_ids) * self.block_size - end]
-            planned[index] = seq, chunk._replace(token_ids=chunk.token_ids + draft, num_logits=1 + len(draft))
+            saves = chunk.saves + self.cache.saves(seq, end, end + len(draft))
+            tokens = chunk.token_ids + draft
+            planned[index] = seq, chunk._replace(token_ids=tokens, num_logits=1 + len(draft), saves=saves)
 
     # ------------------------------------------------------------------------------------------------- tenants
 
@@ -466,7 +469,7 @@ class Scheduler:
 
     def _learn(self, planned: list[tuple[Sequence, Chunk]], elapsed: float) -> None:
         """Update the compute rate (the rule of transfers.py) and the step durations."""
-        lengths = [len(chunk.token_ids) - max(chunk.num_logits - 1, 0) for _, chunk in planned]
+        lengths = [chunk.num_known for _, chunk in planned]
         num_tokens = sum(lengths)
         num_decodes = sum(1 for _, chunk in planned if chunk.start >= chunk.num_prompt_tokens)
         self.transfers.rate.learn(num_tokens, num_tokens - num_decodes, elapsed)
@@ -484,7 +487,7 @@ class Scheduler:
         assert bool(row.token_ids) == bool(chunk.num_logits), f"{chunk.num_logits} due, {len(row.token_ids)} came"
         breakdown: PromptTokenBreakdown | None = None
         reason: FinishReason | None = None
-        num_drafts = max(chunk.num_logits - 1, 0)
+        num_drafts = chunk.num_drafts
         if row.token_ids:
             if len(seq.token_ids) == chunk.num_prompt_tokens:
                 breakdown = self.accounting.close(seq)
@@ -492,7 +495,7 @@ class Scheduler:
         elif not seq.request.sampling.max_tokens and chunk.start + len(chunk.token_ids) == len(seq.token_ids):
             breakdown, reason = self.accounting.close(seq), FinishReason.LENGTH
         num_accepted = self._num_accepted(seq, chunk, row.token_ids) if num_drafts else 0
-        seq.num_computed_tokens += len(chunk.token_ids) - num_drafts + num_accepted
+        seq.num_computed_tokens += chunk.num_known + num_accepted
         if seq.recompute is None:
             self.cache.publish(seq)
         elif self.trust.row_passed(seq):
@@ -529,20 +532,14 @@ class Scheduler:
         return row, reason
 
     def _num_accepted(self, seq: Sequence, chunk: Chunk, token_ids: tuple[int, ...]) -> int:
-        """Return the number of leading draft tokens that are now tokens of the sequence, and count them.
-
-        Its last token does not count: it is to be computed for the logits behind it.
-        """
-        drafts = chunk.token_ids[1 - chunk.num_logits :]
-        num = 0
-        while num < min(len(drafts), len(token_ids) - 1) and drafts[num] == token_ids[num]:
-            num += 1
+        """Return the number of leading draft tokens that are now tokens of the sequence, and count them."""
+        num = chunk.num_accepted(token_ids)
         self.counters.num_drafts += 1
-        self.counters.num_draft_tokens += len(drafts)
+        self.counters.num_draft_tokens += chunk.num_drafts
         self.counters.num_accepted_tokens += num
         self.counters.forced_tokens += len(token_ids) - 1 - num
         assert self.speculation is not None
-        self.speculation.verified(seq, len(drafts), num)
+        self.speculation.verified(seq, chunk.num_drafts, num)
         return num
 
     def _row_failed(self, seq: Sequence, chunk: Chunk, row: Row, kind: RowErrorKind) -> Output | None:

@@ -42,11 +42,15 @@ class _Drafting:
 class Speculation:
     """The drafts of one scheduler's sequences."""
 
-    def __init__(self, config: SpeculationConfig, cache: KVCache, max_model_len: int) -> None:
+    def __init__(
+        self, config: SpeculationConfig, cache: KVCache, max_model_len: int, *, max_draft_tokens: int = 0
+    ) -> None:
+        """`max_draft_tokens` is the limit of one step, 0 for none."""
         self.cost = DecodeCost()
         self._config = config
         self._cache = cache
         self._max_model_len = max_model_len
+        self._max_draft_tokens = max_draft_tokens
         self._num_enterable = 0  # tokens that may still be indexed in this step
         self._states: dict[str, _Drafting] = {}  # by request id
         self._domains: OrderedDict[tuple[bytes, str | None], Acceptance] = OrderedDict()  # by domain and adapter
@@ -55,6 +59,7 @@ class Speculation:
     def drafts(self, planned: Iterable[tuple[Sequence, int]], budget: int) -> "dict[str, array[int]]":
         """Return drafts by request id, of `budget` tokens at most, for the sequences of a step that decode."""
         num_decodes, self._num_enterable = 0, ENTERED_PER_STEP
+        budget = min(budget, self._max_draft_tokens or budget)
         found: list[tuple[Sequence, _Drafting, Draft]] = []
         for seq, n in planned:
             if seq.num_computed_tokens + n < len(seq.token_ids) or len(seq.token_ids) == len(seq.request.prompt):
