@@ -111,8 +111,7 @@ def build_engine(
     if on_cpu:
         measure_steps(runner, scheduler.step_times, max_tokens=max_model_len)
         if scheduler.speculation is not None:
-            cost = scheduler.speculation.cost
-            measure_drafts(runner, cost, max_tokens=max_model_len, state_pages=state_pages)
+            measure_drafts(runner, scheduler.speculation.cost, max_tokens=max_model_len, state_pages=state_pages)
     trim()  # gives back what loading has freed: a third of a GiB for a model of 0.6B
     info = EngineInfo(
         model=str(folder),
@@ -174,8 +173,7 @@ def _load(
     if max_model_len > loaded.max_model_len:
         raise ConfigError(f"max_model_len is {max_model_len}, but the model supports {loaded.max_model_len} positions")
     num_states = _num_states(options) if loaded.model.state_size else 0
-    if num_states:
-        states = f"{num_states} states of {format_bytes(loaded.state_bytes)}"
+    if states := num_states and f"{num_states} states of {format_bytes(loaded.state_bytes)}":
         print(
             f"{loaded.architecture} has recurrent layers: {states} are held for --max-num-seqs {options.max_num_seqs} "
             "and drafts, and one for each place in the prefix cache where a hit can end",

@@ -46,7 +46,7 @@ class ComputeRate:
 
 
 class Wanted(NamedTuple):
-    """What only the store has and a sequence could use: its blocks by index, or pages of a checkpoint behind one.
+    """Pieces that only the store has and a sequence could use: blocks by index, or pages of a checkpoint behind one.
 
     With recurrent layers these are a checkpoint, whose pages come first, and the blocks before it that are missing.
     """
