@@ -21,6 +21,7 @@ from headstart.core.request import CacheMode, Request, Retention, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
+from headstart.core.speculation.speculation_config import SpeculationConfig
 from headstart.model.model_runner import ModelRunner
 from headstart.model.weights.model_loader import load_model
 
@@ -47,6 +48,10 @@ class Tally:
     runs_with_loads: int = 0
     troubles: int = 0  # loads that the store or its double let fail
     corrupt: int = 0  # of what was on disk
+    states_read: int = 0  # chunks that began from a state of the pool
+    dropped: int = 0  # blocks and pages that were evicted at random
+    aborts: int = 0
+    accepted: int = 0  # tokens of drafts
     overwritten: int = 0  # blocks that were not written in time
 
     def add(self, other: "Tally") -> None:
@@ -61,6 +66,7 @@ class Tally:
         self.adoptions += stats.counters.num_adoptions
         self.pinned_tokens += stats.counters.pinned_tokens
         self.store_tokens += stats.counters.store_tokens
+        self.accepted += stats.counters.num_accepted_tokens
 
 
 class Reference:
@@ -90,10 +96,14 @@ class Reference:
 
 
 class EngineUnderTest:
-    """Engines over one loaded checkpoint, each with its own pool."""
+    """Engines over one loaded checkpoint, each with its own pool. With `drafts` some of them guess tokens."""
 
-    def __init__(self, folder: Path) -> None:
-        self.loaded = load_model(folder, dtype="float32", device="cpu")
+    def __init__(self, folder: Path, drafts: SpeculationConfig | None = None) -> None:
+        self.loaded, self.drafts = load_model(folder, dtype="float32", device="cpu"), drafts
+
+    def state_pages(self, block_size: int) -> int:
+        """The blocks that a recurrent state takes."""
+        return -(-self.loaded.state_bytes // (block_size * self.loaded.kv_bytes_per_token))
 
     def build(
         self, num_blocks: int, block_size: int, *, caching: bool, budget: int, max_seqs: int = 8, careless: bool = False
@@ -102,7 +112,12 @@ class EngineUnderTest:
         limits = Limits(max_batched_tokens=max(budget, max_seqs), max_seqs=max_seqs, max_model_len=256)
         scheduler = Scheduler(
             SchedulerConfig(
-                num_blocks, block_size, limits, model=self.loaded.fingerprint, enable_prefix_caching=caching
+                num_blocks,
+                block_size,
+                limits,
+                model=self.loaded.fingerprint,
+                enable_prefix_caching=caching,
+                state_pages=self.state_pages(block_size),
             )
         )
         for _ in range(200 * careless):
@@ -134,6 +149,8 @@ class EngineUnderTest:
                 lpm_k=rng.randint(1, 4),
                 eviction_policy=rng.choice(["2q", "2q", "lru"]),
                 tenant_floor=rng.choice([0.0, 0.3]),
+                state_pages=self.state_pages(block_size),
+                speculation=self.drafts and rng.choice([self.drafts, None]),
             ),
             store=opened,
         )
@@ -240,7 +257,7 @@ def compare_everything(folder: Path, seed: int, num_requests: int, num_tokens: i
     rng, tally = Random(seed), Tally(requests=num_requests)
     reference, under_test = Reference(folder), EngineUnderTest(folder)
     prompts = thicket(rng, num_requests)
-    block_size, num_blocks, pins = cramped(rng, prompts, num_tokens)
+    block_size, num_blocks, pins = cramped(rng, prompts, num_tokens, under_test.state_pages)
     engine = under_test.build_everything(num_blocks, block_size, rng)
     pin(engine, pins)
     requests = [any_request(f"r{i}", prompt, num_tokens, rng) for i, prompt in enumerate(prompts)]
@@ -287,14 +304,17 @@ def run_overtaken(engine: Engine, prompt: list[int], num: int, tally: Tally) -> 
     return tokens
 
 
-def cramped(rng: Random, prompts: list[list[int]], num_tokens: int) -> tuple[int, int, list[tuple[list[int], str]]]:
+def cramped(
+    rng: Random, prompts: list[list[int]], num_tokens: int, state_pages: Callable[[int], int] = lambda _: 0
+) -> tuple[int, int, list[tuple[list[int], str]]]:
     """A block size, the blocks of a pool of one to three requests and the pins, and these: prompt and tenant."""
     block_size = rng.choice([4, 4, 16])
     pins = [(rng.choice(prompts), rng.choice(["", "a"])) for _ in range(2)]
     pins = [(prompt, tenant) for prompt, tenant in pins if len(prompt) >= block_size]
-    pinned = sum(len(prompt) // block_size for prompt, _ in pins)
+    pinned = sum(len(prompt) // block_size + state_pages(block_size) for prompt, _ in pins)
     needed = -(-(60 + num_tokens) // block_size)
     num_blocks = 1 + max(rng.choice([1, 2, 3]) * needed + pinned, 2 * pinned + 2) + rng.randint(0, 6)
+    num_blocks += rng.choice([1, 2, 6]) * state_pages(block_size) if state_pages(block_size) else 0
     return block_size, num_blocks, pins
 
 

@@ -46,7 +46,8 @@ class Fleet:
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        self.block_size, self.num_blocks, self.pins = cramped(self.rng, self.prompts, self.num_tokens)
+        pages = self.under_test.state_pages
+        self.block_size, self.num_blocks, self.pins = cramped(self.rng, self.prompts, self.num_tokens, pages)
         self.stores: list[FickleStore] = []
         self.engines = [self.build() for _ in range(self.rng.choice([1, 2]))]
         self.owners: dict[str, Engine] = {}  # of requests under way
