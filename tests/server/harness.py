@@ -125,7 +125,7 @@ def spawn(command: list[str], log_path: Path, *, truly: bool = False) -> Iterato
 
 
 def _modules(command: list[str]) -> tuple[str, ...] | None:
-    """What the process of that command imports, None if it is no server that is forked."""
+    """Modules that the process of that command imports, None if it is no server that is forked."""
     match command[1:4]:
         case ["-c", code, *_] if code == _RUN_FAKE:
             return fork_server.FAKE
