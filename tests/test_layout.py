@@ -197,7 +197,6 @@ def splinters(sources: Mapping[str, str], others: Mapping[str, str]) -> set[str]
 
 KNOWN_SPLINTERS: set[str] = {
     "anthropic/message_diagnostics.py",
-    "bench/cli/bench_cli.py",
     "config/config_tables.py",
     "core/grammars.py",
     "core/sched/queued_block_refs.py",

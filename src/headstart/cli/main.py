@@ -1,8 +1,8 @@
 """The command line: `headstart serve | route | generate | simulate | plan | bench | ...`.
 
-This module only assembles the verbs. The command line is the only code that reads argv and environment. Verbs import
-what they need when they run: --help stays fast, and thread settings are made before torch is imported. A usage error is
-one line on stderr and exit code 2.
+This module only assembles the verbs. The command line is the only code that reads argv and environment. The module of a
+verb is imported when the verb is named, and what it needs when it runs: --help stays fast, and thread settings are made
+before torch is imported. A usage error is one line on stderr and exit code 2.
 """
 
 import os

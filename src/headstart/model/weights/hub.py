@@ -149,7 +149,7 @@ def _network_error(errors: Any) -> type[Exception]:
     return errors.HfHubHTTPError.__mro__[1]
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: Any) -> str:
     """Return the message of the first error in a chain of wrapped errors."""
     while error.__cause__ is not None:
         error = error.__cause__
