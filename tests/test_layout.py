@@ -46,7 +46,7 @@ BUDGETS = {
     "sim": Budget(("sim",), 2_900, 2_900),
     "all": Budget(("",), 75_240, 58_900),
 }
-REST = Budget(("",), 11_450, 8_800)  # what no other budget but that of all includes
+REST = Budget(("",), 11_480, 8_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
 
 
@@ -197,7 +197,6 @@ def splinters(sources: Mapping[str, str], others: Mapping[str, str]) -> set[str]
 
 KNOWN_SPLINTERS: set[str] = {
     "anthropic/message_diagnostics.py",
-    "bench/cli/bench_cli.py",
     "config/config_tables.py",
     "core/grammars.py",
     "core/sched/queued_block_refs.py",

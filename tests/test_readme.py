@@ -18,7 +18,7 @@ ADDRESS = "http://127.0.0.1:8000"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
     command = [sys.executable, "-m", "headstart", "serve", "--port", "0", "--num-blocks", "256"]
-    with spawn(command, tmp_path_factory.mktemp("server") / "log") as started:
+    with spawn(command, tmp_path_factory.mktemp("server") / "log", truly=True) as started:
         yield started.wait_ready()
 
 

@@ -84,9 +84,18 @@ def test_help_of_init_model_names_every_shape(capsys: pytest.CaptureFixture[str]
     assert [name for name in SHAPES if name not in shown] == []
 
 
-def test_help_does_not_load_torch() -> None:
-    command = "from headstart.cli.main import main; main(['serve', '--help'])"
-    code = f"import sys; {command}; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize(
+    ("words", "spared"),
+    [
+        (["serve", "--help"], {"torch", "headstart.server.app", "headstart.cli.store", "headstart.http.web_pages"}),
+        (["--version"], {"torch", "headstart.cli.serve", "headstart.cli.store", "rich.console"}),
+        (["serve", "/no/such/model"], {"torch", "huggingface_hub", "headstart.server.app"}),
+    ],
+)
+def test_a_verb_loads_what_it_needs(words: list[str], spared: set[str]) -> None:
+    code = (
+        f"import sys; from headstart.cli.main import main; main({words}); sys.exit(bool({spared} & {{*sys.modules}}))"
+    )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=300).returncode == 0
 
 

@@ -140,7 +140,7 @@ def test_one_command_serves_a_model_twice_behind_a_router(tmp_path: Path) -> Non
     )
     command = [sys.executable, "-m", "headstart", "serve", str(model), "--port", "0"]
     command += ["--config", str(tmp_path / "headstart.toml")]
-    with spawn(command, tmp_path / "log") as server:
+    with spawn(command, tmp_path / "log", truly=True) as server:
         found = wait_for(lambda: re.search(r"(http://[^\s\"]+?)/v1", server.log) or server.process.poll())
         assert isinstance(found, re.Match), server.log  # the first address there is, as a script would find it
         server.url = found[1]

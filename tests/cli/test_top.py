@@ -134,7 +134,7 @@ def test_which_processes_serve(words: list[str], verb: str | None) -> None:
 def test_top_and_ps_find_a_running_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = init_model("tiny", tmp_path / "tiny", std=0.2, dtype="float32", progress=False)
     words = [sys.executable, "-m", "headstart", "serve", str(model), "--port", "0", "--num-blocks", "64"]
-    with spawn([*words, "--heartbeat-timeout", "600"], tmp_path / "log") as server:
+    with spawn([*words, "--heartbeat-timeout", "600"], tmp_path / "log", truly=True) as server:  # found by its words
         server.wait_ready()
         server.post("/v1/completions", json={"prompt": "the fox and the river " * 8, "max_tokens": 1})
         assert main(["top", "--once", "--url", server.url]) == 0

@@ -34,10 +34,10 @@ def server(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 @pytest.fixture(scope="session")
 def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """`headstart serve` as users run it: the command line, the real engine, a tiny random model."""
+    """`headstart serve` as users run it, truly started: the command line, the real engine, a tiny random model."""
     room = tmp_path_factory.mktemp("real")
     model = init_model("tiny", room / "tiny", std=0.2, dtype="float32", progress=False)
     sizes = ["--num-blocks", "512", "--max-model-len", "1024"]
     options = ["--port", "0", *sizes, "--heartbeat-timeout", "600"]  # other processes may use all cores for a while
-    with spawn([sys.executable, "-m", "headstart", "serve", str(model), *options], room / "log") as running:
+    with spawn([sys.executable, "-m", "headstart", "serve", str(model), *options], room / "log", truly=True) as running:
         yield running.wait_ready()

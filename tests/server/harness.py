@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from server import fork_server
 from server.fake_engine import build_fake
 
 from headstart.config.options import EngineOptions, ServerOptions
@@ -47,7 +48,7 @@ sys.exit(serve(build_fake, EngineOptions(model=sys.argv[1]), ServerOptions(**opt
 class Server:
     """A running server process; its stderr goes to a file."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", log_path: Path) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes] | fork_server.Forked", log_path: Path) -> None:
         self.process = process
         self.log_path = log_path
         self.url = ""
@@ -99,8 +100,11 @@ def wait_for(probe: Any) -> Any:
 
 
 @contextmanager
-def spawn(command: list[str], log_path: Path) -> Iterator[Server]:
-    """Starts a process that serves, and kills it at the end if it still runs."""
+def spawn(command: list[str], log_path: Path, *, truly: bool = False) -> Iterator[Server]:
+    """Starts a process that serves, and kills it at the end if it still runs.
+
+    A server or router that tests start often is forked from a process that has imported it already, unless `truly`.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(
@@ -108,13 +112,31 @@ def spawn(command: list[str], log_path: Path) -> Iterator[Server]:
         ).rstrip(os.pathsep),
     }
     with log_path.open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        modules = None if truly else _modules(command)
+        process = modules and fork_server.fork(command[1:], environment, log, modules)
+        if process is None:
+            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
         yield Server(process, log_path)
     finally:
         if process.poll() is None:
             process.kill()
         process.wait()
+
+
+def _modules(command: list[str]) -> tuple[str, ...] | None:
+    """Modules that the process of that command imports, None if it is no server that is forked."""
+    match command[1:4]:
+        case ["-c", code, *_] if code == _RUN_FAKE:
+            return fork_server.FAKE
+        case ["-m", "headstart", "route"]:
+            return fork_server.FAKE
+        case ["-m", "headstart", "serve"]:
+            return fork_server.REAL
+        case ["-c", code, "serve"] if "server.patient" in code:
+            return fork_server.REAL
+        case _:
+            return None
 
 
 def fake_command(model: str, *, constants: dict[str, float] | None = None, **options: Any) -> list[str]:

@@ -1,52 +1,99 @@
 """The command line: `headstart serve | route | generate | simulate | plan | bench | ...`.
 
-This module only assembles the verbs. The command line is the only code that reads argv and environment. Verbs import
-what they need when they run: --help stays fast, and thread settings are made before torch is imported. A usage error is
-one line on stderr and exit code 2.
+This module only assembles the verbs. The command line is the only code that reads argv and environment. The module of a
+verb is imported when the verb is named, and what it needs when it runs: --help stays fast, and thread settings are made
+before torch is imported. A usage error is one line on stderr and exit code 2.
 """
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperGroup
 
 from headstart import __version__
-from headstart.bench.cli.bench_cli import app as bench
-from headstart.cli import explain, generate, init_model_verb, route, serve
-from headstart.cli.doctor_verb import doctor
 from headstart.cli.help_text import GroupedCommand, usage_message
-from headstart.cli.lint import lint_verb
-from headstart.cli.live import ps_verb, top_verb
-from headstart.cli.prefix import app as prefix
-from headstart.cli.simulation import plan_verb
-from headstart.cli.simulation.simulate_verb import app as simulate
-from headstart.cli.store import app as store
 from headstart.config.config_file import DEBUG_VARIABLE
 from headstart.core.errors import HeadstartError
 from headstart.http.logs import printable
 
+
+class Verb(NamedTuple):
+    """Where a verb is defined: a function, or `app`, a group of verbs. Imported when the verb is looked up."""
+
+    module: str
+    name: str = "app"
+    short_help: str | None = None
+
+    def command(self, verb: str) -> Any:
+        """Import the module and return the command."""
+        module = import_module(self.module)
+        found = getattr(module, self.name)
+        if self.name != "app":
+            alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+            alone.command(verb, cls=GroupedCommand, epilog=getattr(module, "EXAMPLES", None))(found)
+            return typer.main.get_command(alone)
+        group = typer.main.get_group(found)
+        group.name, group.short_help = verb, self.short_help
+        return group
+
+
+VERBS = {
+    "serve": Verb("headstart.cli.serve", "serve"),
+    "route": Verb("headstart.cli.route", "route"),
+    "generate": Verb("headstart.cli.generate", "generate"),
+    "doctor": Verb("headstart.cli.doctor_verb", "doctor"),
+    "init-model": Verb("headstart.cli.init_model_verb", "init_model"),
+    "explain": Verb("headstart.cli.explain", "explain"),
+    "top": Verb("headstart.cli.live.top_verb", "top"),
+    "ps": Verb("headstart.cli.live.ps_verb", "ps"),
+    "lint": Verb("headstart.cli.lint.lint_verb", "lint"),
+    "plan": Verb("headstart.cli.simulation.plan_verb", "plan"),
+    "simulate": Verb(
+        "headstart.cli.simulation.simulate_verb", short_help="Simulate a fleet in virtual time, on recorded traffic."
+    ),
+    "bench": Verb("headstart.bench.cli.bench_cli"),
+    "prefix": Verb("headstart.cli.prefix", short_help="Show and change the pinned prefixes of a running server."),
+    "store": Verb("headstart.cli.store"),
+}
+
+
+class _Commands(Mapping[str, Any]):
+    """The commands of VERBS by name, each made when it is looked up: a start takes the imports of one verb."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, verb: str) -> Any:
+        if verb not in self._made:
+            self._made[verb] = VERBS[verb].command(verb)
+        return self._made[verb]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(VERBS)
+
+    def __len__(self) -> int:
+        return len(VERBS)
+
+
+class _Verbs(TyperGroup):
+    """The group of all verbs."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands: Any = _Commands()
+
+
 app = typer.Typer(
+    cls=_Verbs,
     help="Serve language models without ever computing the same prefix twice. Start with: headstart serve",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(cls=GroupedCommand, epilog=serve.EXAMPLES)(serve.serve)
-app.command(cls=GroupedCommand, epilog=route.EXAMPLES)(route.route)
-app.command(cls=GroupedCommand, epilog=generate.EXAMPLES)(generate.generate)
-app.command(cls=GroupedCommand)(doctor)
-app.command("init-model", cls=GroupedCommand, epilog=init_model_verb.EXAMPLES)(init_model_verb.init_model)
-app.command(cls=GroupedCommand, epilog=explain.EXAMPLES)(explain.explain)
-app.command(cls=GroupedCommand, epilog=top_verb.EXAMPLES)(top_verb.top)
-app.command(cls=GroupedCommand)(ps_verb.ps)
-app.command(cls=GroupedCommand, epilog=lint_verb.EXAMPLES)(lint_verb.lint)
-app.command(cls=GroupedCommand, epilog=plan_verb.EXAMPLES)(plan_verb.plan)
-app.add_typer(simulate, name="simulate", short_help="Simulate a fleet in virtual time, on recorded traffic.")
-app.add_typer(bench, name="bench")
-app.add_typer(prefix, name="prefix", short_help="Show and change the pinned prefixes of a running server.")
-app.add_typer(store, name="store", short_help="Inspect, check and clear a folder of stored blocks.")
 _USAGE_ERROR = typer.BadParameter.__mro__[1]  # base class of all usage errors
 
 

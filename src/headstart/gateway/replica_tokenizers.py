@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
+import huggingface_hub
 
 from headstart.bundled import BUNDLED_NAME, bundled_model
 from headstart.bundled.packaged_models import present_model
@@ -57,7 +57,7 @@ def _folder(name: str) -> Path | None:
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         return None
     try:
-        cached = try_to_load_from_cache(name, FILE_NAME)
+        cached = huggingface_hub.try_to_load_from_cache(name, FILE_NAME)
     except ValueError:  # no hub id
         return None
     return Path(cached).parent if isinstance(cached, str) else None
