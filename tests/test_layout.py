@@ -40,11 +40,11 @@ BUDGETS = {
     "router": Budget(("router",), 4_000, 4_100),
     "gateway": Budget(("gateway",), 11_150, 9_200),
     "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 15_000, 10_100),
-    "HTTP, server, engine": Budget(("http", "server", "llm.py", "assembly.py", "engine_checks.py"), 8_760, 7_500),
+    "HTTP, server, engine": Budget(("http", "server", "llm.py", "assembly.py", "engine_checks.py"), 8_770, 7_500),
     "live page": Budget(("page",), 300, 300),
     "store": Budget(("store",), 3_300, 2_300),
     "sim": Budget(("sim",), 2_900, 2_900),
-    "all": Budget(("",), 75_040, 58_900),
+    "all": Budget(("",), 75_160, 58_900),
 }
 REST = Budget(("",), 11_450, 8_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
