@@ -22,7 +22,7 @@ from headstart.server.kv_events.kv_event_publisher import parse_kv_events_config
 from headstart.store.tiers.tier import places, read_shared_secret
 
 MIN_STORE_BYTES = 64 * 2**20
-UNSTORED_SECONDS = 0.6  # of computing in flight, which a kill loses; writing takes some more
+UNSTORED_SECONDS = 0.4  # of computing in flight, which a kill loses; writing takes some more
 ENGINE_PACKAGES = ("torch", "transformers", "safetensors")  # the extra [engine]
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
 

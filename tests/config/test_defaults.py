@@ -24,10 +24,10 @@ def test_the_limits_of_default_options_are_the_default_limits() -> None:
     ("seconds", "on_cpu", "bound"),
     [
         (None, True, MaxStepTime()),
-        (None, False, MaxStepTime(0.3)),
-        (0.0, True, MaxStepTime(0.6)),
-        (0.0, False, MaxStepTime(0.3)),
-        (5.0, True, MaxStepTime(0.6)),
+        (None, False, MaxStepTime(0.2)),
+        (0.0, True, MaxStepTime(0.4)),
+        (0.0, False, MaxStepTime(0.2)),
+        (5.0, True, MaxStepTime(0.4)),
         (0.1, False, MaxStepTime(0.1)),
     ],
 )

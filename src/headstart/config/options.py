@@ -169,7 +169,7 @@ class EngineOptions:
         None,
         "Longest step with prompt tokens, in seconds, so that running requests keep decoding; 0: unbounded "
         "(default: 6 x a decode step, 0.03 to 0.3, on a CPU; unbounded on a GPU, and in headstart.LLM). With "
-        "--kv-store at most 0.6, on a GPU 0.3: a kill loses the steps in flight.",
+        "--kv-store at most 0.4, on a GPU 0.2: a kill loses the steps in flight.",
         SCHEDULING,
         minimum=0,
     )
