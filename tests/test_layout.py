@@ -35,7 +35,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "core": Budget(("core",), 6_880, 6_000),
+    "core": Budget(("core",), 6_800, 6_000),
     "model": Budget(("model",), 11_800, 8_000),
     "router": Budget(("router",), 4_000, 4_100),
     "gateway": Budget(("gateway",), 11_150, 9_200),

@@ -240,25 +240,6 @@ def promises_of_a_failed_load_stay() -> None:
     Transfers._forget = planted  # type: ignore[method-assign]
 
 
-def a_met_load_outlives_its_sequence() -> None:
-    Transfers.finished = lambda self, seq: None  # type: ignore[method-assign]
-
-
-def blocks_are_published_before_those_in_front_of_them() -> None:
-    def planted(self: Transfers) -> None:
-        for load_id, load in list(self._loads.items()):
-            held, load.held = load.held, []
-            self._publish(load, held)
-            if load.is_complete:
-                self._forget(load_id)
-
-    Transfers._publish_held = planted  # type: ignore[method-assign]
-
-
-def what_is_being_loaded_is_computed_too() -> None:
-    Transfers.num_before_load = lambda self, seq, start, num: num  # type: ignore[method-assign]
-
-
 def what_a_failed_row_used_is_loaded_again() -> None:
     Transfers.distrust = lambda self, names: None  # type: ignore[method-assign]
 
@@ -356,9 +337,6 @@ BUGS: dict[str, Callable[[], None]] = {
         the_store_writes_what_is_there_now,
         loaded_blocks_are_cleared,
         promises_of_a_failed_load_stay,
-        a_met_load_outlives_its_sequence,
-        blocks_are_published_before_those_in_front_of_them,
-        what_is_being_loaded_is_computed_too,
         what_a_failed_row_used_is_loaded_again,
         shared_blocks_of_a_failed_row_are_given_up,
         corrupt_shared_blocks_stay,

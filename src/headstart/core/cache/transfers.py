@@ -5,10 +5,6 @@ waits, takes it over once it is published, and costs no other sequence its turn.
 sequence misses and the store has, if the expected load time is less than the time to compute them, both as measured on
 this machine; cancel if it takes much longer than expected. Data arrive outside the pool and get blocks only when they
 are complete and verified, so a hanging disk holds nothing but the promise, and that only until its deadline.
-
-Where loading takes long and no other prompt waits, load and computing meet: the sequence computes the front of the run
-while the rest is loaded, so that both end at about the same time (after Cake, arXiv 2410.03065). Blocks that arrive
-before the block in front of them is published are held back until it is, so chains are published in order.
 """
 
 from collections.abc import Iterable
@@ -22,9 +18,8 @@ from headstart.core.executor import Executor
 from headstart.core.request import Sequence
 
 MAX_LOADS = 8  # of one sequence; after that it computes
-PATIENCE, MEET_PATIENCE = 2.0, 1.25  # times the expected duration, of a load that is waited for, and that is met
+PATIENCE = 2.0  # times the expected duration
 GRACE_SHARE, GRACE_SECONDS = 0.1, 0.05  # minimum patience: this share of the compute time, plus a constant
-MEET_SECONDS = 0.1  # a load that takes longer is met by computing; for a shorter one a step more would not pay
 BLIND_SECONDS = 1.0  # minimum patience while the compute rate is unknown
 FADING_TOKENS = 4096  # prefill tokens over which the measured rate decays
 
@@ -50,18 +45,13 @@ class ComputeRate:
 
 
 class _Load:
-    """Blocks `[index, end)` of one sequence being loaded; `index` advances as they are published.
+    """Blocks `[index, end)` of one sequence being loaded; `index` advances as they arrive."""
 
-    `front`: of those before it that the sequence computes meanwhile; 0: it waits. `held`: blocks that have arrived.
-    """
+    __slots__ = ("deadline", "end", "index", "patience", "seq")
 
-    __slots__ = ("deadline", "end", "front", "held", "index", "is_complete", "renewal", "seq")
-
-    def __init__(self, seq: Sequence, index: int, end: int, deadline: float, front: int, renewal: float) -> None:
-        self.seq, self.index, self.end, self.deadline, self.front = seq, index, end, deadline, front
-        self.renewal = renewal  # seconds of patience after each arrival, while nothing has been measured; else 0
-        self.held: list[int] = []
-        self.is_complete = False  # nothing more will arrive
+    def __init__(self, seq: Sequence, index: int, end: int, patience: float, now: float) -> None:
+        self.seq, self.index, self.end = seq, index, end
+        self.patience, self.deadline = patience, now + patience
 
 
 class Transfers:
@@ -95,8 +85,6 @@ class Transfers:
         store, block_hashes = self._store, seq.block_hashes
         if store is None or index >= len(block_hashes) or seq.num_loads >= MAX_LOADS or not self._cache.reads(seq):
             return 0
-        if any(load.front and load.seq is seq for load in self._loads.values()):
-            return 0  # it computes up to that load
         end = index
         while end < len(block_hashes) and store.contains(block_hashes[end]):
             if self._pool.contains(block_hashes[end]) or block_hashes[end] in self._promised:
@@ -108,43 +96,29 @@ class Transfers:
         """Return whether the pool or the store has a block with this hash. Changes nothing."""
         return self._pool.contains(block_hash) or (self._store is not None and self._store.contains(block_hash))
 
-    def begin(self, seq: Sequence, index: int, num: int, now: float, *, may_meet: bool = False) -> bool:
-        """Begin to load `num` blocks from `index` on, or the last of them, if that is faster than computing all.
-
-        Return whether the sequence is to wait; it computes the rest if it `may_meet` the load.
-        """
+    def begin(self, seq: Sequence, index: int, num: int, now: float) -> bool:
+        """Begin to load `num` blocks from `index` on if that is faster than computing; else change nothing."""
         store, cache = self._store, self._cache
         assert store is not None and num > 0
-        front = self._front(seq, index, num) if may_meet else 0
-        expected = store.expected_seconds(num - front, seq.block_hashes[index + front])
+        expected = store.expected_seconds(num, seq.block_hashes[index])
         computing = num * cache.block_size * self.rate.seconds_per_token or inf
         if not expected < computing:
             return False
         grace = BLIND_SECONDS if computing == inf else GRACE_SHARE * computing
-        first, end = index + front, index + num
-        load_id = store.load([cache.key(seq, at) for at in range(first, end)])
-        patience = max((MEET_PATIENCE if front else PATIENCE) * expected, grace) + GRACE_SECONDS
-        self._loads[load_id] = _Load(seq, first, end, now + patience, front, 0.0 if expected else patience)
-        self._promised.update(seq.block_hashes[first:end])
-        self.num_outstanding += end - first
+        block_hashes = seq.block_hashes[index : index + num]
+        load_id = store.load([cache.key(seq, at) for at in range(index, index + num)])
+        patience = max(PATIENCE * expected, grace) + GRACE_SECONDS
+        self._loads[load_id] = _Load(seq, index, index + num, patience, now)
+        self._promised.update(block_hashes)
+        self.num_outstanding += num
         seq.num_loads += 1
-        return not front
-
-    def num_before_load(self, seq: Sequence, start: int, num: int) -> int:
-        """Return how many of the `num` tokens from `start` on come before a block that is being loaded."""
-        if self._promised and self._cache.reads(seq):
-            size, block_hashes = self._cache.block_size, seq.block_hashes
-            for index in range(-(-start // size), min(-(-(start + num) // size), len(block_hashes))):
-                if block_hashes[index] in self._promised:
-                    return index * size - start
-        return num
+        return True
 
     def take_in(self, executor: Executor, now: float) -> None:
         """Publish the blocks that have arrived, so that their sequences find them, and cancel overdue loads."""
         store = self._store
         if store is None:
             return
-        self._publish_held()
         for loaded in store.poll():
             load = self._loads.get(loaded.load_id)
             if load is not None:
@@ -153,12 +127,8 @@ class Transfers:
         for load_id, load in list(self._loads.items()):
             if now > load.deadline:
                 load.seq.num_loads = MAX_LOADS
-                self._drop(load_id, is_late=True)
-
-    def finished(self, seq: Sequence) -> None:
-        """Give up the loads that a finished sequence was to meet: it will not compute up to them."""
-        for load_id in [load_id for load_id, load in self._loads.items() if load.front and load.seq is seq]:
-            self._drop(load_id, is_late=False)
+                store.cancel(load_id, is_late=True)
+                self._forget(load_id)
 
     def wait(self, timeout: float) -> None:
         """Wait for loaded blocks, if any load is in flight."""
@@ -199,9 +169,6 @@ class Transfers:
         """Discard blocks that are or may be corrupt from the store."""
         if self._store is not None and block_hashes:
             self._store.distrust(block_hashes)
-            for load_id, load in list(self._loads.items()):
-                if load.held and not set(load.seq.block_hashes[load.index : load.end]).isdisjoint(block_hashes):
-                    self._drop(load_id, is_late=False)
 
     # ------------------------------------------------------------------------------------------- called by the pool
 
@@ -215,9 +182,7 @@ class Transfers:
         self._offered.discard(block_hash)
 
     def cleared(self) -> None:
-        """Drop the origin of all blocks; what is held goes with the next step."""
-        for load in self._loads.values():
-            load.deadline = -inf if load.held else load.deadline
+        """Drop the origin of all blocks."""
         self._loaded.clear()
         self._offered.clear()
 
@@ -238,42 +203,15 @@ class Transfers:
             executor.zero_blocks(dirty)
         for block, data in zip(blocks, loaded.data, strict=False):
             executor.write_block(block, data)
-        load.held += blocks
-        load.deadline = max(load.deadline, now + load.renewal) if load.renewal else load.deadline
-        load.is_complete = loaded.is_last or len(blocks) < len(loaded.data)
+        self._publish(load, blocks)
+        load.deadline = now + load.patience
         if len(blocks) < len(loaded.data):
             load.seq.num_loads = MAX_LOADS  # out of space: the sequence computes as much as fits
             if not loaded.is_last:
                 self._store.cancel(loaded.load_id, is_late=False)
-        if load.is_complete:
-            self._cut(load, load.index + len(load.held))
-        self._publish_held()
-
-    def _front(self, seq: Sequence, index: int, num: int) -> int:
-        """Return how many of these blocks to compute while the rest is loaded: as many as that takes time for."""
-        assert self._store is not None
-        per_block = self._cache.block_size * self.rate.seconds_per_token
-        block_hashes, expected = seq.block_hashes, self._store.expected_seconds
-        if not per_block or expected(num, block_hashes[index]) <= MEET_SECONDS:
-            return 0
-        least, most = 0, num - 1
-        while least < most:
-            middle = (least + most + 1) // 2
-            if middle * per_block <= expected(num - middle, block_hashes[index + middle]):
-                least = middle
-            else:
-                most = middle - 1
-        return least
-
-    def _publish_held(self) -> None:
-        """Publish blocks that have arrived, if the one before them is published or the load began without a front."""
-        for load_id, load in list(self._loads.items()):
-            if load.front and not self._pool.contains(load.seq.block_hashes[load.index - 1]):
-                continue
-            held, load.held = load.held, []
-            self._publish(load, held)
-            if load.is_complete:
-                self._forget(load_id)
+            self._forget(loaded.load_id)
+        elif loaded.is_last:
+            self._forget(loaded.load_id)
 
     def _allocate(self, seq: Sequence, num: int) -> list[int]:
         """Allocate at most `num` blocks, without evicting blocks that the sequence is about to take over."""
@@ -298,20 +236,7 @@ class Transfers:
                 self._loaded.add(block_hashes[index - start])
         self._pool.release(blocks, seq.request.retention)
 
-    def _cut(self, load: _Load, end: int) -> None:
-        """End a load before block `end`: the blocks from there on are promised no more."""
-        self._promised.difference_update(load.seq.block_hashes[end : load.end])
-        self.num_outstanding -= load.end - end
-        load.end = end
-
-    def _drop(self, load_id: int, *, is_late: bool) -> None:
-        """Cancel and forget a load."""
-        assert self._store is not None
-        if not self._loads[load_id].is_complete:
-            self._store.cancel(load_id, is_late=is_late)
-        self._forget(load_id)
-
     def _forget(self, load_id: int) -> None:
         load = self._loads.pop(load_id)
-        self._cut(load, load.index)
-        self._pool.release(load.held)
+        self._promised.difference_update(load.seq.block_hashes[load.index : load.end])
+        self.num_outstanding -= load.end - load.index

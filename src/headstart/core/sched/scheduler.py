@@ -82,7 +82,6 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._num_arrivals = 0
         self._now = 0.0
-        self._num_prompts = 0  # sequences that have prompt tokens to compute, when the step was planned
         self._drains = False  # the next plan may preempt, so nothing may be in flight
         self._finished: list[str] = []  # ids whose state the executor may drop
 
@@ -188,8 +187,7 @@ class Scheduler:
         if shares:
             decodes = Counter(seq.request.tenant for seq in running if is_decode(seq))
             num_decodes = sum(min(num, shares[tenant].num_rows) for tenant, num in decodes.items())
-        self._num_prompts = len(self._sequences) - total
-        most = self.step_times.max_prompt_tokens(num_decodes, self._num_prompts)
+        most = self.step_times.max_prompt_tokens(num_decodes, len(self._sequences) - total)
         plan = Plan(self.limits, self.block_size, num_decodes=num_decodes, max_prompt_tokens=most, shares=shares)
         preempted = self._plan_running(plan, running)
         if self.waiting and not self._drains and not (preempted and plan.entries):
@@ -219,7 +217,7 @@ class Scheduler:
                 index = hit.start_block + len(hit.block_ids) or start // self.block_size
                 if self._is_promised(plan, seq, index) or self._is_loading(seq, hit, index):
                     continue
-            n = self.transfers.num_before_load(seq, start, plan.chunk_len(seq, start, alone=alone))
+            n = plan.chunk_len(seq, start, alone=alone)
             while n and not self.cache.extend(seq, hit, start + n, last_resort=len(self.running) == 1):
                 if self.in_flight:
                     self._drains = True
@@ -304,16 +302,14 @@ class Scheduler:
         if not num:
             return False
         if reserved is None:
-            fits, may_meet = num + transfers.num_outstanding <= self.cache.num_available(seq, hit), False
+            fits = num + transfers.num_outstanding <= self.cache.num_available(seq, hit)
         else:
             fits = self._fits(seq, hit, reserved)
-            may_meet = self._num_prompts == 1 and self._fits(seq, hit, reserved, num)  # it runs beside its load
-        return fits and transfers.begin(seq, index, num, self._now, may_meet=may_meet)
+        return fits and transfers.begin(seq, index, num, self._now)
 
     def _admit(self, plan: Plan, seq: Sequence, hit: Hit, reserved: int) -> bool:
         """Admit a waiting sequence and plan its first chunk; otherwise return False and change nothing."""
         n = plan.chunk_len(seq, hit.num_tokens, alone=len(self._sequences) == 1)
-        n = self.transfers.num_before_load(seq, hit.num_tokens, n)
         extra = self._charge_for(hit)
         if not n or (extra and plan.entries and extra + n > plan.budget) or not self._fits(seq, hit, reserved):
             return False
@@ -330,9 +326,9 @@ class Scheduler:
         plan.add(seq, hit.num_tokens, n, writes=self.cache.writes(seq), extra=extra)
         return True
 
-    def _fits(self, seq: Sequence, hit: Hit, reserved: int, loaded: int = 0) -> bool:
-        """Return whether all of it fits beside the reservations of others and the blocks being, or to be, loaded."""
-        coming = self.transfers.num_outstanding + loaded
+    def _fits(self, seq: Sequence, hit: Hit, reserved: int) -> bool:
+        """Return whether all of it fits beside the reservations of others and the blocks being loaded."""
+        coming = self.transfers.num_outstanding
         if coming:  # loads take little time, so this applies even if nothing runs yet
             new = self.cache.num_new_blocks(seq, hit, len(seq.token_ids))
             if new + coming > self.cache.num_available(seq, hit):
@@ -596,7 +592,6 @@ class Scheduler:
     def _finish(self, seq: Sequence) -> None:
         (self.running if seq.status is Status.RUNNING else self.waiting).remove(seq)
         self.tenants.finished(seq, self._now)
-        self.transfers.finished(seq)
         self.in_flight.release(seq)
         self.accounting.finished(seq)
         if self.speculation is not None:
