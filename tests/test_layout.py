@@ -40,7 +40,7 @@ BUDGETS = {
     "router": Budget(("router",), 4_000, 4_100),
     "gateway": Budget(("gateway",), 11_150, 9_200),
     "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 15_000, 10_100),
-    "HTTP, server, engine": Budget(("http", "server", "llm.py", "assembly.py", "engine_checks.py"), 8_760, 7_500),
+    "HTTP, server, engine": Budget(("http", "server", "llm.py", "assembly.py", "engine_checks.py"), 8_770, 7_500),
     "live page": Budget(("page",), 300, 300),
     "store": Budget(("store",), 3_300, 2_300),
     "sim": Budget(("sim",), 2_900, 2_900),

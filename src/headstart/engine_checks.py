@@ -22,6 +22,7 @@ from headstart.server.kv_events.kv_event_publisher import parse_kv_events_config
 from headstart.store.tiers.tier import places, read_shared_secret
 
 MIN_STORE_BYTES = 64 * 2**20
+UNSTORED_SECONDS = 0.4  # of computing in flight, which a kill loses; writing takes some more
 ENGINE_PACKAGES = ("torch", "transformers", "safetensors")  # the extra [engine]
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
 
@@ -128,10 +129,13 @@ def store_bytes(options: EngineOptions) -> int:
 def limits_of(options: EngineOptions, max_model_len: int, *, on_cpu: bool) -> Limits:
     """Return the limits of a step from the options; `max_model_len` limits a sequence.
 
-    On a GPU the duration of a step is unbounded unless --max-step-time sets a bound.
+    On a GPU the duration of a step is unbounded unless --max-step-time sets a bound, or there is a store.
     """
     seconds = options.max_step_time
     is_bounded = seconds > 0 if seconds is not None else on_cpu
+    if options.kv_store is not None and (seconds is not None or not on_cpu):  # a CPU's default is shorter
+        most = UNSTORED_SECONDS / (1 if on_cpu else 2)  # a GPU has two steps in flight
+        seconds, is_bounded = min(seconds or most, most), True
     return Limits(
         max_batched_tokens=options.max_num_batched_tokens,
         max_seqs=options.max_num_seqs,

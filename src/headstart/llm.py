@@ -91,7 +91,8 @@ class LLM:
     def __init__(self, model: str = "", **engine_options: Any) -> None:
         """Load `model`: a folder, GGUF file or hub id (empty: the bundled one). Options: EngineOptions in config/.
 
-        The duration of a step is unbounded unless `max_step_time` is set, since a call returns only when all is done.
+        The duration of a step is unbounded unless `max_step_time` is set, since a call returns only when all is done;
+        with `kv_store` it is at most 0.4 s.
         Raises ConfigError for unknown options and for a model that cannot be served.
         """
         options = _engine_options(model, engine_options)

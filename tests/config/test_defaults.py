@@ -2,9 +2,12 @@
 
 from dataclasses import fields
 
+import pytest
+
 from headstart.config.options import EngineOptions
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler_config import SchedulerConfig
+from headstart.core.sched.step_time import MaxStepTime
 from headstart.engine_checks import limits_of
 
 OPTIONS = {  # of SchedulerConfig, where the option has another name
@@ -15,6 +18,22 @@ OPTIONS = {  # of SchedulerConfig, where the option has another name
 
 def test_the_limits_of_default_options_are_the_default_limits() -> None:
     assert limits_of(EngineOptions(), Limits().max_model_len, on_cpu=False) == Limits()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "on_cpu", "bound"),
+    [
+        (None, True, MaxStepTime()),
+        (None, False, MaxStepTime(0.2)),
+        (0.0, True, MaxStepTime(0.4)),
+        (0.0, False, MaxStepTime(0.2)),
+        (5.0, True, MaxStepTime(0.4)),
+        (0.1, False, MaxStepTime(0.1)),
+    ],
+)
+def test_with_a_store_a_kill_loses_short_steps_only(seconds: float | None, on_cpu: bool, bound: MaxStepTime) -> None:
+    options = EngineOptions(kv_store="/kv", max_step_time=seconds)
+    assert limits_of(options, 4096, on_cpu=on_cpu).max_step_time == bound
 
 
 def test_the_settings_of_a_scheduler_have_the_options_defaults() -> None:

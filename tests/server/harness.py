@@ -78,6 +78,13 @@ class Server:
         self.process.send_signal(signal_number)
         return self.wait()
 
+    def kill(self) -> None:
+        """kill -9 for the server and its engine, both at once."""
+        for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            for child in children.read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+        assert self.stop(signal.SIGKILL) == -signal.SIGKILL
+
     def wait(self) -> int:
         """Waits for its end and returns the exit code."""
         return self.process.wait(PATIENCE)

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,7 @@ from stored import (
     written,
 )
 
-from headstart.core.cache.block_store import BlockKey, BlockStore
+from headstart.core.cache.block_store import BlockKey, BlockStore, Data
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.errors import ConfigError
 from headstart.store import block_loader as loader
@@ -315,6 +315,34 @@ def test_a_closed_store_ends_its_loads_and_takes_nothing_more(
     store.clear()
     store.wait(0.0)
     assert store.expected_seconds(1) == float("inf") and store.stats().num_pending == 0
+
+
+def test_closing_lasts_as_long_as_blocks_are_written(opened: Open, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Disk):
+        """Every write takes a second of a clock that `disk` alone has, and that stands still between writes."""
+
+        now, is_writing, is_slow = 0.0, False, False
+
+        def monotonic(self) -> float:
+            self.now += self.is_writing
+            return self.now
+
+        def pwritev(self, fd: int, buffers: Sequence[Data], offset: int) -> int:
+            until_then, self.is_writing = self.now + 1.0, self.is_slow
+            assert not self.is_slow or until(lambda: self.now >= until_then)
+            self.is_writing = False
+            return super().pwritev(fd, buffers, offset)
+
+    files = Slow()
+    store = opened(files=files)
+    monkeypatch.setattr(store._writer, "_run_blocks", 1)
+    monkeypatch.setattr(disk, "time", files)
+    files.gate.clear()
+    pool.offer(store, *range(1, 11))
+    files.is_slow = True
+    files.gate.set()
+    store.close()
+    assert files.now > 2 * disk.CLOSE_SECONDS and all(store.contains(name(number)) for number in range(1, 11))
 
 
 def test_closing_does_not_wait_for_a_disk_that_hangs(opened: Open, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,6 +245,24 @@ def test_only_the_thread_that_writes_gets_a_lower_priority(bench: Bench, monkeyp
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
+def test_how_long_the_first_in_line_waits_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits() -> float:
+        return bench.writer.pending_seconds(bench.clock.now)
+
+    monkeypatch.setattr(bench.writer, "_run_blocks", 1)
+    assert waits() == 0.0
+    for number in (1, 2):
+        bench.writer.offer(Offer(number, 1, key(number), bench.clock.now))
+        bench.clock.now += 3.0
+    assert waits() == 6.0  # also before the thread has seen them
+    bench.writer.touch(names(2))
+    bench.writer.round()
+    assert bench.has(2) and waits() == 6.0
+    bench.writer.round()
+    bench.clock.now += 1.0
+    assert bench.has(1) and waits() == 0.0
+
+
 def test_stopping_writes_what_is_pending(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.writer, "_run_blocks", 1)
     bench.offer(1, 2, 3)

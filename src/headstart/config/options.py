@@ -168,7 +168,8 @@ class EngineOptions:
     max_step_time: float | None = _option(
         None,
         "Longest step with prompt tokens, in seconds, so that running requests keep decoding; 0: unbounded "
-        "(default: 6 x a decode step, 0.03 to 0.3, on a CPU; unbounded on a GPU, and in headstart.LLM).",
+        "(default: 6 x a decode step, 0.03 to 0.3, on a CPU; unbounded on a GPU, and in headstart.LLM). With "
+        "--kv-store at most 0.4, on a GPU 0.2: a kill loses the steps in flight.",
         SCHEDULING,
         minimum=0,
     )

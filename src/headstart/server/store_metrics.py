@@ -40,6 +40,7 @@ class StoreCollector(Collector):
         yield families.gauge("max_bytes", "Current limit of kv_store_bytes, lower on a full disk.", store.max_bytes)
         yield families.gauge("segments", "Files with blocks in its folder.", store.num_segments)
         yield families.gauge("pending_blocks", "Blocks waiting to be written.", store.num_pending)
+        yield families.gauge("pending_seconds", "Since the first of them was computed.", store.pending_seconds)
         yield families.gauge("loading_blocks", "Blocks being loaded from the store.", stats.pool.num_loading)
         yield families.gauge("degraded", "1 while the store is not used, in full or in part.", bool(store.degraded))
         yield families.counter("degradations", "Times that the store became degraded.", store.num_degraded)
@@ -100,6 +101,7 @@ def store_answer(stats: EngineStats) -> Json | None:
         "max_bytes": store.max_bytes,
         "segments": store.num_segments,
         "pending_blocks": store.num_pending,
+        "pending_seconds": store.pending_seconds,
         "loading_blocks": stats.pool.num_loading,
         "loaded_blocks": store.loaded_blocks,
         "loaded_bytes": store.loaded_bytes,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headstart.core.cache.block_store import BlockKey, BlockSource, Data, Loaded, StoreStats
 from headstart.core.cache.hashing import BlockHash
-from headstart.store.block_loader import Load, Loader, Piece
+from headstart.store.block_loader import LOOK_SECONDS, Load, Loader, Piece
 from headstart.store.catalog import Catalog
 from headstart.store.files import Files
 from headstart.store.format import Shape
@@ -21,7 +21,7 @@ from headstart.store.pending import Offer
 from headstart.store.tiers.tier import Tier
 from headstart.store.writer import Writer
 
-CLOSE_SECONDS = 5.0  # maximum, to write pending blocks
+CLOSE_SECONDS, MAX_CLOSE_SECONDS = 5.0, 60.0  # to write pending blocks: without a written one, and in all
 MAX_LOADS = 1024  # in flight at once
 MISSES = ("gone", "corrupt", "mismatch", "io", "slow")
 KEEP = 0.7  # weight of the past at every measurement
@@ -126,7 +126,7 @@ class TierStore:
 
     def offer(self, block: int, version: int, key: BlockKey) -> None:
         if not self._is_closed:
-            self._writer.offer(Offer(block, version, key))
+            self._writer.offer(Offer(block, version, key, self._clock()))
 
     def touch(self, block_hashes: Sequence[BlockHash]) -> None:
         if not self._is_closed:
@@ -154,6 +154,7 @@ class TierStore:
             max_bytes=catalog.max_bytes,
             num_segments=catalog.num_segments,
             num_pending=writer.num_pending,
+            pending_seconds=writer.pending_seconds(now),
             loaded_blocks=self._loaded_blocks,
             loaded_bytes=self._loaded_blocks * self._block_bytes,
             misses={**self._misses, "corrupt": self._misses["corrupt"] + catalog.num_corrupt},
@@ -245,11 +246,14 @@ class DiskStore(TierStore):
 def _end(writer: Writer, loader: Loader, catalog: Tier, threads: Sequence[threading.Thread]) -> None:
     """End both threads, or abandon one whose disk does not answer: they are daemons."""
     loader.stop()
-    writer.stop(CLOSE_SECONDS)
-    until = time.monotonic() + CLOSE_SECONDS
+    writer.stop(max(CLOSE_SECONDS, MAX_CLOSE_SECONDS))
+    until, num_written = time.monotonic() + CLOSE_SECONDS, writer.written_blocks
     others = [thread for thread in threads if thread is not threading.current_thread()]
-    for thread in others:
-        thread.join(max(0.0, until - time.monotonic()))
+    while any(thread.is_alive() for thread in others) and time.monotonic() < until:
+        for thread in others:
+            thread.join(LOOK_SECONDS)
+        if writer.written_blocks > num_written:
+            until, num_written = time.monotonic() + CLOSE_SECONDS, writer.written_blocks
     if len(others) == len(threads) and not any(thread.is_alive() for thread in threads):
         with suppress(OSError):
             catalog.close()

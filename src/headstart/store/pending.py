@@ -18,6 +18,7 @@ class Offer(NamedTuple):
     block: int
     version: int
     key: BlockKey
+    offered_at: float = float("inf")
 
 
 _Offers = OrderedDict[BlockHash, Offer]
@@ -55,6 +56,10 @@ class Pending:
                 self._pinned[block_hash] = place.pop(block_hash)
         for block_hash in [block_hash for block_hash in self._pinned if block_hash not in block_hashes]:
             self._used[block_hash] = self._pinned.pop(block_hash)
+
+    def oldest(self) -> float:
+        """Return when the oldest of the next ones of each kind was offered; inf: there are none."""
+        return min((next(iter(place.values())).offered_at for place in self._places if place), default=float("inf"))
 
     def remove(self, block_hashes: Iterable[BlockHash]) -> None:
         """Remove these."""

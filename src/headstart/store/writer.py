@@ -72,6 +72,7 @@ class Writer:
         self._look_at = float("-inf")
         self._renew_at = float("-inf")
         self._busy_since = float("inf")
+        self._oldest_at = float("inf")  # when the first block in line was offered, as of this round
         self._wake = threading.Event()
         self._end_at: float | None = None
 
@@ -104,6 +105,13 @@ class Writer:
     def num_pending(self) -> int:
         """Blocks that wait to be written or are being written."""
         return self._num_offered - self._num_read + len(self._pending) + self._num_writing
+
+    def pending_seconds(self, now: float) -> float:
+        """Return how long the first block in line has waited; 0 if none waits."""
+        oldest_at = self._oldest_at
+        with suppress(IndexError, AttributeError):  # nothing new, or no offer
+            oldest_at = min(oldest_at, self._inbox[0].offered_at)  # pyright: ignore[reportAttributeAccessIssue]
+        return max(0.0, now - oldest_at) if self.num_pending else 0.0
 
     def lost(self) -> dict[str, int]:
         """Return the blocks that were offered and not written, by reason."""
@@ -146,6 +154,7 @@ class Writer:
         self._busy_since = now = self._clock()
         try:
             self._read_inbox()
+            self._oldest_at = self._pending.oldest()
             self.look()
             self._renew()
             if self.health.may_try(now):
@@ -156,6 +165,7 @@ class Writer:
             return False
         finally:
             self._num_writing = 0
+            self._oldest_at = self._pending.oldest()
             self._busy_since = float("inf")
 
     def look(self) -> None:

@@ -46,6 +46,7 @@ class StoreStats:
     max_bytes: int = 0  # current size limit: the configured one, or less on a disk that is nearly full
     num_segments: int = 0
     num_pending: int = 0  # blocks waiting to be written
+    pending_seconds: float = 0.0  # since the first of them was computed: what a kill would lose
     loaded_blocks: int = 0  # the hits
     loaded_bytes: int = 0
     misses: dict[str, int] = field(default_factory=dict[str, int])

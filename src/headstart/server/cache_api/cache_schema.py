@@ -69,6 +69,7 @@ class StoreStatistics(ApiObject):
     max_bytes: int
     segments: int
     pending_blocks: int
+    pending_seconds: float
     loading_blocks: int
     loaded_blocks: int
     loaded_bytes: int

@@ -43,7 +43,8 @@ from headstart.server.engine.wire import (
 Build = Callable[[EngineOptions], tuple[Engine, EngineInfo]]
 PATIENCE = 3.0  # factor on the announced duration of a long step
 SEND_BYTES = 64 << 10  # handed to the socket before the engine has read them; more waits in the outbox
-STOP_SECONDS = 8.0  # for the running step, and for the store to write its pending blocks
+STOP_SECONDS = 8.0  # for the running step, and for a store that writes nothing to be given up
+WRITING_SECONDS = 60.0  # more, if blocks of the store are pending
 
 
 class Queued(NamedTuple):
@@ -222,7 +223,8 @@ class EngineClient:
             else:
                 self._send(Stop())
         self._die("the engine was closed")
-        await asyncio.to_thread(_end, process)
+        is_writing = self.stats.store is not None and self.stats.store.num_pending
+        await asyncio.to_thread(_end, process, STOP_SECONDS + (WRITING_SECONDS if is_writing else 0.0))
         if transport is not None:
             transport.close()
 
@@ -376,10 +378,10 @@ def _spawn(descriptor: int) -> "subprocess.Popen[bytes]":
     )
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Wait up to STOP_SECONDS for the process to exit, then kill it."""
+def _end(process: "subprocess.Popen[bytes]", seconds: float) -> None:
+    """Wait up to `seconds` for the process to exit, then kill it."""
     try:
-        process.wait(STOP_SECONDS)
+        process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

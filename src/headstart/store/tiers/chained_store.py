@@ -100,7 +100,8 @@ class ChainedStore:
         """Return the sums over all stores; a block that two have counts twice. No limit: a server has its own."""
         found = [store.stats() for store in self._stores]
         sums = {one.name: _joined([getattr(stats, one.name) for stats in found]) for one in fields(StoreStats)}
-        return replace(StoreStats(**sums), max_bytes=0)
+        longest = max(stats.pending_seconds for stats in found)
+        return replace(StoreStats(**sums), max_bytes=0, pending_seconds=longest)
 
     def close(self) -> None:
         for store in self._stores:
