@@ -43,8 +43,10 @@ def route(*, sources: Sources) -> None:
     router, server = settle(RouterOptions, *sources), settle(ServerOptions, *sources)
     from headstart.gateway.run_gateway import route as run_router
     from headstart.model.kernels.block_hashes import compiled_chain
+    from headstart.model.kernels.compiled_pool import compiled_pools
 
-    raise typer.Exit(run_router(router, server, fronts=fronts_of(router, server), chain=compiled_chain()))
+    fronts = fronts_of(router, server)
+    raise typer.Exit(run_router(router, server, fronts=fronts, chain=compiled_chain(), pools=compiled_pools()))
 
 
 def fronts_of(router: RouterOptions, server: ServerOptions) -> "Sequence[Front]":

@@ -41,6 +41,7 @@ from headstart.http.tracing.request_trace import RequestTrace
 from headstart.http.tracing.tracer import make_tracer
 from headstart.http.web_pages import WebPages
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
+from headstart.router.index.modelled_pool import ModelledPool, Pools
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.policies.policy_table import make_policy
 from headstart.router.router import Router
@@ -62,6 +63,7 @@ class GatewayState:
         log: Log,
         decisions: DecisionLog | None = None,
         placed: Placed = placed_at_once,
+        pools: Pools | None = None,
     ) -> None:
         self.options = options
         self.server_options = server_options
@@ -86,6 +88,7 @@ class GatewayState:
             make_policy(options.routing_policy),
             shadow_policies=[make_policy(name) for name in options.shadow_policy],
             log=None if decisions is None else decisions.write,
+            match_all=None if pools is None else pools.match_all,
         )
         of_tenants = (key for tenant in server_options.tenants for key in tenant.api_keys)
         known = (options.replica_api_key, *server_options.api_key, *of_tenants)
@@ -99,7 +102,7 @@ class GatewayState:
             scrape_interval=options.scrape_interval,
             headers={"authorization": f"Bearer {probe_key}"} if probe_key else {},
         )
-        self._indexes = ApproximateIndexes(log, at_pick=options.learn_at == "pick")
+        self._indexes = ApproximateIndexes(log, at_pick=options.learn_at == "pick", make_pool=pools or ModelledPool)
         self.client_keys = ClientKeys(secrets.token_bytes(32), self.members.members)
         self.listening = KVEventSubscriptions(
             self._indexes.make, lambda: options.tokenizer == "none" or reader.tokenizer is not None
