@@ -37,7 +37,7 @@ class Budget(NamedTuple):
 BUDGETS = {
     "core": Budget(("core",), 6_800, 6_000),
     "model": Budget(("model",), 12_000, 8_000),
-    "router": Budget(("router",), 4_150, 4_100),
+    "router": Budget(("router",), 4_250, 4_100),
     "gateway": Budget(("gateway",), 11_400, 9_200),
     "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 15_000, 10_100),
     "HTTP, server, engine": Budget(("http", "server", "llm.py", "assembly.py", "engine_checks.py"), 8_760, 7_500),
