@@ -53,6 +53,10 @@ def fronts_of(router: RouterOptions, server: ServerOptions) -> "Sequence[Front]"
     """Return the fronts that the options about Envoy ask for. Raises ConfigError."""
     if router.envoy == "none" and router.ext_proc is None:
         return ()
+    if router.flow_control or router.queue_timeout:
+        raise ConfigError(
+            "flow_control and queue_timeout need the router's own HTTP front: leave envoy and ext_proc out"
+        )
     try:
         from headstart.gateway.picker.picker_fronts import picker_fronts
     except ImportError as error:

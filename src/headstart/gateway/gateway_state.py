@@ -19,6 +19,7 @@ from headstart.gateway.fanout import send_to_all
 from headstart.gateway.gateway_metrics import GatewayMetrics
 from headstart.gateway.gateway_routes import ROUTER_ACCESS, ROUTES
 from headstart.gateway.held_bytes import MAX_HELD_BYTES
+from headstart.gateway.proxy.flow_control import FlowControl
 from headstart.gateway.proxy.proxy import Placed, ProxiedCall, Proxy, ProxySettings, placed_at_once
 from headstart.gateway.proxy.request_reader import RequestReader, Sender
 from headstart.gateway.proxy.retry_budget import RetryBudget
@@ -116,6 +117,8 @@ class GatewayState:
             options.replica_api_key,
             options.replica_wait,
             max_pending_in_all=most_connections(files_each=FILES_PER_REQUEST) // 2,
+            flow_control=options.flow_control,
+            queue_timeout=options.queue_timeout,
         )
         self.proxy = Proxy(self.router, session, settings, self.budget, placed)
         self.memory = RequestHistory(self.router)
@@ -139,6 +142,11 @@ class GatewayState:
     def num_pending(self) -> int:
         """The number of requests without a first token."""
         return self.proxy.num_pending
+
+    @property
+    def flow(self) -> FlowControl:
+        """The requests that are held."""
+        return self.proxy.flow
 
     def check_ready(self) -> None:
         """Raise DrainingError while draining, and HttpError 503 while no replica accepts requests."""
@@ -344,6 +352,7 @@ class GatewayState:
         self.proxy.silence.on_probe(member)
         if member.state == "up":
             self.proxy.replica_wait.on_up()
+        self.proxy.flow.release()
 
     def removed(self, url: str) -> None:
         """Forget a removed replica."""
