@@ -33,6 +33,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "computed": (None, _P, _P, _L),
     "see": (None, _P, _P, _L),
     "release": (None, _P, _P, _L),
+    "keep": (None, _P, _P, _L),
     "distrust": (None, _P, _P, _L),
     "drop": (None, _P, _L),
     "resize": (None, _P, _L),
@@ -194,8 +195,9 @@ class CompiledPool:
     def release(self, blocks: Sequence[int]) -> None:
         self._of_blocks("release", blocks)
 
-    def distrust(self, blocks: Sequence[int]) -> None:
-        self._of_blocks("distrust", blocks)
+    def distrust(self, blocks: Sequence[int], num_kept: int) -> None:
+        self._of_blocks("keep", blocks[:num_kept])
+        self._of_blocks("distrust", blocks[num_kept:])
 
     def drop(self, num: int) -> None:
         self._calls["drop"](self.handle, num)

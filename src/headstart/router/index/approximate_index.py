@@ -178,7 +178,7 @@ class ApproximateIndex:
         """
         if not self._is_open(reservation):
             return
-        self._blocks.distrust(reservation.blocks[max(reservation.sure, num_kept) :])
+        self._blocks.distrust(reservation.blocks[reservation.sure :], max(num_kept - reservation.sure, 0))
         self._release(reservation)
 
     def observed(self, reservation: Reservation, num_blocks: int, now: float = 0.0) -> None:
@@ -282,6 +282,7 @@ class ApproximateIndex:
             reservation.blocks, reservation.serials = [], []
             reservation.hit, reservation.sure, reservation.missing, reservation.epoch = 0, 0, 0, self._epoch
             self._extend(reservation, unsure=0)  # it has computed its prompt since
+            self._blocks.computed(reservation.blocks)
             return
         self.num_trims += 1
         self._lost_until, self._held = serial, num_kept

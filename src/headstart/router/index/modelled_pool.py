@@ -15,6 +15,7 @@ from headstart.router.index.discards import Discard
 from headstart.router.index.prefix_index import Reservation
 
 LOOKED_AT = 64  # number of next evicted blocks whose value is estimated
+KEPT = 2  # the request that was to compute it has failed, probably after that
 MIN_GROWTH = 1_024  # minimum growth of the pool in blocks, and its initial size
 
 
@@ -103,8 +104,11 @@ class CacheModel(Protocol):
         """Release the blocks of a request, which are cached now."""
         ...
 
-    def distrust(self, blocks: Sequence[int]) -> None:
-        """Drop those of the blocks of a failed request that only it was to compute."""
+    def distrust(self, blocks: Sequence[int], num_kept: int) -> None:
+        """Drop those of the blocks of a failed request that only it was to compute, but for the leading `num_kept`.
+
+        What is kept stays unsure, and is not dropped when another request fails: blocks that follow it may be there.
+        """
         ...
 
     def drop(self, num: int) -> None:
@@ -147,7 +151,7 @@ class ModelledPool:
         self.pool = BlockPool(usable + 1, eviction_policy=eviction_policy, history_pools=1, max_blocks=size)
         self.now = former.now if former is not None else 0
         self.serials = [0] * (usable + 1)  # last time a block was surely cached; the same for all of one request
-        self.unsure = bytearray(usable + 1)  # 1: sent, and not known to be computed yet
+        self.unsure = bytearray(usable + 1)  # 1: sent, and not known to be computed yet; or KEPT
         self.reuse = (former.reuse if former is not None else ReuseEstimate(0, size)).emptied(usable + 1, size)
         self._num_ungrown: int = capacity - usable  # blocks by which the pool is to grow when needed
         self._ballast: list[int] = []  # blocks held unused: the cache is smaller than the pool
@@ -242,8 +246,9 @@ class ModelledPool:
         return len(list(takewhile(serial.__ge__, in_order)))
 
     def num_sure(self, reservation: Reservation) -> int:
-        unsure = bytes(map(self.unsure.__getitem__, reservation.blocks)).find(1)
-        return reservation.hit if unsure < 0 else unsure
+        unsure = bytes(map(self.unsure.__getitem__, reservation.blocks))
+        first = len(unsure) - len(unsure.lstrip(b"\0"))
+        return reservation.hit if first == len(unsure) else first
 
     # ------------------------------------------------------------------------------------------------------- changes
 
@@ -294,10 +299,12 @@ class ModelledPool:
         self.pool.release(blocks)
         self._worth = None
 
-    def distrust(self, blocks: Sequence[int]) -> None:
+    def distrust(self, blocks: Sequence[int], num_kept: int) -> None:
         pool = self.pool
         pool.take_blocks_to_zero()  # there is nothing to zero here
-        unsure = [block for block in blocks if self.unsure[block] and pool.refs(block) == 1]
+        for block in blocks[:num_kept]:
+            self.unsure[block] = KEPT if self.unsure[block] else 0
+        unsure = [block for block in blocks[num_kept:] if self.unsure[block] == 1 and pool.refs(block) == 1]
         if unsure:
             pool.distrust(unsure)
 

@@ -18,6 +18,7 @@ constexpr size_t HASH_BYTES = 32, CHUNK = 4096;
 constexpr long AHEAD = 12;           // blocks whose slots are fetched before they are needed
 constexpr long MIN_GROWTH = 1024;    // blocks by which a pool grows, and its initial size
 constexpr long MAX_LOOKED_AT = 64;   // next evicted blocks whose value is estimated
+constexpr uint8_t KEPT = 2;  // instead of 1 for an unsure block: its request has failed, probably after computing it
 constexpr uint8_t HOT = 1, SEEN = 2; // marks, as in core/cache/eviction.py
 
 struct Key {
@@ -555,12 +556,20 @@ EXPORT void headstart_pool_release(Pool* pool, const int32_t* numbers, long num)
     pool->release(numbers, num);
 }
 
+// Marks those blocks that nobody is known to have computed as kept when their request failed.
+EXPORT void headstart_pool_keep(Pool* pool, const int32_t* numbers, long num) {
+    for (long i = 0; i < num; i++) {
+        uint8_t& unsure = pool->blocks[size_t(numbers[i])].unsure;
+        unsure = unsure ? KEPT : 0;
+    }
+}
+
 // Withdraws those blocks that only one request uses and nobody has computed yet.
 EXPORT void headstart_pool_distrust(Pool* pool, const int32_t* numbers, long num) {
     std::vector<int32_t> gone;
     for (long i = 0; i < num; i++) {
         const Block& block = pool->blocks[size_t(numbers[i])];
-        if (block.unsure && block.refs == 1 && block.published) gone.push_back(numbers[i]);
+        if (block.unsure == 1 && block.refs == 1 && block.published) gone.push_back(numbers[i]);
     }
     pool->forget(gone.data(), gone.size(), false);
 }
