@@ -35,16 +35,16 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "core": Budget(("core",), 7_000, 6_000),
-    "model": Budget(("model",), 11_800, 8_000),
-    "router": Budget(("router",), 4_000, 4_100),
-    "gateway": Budget(("gateway",), 11_150, 9_200),
+    "core": Budget(("core",), 6_800, 6_000),
+    "model": Budget(("model",), 12_000, 8_000),
+    "router": Budget(("router",), 4_250, 4_100),
+    "gateway": Budget(("gateway",), 11_400, 9_200),
     "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 15_000, 10_100),
     "HTTP, server, engine": Budget(("http", "server", "llm.py", "assembly.py", "engine_checks.py"), 8_770, 7_500),
     "live page": Budget(("page",), 300, 300),
     "store": Budget(("store",), 3_300, 2_300),
     "sim": Budget(("sim",), 2_900, 2_900),
-    "all": Budget(("",), 75_240, 58_900),
+    "all": Budget(("",), 75_740, 58_900),
 }
 REST = Budget(("",), 11_480, 8_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
@@ -209,7 +209,6 @@ KNOWN_SPLINTERS: set[str] = {
     "gateway/proxy/replica_wait.py",
     "gateway/proxy/write_timeout.py",
     "gateway/ray/engine_replica.py",
-    "gateway/replicas/index_budget.py",
     "gguf/pre_tokenizers.py",
     "http/protocol/http_refusals.py",
     "http/protocol/write_watch.py",

@@ -118,6 +118,15 @@ def test_a_request_that_failed_leaves_nothing_that_it_was_to_compute() -> None:
     shadow.check()
 
 
+def test_what_a_failed_request_has_probably_computed_is_not_dropped_with_another_one() -> None:
+    """Else a block would be there without the one before it: the next request of that prompt would fail."""
+    shadow = ApproximateIndex(8)
+    shadow.failed(shadow.sent(names(1, 2, 3)), num_kept=2)
+    shadow.failed(shadow.sent(names(1, 5)))
+    assert [shadow.match(names(1, 2, 3), near=near) for near in range(4)] == [2] * 4
+    serve(shadow, names(1, 2, 3))
+
+
 def test_a_twin_that_came_too_early_does_not_make_it_believe_in_evictions() -> None:
     shadow = ApproximateIndex(8)
     serve_all(shadow, (names(7), names(8)))

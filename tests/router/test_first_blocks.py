@@ -6,12 +6,14 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from router.fleets import BLOCK, ask, endpoint, names
+from router.fleets import BLOCK, ROOT, ask, endpoint, names, prompt
 
+from headstart.core.cache.events import BlockStored
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.first_blocks import UNLISTED, FirstBlocks
+from headstart.router.index.kv_event_index import KVEventIndex
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight
 from headstart.router.routing_request import Usage
@@ -21,7 +23,7 @@ from headstart.router.routing_request import Usage
 def test_hits_are_those_of_every_index_asked_alone(seed: int) -> None:
     """Small caches that evict, lose all, are cleared and replaced; reports that contradict them; blocks at first token.
 
-    One index had blocks before it was added, so it is in no table.
+    One index had blocks before it was added.
     """
     rng, router, under_way = Random(seed), Router(), list[InFlight]()
     for number in range(4):
@@ -29,7 +31,7 @@ def test_hits_are_those_of_every_index_asked_alone(seed: int) -> None:
         if not number:
             index.finished(index.sent(names(1, 2)), names(1, 2))
         router.add(Endpoint(f"r{number}", index, block_size=BLOCK))
-    assert router.endpoints["r0"].index.number == UNLISTED
+    assert router.endpoints["r0"].index.number != UNLISTED
     for number in range(60):
         now = float(number)
         request, act = ask(*[rng.randrange(3) for _ in range(rng.randrange(5))]), rng.random()
@@ -74,6 +76,21 @@ def test_only_replicas_that_may_have_the_first_block_are_asked() -> None:
     for name, one in router.endpoints.items():
         noting(name, one.index)  # type: ignore[arg-type]
     assert [c.hit_blocks for c in router.pick(ask(1, 2, 3), 1.0).view.candidates] == [0, 2] and asked == ["r1"]
+
+
+def test_an_index_that_was_filled_before_it_was_added_is_asked_only_for_what_it_may_have() -> None:
+    router, asked = Router(), list[str]()
+    guess, told = ApproximateIndex(16), KVEventIndex(BLOCK, lambda adapter, domain: ROOT)
+    guess.finished(guess.sent(names(1, 2)), names(1, 2))
+    tokens = prompt(3, 4).token_ids[: 2 * BLOCK]
+    told.apply([BlockStored((BlockHash(b"x"), BlockHash(b"y")), None, tokens, BLOCK)])
+    for number, index in enumerate((guess, told)):
+        router.add(Endpoint(f"r{number}", index, block_size=BLOCK))
+        match = index.match
+        index.match = lambda *args, n=number, match=match: asked.append(f"r{n}") or match(*args)  # type: ignore
+    for blocks, hits, names_asked in (((1, 2, 5), [2, 0], ["r0"]), ((3, 4), [0, 2], ["r1"]), ((5, 6), [0, 0], [])):
+        asked.clear()
+        assert [c.hit_blocks for c in router.pick(ask(*blocks), 1.0).view.candidates] == hits and asked == names_asked
 
 
 def test_an_index_belongs_to_one_router() -> None:

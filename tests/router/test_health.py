@@ -20,14 +20,14 @@ def test_it_comes_back_after_a_second_and_twice_as_long_each_time_it_fails_again
     health, now, away = Health(), 0.0, list[float]()
     for _ in range(8):
         assert health.failed(now, refused=True)
-        away.append(health.back_at() - now)
+        away.append(health.up_at - now)
         assert not health.is_up(now + away[-1] - 0.01)
         now += away[-1]
         assert health.is_up(now)
     assert away == [1.0, 2.0, 4.0, 8.0, 16.0, MAX_AWAY, MAX_AWAY, MAX_AWAY]
     health.succeeded(now)
     health.failed(now, refused=True)
-    assert health.back_at() == now + 1.0
+    assert health.up_at == now + 1.0
 
 
 def test_on_probation_one_failure_is_enough() -> None:

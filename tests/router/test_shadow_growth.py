@@ -12,9 +12,8 @@ from router.test_kv_event_index import new, stored
 
 from headstart.core.cache.events import AllBlocksCleared
 from headstart.router.index import modelled_pool as module
-from headstart.router.index.approximate_index import FREED, ApproximateIndex
+from headstart.router.index.approximate_index import FREED, FREED_PER_BLOCK, ApproximateIndex
 from headstart.router.index.kv_event_index import FREED as FREED_PER_EVENT
-from headstart.router.index.modelled_pool import FREED_PER_BLOCK
 from headstart.router.index.prefix_index import Reservation
 
 ALL = 10**9  # entries

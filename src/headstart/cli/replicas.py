@@ -20,6 +20,7 @@ from headstart.http.lifecycle import EXIT_INTERRUPTED
 from headstart.http.logs import Log
 from headstart.http.web_pages import ANY, is_loopback
 from headstart.model.kernels.block_hashes import compiled_chain
+from headstart.model.kernels.compiled_pool import compiled_pools
 from headstart.model.setup.gpus import VISIBLE_GPUS, check_gpus, count_gpus, gpu_names
 from headstart.model.setup.sizes import cpu_memory, format_bytes, parse_bytes
 from headstart.model.setup.threads import prepare_threads
@@ -62,7 +63,7 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
 
 def _routed(fleet: LocalReplicas, router: RouterOptions, server: ServerOptions) -> int:
     with fleet:
-        code = route(router, server, fleet, fronts_of(router, server), compiled_chain())
+        code = route(router, server, fleet, fronts_of(router, server), compiled_chain(), compiled_pools())
         if code == EXIT_INTERRUPTED:  # by a second Ctrl-C: do not wait for the replicas
             fleet.kill()
         return code

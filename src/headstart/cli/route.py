@@ -43,14 +43,20 @@ def route(*, sources: Sources) -> None:
     router, server = settle(RouterOptions, *sources), settle(ServerOptions, *sources)
     from headstart.gateway.run_gateway import route as run_router
     from headstart.model.kernels.block_hashes import compiled_chain
+    from headstart.model.kernels.compiled_pool import compiled_pools
 
-    raise typer.Exit(run_router(router, server, fronts=fronts_of(router, server), chain=compiled_chain()))
+    fronts = fronts_of(router, server)
+    raise typer.Exit(run_router(router, server, fronts=fronts, chain=compiled_chain(), pools=compiled_pools()))
 
 
 def fronts_of(router: RouterOptions, server: ServerOptions) -> "Sequence[Front]":
     """Return the fronts that the options about Envoy ask for. Raises ConfigError."""
     if router.envoy == "none" and router.ext_proc is None:
         return ()
+    if router.flow_control or router.queue_timeout:
+        raise ConfigError(
+            "flow_control and queue_timeout need the router's own HTTP front: leave envoy and ext_proc out"
+        )
     try:
         from headstart.gateway.picker.picker_fronts import picker_fronts
     except ImportError as error:

@@ -417,6 +417,20 @@ class RouterOptions:
     learn_at: str = _option(
         "pick", "When a routed prompt counts as cached on its replica.", ROUTING, choices=("pick", "response")
     )
+    flow_control: int = _option(
+        0,
+        "Requests per replica that may be without a first token; others are held in the router and sent fairly by "
+        "tenant and by priority. 0: all are sent at once. Not behind Envoy.",
+        ROUTING,
+        minimum=0,
+    )
+    queue_timeout: float = _option(
+        0.0,
+        "Seconds after which a request that no replica could take yet is refused (503); 0: none but the client's "
+        "x-headstart-timeout-ms. Not behind Envoy.",
+        ROUTING,
+        minimum=0,
+    )
     tokenizer: str = _option(
         "auto",
         "Folder or hub id of the replicas' tokenizer; auto: theirs, if it is on this machine; none: count in bytes.",

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from headstart.gateway.proxy.flow_control import FlowControl
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.retry_budget import RetryBudget
 from headstart.gateway.replicas.replica_monitor import ReplicaMonitor
@@ -28,6 +29,9 @@ class StateView(Protocol):
 
     @property
     def num_pending(self) -> int: ...
+
+    @property
+    def flow(self) -> FlowControl: ...
 
     def event_counts(self) -> Mapping[str, Mapping[str, int]]:
         """Return the counters of each replica's KV events, by replica and kind."""
@@ -151,6 +155,11 @@ class _Collector(Collector):
         ejections = {e.name: e.health.num_ejections for e in ends}
         yield _count("ejections", "Times a replica was ejected after failures.", "replica", ejections)
         yield _single("queued", "Client requests without a first token.", view.num_pending)
+        held = view.flow.queue
+        yield _single("held", "Requests that flow control holds in the router.", held.num_waiting)
+        text = "Uncached prompt tokens of these; a signal for autoscaling."
+        yield _single("held_tokens", text, held.num_tokens)
+        yield _total("expired", "Requests that were not sent before their deadline.", view.flow.num_expired)
         yield _single(
             "requests_in_flight",
             "Requests sent to replicas that have not ended; a signal for autoscaling.",

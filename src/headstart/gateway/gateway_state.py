@@ -19,6 +19,7 @@ from headstart.gateway.fanout import send_to_all
 from headstart.gateway.gateway_metrics import GatewayMetrics
 from headstart.gateway.gateway_routes import ROUTER_ACCESS, ROUTES
 from headstart.gateway.held_bytes import MAX_HELD_BYTES
+from headstart.gateway.proxy.flow_control import FlowControl
 from headstart.gateway.proxy.proxy import Placed, ProxiedCall, Proxy, ProxySettings, placed_at_once
 from headstart.gateway.proxy.request_reader import RequestReader, Sender
 from headstart.gateway.proxy.retry_budget import RetryBudget
@@ -41,6 +42,7 @@ from headstart.http.tracing.request_trace import RequestTrace
 from headstart.http.tracing.tracer import make_tracer
 from headstart.http.web_pages import WebPages
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
+from headstart.router.index.modelled_pool import ModelledPool, Pools
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.policies.policy_table import make_policy
 from headstart.router.router import Router
@@ -62,6 +64,7 @@ class GatewayState:
         log: Log,
         decisions: DecisionLog | None = None,
         placed: Placed = placed_at_once,
+        pools: Pools | None = None,
     ) -> None:
         self.options = options
         self.server_options = server_options
@@ -86,6 +89,7 @@ class GatewayState:
             make_policy(options.routing_policy),
             shadow_policies=[make_policy(name) for name in options.shadow_policy],
             log=None if decisions is None else decisions.write,
+            match_all=None if pools is None else pools.match_all,
         )
         of_tenants = (key for tenant in server_options.tenants for key in tenant.api_keys)
         known = (options.replica_api_key, *server_options.api_key, *of_tenants)
@@ -99,7 +103,7 @@ class GatewayState:
             scrape_interval=options.scrape_interval,
             headers={"authorization": f"Bearer {probe_key}"} if probe_key else {},
         )
-        self._indexes = ApproximateIndexes(log, at_pick=options.learn_at == "pick")
+        self._indexes = ApproximateIndexes(log, at_pick=options.learn_at == "pick", make_pool=pools or ModelledPool)
         self.client_keys = ClientKeys(secrets.token_bytes(32), self.members.members)
         self.listening = KVEventSubscriptions(
             self._indexes.make, lambda: options.tokenizer == "none" or reader.tokenizer is not None
@@ -113,6 +117,8 @@ class GatewayState:
             options.replica_api_key,
             options.replica_wait,
             max_pending_in_all=most_connections(files_each=FILES_PER_REQUEST) // 2,
+            flow_control=options.flow_control,
+            queue_timeout=options.queue_timeout,
         )
         self.proxy = Proxy(self.router, session, settings, self.budget, placed)
         self.memory = RequestHistory(self.router)
@@ -136,6 +142,11 @@ class GatewayState:
     def num_pending(self) -> int:
         """The number of requests without a first token."""
         return self.proxy.num_pending
+
+    @property
+    def flow(self) -> FlowControl:
+        """The requests that are held."""
+        return self.proxy.flow
 
     def check_ready(self) -> None:
         """Raise DrainingError while draining, and HttpError 503 while no replica accepts requests."""
@@ -341,6 +352,7 @@ class GatewayState:
         self.proxy.silence.on_probe(member)
         if member.state == "up":
             self.proxy.replica_wait.on_up()
+        self.proxy.flow.release()
 
     def removed(self, url: str) -> None:
         """Forget a removed replica."""

@@ -45,6 +45,7 @@ from headstart.http.lifecycle import (
 from headstart.http.logs import Log
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.router.index.modelled_pool import Pools
 
 KEEPALIVE_SECONDS = 4.0  # of idle connections to replicas; vLLM closes them after 5
 FIRST_LOOK_SECONDS = 3.0  # the banner waits this long for the first probe of the replicas
@@ -58,11 +59,12 @@ def route(
     discovery: Discovery | None = None,
     fronts: Sequence[Front] = (),
     chain: HashChain | None = None,
+    pools: Pools | None = None,
 ) -> int:
     """Run a router until SIGTERM or Ctrl-C; return the exit code. Replicas come from `discovery`, else the options.
 
     `fronts`: further ways into the router; unless the first of them has an address for clients, the router's own HTTP
-    server serves them, too. `chain` computes block hashes; None: in Python.
+    server serves them, too. `chain` computes block hashes, and `pools` holds the indexes; None: in Python.
 
     0: all admitted requests were answered. 1: requests were cut off at the end of the drain. 2: invalid options, with a
     message of one line. 130: stopped at once by a second Ctrl-C.
@@ -83,7 +85,7 @@ def route(
     try:
         with listener or contextlib.nullcontext(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             all_fronts = fronts if listener is None else [HttpFront(listener), *fronts]
-            life = _Life(router_options, server_options, found, reader, decisions, all_fronts, log)
+            life = _Life(router_options, server_options, found, reader, decisions, all_fronts, log, pools)
             return runner.run(life.run())
     finally:
         if decisions is not None:
@@ -121,6 +123,7 @@ class _Life:
         decisions: DecisionLog | None,
         fronts: Sequence[Front],
         log: Log,
+        pools: Pools | None,
     ) -> None:
         self._router_options = router_options
         self._options = server_options
@@ -129,6 +132,7 @@ class _Life:
         self._decisions = decisions
         self._fronts = fronts  # the first one is that of the clients
         self._log = log
+        self._pools = pools
         self._held_log = HeldLog()  # for lines that contain addresses of replicas
         self._listed = asyncio.Event()  # discovery has listed the replicas
 
@@ -138,7 +142,13 @@ class _Life:
         async with aiohttp.ClientSession(connector=connector, trust_env=False, **session_options()) as session:
             try:
                 state = GatewayState(
-                    self._router_options, self._options, session, self._reader, self._held_log, self._decisions
+                    self._router_options,
+                    self._options,
+                    session,
+                    self._reader,
+                    self._held_log,
+                    self._decisions,
+                    pools=self._pools,
                 )
             except ConfigError as error:
                 self._log.line(f"headstart: {error}")

@@ -20,7 +20,7 @@ def eligible(
     is_plain = not tried and not request.model and request.subset is None
     for endpoint in endpoints:
         health = endpoint.health
-        if is_plain and not (health.absent or health.draining) and health.is_up(now):
+        if is_plain and now >= health.up_at and not (health.absent or health.draining):
             found.append(endpoint)
             continue
         reason = _reason(endpoint, request, now, tried)
@@ -31,7 +31,7 @@ def eligible(
             if reason == "ejected":
                 ejected.append(endpoint)
     if not found and ejected:
-        last = min(ejected, key=lambda endpoint: (endpoint.health.back_at(), endpoint.name))
+        last = min(ejected, key=lambda endpoint: (endpoint.health.up_at, endpoint.name))
         del reasons[last.name]
         found.append(last)
     return found, reasons

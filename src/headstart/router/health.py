@@ -19,7 +19,7 @@ class Health:
     `absent`: a probe found no process there, or none that is ready. `left_at`: when one of the two began.
     """
 
-    __slots__ = ("_away", "_failures", "_trial_until", "_until", "absent", "draining", "left_at", "num_ejections")
+    __slots__ = ("_away", "_failures", "_until", "absent", "draining", "left_at", "num_ejections", "up_at")
 
     def __init__(self) -> None:
         self.draining = False
@@ -29,20 +29,16 @@ class Health:
         self._failures = 0
         self._away = 0.0
         self._until = 0.0
-        self._trial_until = 0.0
+        self.up_at = 0.0  # when its ejection or the trial that follows ends, or ended
 
     def is_up(self, now: float) -> bool:
         """Return whether it is neither ejected nor on trial with another request."""
-        return now >= self._until and now >= self._trial_until
-
-    def back_at(self) -> float:
-        """Return when its ejection or the trial that follows ends, or ended."""
-        return max(self._until, self._trial_until)
+        return now >= self.up_at
 
     def sent(self, now: float) -> None:
         """Record that a request is sent there: the first after an ejection is a trial."""
         if self._away and now >= self._until:
-            self._trial_until = now + TRIAL_SECONDS
+            self.up_at = now + TRIAL_SECONDS
 
     def failed(self, now: float, *, refused: bool = False, sent_at: float | None = None) -> bool:
         """Record a failed request; return whether that ejects the replica.
@@ -57,7 +53,7 @@ class Health:
             return False
         self._failures = 0
         self._away = min(max(2 * self._away, MIN_AWAY), MAX_AWAY)
-        self._until, self._trial_until = now + self._away, 0.0
+        self._until = self.up_at = now + self._away
         self.num_ejections += 1
         return True
 
@@ -70,10 +66,10 @@ class Health:
     def present(self) -> None:
         """Record that a probe found the replica ready; failures from before its restart are dropped."""
         if self.absent or self.draining:
-            self._failures, self._away, self._until, self._trial_until = 0, 0.0, 0.0, 0.0
+            self._failures, self._away, self._until, self.up_at = 0, 0.0, 0.0, 0.0
         self.absent = self.draining = False
 
     def succeeded(self, now: float, *, sent_at: float | None = None) -> None:
         """Record an answered request; one sent before an ejection is ignored."""
         if now >= self._until and (sent_at is None or sent_at >= self._until):
-            self._failures, self._away, self._trial_until = 0, 0.0, 0.0
+            self._failures, self._away, self.up_at = 0, 0.0, self._until

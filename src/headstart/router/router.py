@@ -5,7 +5,7 @@ returns: `failed` when the replica could not serve it (then it picks again), `fi
 reported usage. Each call is short, none waits, and only one may run at a time. Time is the caller's, in seconds.
 """
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from headstart.core.cache.hashing import BlockHash
@@ -15,7 +15,7 @@ from headstart.router.endpoint import Endpoint
 from headstart.router.filters import eligible
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.cached_tokens import cached_blocks
-from headstart.router.index.first_blocks import FirstBlocks
+from headstart.router.index.first_blocks import UNLISTED, FirstBlocks
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.load import Flight
 from headstart.router.policies.cost import CostPolicy, price_of
@@ -27,6 +27,9 @@ from headstart.router.step_rates import Work
 
 HIT_TOKENS = 16  # of the beginning that prompts must share to be placed together; the usual size of a block
 OUTPUT_SHARE = 1.5  # of the prompt: estimate of an output's tokens
+
+MatchAll = Callable[[Sequence[int], list[BlockHash]], Sequence[int]]
+"""Map (handles of indexes in compiled code, block hashes) to the number of leading blocks that each has."""
 
 
 @dataclass(slots=True)
@@ -41,7 +44,8 @@ class Regret:
 class Router:
     """The replicas and the policy that chooses among them. `shadow_policies` decide too, without effect.
 
-    `log` is called with every decision when its request has ended.
+    `log` is called with every decision when its request has ended. `match_all` is that of compiled pools; without it
+    indexes are asked one by one.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Router:
         *,
         shadow_policies: Iterable[Policy] = (),
         log: Callable[[DecisionRecord], None] | None = None,
+        match_all: MatchAll | None = None,
     ) -> None:
         self.policy: Policy = policy or CostPolicy()
         self.endpoints: dict[str, Endpoint] = {}
@@ -63,6 +68,7 @@ class Router:
         self._without_hit: dict[
             str, Candidate
         ] = {}  # by endpoint; made once: most replicas of a large fleet have no hit
+        self._match_all = match_all
         self._log = log
         self._count = 0
 
@@ -115,7 +121,6 @@ class Router:
         work = Work.of(view.prompt_tokens, candidate.hit_tokens)
         flight = Flight(work, cost.prefill, cost.backlog, view.prompt_tokens, _output_estimate(view.request))
         index = _index_for(chosen, view.request)
-        self._list(index)  # one that has replaced another since it was added
         flight.wait_ms = cost.wait * cost.factor
         flight.block_hashes = view.request.prompt.block_hashes(chosen.block_size)
         flight.hit_blocks = candidate.hit_blocks
@@ -232,40 +237,56 @@ class Router:
             self.num_blind += 1
 
     def _list(self, index: PrefixIndex) -> None:
-        """List an approximate index by its first blocks, if it is new."""
-        if isinstance(index.by_prompts, ApproximateIndex):
-            self._first_blocks.adopt(index.by_prompts)
+        """List an index by its first blocks, and the one beside it, if they are new."""
+        self._first_blocks.adopt(index)
+        self._first_blocks.adopt(index.by_prompts)
 
     def _view(self, endpoints: list[Endpoint], request: RoutingRequest, now: float) -> View:
         """Return the hit of each replica, and the hash of the first block that none of them has."""
-        prompt, candidates = request.prompt, list[Candidate]()
-        exact, limit = prompt.exact, max(prompt.num_tokens - 1, 0)
-        block_hashes, size = list[BlockHash](), 0
-        holders: Container[int] = ()
-        best = None
-        most, near, unit = -1, 0, 1
-        for endpoint in endpoints:
-            if endpoint.block_size != size:
-                size = endpoint.block_size
-                block_hashes = prompt.block_hashes(size)
-                holders, near = self._first_blocks.holders(block_hashes), 0
-                unit = _hit_unit(size, endpoints)
-            index = endpoint.index if exact and not endpoint.miscounted else _index_for(endpoint, request)
-            candidate = self._without_hit[endpoint.name]
-            if index.number < 0 or index.number in holders:
-                blocks = near = index.match(block_hashes, now, near)
+        prompt, exact = request.prompt, request.prompt.exact
+        limit = max(prompt.num_tokens - 1, 0)
+        indexes = [one.index if exact and not one.miscounted else _index_for(one, request) for one in endpoints]
+        numbers = [index.number for index in indexes]
+        if UNLISTED in numbers:  # some have replaced others since they were added
+            for index in indexes:
+                self._list(index)
+            numbers = [index.number for index in indexes]
+        candidates = [self._without_hit[one.name] for one in endpoints]
+        sizes = {one.block_size for one in endpoints}
+        found: list[int] = []
+        for size in sizes:
+            block_hashes, unit = prompt.block_hashes(size), _hit_unit(size, sizes)
+            holders = self._first_blocks.holders(block_hashes)
+            if not holders:
+                continue
+            places = [place for place, number in enumerate(numbers) if number in holders]
+            if len(sizes) > 1:
+                places = [place for place in places if endpoints[place].block_size == size]
+            hits = self._match([indexes[place] for place in places], block_hashes, now)
+            for place, blocks in zip(places, hits, strict=True):
                 blocks -= blocks % unit
                 if blocks:
-                    tokens = min(blocks * size, limit)
-                    candidate = Candidate(endpoint, blocks, tokens)
-            if candidate.hit_tokens > most:
-                best, most = candidate, candidate.hit_tokens
-            candidates.append(candidate)
-        assert best is not None, "there is no replica"
+                    candidates[place] = Candidate(endpoints[place], blocks, min(blocks * size, limit))
+                    found.append(place)
+        best = candidates[0]
+        for place in found if len(sizes) == 1 else sorted(found):
+            if candidates[place].hit_tokens > best.hit_tokens:
+                best = candidates[place]
         size = best.endpoint.block_size
         block_hashes, new = prompt.block_hashes(size), best.hit_blocks + max(HIT_TOKENS // size, 1)
         key = block_hashes[min(new, len(block_hashes)) - 1] if block_hashes else prompt.tail_key()
         return View(request, tuple(candidates), key, now)
+
+    def _match(self, indexes: list[PrefixIndex], block_hashes: list[BlockHash], now: float) -> Sequence[int]:
+        """Return how many leading blocks each index has."""
+        handles = [index.handle for index in indexes]
+        if self._match_all is not None and all(handles):
+            return self._match_all(handles, block_hashes)
+        hits, near = list[int](), 0
+        for index in indexes:
+            near = index.match(block_hashes, now, near)
+            hits.append(near)
+        return hits
 
     def _compare(self, shadow: Policy, decision: RoutingDecision) -> Comparison:
         """Return the decision of a shadow policy. Changes only the regrets of this decision."""
@@ -313,7 +334,7 @@ class Router:
         self._log(record)
 
 
-def _hit_unit(block_size: int, endpoints: list[Endpoint]) -> int:
+def _hit_unit(block_size: int, sizes: set[int]) -> int:
     """Return the multiple of blocks in which hits of this size count.
 
     Prompts often begin alike for a few tokens. Only replicas of small blocks could have these, or claim to, and the
@@ -322,7 +343,7 @@ def _hit_unit(block_size: int, endpoints: list[Endpoint]) -> int:
     """
     if block_size >= HIT_TOKENS:
         return 1
-    return max(min(max(endpoint.block_size for endpoint in endpoints), HIT_TOKENS) // block_size, 1)
+    return max(min(max(sizes), HIT_TOKENS) // block_size, 1)
 
 
 def _output_estimate(request: RoutingRequest) -> int:

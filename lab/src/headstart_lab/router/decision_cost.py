@@ -1,23 +1,29 @@
-"""Experiment: cost of a routing decision. Pure Python, one thread, no sockets; the index is full before timing starts.
+"""Experiment: cost of a routing decision. One thread, no sockets; the indexes are full before timing starts.
 
 Microseconds of CPU time of the one thread. `pick` decides, given the block hashes; `sent` records the request and adds
 its blocks to the index, with evictions; a whole request also hashes its blocks and finishes.
 """
 
 import gc
+import os
 import sys
-import tracemalloc
+from array import array
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from time import thread_time
-from typing import Any
+from typing import Any, TypeVar
 
 from headstart.core.cache.hashing import BlockHash
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Report, Sheet
+from headstart.model.kernels.block_hashes import compiled_chain
+from headstart.model.kernels.compiled_pool import compiled_pools
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
+from headstart.router.index.modelled_pool import ModelledPool
 from headstart.router.policies.policy_table import make_policy, policy_names
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight
@@ -29,6 +35,8 @@ BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000
 P99_US = 1000.0  # of a decision on the long prompt
 RATE = 2000.0  # requests per second with the short prompt
+PARTS = ("hash", "pick", "sent", "first token", "end")  # of a request's time in the router
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,7 @@ class PickConfig:
     short_prompt: int = 2_048
     decisions: int = 1000
     unique: int = 100_000  # prompts that are not repeated, of one block each
+    compiled: bool = True  # indexes and block hashes, where there is a compiler; False: in Python
 
 
 QUICK = PickConfig(replicas=4, blocks=2048, long_prompt=4096, decisions=50, unique=20_000)
@@ -105,11 +114,14 @@ def run_pick(seed: int, config: PickConfig = PickConfig(), bar: Bar = QUIET) -> 
 
 def full_router(config: PickConfig, rng: Random, bar: Bar = QUIET) -> tuple[Router, list[list[BlockHash]], int]:
     """Return a router with full approximate indexes, chains cached on half of the replicas, and the index bytes."""
-    router, length = Router(), config.long_prompt // BLOCK_SIZE
-    tracemalloc.start()
+    pools = compiled_pools() if config.compiled else None
+    router = Router(match_all=None if pools is None else pools.match_all)
+    length = config.long_prompt // BLOCK_SIZE
+    gc.collect()
+    size = _resident_bytes()
     shared = [_chain(length, rng) for _ in range(4)]
     for index in range(config.replicas):
-        cached = ApproximateIndex(config.blocks)
+        cached = ApproximateIndex(config.blocks, make_pool=pools or ModelledPool)
         router.add(Endpoint(f"http://replica-{index}:8000", cached, block_size=BLOCK_SIZE))
         for _ in range(config.blocks // length + 1):
             _take(cached, _chain(length, rng))
@@ -117,9 +129,34 @@ def full_router(config: PickConfig, rng: Random, bar: Bar = QUIET) -> tuple[Rout
             if (index + number) % 2:
                 _take(cached, chain)
         bar.advance()
-    size = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    return router, shared, size
+    return router, shared, _resident_bytes() - size
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def times_of_requests(router: Router, config: PickConfig, share: float, rng: Random) -> dict[str, list[float]]:
+    """Return the milliseconds of each part of requests with the long prompt, of which `share` was sent before."""
+    root, chain = router_root("m"), compiled_chain() if config.compiled else None
+    prefix = random_tokens(int(share * config.long_prompt), VOCAB_SIZE, rng)
+    times: dict[str, list[float]] = {part: [] for part in PARTS}
+
+    def timed(part: str, act: Callable[[], T]) -> T:
+        start = thread_time()
+        result = act()
+        times[part].append((thread_time() - start) * 1e3)
+        return result
+
+    for number in range(config.decisions + 1):
+        tokens = array("i", prefix + random_tokens(config.long_prompt - len(prefix), VOCAB_SIZE, rng))
+        request, now = RoutingRequest(Prompt(tokens, root, chain=chain)), 1e6 + number
+        timed("hash", lambda request=request: request.prompt.block_hashes(BLOCK_SIZE))
+        decision = timed("pick", lambda request=request, now=now: router.pick(request, now))
+        sent = timed("sent", lambda decision=decision, now=now: router.sent(decision, now))
+        timed("first token", lambda sent=sent, now=now: router.first_token(sent, now + 0.1))
+        timed("end", lambda sent=sent, now=now: router.finished(sent, now + 0.2))
+    return {part: values[1:] for part, values in times.items()}  # the first one has none of its prefix cached
 
 
 def decision_times(router: Router, shared: list[list[BlockHash]], config: PickConfig, rng: Random) -> list[float]:

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from math import inf
 
 from headstart.apis.api import Api
 from headstart.apis.api_table import generation_api
@@ -34,6 +35,7 @@ class ProxiedCall:
     num_rest_bytes: int = 0  # of an incomplete event
     is_trimmed: bool = False  # its prompt is too long to be kept for the explainer
     tried: list[str] = field(default_factory=list[str])  # replicas that must not be tried again
+    expires_at: float = inf  # monotonic seconds from which on it is sent to no replica
     deadline: float | None = None  # until when it waits for a replica, on time.monotonic; None: it has not waited
     num_attempts: int = 0
     num_losses: int = 0  # attempts in which a replica was lost, perhaps because of this request

@@ -23,6 +23,7 @@ from headstart.gateway.proxy.error_responses import (
     replica_lost,
     too_many_losses,
 )
+from headstart.gateway.proxy.flow_control import FlowControl
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.relay import Attempt, Relay, write
 from headstart.gateway.proxy.replica_wait import ReplicaWait
@@ -55,7 +56,8 @@ Each loss is retried over a new connection, so connections that replicas closed 
 class ProxySettings:
     """Options of the proxy. `max_pending`: requests without a first token per replica; more are refused.
 
-    `max_pending_in_all`: a bound of their sum, so that there are connections for answers too. Times in seconds.
+    `max_pending_in_all`: a bound of their sum, so that there are connections for answers too. `flow_control`: those per
+    replica that are sent; more are held (flow_control.py). Times in seconds.
     """
 
     max_attempts: int = 3
@@ -66,6 +68,8 @@ class ProxySettings:
     replica_wait: float = 5.0
     max_held_bytes: int = MAX_HELD_BYTES
     max_pending_in_all: int = 16_384
+    flow_control: int = 0
+    queue_timeout: float = 0.0
 
 
 Placed = Callable[["Proxy", ProxiedCall], AbstractAsyncContextManager[InFlight]]
@@ -95,6 +99,7 @@ class Proxy:
         self.replica_wait = ReplicaWait(router, settings.replica_wait)
         self.held = HeldBytes(settings.max_held_bytes)
         self.relay = Relay(router)
+        self.flow = FlowControl(router, self.relay, settings.flow_control, settings.queue_timeout)
         self.decisions = WatchedDecisions()
         self._session = session
         self._fresh = aiohttp.ClientSession(  # a new connection for each request: none of them has been idle
@@ -188,6 +193,7 @@ class Proxy:
         watcher = asyncio.create_task(watch())
         timed_send = WriteTimeout(send, task, WRITE_SECONDS)
         try:
+            await self.flow.wait(call)
             await self._serve(call, timed_send)
         except asyncio.CancelledError:
             if not (is_gone or timed_send.is_over):
@@ -208,6 +214,10 @@ class Proxy:
         last: AttemptError | None = None
         try:
             while True:
+                late = self.flow.lateness(call)
+                if late is not None:
+                    await self._give_up(call, late, send)
+                    return
                 try:
                     await self._attempt(call, send)
                     return

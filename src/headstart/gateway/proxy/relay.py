@@ -5,6 +5,7 @@ Until the client has received part of an answer, failures raise AttemptError, so
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from typing import NamedTuple
 
@@ -53,6 +54,7 @@ class Relay:
     def __init__(self, router: Router) -> None:
         self.num_pending = 0
         self.pending_of: Counter[str] = Counter()
+        self.on_wait_end: Callable[[], None] = lambda: None
         self.response_owners = ResponseOwners()
         self._router = router
 
@@ -69,6 +71,7 @@ class Relay:
             self.num_pending -= 1
             self.pending_of[call.tenant] -= 1
             self.pending_of += Counter()  # drops a tenant without requests
+            self.on_wait_end()
 
     def failed(self, in_flight: InFlight, failure: Failure) -> None:
         """Record that an attempt has failed."""

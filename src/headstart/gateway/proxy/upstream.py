@@ -20,6 +20,7 @@ _OTHER_TARGETS = frozenset(  # some frameworks override the path or method by th
 _OF_THIS_REQUEST = frozenset(
     (
         *(b"host", b"content-length", b"accept-encoding", b"expect", b"x-headstart-explain"),
+        *(b"x-headstart-priority", b"x-headstart-timeout-ms"),
         b"x-gateway-destination-endpoint",  # addresses of replicas, for a gateway
     )
 )

@@ -1,7 +1,7 @@
 """ApproximateIndexes: the indexes of replicas without KV events, limited in blocks by an IndexBudget.
 
-An approximate index takes 35 bytes per empty block and up to 360 per used one. Replicas report their numbers of blocks,
-which may be wrong: the blocks granted to one replica are not available to others.
+An approximate index takes up to 16 bytes per empty block and 130 per used one, in Python 35 and 370. Replicas report
+their numbers of blocks, which may be wrong: the blocks granted to one replica are not available to others.
 """
 
 from functools import partial
@@ -9,17 +9,21 @@ from functools import partial
 from headstart.gateway.replicas.replica_monitor import MonitoredReplica
 from headstart.http.logs import Log
 from headstart.router.index.approximate_index import MAX_UNKNOWN_BLOCKS, ApproximateIndex
+from headstart.router.index.modelled_pool import MakePool, ModelledPool
 
-MAX_TOTAL_BLOCKS = 2**24  # of all replicas: 6 GB when full, 0.6 GB when empty
+MAX_TOTAL_BLOCKS = 2**24  # of all replicas: 2.2 GB when full, 0.3 GB when empty
 MAX_REPLICA_BLOCKS = 2**22  # of one replica: 67 million tokens in blocks of 16
 MIN_BLOCKS = 16_384  # granted to every replica, whatever their number
 
 
 class ApproximateIndexes:
-    """A maker of approximate indexes. `at_pick`: prompts count as cached when they are routed, else when answered."""
+    """A maker of approximate indexes, on pools of `make_pool`.
 
-    def __init__(self, log: Log, *, at_pick: bool = True) -> None:
-        self._at_pick = at_pick
+    `at_pick`: prompts count as cached when they are routed, else when answered.
+    """
+
+    def __init__(self, log: Log, *, at_pick: bool = True, make_pool: MakePool = ModelledPool) -> None:
+        self._at_pick, self._make_pool = at_pick, make_pool
         self._budget = IndexBudget(log)
 
     def make(self, member: MonitoredReplica) -> ApproximateIndex:
@@ -28,7 +32,9 @@ class ApproximateIndexes:
         policy = "2q" if metrics.kind == "headstart" else "lru"
         num_blocks = self._budget.grant(url, member.cache_size[1])
         allow = partial(self._budget.grow, url)
-        return ApproximateIndex(num_blocks, eviction_policy=policy, at_pick=self._at_pick, allow=allow)
+        return ApproximateIndex(
+            num_blocks, eviction_policy=policy, at_pick=self._at_pick, allow=allow, make_pool=self._make_pool
+        )
 
     def removed(self, url: str) -> None:
         """Release the blocks of a removed replica."""

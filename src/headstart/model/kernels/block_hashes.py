@@ -37,13 +37,24 @@ class CompiledChain:
 @cache
 def compiled_chain() -> HashChain | None:
     """Return the compiled chain, built on first use; None if there is none here."""
+    path = library_path()
+    if path is None:
+        return None
+    library = ctypes.CDLL(path)
+    return CompiledChain(library) if library.headstart_has_sha() else None
+
+
+@cache
+def library_path() -> str | None:
+    """Return the library of hashes/ that can be loaded, built on first use; None if there is none here."""
     if os.environ.get("HEADSTART_KERNELS") == "none":
         return None
     try:
-        library = ctypes.CDLL(str(packaged(HASHES) or build(HASHES, cache_folder(os.environ), environ=os.environ)))
+        path = str(packaged(HASHES) or build(HASHES, cache_folder(os.environ), environ=os.environ))
+        ctypes.CDLL(path)
     except (BuildError, OSError):
         return None
-    return CompiledChain(library) if library.headstart_has_sha() else None
+    return path
 
 
 @lru_cache(maxsize=256)

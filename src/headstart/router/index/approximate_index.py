@@ -16,14 +16,13 @@ takes longer for a larger cache.
 
 from collections.abc import Callable
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.index.discards import Discards
 from headstart.router.index.first_blocks import UNLISTED, FirstBlocks
-from headstart.router.index.modelled_pool import FlushedPool, ModelledPool
+from headstart.router.index.modelled_pool import CacheModel, MakePool, ModelledPool
 from headstart.router.index.prefix_index import Reservation
-from headstart.router.index.reuse_estimate import ReuseEstimate
 
 UNKNOWN_BLOCKS = 16_384  # initial capacity for a replica that reports none; it is corrected
 MAX_UNKNOWN_BLOCKS = 65_536
@@ -34,7 +33,8 @@ MAX_STEP = 0.5  # towards the capacity that a report implies; halved when the di
 MIN_STEP = 1 / 64
 MIN_BLOCKS = 16
 MAX_UNPLACED = 256
-FREED = 512  # entries of a former pool freed with every request
+FREED = 512  # entries of a former pool freed with every request, and
+FREED_PER_BLOCK = 16  # with each new block, more than one takes: they do not accumulate
 
 Allow = Callable[[int, int], int]
 """Map (granted blocks, requested blocks) to the number of blocks an index may hold; at least the first."""
@@ -42,11 +42,19 @@ Allow = Callable[[int, int], int]
 _ENDED = -1  # instead of an epoch
 
 
+class FlushedPool(NamedTuple):
+    """The pool at the time of an inferred reset. Its idle blocks used after `serial` may be cached after all."""
+
+    pool: CacheModel
+    serial: int
+    num_younger: int  # so many they are
+
+
 class ApproximateIndex:
     """The estimated contents of one cache. `num_blocks` 0: its size is not known.
 
     `at_pick`: a request's blocks count from the moment it is sent; else from its first token on. `allow` is called
-    before the capacity exceeds `num_blocks`; without it it never does.
+    before the capacity exceeds `num_blocks`; without it it never does. `make_pool`: compiled pools, or those in Python.
     """
 
     def __init__(
@@ -57,12 +65,13 @@ class ApproximateIndex:
         at_pick: bool = True,
         corrects: bool = True,
         allow: Allow | None = None,
+        make_pool: MakePool = ModelledPool,
     ) -> None:
         self.at_pick = at_pick
         self.corrects = corrects
         self.num_flushes = 0  # detected resets of the cache
         self.num_trims = 0
-        self.first_blocks: FirstBlocks | None = None  # of the router, in which it has `number`
+        self.first_blocks = FirstBlocks(self)  # later that of the router, in which it has `number`
         self.number = UNLISTED
         self._max_blocks = num_blocks or MAX_UNKNOWN_BLOCKS
         self._is_sized = num_blocks > 0  # the size was reported, or found too small: else any estimate is better
@@ -70,6 +79,7 @@ class ApproximateIndex:
         self._eviction_policy = eviction_policy
         self._epoch = 0
         self._allow = allow
+        self._make_pool = make_pool
         self._discards = Discards()
         self._start(num_blocks or UNKNOWN_BLOCKS)
 
@@ -101,7 +111,7 @@ class ApproximateIndex:
         return len(self._blocks)
 
     def __contains__(self, block_hash: BlockHash) -> bool:
-        return block_hash in self._blocks.pool.published
+        return block_hash in self._blocks
 
     @property
     def by_prompts(self) -> "ApproximateIndex":
@@ -135,9 +145,9 @@ class ApproximateIndex:
         reservation.num_losses = self._num_losses
         if reservation.hit < len(block_hashes):
             block_hash = block_hashes[reservation.hit]
-            evicted = self._blocks.pool.eviction_of(block_hash)
-            reservation.evicted = block_hash in self._unplaced or (evicted is not None and evicted.cause == "capacity")
-            reservation.doubtful = self._flushed is not None and block_hash in self._flushed
+            reservation.evicted = block_hash in self._unplaced or self._blocks.was_evicted(block_hash)
+            if self._flushed is not None:
+                reservation.doubtful = self._flushed.pool.is_idle_since(block_hash, self._flushed.serial)
         self._blocks.acquire(reservation, reservation.hit)
         reservation.sure = self._blocks.num_sure(reservation)
         if self.at_pick:
@@ -168,7 +178,7 @@ class ApproximateIndex:
         """
         if not self._is_open(reservation):
             return
-        self._blocks.distrust(reservation.blocks[max(reservation.sure, num_kept) :])
+        self._blocks.distrust(reservation.blocks[reservation.sure :], max(num_kept - reservation.sure, 0))
         self._release(reservation)
 
     def observed(self, reservation: Reservation, num_blocks: int, now: float = 0.0) -> None:
@@ -196,13 +206,13 @@ class ApproximateIndex:
         """Empty the index, as after a restart. Blocks of requests in flight are added when they are answered."""
         self._forget_flush()
         capacity = self.capacity
-        self._discards.add(self._blocks.pool, self._blocks.serials, *self._blocks.reuse.tables)
+        self._discards.add(*self._blocks.tables)
         self._epoch += 1
         self._start(capacity)
 
     def check(self) -> None:
         """Assert the invariants; O(blocks), for tests."""
-        self._blocks.pool.check()
+        self._blocks.check()
         assert len(self) <= self.capacity, f"{len(self)} blocks in a cache of {self.capacity}"
 
     # ------------------------------------------------------------------------------------------------------------
@@ -213,10 +223,11 @@ class ApproximateIndex:
         self._flushed: FlushedPool | None = None  # the last reset inferred from a report, while in doubt
         self._unplaced: dict[BlockHash, None] = {}  # no space for these blocks, nor for those after them
         self._num_missing = 0  # blocks of requests in flight without space
-        self._blocks = self._new_pool(capacity, ReuseEstimate(0, self._max_blocks + 1), 0)
+        self._renew(capacity, None)
 
-    def _new_pool(self, capacity: int, reuse: ReuseEstimate, now: int) -> ModelledPool:
-        return ModelledPool(capacity, self._max_blocks, self._eviction_policy, reuse, self._discards, now)
+    def _renew(self, capacity: int, former: CacheModel | None) -> None:
+        self._blocks = self._make_pool(capacity, self._max_blocks, self._eviction_policy, former)
+        self.handle = self._blocks.handle  # of compiled code; read with every decision
 
     def _is_open(self, reservation: Reservation) -> bool:
         """Return whether the request is in flight; one from before a reset holds no blocks any more."""
@@ -227,10 +238,13 @@ class ApproximateIndex:
 
     def _extend(self, reservation: Reservation, unsure: int) -> None:
         """Add the missing blocks, as many as there is space for."""
+        before = len(reservation.blocks)
         self._blocks.extend(reservation, unsure)
+        if self._discards:
+            self._discards.free(FREED_PER_BLOCK * (len(reservation.blocks) - before))
         num, block_hashes = len(reservation.blocks), reservation.block_hashes
         self._miss(reservation, len(block_hashes) - num)
-        if num and self.first_blocks is not None:
+        if num:
             self.first_blocks.added(block_hashes[0], self.number)
         if num < len(block_hashes):
             self._unplaced[block_hashes[num]] = None
@@ -259,7 +273,7 @@ class ApproximateIndex:
         """
         serial = reservation.serials[index]
         gone = self._blocks.num_unused_since(serial)
-        own = sum(1 for block in reservation.blocks[index:] if self._blocks.pool.refs(block) == 1)
+        own = self._blocks.num_own(reservation.blocks[index:])
         num_kept = len(self) - gone - own
         num_younger = self._blocks.num_idle - gone
         is_lately = num_kept < FLUSHED_SHARE * min(self.capacity, self._held) or not (num_younger or index)
@@ -268,6 +282,7 @@ class ApproximateIndex:
             reservation.blocks, reservation.serials = [], []
             reservation.hit, reservation.sure, reservation.missing, reservation.epoch = 0, 0, 0, self._epoch
             self._extend(reservation, unsure=0)  # it has computed its prompt since
+            self._blocks.computed(reservation.blocks)
             return
         self.num_trims += 1
         self._lost_until, self._held = serial, num_kept
@@ -291,13 +306,12 @@ class ApproximateIndex:
         self._lost_until = former.now
         self._epoch += 1
         self._flushed = FlushedPool(former, serial, num_younger)
-        self._discards.add(*former.reuse.tables)
-        self._blocks = self._new_pool(former.capacity, former.reuse, former.now)
+        self._renew(former.capacity, former)
 
     def _forget_flush(self) -> None:
         """Drop the record of the last reset, which is no longer in doubt."""
         if self._flushed is not None:
-            self._discards.add(*self._flushed.tables)
+            self._discards.add(*self._flushed.pool.tables)
             self._flushed = None
 
     def _settle(self, flushed: FlushedPool, is_there: bool) -> None:

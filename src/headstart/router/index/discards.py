@@ -4,11 +4,18 @@ Freeing a table of a million entries takes as long as a hundred requests do. A c
 empty one adds the full one here, and frees a slice of it with every later operation.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
-from headstart.core.cache.block_pool import BlockPool
 
-Discard = dict[Any, Any] | list[Any] | BlockPool
+class Dismantled(Protocol):
+    """A pool that can be freed in slices."""
+
+    def dismantle(self, num: int) -> int:
+        """Free up to about `num` entries; return the number freed, 0 when nothing is left."""
+        ...
+
+
+Discard = dict[Any, Any] | list[Any] | Dismantled
 
 
 class Discards:
@@ -38,7 +45,7 @@ class Discards:
 
 
 def _shrink(item: Discard, num: int) -> int:
-    if isinstance(item, BlockPool):
+    if not isinstance(item, dict | list):
         return item.dismantle(num)
     count = min(num, len(item))
     if isinstance(item, list):

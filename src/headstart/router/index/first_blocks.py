@@ -2,35 +2,39 @@
 
 An index that lacks the first block of a prompt has none of it. The table may name indexes that have evicted the block
 since, never too few. With every new entry two older ones are checked, so it stays about as large as what is cached.
+An index has a table of its own until a router lists it, so that one that was filled before is listed as well.
 """
 
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Set
 from typing import Protocol
 from weakref import WeakValueDictionary
 
 from headstart.core.cache.hashing import BlockHash
 
 CHECKED = 2  # older entries with every new one
-UNLISTED = -1  # number of an index that is not in any table: it is always asked
+UNLISTED = -1  # number of an index that no router has listed
+
+NONE = frozenset[int]()
 
 
 class ListedIndex(Protocol):
     """An index in the table."""
 
-    first_blocks: "FirstBlocks | None"
+    first_blocks: "FirstBlocks"
     number: int
-
-    def __len__(self) -> int: ...
 
     def __contains__(self, block_hash: BlockHash) -> bool: ...
 
 
 class FirstBlocks:
-    """The table of one router. Indexes are referred to weakly."""
+    """The table of one router, or of one index until a router lists it. Indexes are referred to weakly."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: ListedIndex | None = None) -> None:
         self._indexes: WeakValueDictionary[int, ListedIndex] = WeakValueDictionary()
+        self._is_own = own is not None
+        if own is not None:
+            self._indexes[UNLISTED] = own
         self._holders: OrderedDict[BlockHash, set[int]] = OrderedDict()
         self._count = 0
 
@@ -38,16 +42,20 @@ class FirstBlocks:
         return len(self._holders)
 
     def adopt(self, index: ListedIndex) -> None:
-        """List an index from now on, if it is empty: what others hold is not known. It may be in no other table."""
-        assert index.first_blocks in (None, self), "an index belongs to one router"
-        if index.first_blocks is None and not len(index):
-            index.first_blocks, index.number = self, self._count
-            self._indexes[self._count] = index
-            self._count += 1
+        """List an index from now on, with what it holds. It may be in the table of no other router."""
+        former = index.first_blocks
+        if former is self:
+            return
+        assert former._is_own, "an index belongs to one router"
+        index.first_blocks, index.number = self, self._count
+        self._indexes[self._count] = index
+        self._count += 1
+        for block_hash in former._holders:
+            self.added(block_hash, index.number)
 
-    def holders(self, block_hashes: list[BlockHash]) -> Container[int]:
+    def holders(self, block_hashes: list[BlockHash]) -> Set[int]:
         """Return the numbers of the indexes that may hold the first of these blocks, and perhaps more of them."""
-        return self._holders.get(block_hashes[0], ()) if block_hashes else ()
+        return self._holders.get(block_hashes[0], NONE) if block_hashes else NONE
 
     def added(self, block_hash: BlockHash, number: int) -> None:
         """Record that an index holds a first block."""

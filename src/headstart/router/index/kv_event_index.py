@@ -20,7 +20,7 @@ from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockSto
 from headstart.core.cache.hashing import BlockHash, extend_hashes, region_hash
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.discards import Discards
-from headstart.router.index.first_blocks import UNLISTED
+from headstart.router.index.first_blocks import UNLISTED, FirstBlocks
 from headstart.router.index.prefix_index import PrefixIndex, Reservation
 
 SPECULATION = 60.0  # seconds after sending in which a request must be computed
@@ -49,7 +49,9 @@ class KVEventIndex:
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.guess = guess
-        self.number = UNLISTED  # events add and remove first blocks at any time
+        self.first_blocks = FirstBlocks(self)  # later that of the router, in which it has `number`
+        self.number = UNLISTED
+        self.handle = 0
         self.silence = 0  # requests with full blocks that ended since the last usable event
         self.counts = dict.fromkeys(("stored", "removed", "cleared", "over_capacity", *NOT_USED), 0)
         self._root = root
@@ -63,7 +65,7 @@ class KVEventIndex:
         return iter(self._uses)
 
     def __contains__(self, block_hash: BlockHash) -> bool:
-        return block_hash in self._uses
+        return block_hash in self._uses or block_hash in self._speculative
 
     @property
     def is_blind(self) -> bool:
@@ -113,6 +115,8 @@ class KVEventIndex:
         speculative = self._speculative
         for block_hash in block_hashes[reservation.hit :]:
             speculative[block_hash] = now + SPECULATION
+        if block_hashes:
+            self.first_blocks.added(block_hashes[0], self.number)
         while len(speculative) > MAX_SPECULATIVE or (speculative and next(iter(speculative.values())) <= now):
             speculative.popitem(last=False)
         if self.guess is not None:
@@ -274,6 +278,8 @@ class KVEventIndex:
         if count > 1:
             return
         self._before[block_hash] = before
+        if before is None:
+            self.first_blocks.added(block_hash, self.number)
         self._num_orphans -= self._after.get(block_hash, 0)
         if before is not None:
             self._after[before] = self._after.get(before, 0) + 1

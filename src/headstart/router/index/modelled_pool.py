@@ -1,70 +1,198 @@
 """ModelledPool: an engine's block pool without KV, of an estimated capacity, with the uses of every block.
 
 It begins small and grows as blocks come, up to the capacity. Invariant: if a block is in it, so are all before it in
-its chain; `match` is a bisection. It knows nothing of requests' reports: approximate_index.py corrects it.
+its chain; `match` is a bisection. It knows nothing of requests' reports: approximate_index.py corrects it. Compiled
+code that does the same (model/kernels/compiled_pool.py) is an argument, `MakePool`; this is its oracle in tests.
 """
 
+from collections.abc import Callable, Sequence
 from itertools import accumulate, islice, takewhile
+from typing import Protocol
 
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import BlockHash
-from headstart.router.index.discards import Discards
+from headstart.router.index.discards import Discard
 from headstart.router.index.prefix_index import Reservation
-from headstart.router.index.reuse_estimate import ReuseEstimate
 
 LOOKED_AT = 64  # number of next evicted blocks whose value is estimated
+KEPT = 2  # the request that was to compute it has failed, probably after that
 MIN_GROWTH = 1_024  # minimum growth of the pool in blocks, and its initial size
-FREED_PER_BLOCK = 16  # entries of a former pool freed with each new block, more than one takes: they do not accumulate
+
+
+class CacheModel(Protocol):
+    """The blocks of one cache, by hash. Positions of blocks are its own; they stay valid while a request holds them."""
+
+    handle: int  # of compiled code that can match many pools at once; 0: it cannot
+
+    @property
+    def now(self) -> int:
+        """The number of uses so far: time as the order of eviction knows it."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """Number of blocks of the cache."""
+        ...
+
+    @property
+    def num_idle(self) -> int:
+        """Number of published blocks that no request in flight uses."""
+        ...
+
+    @property
+    def num_held(self) -> int:
+        """Number of blocks that requests in flight use."""
+        ...
+
+    @property
+    def tables(self) -> "tuple[Discard, ...]":
+        """All that takes memory, to be freed in slices when the pool is replaced."""
+        ...
+
+    def __len__(self) -> int: ...
+    def __contains__(self, block_hash: BlockHash) -> bool: ...
+
+    def was_evicted(self, block_hash: BlockHash) -> bool:
+        """Return whether the block was evicted for lack of space, as far as remembered."""
+        ...
+
+    def is_idle_since(self, block_hash: BlockHash, serial: int) -> bool:
+        """Return whether the block was used after `serial`, and is idle."""
+        ...
+
+    def num_own(self, blocks: Sequence[int]) -> int:
+        """Return how many of the blocks only one request uses."""
+        ...
+
+    def match(self, block_hashes: list[BlockHash], near: int = 0) -> int:
+        """Return the number of leading blocks that are in it; `near` is a guess."""
+        ...
+
+    def held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+        """Return the blocks that requests in flight use, and how many leading ones of `block_hashes` are among them."""
+        ...
+
+    def loss(self, num_blocks: int) -> float:
+        """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""
+        ...
+
+    def num_unused_since(self, serial: int) -> int:
+        """Return the number of idle blocks that are evicted before any that was used after `serial`."""
+        ...
+
+    def num_sure(self, reservation: Reservation) -> int:
+        """Return the number of leading blocks of a request that are not still being computed."""
+        ...
+
+    def acquire(self, reservation: Reservation, end: int) -> None:
+        """Acquire published blocks up to `end` of its block hashes."""
+        ...
+
+    def extend(self, reservation: Reservation, unsure: int) -> None:
+        """Add the missing blocks of a request, head first, as many as there is space for."""
+        ...
+
+    def computed(self, blocks: Sequence[int]) -> None:
+        """Record that blocks are computed."""
+        ...
+
+    def see(self, blocks: Sequence[int]) -> None:
+        """Record that blocks are cached now."""
+        ...
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Release the blocks of a request, which are cached now."""
+        ...
+
+    def distrust(self, blocks: Sequence[int], num_kept: int) -> None:
+        """Drop those of the blocks of a failed request that only it was to compute, but for the leading `num_kept`.
+
+        What is kept stays unsure, and is not dropped when another request fails: blocks that follow it may be there.
+        """
+        ...
+
+    def drop(self, num: int) -> None:
+        """Drop the next `num` blocks in the order of eviction."""
+        ...
+
+    def resize(self, capacity: int) -> None:
+        """Set the capacity, as far as blocks in flight allow."""
+        ...
+
+    def check(self) -> None:
+        """Assert the invariants; O(blocks), for tests."""
+        ...
+
+
+MakePool = Callable[[int, int, str, CacheModel | None], CacheModel]
+"""Map (capacity, maximum, eviction policy, pool whose clock and statistics go on) to an empty pool."""
+
+
+class Pools(Protocol):
+    """Compiled pools: their maker, a MakePool, and the one that matches many at once (`MatchAll` of router.py)."""
+
+    def __call__(
+        self, capacity: int, max_blocks: int, eviction_policy: str, former: CacheModel | None = None
+    ) -> CacheModel: ...
+
+    def match_all(self, handles: Sequence[int], block_hashes: list[BlockHash]) -> Sequence[int]:
+        """Return the number of leading blocks that each pool has."""
+        ...
 
 
 class ModelledPool:
-    """The blocks of one cache of `capacity` blocks, which may become `max_blocks`.
+    """The blocks of one cache of `capacity` blocks, which may become `max_blocks`. A CacheModel."""
 
-    `now` counts uses: time as the order of eviction knows it. Tables of pools that are replaced go to `discards`.
-    """
+    handle = 0
 
-    def __init__(
-        self,
-        capacity: int,
-        max_blocks: int,
-        eviction_policy: str,
-        reuse: ReuseEstimate,
-        discards: Discards,
-        now: int = 0,
-    ) -> None:
+    def __init__(self, capacity: int, max_blocks: int, eviction_policy: str, former: CacheModel | None = None) -> None:
+        assert former is None or isinstance(former, ModelledPool)
         usable, size = min(MIN_GROWTH, capacity), max_blocks + 1  # block 0 of a pool is never used
         self.pool = BlockPool(usable + 1, eviction_policy=eviction_policy, history_pools=1, max_blocks=size)
-        self.now = now  # number of uses so far
+        self.now = former.now if former is not None else 0
         self.serials = [0] * (usable + 1)  # last time a block was surely cached; the same for all of one request
-        self.unsure = bytearray(usable + 1)  # 1: sent, and not known to be computed yet
-        self.reuse = reuse.emptied(usable + 1, size)
+        self.unsure = bytearray(usable + 1)  # 1: sent, and not known to be computed yet; or KEPT
+        self.reuse = (former.reuse if former is not None else ReuseEstimate(0, size)).emptied(usable + 1, size)
         self._num_ungrown: int = capacity - usable  # blocks by which the pool is to grow when needed
         self._ballast: list[int] = []  # blocks held unused: the cache is smaller than the pool
         self._worth: list[float] | None = (
             None  # prefix sums of the value of the next evicted blocks, as far as needed; None: outdated
         )
-        self._discards = discards
 
     def __len__(self) -> int:
         return self.pool.num_published
 
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return block_hash in self.pool.published
+
+    @property
+    def tables(self) -> tuple[Discard, ...]:
+        return self.pool, self.serials, *self.reuse.tables
+
     @property
     def capacity(self) -> int:
-        """Number of blocks of the cache."""
         return self.pool.num_usable - len(self._ballast) + self._num_ungrown
 
     @property
     def num_idle(self) -> int:
-        """Number of published blocks that no request in flight uses."""
         return self.pool.num_free - self.pool.num_scratch
 
     @property
     def num_held(self) -> int:
-        """Number of blocks that requests in flight use."""
         return self.pool.num_usable - self.pool.num_free - len(self._ballast)
 
+    def was_evicted(self, block_hash: BlockHash) -> bool:
+        evicted = self.pool.eviction_of(block_hash)
+        return evicted is not None and evicted.cause == "capacity"
+
+    def is_idle_since(self, block_hash: BlockHash, serial: int) -> bool:
+        entry = self.pool.entry(block_hash)
+        return entry is not None and not self.pool.refs(entry[0]) and self.serials[entry[0]] > serial
+
+    def num_own(self, blocks: Sequence[int]) -> int:
+        return list(map(self.pool.refs, blocks)).count(1)
+
     def match(self, block_hashes: list[BlockHash], near: int = 0) -> int:
-        """Return the number of leading blocks that are in it; `near` is a guess."""
         published, num = self.pool.published, len(block_hashes)
         low, high = 0, num
         if 0 < near <= num:
@@ -91,7 +219,6 @@ class ModelledPool:
         return low
 
     def held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
-        """Return the blocks that requests in flight use, and how many leading ones of `block_hashes` are among them."""
         pool, low, high = self.pool, 0, len(block_hashes)
         while low < high:
             middle = (low + high) // 2
@@ -103,7 +230,6 @@ class ModelledPool:
         return self.num_held, low
 
     def loss(self, num_blocks: int) -> float:
-        """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""
         pool = self.pool
         num = min(num_blocks - pool.num_scratch - self._num_ungrown, self.num_idle)
         if num <= 0:
@@ -116,19 +242,17 @@ class ModelledPool:
         return self._worth[looked_at - 1] * num / looked_at
 
     def num_unused_since(self, serial: int) -> int:
-        """Return the number of idle blocks that are evicted before any that was used after `serial`."""
         in_order = map(self.serials.__getitem__, self.pool.in_eviction_order())
         return len(list(takewhile(serial.__ge__, in_order)))
 
     def num_sure(self, reservation: Reservation) -> int:
-        """Return the number of leading blocks of a request that are not still being computed."""
-        unsure = bytes(map(self.unsure.__getitem__, reservation.blocks)).find(1)
-        return reservation.hit if unsure < 0 else unsure
+        unsure = bytes(map(self.unsure.__getitem__, reservation.blocks))
+        first = len(unsure) - len(unsure.lstrip(b"\0"))
+        return reservation.hit if first == len(unsure) else first
 
     # ------------------------------------------------------------------------------------------------------- changes
 
     def acquire(self, reservation: Reservation, end: int) -> None:
-        """Acquire published blocks up to `end` of its block hashes."""
         pool, start = self.pool, len(reservation.blocks)
         blocks = [
             entry[0]
@@ -143,7 +267,6 @@ class ModelledPool:
         reservation.blocks += blocks
 
     def extend(self, reservation: Reservation, unsure: int) -> None:
-        """Add the missing blocks of a request, head first, as many as there is space for."""
         pool, block_hashes = self.pool, reservation.block_hashes
         if len(reservation.blocks) == len(block_hashes):
             return
@@ -152,8 +275,6 @@ class ModelledPool:
         wanted = len(block_hashes) - start
         if wanted > pool.num_scratch and self._num_ungrown:
             self._grow(wanted - pool.num_scratch)
-        if self._discards:
-            self._discards.free(FREED_PER_BLOCK * wanted)
         blocks = pool.allocate(min(wanted, pool.num_available(())))
         parent = block_hashes[start - 1] if start else BlockHash(b"")
         for block, block_hash in zip(blocks, block_hashes[start:], strict=False):
@@ -163,40 +284,36 @@ class ModelledPool:
         self.reuse.added(blocks, self.now)
         reservation.blocks += blocks
 
-    def computed(self, blocks: list[int]) -> None:
-        """Record that blocks are computed."""
+    def computed(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             self.unsure[block] = 0
 
-    def see(self, blocks: list[int]) -> None:
-        """Record that blocks are cached now."""
+    def see(self, blocks: Sequence[int]) -> None:
         self.now += 1
         self._worth = None
         for block in blocks:
             self.serials[block] = self.now
 
-    def release(self, blocks: list[int]) -> None:
-        """Release the blocks of a request, which are cached now."""
+    def release(self, blocks: Sequence[int]) -> None:
         self.see(blocks)
         self.pool.release(blocks)
         self._worth = None
 
-    def distrust(self, blocks: list[int]) -> None:
-        """Drop those of the blocks of a failed request that only it was to compute."""
+    def distrust(self, blocks: Sequence[int], num_kept: int) -> None:
         pool = self.pool
         pool.take_blocks_to_zero()  # there is nothing to zero here
-        unsure = [block for block in blocks if self.unsure[block] and pool.refs(block) == 1]
+        for block in blocks[:num_kept]:
+            self.unsure[block] = KEPT if self.unsure[block] else 0
+        unsure = [block for block in blocks[num_kept:] if self.unsure[block] == 1 and pool.refs(block) == 1]
         if unsure:
             pool.distrust(unsure)
 
     def drop(self, num: int) -> None:
-        """Drop the next `num` blocks in the order of eviction."""
         pool = self.pool
         pool.release(pool.allocate(pool.num_scratch + num))
         self._worth = None
 
     def resize(self, capacity: int) -> None:
-        """Set the capacity, as far as blocks in flight allow."""
         pool, change = self.pool, self.capacity - capacity
         self._worth = None
         if change > 0:
@@ -209,6 +326,9 @@ class ModelledPool:
             pool.release(self._ballast[keep:])
             del self._ballast[keep:]
 
+    def check(self) -> None:
+        self.pool.check()
+
     def _grow(self, num: int) -> None:
         """Grow the pool by `num` blocks, as far as the capacity allows."""
         num = min(max(num, MIN_GROWTH), self._num_ungrown)
@@ -219,23 +339,66 @@ class ModelledPool:
         self.reuse.grow(num)
 
 
-class FlushedPool:
-    """The pool at the time of an inferred reset. Its blocks may be cached after all."""
+class ReuseEstimate:
+    """The probability that a block is used again, by the uses of each block of a pool that may grow to `size`.
 
-    __slots__ = ("_serial", "_serials", "num_younger", "pool")
+    A block with a mean interval `gap` between uses that has been idle for `away` is used again with probability
+    gap / (gap + away): after a burst of uses its value decays quickly. A block used once has the probability with which
+    blocks have had a second use so far. Time is a count of uses.
+    """
 
-    def __init__(self, modelled: ModelledPool, serial: int, num_younger: int) -> None:
-        self.pool = modelled.pool
-        self.num_younger = num_younger  # idle blocks used after the missing one
-        self._serials = modelled.serials
-        self._serial = serial
+    __slots__ = ("_first", "_num_new", "_num_reused", "_remembered", "_uses")
+
+    def __init__(self, num_blocks: int, size: int) -> None:
+        self._uses = [0] * num_blocks
+        self._first = [0] * num_blocks  # first use
+        self._remembered = 2 * size
+        self._num_new = 0
+        self._num_reused = 0
 
     @property
-    def tables(self) -> tuple[BlockPool, list[int]]:
-        """All tables it holds."""
-        return self.pool, self._serials
+    def share(self) -> float:
+        """The share of added blocks that were used a second time; older ones count less."""
+        return self._num_reused / max(self._num_new, 1)
 
-    def __contains__(self, block_hash: BlockHash) -> bool:
-        """Return whether this block was used after the missing one, and is idle."""
-        entry = self.pool.entry(block_hash)
-        return entry is not None and not self.pool.refs(entry[0]) and self._serials[entry[0]] > self._serial
+    def emptied(self, num_blocks: int, size: int) -> "ReuseEstimate":
+        """Return an estimate for an empty pool, with the same statistics."""
+        fresh = ReuseEstimate(num_blocks, size)
+        fresh._num_new, fresh._num_reused = self._num_new, self._num_reused
+        return fresh
+
+    @property
+    def tables(self) -> tuple[list[int], list[int]]:
+        """All tables of blocks."""
+        return self._uses, self._first
+
+    def grow(self, num: int) -> None:
+        """Add state for `num` more blocks."""
+        self._uses += [0] * num
+        self._first += [0] * num
+
+    def added(self, blocks: list[int], now: int) -> None:
+        """Record new blocks, and their first use."""
+        uses, first = self._uses, self._first
+        for block in blocks:
+            uses[block] = 1
+            first[block] = now
+        self._num_new += len(blocks)
+        if self._num_new > self._remembered:
+            self._num_new //= 2
+            self._num_reused //= 2
+
+    def used(self, blocks: list[int]) -> None:
+        """Record a further use of blocks."""
+        uses = self._uses
+        for block in blocks:
+            self._num_reused += uses[block] == 1
+            uses[block] += 1
+
+    def chance(self, block: int, last: int, now: int) -> float:
+        """Return the probability that a block last used at `last` is used again."""
+        uses = self._uses[block]
+        if uses < 2:
+            return self.share
+        gap = (last - self._first[block]) / (uses - 1)
+        return gap / max(gap + now - last, 1.0)

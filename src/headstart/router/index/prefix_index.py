@@ -1,8 +1,10 @@
 """PrefixIndex: the router's estimate of one replica's prefix cache, approximate or from KV events."""
 
+from collections.abc import MutableSequence
 from typing import Any, Protocol
 
 from headstart.core.cache.hashing import BlockHash
+from headstart.router.index.first_blocks import FirstBlocks
 
 
 class Reservation:
@@ -27,8 +29,8 @@ class Reservation:
         self.block_hashes = block_hashes
         self.hit = hit  # blocks predicted to be cached when it was sent
         self.sure = hit  # of those, cached unless evicted: not still being computed by another request
-        self.blocks: list[int] = []  # of the approximate index's pool
-        self.serials: list[int] = []  # last uses of the blocks of the hit, before this one
+        self.blocks: MutableSequence[int] = []  # of the approximate index's pool
+        self.serials: MutableSequence[int] = []  # last uses of the blocks of the hit, before this one
         self.missing = 0  # blocks of its prompt for which there was no space
         self.evicted = False  # the first block after the hit was evicted before
         self.doubtful = False  # that block was dropped by an inferred reset, and may be cached
@@ -41,10 +43,17 @@ class Reservation:
 class PrefixIndex(Protocol):
     """The index of one replica's cache. `block_hashes` are the hashes of a prompt's full blocks, from the first on.
 
-    `number` is that in the router's FirstBlocks; below 0: it is always to be asked.
+    `number` is that in the router's table of first blocks. `handle` is that of its blocks in compiled code, which can
+    match many indexes at once; 0: it is asked by `match`.
     """
 
+    first_blocks: FirstBlocks
     number: int
+    handle: int
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        """Return whether the block is predicted to be there."""
+        ...
 
     def match(self, block_hashes: list[BlockHash], now: float, near: int = 0) -> int:
         """Return the number of leading blocks predicted to be cached. Has no visible effect.
