@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import HTTPServer, SimpleHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -115,10 +115,21 @@ def test_a_second_ctrl_c_under_make_is_no_error_either_and_130_without_make(venv
     assert (code, shown.split()) == (130, ["SLOW"])
 
 
+class Index(BaseHTTPRequestHandler):
+    """A package index that has everything."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
 @contextmanager
 def index() -> Iterator[str]:
     """The address of a package index that answers."""
-    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+    with HTTPServer(("127.0.0.1", 0), Index) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
