@@ -145,7 +145,7 @@ def script(path: Path, text: str) -> None:
 
 
 def installed(room: Path, torch_index: str, *, has_wheel: bool = False, has_gpu: bool = False) -> list[str]:
-    """What `make install` says and does on Linux, with a pip that only says what it was asked for."""
+    """The output of `make install` on Linux, with a pip that only says what it was asked for."""
     tools, bin = room / "tools", room / "venv" / "bin"
     tools.mkdir()
     bin.mkdir(parents=True)
