@@ -44,7 +44,7 @@ BUDGETS = {
     "live page": Budget(("page",), 300, 300),
     "store": Budget(("store",), 3_300, 2_300),
     "sim": Budget(("sim",), 2_900, 2_900),
-    "all": Budget(("",), 75_060, 58_900),
+    "all": Budget(("",), 75_080, 58_900),
 }
 REST = Budget(("",), 11_450, 8_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
