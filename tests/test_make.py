@@ -2,10 +2,15 @@
 
 import os
 import pty
+import re
 import shutil
 import signal
+import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -84,6 +89,17 @@ def test_ctrl_c_under_make_ends_without_an_error_of_make(presses: list[bytes], v
     assert "***" not in shown and "Traceback" not in shown and "Error" not in shown, shown
 
 
+@pytest.mark.parametrize("command", [["serve"], ["serve", "--replicas", "2"], ["generate", "Hi"]])
+def test_a_terminal_shows_a_line_before_torch_is_imported(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    slow = "import sys, time\nprint('TORCH', file=sys.stderr, flush=True)\nwhile True: time.sleep(0.05)\n"
+    (tmp_path / "torch" / "__init__.py").write_text(slow, encoding="utf-8")
+    python = ["env", f"PYTHONPATH={tmp_path}:{ROOT / 'src'}", "HEADSTART_PORT=0", sys.executable]
+    _, shown = in_terminal([*python, "-m", "headstart", *command], [b"TORCH"])
+    first, _, rest = shown.partition("\n")
+    assert re.fullmatch(r"Headstart \S+ is starting\s*", first) and "TORCH" in rest, shown
+
+
 def test_a_second_ctrl_c_under_make_is_no_error_either_and_130_without_make(venv: Path) -> None:
     (venv / "slow").mkdir()
     (venv / "slow" / "sitecustomize.py").write_text(
@@ -97,3 +113,74 @@ def test_a_second_ctrl_c_under_make_is_no_error_either_and_130_without_make(venv
     assert (code, shown.split()) == (0, ["SLOW"])
     code, shown = in_terminal([str(venv / "bin" / "headstart"), "serve"], [])
     assert (code, shown.split()) == (130, ["SLOW"])
+
+
+class Index(BaseHTTPRequestHandler):
+    """A package index that has everything."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def index() -> Iterator[str]:
+    """The address of a package index that answers."""
+    with HTTPServer(("127.0.0.1", 0), Index) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def script(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    path.chmod(0o755)
+
+
+def installed(room: Path, torch_index: str, *, has_wheel: bool = False, has_gpu: bool = False) -> list[str]:
+    """The output of `make install` on Linux, with a pip that only says what it was asked for."""
+    tools, bin = room / "tools", room / "venv" / "bin"
+    tools.mkdir()
+    bin.mkdir(parents=True)
+    (bin / "python").symlink_to(sys.executable)
+    script(bin / "pip", f'case "$*" in *--no-index*) exit {0 if has_wheel else 1};; esac; echo "pip $*"')
+    script(tools / "uname", "echo Linux")
+    (tools / "touch").symlink_to(str(shutil.which("touch")))
+    if has_gpu:
+        script(tools / "nvidia-smi", "exit 0")
+    make = [str(shutil.which("make")), "install", f"VENV={room / 'venv'}", f"TORCH_INDEX={torch_index}"]
+    environment = {"PATH": str(tools), "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def taken(lines: list[str]) -> str:
+    """The installation of torch, with what was said before it."""
+    return "\n".join(lines[: 1 + next(i for i, line in enumerate(lines) if line.startswith("pip install"))])
+
+
+@pytest.mark.parametrize("torch_index", ["", "http://127.0.0.1:9"])
+def test_make_says_that_cuda_packages_come_before_it_takes_them(torch_index: str, tmp_path: Path) -> None:
+    said = taken(installed(tmp_path, torch_index))
+    reason = f"{torch_index} does not answer" if torch_index else "TORCH_INDEX is empty"
+    assert reason in said and "CUDA packages" in said and "make TORCH_INDEX=URL" in said
+    assert said.splitlines()[-1].startswith("pip install torch==")
+
+
+def test_make_takes_the_cpu_build_where_its_index_answers_and_warns_of_nothing(tmp_path: Path) -> None:
+    with index() as url:
+        said = taken(installed(tmp_path, url))
+    assert "CUDA" not in said and f"pip install --no-deps --index-url {url} torch==" in said
+
+
+@pytest.mark.parametrize("found", [{"has_wheel": True}, {"has_gpu": True}])
+def test_make_warns_of_nothing_where_a_wheel_or_a_gpu_is_there(found: dict[str, bool], tmp_path: Path) -> None:
+    assert "CUDA" not in "".join(installed(tmp_path, "http://127.0.0.1:9", **found))

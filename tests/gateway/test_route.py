@@ -12,7 +12,7 @@ import openai
 import pytest
 from gateway.harness import unused_url
 from server.fake_engine import Gate
-from server.harness import PATIENCE, Server, fake_server, spawn, wait_for
+from server.harness import PATIENCE, Server, address_of, fake_command, fake_server, spawn, wait_for
 
 from headstart.config.options import RouterOptions
 from headstart.core.errors import ConfigError
@@ -72,6 +72,17 @@ def test_what_it_says_of_itself(fleet: tuple[Server, Server, Server]) -> None:
     assert {replica["engine"] for replica in told["replicas"]} == {"headstart"}
     assert {replica["cache"]["capacity"] for replica in told["replicas"]} == {1000}
     assert router.get("/version").status_code == 200
+
+
+def test_replicas_that_load_are_said_to(folder: str, tmp_path: Path) -> None:
+    with spawn(fake_command(f"{folder}?load=1000"), tmp_path / "one") as one:
+        url = wait_for(lambda: address_of(one.process.pid))
+        with routing(tmp_path / "route", url) as router:
+            assert "  replicas 0 of 1 up (1 loading)" in router.log
+            assert [replica["state"] for replica in router.get("/v1/fleet").json()["replicas"]] == ["loading"]
+            answers = [router.get("/health"), router.post("/v1/completions", json={"prompt": [1]})]
+            assert [answer.status_code for answer in answers] == [503, 503]
+            assert all("loading" in answer.text for answer in answers), [answer.text for answer in answers]
 
 
 def test_the_first_address_on_its_stderr_is_its_own(fleet: tuple[Server, Server, Server]) -> None:

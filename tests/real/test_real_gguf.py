@@ -12,8 +12,7 @@ from real.chats import chats
 from server.harness import spawn
 from transformers import AutoTokenizer
 
-from headstart.bundled.packaged_models import SMOLLM2, fetch_model
-from headstart.core.errors import ConfigError
+from headstart.bundled.packaged_models import SMOLLM2
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.long
@@ -22,14 +21,8 @@ README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def path() -> Path:
-    """The GGUF file. Skips only if the package index cannot be reached and nothing is cached."""
-    try:
-        return fetch_model(SMOLLM2.name)
-    except ConfigError as error:
-        if not re.search(r"No matching distribution|no pip to download|not downloaded within", str(error)):
-            raise  # a wrong hash or a full disk is a failure
-        pytest.skip(str(error))
+def path(smollm2_file: Path) -> Path:
+    return smollm2_file
 
 
 @pytest.mark.usefixtures("path")

@@ -16,9 +16,9 @@ TEMPLATE = (
 )
 
 
-def write_model(room: Path) -> str:
-    """The model of a fake engine whose chat template shows everything and adds nothing at the end."""
-    tokenizer_folders.write(room / "model", tokenizer_folders.BYTE_LEVEL, chat_template=TEMPLATE)
+def write_model(room: Path, template: str = TEMPLATE) -> str:
+    """The model of a fake engine, by default with a chat template that shows everything and adds nothing at the end."""
+    tokenizer_folders.write(room / "model", tokenizer_folders.BYTE_LEVEL, chat_template=template)
     return f"{room / 'model'}?vocab=1000&length=100000"
 
 
@@ -31,7 +31,7 @@ class Asked(NamedTuple):
 
 @asynccontextmanager
 async def asking(model: str, **options: Any) -> AsyncIterator[Callable[[str, Any], Awaitable[Asked]]]:
-    """A server, and the function that sends it a body."""
+    """A server, and the function that sends it a body, or asks for a path without one."""
     async with inside(model, tool_call_parser="hermes", **options) as server:
         prompts: list[str] = []
         submit = server.engine.submit
@@ -44,7 +44,7 @@ async def asking(model: str, **options: Any) -> AsyncIterator[Callable[[str, Any
 
         async def ask(path: str, body: Any) -> Asked:
             prompts.clear()
-            answer = await server.client.post(path, json=body)
+            answer = await (server.client.get(path) if body is None else server.client.post(path, json=body))
             return Asked(answer, "".join(prompts))
 
         yield ask

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from server import fork_server
 from server.fake_engine import build_fake
 
@@ -104,6 +105,12 @@ def wait_for(probe: Any) -> Any:
             return value
         time.sleep(0.02)
     raise AssertionError("waited in vain")
+
+
+def address_of(pid: int) -> str | None:
+    """The address on which that process listens, from the kernel's table: nothing is printed before it is ready."""
+    listening = [c for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return f"http://127.0.0.1:{listening[0].laddr.port}" if listening else None
 
 
 @contextmanager

@@ -7,6 +7,7 @@ the prompt must have once and in order, and things that no prompt has: images, e
 import asyncio
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -250,3 +251,10 @@ def test_a_server_that_refuses_images_names_the_field_and_the_option(agent: str,
                 assert re.match(r"(messages|input)\[\d+\]\.(content|output)\[\d", error["param"]), error["param"]
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("name", ["Claude Code", "Codex", "opencode", "Cline", "OpenHands", "Aider", "Goose"])
+def test_the_page_of_an_agent_has_its_settings_and_the_context_that_it_needs(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
+    section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+    assert "http://127.0.0.1:8000" in section and re.search(r"Context: .*?[\d,]{5,} tokens", section, re.DOTALL)

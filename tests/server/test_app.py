@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from server.fake_engine import MAX_MODEL_LEN, Gate
-from server.harness import PATIENCE, ROOT, Server, fake_command, fake_server, inside, spawn, until, wait_for
+from server.harness import PATIENCE, ROOT, Server, address_of, fake_command, fake_server, inside, spawn, until, wait_for
 
 
 def test_a_completion_says_what_it_read_and_what_was_cached(server: Server) -> None:
@@ -144,7 +143,7 @@ def test_the_queue_is_bounded_in_requests_and_in_tokens(folder: str, gate: Gate)
 def test_while_loading_the_server_says_so(folder: str, tmp_path) -> None:
     command = fake_command(f"{folder}?load=1000", port=0)
     with spawn(command, tmp_path / "log") as server:
-        url = wait_for(lambda: _address_of(server.process.pid))
+        url = wait_for(lambda: address_of(server.process.pid))
         assert httpx.get(f"{url}/livez", timeout=PATIENCE).status_code == 200
         for path in ("/health", "/v1/models", "/metrics"):
             answer = httpx.get(url + path, timeout=PATIENCE)
@@ -152,13 +151,6 @@ def test_while_loading_the_server_says_so(folder: str, tmp_path) -> None:
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=PATIENCE)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
         assert server.stop() == 0 and "stopped while loading" in server.log
-
-
-def _address_of(pid: int) -> str | None:
-    """The address on which that process listens, from the kernel's table: nothing is printed before it is ready."""
-
-    listening = [c for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    return f"http://127.0.0.1:{listening[0].laddr.port}" if listening else None
 
 
 def test_a_port_in_use_is_one_line_and_code_2_before_anything_loads(server: Server, folder: str) -> None:

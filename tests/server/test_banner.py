@@ -3,15 +3,19 @@
 import asyncio
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizer_folders
-from server.harness import inside
+from server.harness import PATIENCE, inside, spawn
 
 from headstart.bundled import bundled_model
 from headstart.config.options import ServerOptions, TenantEntry
+from headstart.model.kernels.build import packaged
+from headstart.model.kernels.library import runnable_variants
 from headstart.server.banner import banner
 
 
@@ -55,3 +59,26 @@ def test_a_command_that_needs_a_key_says_so(folder: str, options: ServerOptions)
     text = shown(folder, options)
     assert "with KEY set to a key: curl" in text and '"Authorization: Bearer $KEY"' in text
     assert "KEY" not in shown(folder)
+
+
+def test_without_a_compiler_the_start_says_what_the_doctor_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if packaged(runnable_variants()[0]) is not None:
+        pytest.skip("the kernels came with the package")
+    for name in ("CXX", "HEADSTART_KERNELS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    headstart = [sys.executable, "-m", "headstart"]
+    with spawn([*headstart, "serve", "--port", "0", "--num-blocks", "64"], tmp_path / "log") as server:
+        server.wait_ready()
+        said = re.search(
+            r"^Headstart has no CPU kernels here: (none: .*); torch is slower \(headstart doctor\)$", server.log, re.M
+        )
+        assert said is not None, server.log
+        assert server.log.index(said[0]) < server.log.index("  try ")
+        assert server.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+    assert "no C++ compiler (g++, c++, clang++) on the path: install g++" in said[1]
+    doctor = subprocess.run([*headstart, "doctor"], capture_output=True, text=True, timeout=PATIENCE)
+    assert re.search(rf"^  CPU kernels +{re.escape(said[1])}$", doctor.stdout, re.M), doctor.stdout

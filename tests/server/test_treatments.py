@@ -4,10 +4,13 @@ MARK is what a prompt must contain, SECRET what it must not.
 """
 
 import asyncio
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from conversations import FOLDER
 from server.asking import Asked, asking, write_model
 
 from headstart.openai.forms.skipped import SKIPPED_HEADER
@@ -309,3 +312,55 @@ def test_the_server_does_what_the_table_says(model: str) -> None:
 
     found = asyncio.run(go())
     assert ROWS and not found, "\n".join(found)
+
+
+def thought(turn: int) -> dict[str, str]:
+    return {"role": "assistant", "content": f"answer {turn}", "reasoning_content": f"thought {turn}"}
+
+
+def block(turn: int) -> dict[str, Any]:
+    parts = [{"type": "thinking", "thinking": f"thought {turn}"}, {"type": "text", "text": f"answer {turn}"}]
+    return {"role": "assistant", "content": parts}
+
+
+def items(turn: int) -> list[dict[str, Any]]:
+    summary = [{"type": "summary_text", "text": f"thought {turn}"}]
+    return [{"type": "reasoning", "summary": summary}, {"role": "assistant", "content": f"answer {turn}"}]
+
+
+def ollamas(turn: int) -> dict[str, str]:
+    return {"role": "assistant", "content": f"answer {turn}", "thinking": f"thought {turn}"}
+
+
+def test_reasoning_that_the_template_leaves_out_is_named(tmp_path: Path) -> None:
+    """Qwen3's template shows the reasoning behind the last user message only."""
+    model = write_model(tmp_path, (FOLDER / "Qwen-Qwen3-0.6B.jinja").read_text(encoding="utf-8"))
+    user = {"role": "user", "content": "Go"}
+    turns: dict[str, Any] = {
+        CHAT: {"messages": [user, thought(1), user, thought(2), user, thought(3)], "max_tokens": 1},
+        MESSAGES: {"messages": [user, block(1), user, block(2), user, block(3)], "max_tokens": 1},
+        RESPONSES: {
+            "input": [user, *items(1), user, *items(2), user, *items(3)],
+            "store": False,
+            "max_output_tokens": 1,
+        },
+        "/api/chat": {
+            "messages": [user, ollamas(1), user, ollamas(2), user, ollamas(3)],
+            "options": {"num_predict": 1},
+            "stream": False,
+        },
+    }
+
+    async def go() -> None:
+        async with asking(model) as ask:
+            for path, body in turns.items():
+                asked = await ask(path, {**body, "temperature": 0})
+                assert asked.answer.status_code == 200, asked.answer.text
+                shown = [turn for turn in (1, 2, 3) if f"thought {turn}" in asked.prompt]
+                assert (shown, asked.answer.headers.get(SKIPPED_HEADER)) == ([3], "item.reasoning=2"), path
+            asked = await ask(CHAT, {"messages": [user, thought(1)], "max_tokens": 1})
+            assert "thought 1" in asked.prompt and SKIPPED_HEADER not in asked.answer.headers
+            metrics = (await ask("/metrics", None)).answer.text
+            assert re.search(r'headstart:skipped_total\{.*kind="item\.reasoning".*\} 8\.0', metrics), metrics
+
+    asyncio.run(go())

@@ -1,17 +1,20 @@
 """Placement: no text of a conversation is lost in a chat template, and what a template shows as it is stays so."""
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
-from conversations import FOLDER, NAMED_TOKENS, Shown, all_templates, conversation, lost, misplaced_reasoning
+from conversations import BOUNDS, FOLDER, NAMED_TOKENS, Shown, all_templates, conversation, lost, misplaced_reasoning
 from real.smollm2 import UnreachableError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.chat.template_forms import ONE_TEXT, decoded_forms, encoded_forms
-from headstart.openai.engine_requests import check_shown
+from headstart.openai.engine_requests import check_shown, skip_lost_reasoning
+from headstart.openai.forms.skipped import Skipped
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
 NUM_ALL = 70
@@ -63,9 +66,29 @@ def check_random_conversations(shown: Shown, count: int) -> None:
         assert shown.place(placed.messages).messages == placed.messages, seed
         prompt = shown.render(messages)
         assert (lost(sent, prompt), misplaced_reasoning(sent, prompt)) == ([], []), (shown.name, seed)
+        assert named_reasoning(messages, prompt) == num_without_reasoning(sent, prompt), (shown.name, seed)
         quiet = shown.forms.reasoning_key != "reasoning_content" or not shown.forms.shows("object arguments")
         if not placed.counts and not quiet and shown.forms.shows("empty answer"):
             assert placed.messages == messages
+
+
+def named_reasoning(messages: Sequence[dict[str, Any]], prompt: str) -> int:
+    """Return the number of reasonings that the header names as left out of a prompt."""
+    skipped = Skipped()
+    skip_lost_reasoning(messages, prompt, replace(BOUNDS, skipped=skipped))
+    return dict(skipped.counts()).get("item.reasoning", 0)
+
+
+def num_without_reasoning(sent: Sequence[dict[str, Any]], prompt: str) -> int:
+    return sum(one["reasoning_content"] not in prompt for one in sent if one.get("reasoning_content"))
+
+
+def test_reasoning_that_is_left_out_is_named_once_for_each() -> None:
+    thought = {**answer("Ok"), "reasoning_content": " Hm.\n"}
+    assert named_reasoning([user("Hi"), thought, user("?"), thought, user("!")], "Hi Hm. Ok ? Ok !") == 1
+    assert named_reasoning([user("Hi"), thought], "Hi Hm. Ok") == 0
+    assert named_reasoning([user("Hm."), thought], "Hm. Ok") == 1  # that of the user is before it
+    assert named_reasoning([user("Hi"), {**answer("Ok"), "reasoning_content": "\n"}], "Hi Ok") == 0
 
 
 @pytest.mark.parametrize("name", NAMES)

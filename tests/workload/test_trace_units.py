@@ -179,6 +179,13 @@ def test_simulate_and_plan_ask_and_obey(verb: str, tmp_path: Path, capsys: pytes
     assert document["setup"]["trace"]["tokens_per_id"] == 16
 
 
+def test_a_benchmark_asks_before_it_makes_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows(16, [100, 33, 80], unit=1))))
+    assert main(["bench", "trace", "--trace", str(path)]) == 2
+    assert "--trace-time-unit" in capsys.readouterr().err
+
+
 def test_marks_and_gzip_change_nothing(tmp_path: Path) -> None:
     text = "\n" + "\n".join(map(json.dumps, rows(64, LENGTHS)))
     plain = read_trace(text.split("\n"))

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headstart import __version__
 from headstart.config.config_file import (
     CONFIG_VARIABLE,
     FILE_NAME,
@@ -37,6 +38,12 @@ _CONFIG = Annotated[
         help=f"Read options from FILE ({CONFIG_VARIABLE}; default: ./{FILE_NAME} if there is one).",
     ),
 ]
+
+
+def say_starting() -> None:
+    """Print a line on a terminal, since the imports that follow take seconds."""
+    if sys.stderr.isatty():
+        print(f"Headstart {__version__} is starting", file=sys.stderr, flush=True)
 
 
 def takes_options(

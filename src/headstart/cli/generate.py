@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headstart.cli.cli_options import Sources, takes_options
+from headstart.cli.cli_options import Sources, say_starting, takes_options
 from headstart.config.config_file import settle
 from headstart.config.options import EngineOptions
 from headstart.core.errors import ConfigError, HeadstartError
@@ -64,6 +64,7 @@ def generate(
     from headstart.engine_checks import check_engine
 
     check_engine(options)  # before torch is imported
+    say_starting()
     from headstart.llm import LLM
 
     with LLM(**{name: getattr(options, name) for name in EngineOptions.__dataclass_fields__}) as llm:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headstart.cli.cli_options import Sources, takes_options
+from headstart.cli.cli_options import Sources, say_starting, takes_options
 from headstart.config.config_file import settle
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
@@ -41,6 +41,7 @@ def route(*, sources: Sources) -> None:
     Replicas are servers with the OpenAI API: Headstart, vLLM, SGLang. Clients see one server.
     """
     router, server = settle(RouterOptions, *sources), settle(ServerOptions, *sources)
+    say_starting()
     from headstart.gateway.run_gateway import route as run_router
     from headstart.model.kernels.block_hashes import compiled_chain
     from headstart.model.kernels.compiled_pool import compiled_pools

@@ -1,13 +1,11 @@
 """`headstart serve`: one server, or several replicas behind a router, on this machine or on a Ray cluster."""
 
 import os
-import sys
 from typing import Annotated
 
 import typer
 
-from headstart import __version__
-from headstart.cli.cli_options import Sources, complete_model, takes_options
+from headstart.cli.cli_options import Sources, complete_model, say_starting, takes_options
 from headstart.config.config_file import settle
 from headstart.config.options import EngineOptions, RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
@@ -52,8 +50,7 @@ def serve(
     from headstart.engine_checks import check_engine
 
     check_engine(engine)  # before torch is imported
-    if sys.stderr.isatty():  # importing takes seconds
-        print(f"Headstart {__version__} is starting", file=sys.stderr, flush=True)
+    say_starting()
     if router.on == "ray":
         raise typer.Exit(_serve_on_ray(engine, server, router))
     if router.replicas > 1:

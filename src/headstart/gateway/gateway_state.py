@@ -160,7 +160,8 @@ class GatewayState:
         if self.draining:
             raise DrainingError("the router is shutting down and takes no new requests; send it to another one")
         if not has_replicas:
-            raise HttpError(503, "no replica is up", code="no_replicas", headers={"retry-after": "1"})
+            states = ", ".join(sorted({member.state for member in self.members.members.values()})) or "none is listed"
+            raise HttpError(503, f"no replica is up: {states}", code="no_replicas", headers={"retry-after": "1"})
 
     @property
     def _has_replicas(self) -> bool:

@@ -13,6 +13,8 @@ from headstart.core.request import Request
 from headstart.openai.bounds import INT64_MAX, Bounds
 from headstart.openai.canonical.prompt_rules import applied_rules
 from headstart.openai.chat.placed_messages import place
+from headstart.openai.chat.template_forms import REASONING_KEYS
+from headstart.openai.forms.treatments import Place
 from headstart.openai.generation_params import GenerationParams, fit
 from headstart.openai.request_bodies import ChatBody, CompletionBody, Message, Prompt
 from headstart.openai.text.shared_prompt import SharedPrompt
@@ -106,10 +108,12 @@ def chat_prompt(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> ChatPro
     check_shown(body.messages, text)
     try:
         special = bool(body.params.add_special_tokens)
-        return ChatPrompt(encode_prompt(text, tokenizer, bounds, add_special_tokens=special), placed)
+        token_ids = encode_prompt(text, tokenizer, bounds, add_special_tokens=special)
     except InvalidRequestError as error:
         error.param = "messages"
         raise
+    skip_lost_reasoning(body.messages, text, bounds)
+    return ChatPrompt(token_ids, placed)
 
 
 def shown_chat(messages: list[Message], tools: ToolParams | None, tokenizer: Tokenizer, bounds: Bounds) -> ShownChat:
@@ -153,6 +157,22 @@ def check_shown(messages: Sequence[Message], prompt: str) -> None:
             remedy = "leave the message out, or send it with another role"
             raise InvalidRequestError(f"{name} is dropped by the model's chat template; {remedy}", param=name)
         at = max(found, at)
+
+
+def skip_lost_reasoning(messages: Sequence[Message], prompt: str, bounds: Bounds) -> None:
+    """Note each reasoning that the prompt does not have, since templates leave out that of earlier turns.
+
+    A text is looked for behind those of the messages before it, as far as these are in the prompt as they were sent.
+    """
+    at = 0
+    for message in messages if bounds.skipped is not None else ():
+        content, reasoning = message["content"], message.get(REASONING_KEYS[0], "").strip()
+        if (found := prompt.find(reasoning, at)) < 0:
+            bounds.skip(Place.ITEM, "reasoning")
+        else:
+            at = found + len(reasoning)
+        if isinstance(content, str) and (found := prompt.find(content.strip(), at)) >= 0:
+            at = found + len(content.strip())
 
 
 def family_of(form: ChatFormat) -> ToolFamily:

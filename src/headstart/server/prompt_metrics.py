@@ -66,7 +66,7 @@ class SkippedTotals(Collector):
             self._counts[metric_label(name)] += count
 
     def collect(self) -> Iterable[Metric]:
-        text = "Fields, tools, items and parts of requests that were left out of prompts (docs/agents.md)."
+        text = "Fields, tools, items, parts and reasoning of requests that were left out of prompts (docs/agents.md)."
         family = CounterMetricFamily(self._name, text, labels=("model_name", "kind"))
         for name, count in self._counts.items():
             family.add_metric([self._model_name, name], count)
