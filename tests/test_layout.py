@@ -35,7 +35,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "core": Budget(("core",), 6_800, 6_000),
+    "core": Budget(("core",), 6_950, 6_000),
     "model": Budget(("model",), 12_000, 8_000),
     "router": Budget(("router",), 4_250, 4_100),
     "gateway": Budget(("gateway",), 11_400, 9_200),
@@ -44,9 +44,9 @@ BUDGETS = {
     "live page": Budget(("page",), 300, 300),
     "store": Budget(("store",), 3_300, 2_300),
     "sim": Budget(("sim",), 2_900, 2_900),
-    "all": Budget(("",), 75_740, 58_900),
+    "all": Budget(("",), 75_980, 58_900),
 }
-REST = Budget(("",), 11_480, 8_800)  # what no other budget but that of all includes
+REST = Budget(("",), 11_510, 8_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
 
 
