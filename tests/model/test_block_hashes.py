@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.core.cache.hashing import extend_hashes, hash_chain, root_hash
+from headstart.model.kernels import block_hashes
 from headstart.model.kernels import build as building
 from headstart.model.kernels.block_hashes import LEAST_BLOCKS, compiled_chain
 from headstart.model.kernels.build import HASHES, BuildError, build, build_packaged, find_compiler, packaged
@@ -67,6 +68,7 @@ def test_block_hashes_do_not_depend_on_what_computes_them() -> None:
 def test_without_a_compiler_or_with_none_asked_for_python_does_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(block_hashes, "library_path", block_hashes.library_path.__wrapped__)
     monkeypatch.setenv("HEADSTART_KERNELS", "none")
     assert compiled_chain.__wrapped__() is None
     monkeypatch.delenv("HEADSTART_KERNELS")

@@ -26,6 +26,7 @@ _NUMBER = struct.Struct("i")
 _MAX_MESSAGE = 128 << 10  # bytes of a command and its environment
 _ENGINE = "headstart.server.engine.engine_process"
 _STARTED: dict[tuple[str, ...], "ForkServer"] = {}
+OF_LIBRARIES = ("PYTEST_", "RAY_CLIENT_MODE", "TORCHINDUCTOR_CACHE_DIR")  # set by tests' imports; servers do not ask
 SURROUNDINGS = dict(os.environ)  # of the tests; a command with others is not forked
 SERVING = ("headstart.cli.main", "headstart.cli.build_engine", "headstart.server.run_server")
 FAKE = (*SERVING, "headstart.gateway.run_gateway", "server.fake_engine")
@@ -92,7 +93,7 @@ def fork(words: list[str], environment: Mapping[str, str], log: IO[bytes], modul
 
     Modules may read the environment when they are imported; so an unusual one takes a true start.
     """
-    unusual = {name for name, _ in {*os.environ.items()} ^ {*SURROUNDINGS.items()} if not name.startswith("PYTEST_")}
+    unusual = {name for name, _ in {*os.environ.items()} ^ {*SURROUNDINGS.items()} if not name.startswith(OF_LIBRARIES)}
     if unusual or not CAN_FORK:
         return None
     if modules not in _STARTED:

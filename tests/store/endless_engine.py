@@ -71,14 +71,14 @@ def make_paced_engine(folder: Path, tokens_per_s: float) -> Engine:
     return Engine(scheduler, PacedExecutor(tokens_per_s), store=store)
 
 
-def hold_back_until_a_prompt_is_computed(engine: Engine) -> None:
-    """The planted bug: blocks go to the store when a prompt ends."""
+def hold_back_until_prompts_are_computed(engine: Engine) -> None:
+    """The planted bug: blocks go to the store when the prompts end that run together."""
     transfers, held = engine.scheduler.transfers, list[tuple[object, ...]]()
     offer = Transfers._offer
 
     def hold(*block: object) -> None:
         held.append(block)
-        if len(held) % PROMPT_BLOCKS == 0:
+        if len(held) == NUM_RUNNING * PROMPT_BLOCKS:
             for one in held:
                 offer(transfers, *one)  # type: ignore[arg-type]
             held.clear()
@@ -89,7 +89,7 @@ def hold_back_until_a_prompt_is_computed(engine: Engine) -> None:
 def main(folder: str, seed: int, is_planted: bool) -> None:
     engine, begun = make_paced_engine(Path(folder), TOKENS_PER_S), 0
     if is_planted:
-        hold_back_until_a_prompt_is_computed(engine)
+        hold_back_until_prompts_are_computed(engine)
     os.write(1, b"ready\n")
     while True:
         while engine.stats().num_running + engine.stats().num_waiting < NUM_RUNNING:
