@@ -7,10 +7,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+from server import fork_server
 from server.fork_server import CAN_FORK, Forked
 from server.harness import fake_command, spawn, wait_for
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="no descriptors of processes here")
+
+
+@pytest.fixture(autouse=True)
+def usual_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment that other tests have left is usual here."""
+    monkeypatch.setattr(fork_server, "SURROUNDINGS", dict(os.environ))
 
 
 @pytest.mark.parametrize("truly", [False, True])
