@@ -7,8 +7,8 @@ from pathlib import Path
 from random import Random
 
 from fickle_store import FickleStore
-from oracle import EngineUnderTest, Reference, Tally, any_request, check_tokens
-from oracle_store import Fleet
+from oracle import EngineUnderTest, Reference, Tally, any_request
+from oracle_store import Fleet, judged
 
 from headstart.core.cache.block_store import BlockKey
 from headstart.core.cache.hashing import is_page
@@ -96,14 +96,7 @@ def compare_hybrid(
         earlier, due = prompts[index], reference.generate(prompts[index], NUM_TOKENS)[0]
         prompts[index + 1] = [*earlier, *due, *(rng.randrange(128) for _ in range(rng.randint(1, 4)))]
         requests[index + 1] = replace(requests[index + 1], prompt=array("i", prompts[index + 1]))
-    fleet.tally.requests = num_requests
-    fleet.run(requests, restarts=rng.randint(1, 3))
-    fleet.close()
-    for request, prompt in zip(requests, prompts, strict=True):
-        tokens, gaps = reference.generate(prompt, NUM_TOKENS)
-        label = f"{folder.name} seed {seed} {request.request_id}"
-        check_tokens(under_test, label, prompt, fleet.tokens[request.request_id], tokens, gaps, fleet.tally)
-    return fleet.tally
+    return judged(fleet, reference, requests, rng, f"{folder.name} seed {seed}")
 
 
 class ConfusedStore(FickleStore):

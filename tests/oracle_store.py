@@ -138,11 +138,16 @@ def compare_with_store(
     max_bytes = rng.choice([9 << 20, 1 << 30])
     fleet = Fleet(under_test, room, rng, prompts, num_tokens, max_bytes, store_class)
     requests = [any_request(f"r{i}", prompt, num_tokens, rng) for i, prompt in enumerate(prompts)]
-    fleet.tally.requests = num_requests
+    return judged(fleet, reference, requests, rng, f"{folder.name} seed {seed} with a store")
+
+
+def judged(fleet: Fleet, reference: Reference, requests: list[Request], rng: Random, label: str) -> Tally:
+    """Runs the requests of the fleet's prompts to their end, and compares all tokens; the tally of it."""
+    fleet.tally.requests = len(requests)
     fleet.run(requests, restarts=rng.randint(1, 3))
     fleet.close()
-    for request, prompt in zip(requests, prompts, strict=True):
-        tokens, gaps = reference.generate(prompt, num_tokens)
-        label = f"{folder.name} seed {seed} {request.request_id} with a store"
-        check_tokens(under_test, label, prompt, fleet.tokens[request.request_id], tokens, gaps, fleet.tally)
+    for request, prompt in zip(requests, fleet.prompts, strict=True):
+        tokens, gaps = reference.generate(prompt, fleet.num_tokens)
+        found = fleet.tokens[request.request_id]
+        check_tokens(fleet.under_test, f"{label} {request.request_id}", prompt, found, tokens, gaps, fleet.tally)
     return fleet.tally

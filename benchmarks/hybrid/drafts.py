@@ -16,8 +16,7 @@ from random import Random
 from statistics import median
 
 import torch
-from speed import SHAPE
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+from speed import saved_model
 
 from headstart.core.batch import Batch, Chunk
 from headstart.core.request import GREEDY
@@ -37,9 +36,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name, torch.inference_mode():
         folder = Path(name)
-        torch.manual_seed(0)
-        dtype: torch.dtype = getattr(torch, options.dtype)
-        AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**SHAPE), dtype=dtype).save_pretrained(folder)
+        saved_model(folder, options.dtype)
         loaded = load_model(folder, dtype=options.dtype, device="cpu")
         found = measured(ModelRunner(loaded, num_blocks=200, block_size=16), options.prompt, options.rounds)
     medians = {kind: {num: median(times) for num, times in runs.items()} for kind, runs in found.items()}

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfig
 from transformers.cache_utils import DynamicCache
 
 from headstart.core.batch import Batch, Chunk
@@ -45,6 +45,14 @@ SHAPE = dict(
 Times = dict[str, float]  # CPU milliseconds per token
 
 
+def saved_model(folder: Path, dtype: str) -> PreTrainedModel:
+    """Return a random model of SHAPE, saved in `folder`."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**SHAPE), dtype=getattr(torch, dtype)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompt", type=int, default=512)
@@ -55,10 +63,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name, torch.inference_mode():
         folder = Path(name)
-        torch.manual_seed(0)
-        dtype: torch.dtype = getattr(torch, options.dtype)
-        theirs = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**SHAPE), dtype=dtype).eval()
-        theirs.save_pretrained(folder)
+        theirs = saved_model(folder, options.dtype)
         tokens = torch.randint(3, SHAPE["vocab_size"], (options.prompt + options.decodes,)).tolist()
 
         def transformers() -> Times:

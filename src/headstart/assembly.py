@@ -172,11 +172,11 @@ def _load(
     max_model_len = loaded.max_model_len if options.max_model_len is None else options.max_model_len
     if max_model_len > loaded.max_model_len:
         raise ConfigError(f"max_model_len is {max_model_len}, but the model supports {loaded.max_model_len} positions")
-    num_states = _num_states(options) if loaded.model.state_size else 0
-    if states := num_states and f"{num_states} states of {format_bytes(loaded.state_bytes)}":
+    num_states = _num_states(options)
+    if loaded.state_bytes:
         print(
-            f"{loaded.architecture} has recurrent layers: {states} are held for --max-num-seqs {options.max_num_seqs} "
-            "and drafts, and one for each place in the prefix cache where a hit can end",
+            f"{loaded.architecture} has recurrent layers: {num_states} states of {format_bytes(loaded.state_bytes)} "
+            f"are held for --max-num-seqs {options.max_num_seqs} and drafts, and one for each place where a hit can end",
             file=sys.stderr,
         )
     plan = plan_kv_pool(

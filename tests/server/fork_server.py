@@ -156,7 +156,7 @@ def _forked_command() -> list[str]:
 
 
 def _keep(pid: int, channel: socket.socket) -> None:
-    """Report the process id and later the exit code of a child, and end; if there is nobody to hear it, kill it."""
+    """Report the process id and later the exit code of a child, and end; if the tests have ended, kill it."""
     with suppress(OSError):
         channel.send(_NUMBER.pack(pid))
         if channel in select.select([os.pidfd_open(pid), channel], [], [])[0]:

@@ -556,7 +556,7 @@ EXPORT void headstart_pool_release(Pool* pool, const int32_t* numbers, long num)
     pool->release(numbers, num);
 }
 
-// Marks those blocks that nobody is known to have computed as kept when their request failed.
+// Marks those blocks that no request is known to have computed as kept when their request failed.
 EXPORT void headstart_pool_keep(Pool* pool, const int32_t* numbers, long num) {
     for (long i = 0; i < num; i++) {
         uint8_t& unsure = pool->blocks[size_t(numbers[i])].unsure;
@@ -564,7 +564,7 @@ EXPORT void headstart_pool_keep(Pool* pool, const int32_t* numbers, long num) {
     }
 }
 
-// Withdraws those blocks that only one request uses and nobody has computed yet.
+// Withdraws those blocks that only one request uses and that are not computed yet.
 EXPORT void headstart_pool_distrust(Pool* pool, const int32_t* numbers, long num) {
     std::vector<int32_t> gone;
     for (long i = 0; i < num; i++) {
