@@ -176,7 +176,7 @@ def _load(
     if loaded.state_bytes:
         print(
             f"{loaded.architecture} has recurrent layers: {num_states} states of {format_bytes(loaded.state_bytes)} "
-            f"are held for --max-num-seqs {options.max_num_seqs} and drafts, and one for each place where a hit can end",
+            f"are held for --max-num-seqs {options.max_num_seqs} and drafts, one for each place where a hit can end",
             file=sys.stderr,
         )
     plan = plan_kv_pool(
