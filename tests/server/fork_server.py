@@ -26,7 +26,10 @@ _NUMBER = struct.Struct("i")
 _MAX_MESSAGE = 128 << 10  # bytes of a command and its environment
 _ENGINE = "headstart.server.engine.engine_process"
 _STARTED: dict[tuple[str, ...], "ForkServer"] = {}
-OF_LIBRARIES = ("PYTEST_", "RAY_CLIENT_MODE", "TORCHINDUCTOR_CACHE_DIR")  # set by tests' imports; servers do not ask
+OF_LIBRARIES = (  # set by tests' imports, and by engines in the tests' own process: 1 thread, as servers have there
+    *("PYTEST_", "RAY_CLIENT_MODE", "TORCHINDUCTOR_CACHE_DIR"),
+    *("MKL_NUM_THREADS", "KMP_BLOCKTIME"),
+)
 SURROUNDINGS = dict(os.environ)  # of the tests; a command with others is not forked
 SERVING = ("headstart.cli.main", "headstart.cli.build_engine", "headstart.server.run_server")
 FAKE = (*SERVING, "headstart.gateway.run_gateway", "server.fake_engine")
