@@ -182,6 +182,18 @@ def test_prompts_of_one_prefix_go_where_it_is_and_the_explanation_says_so() -> N
     run(go())
 
 
+@pytest.mark.parametrize(("size", "explained"), [(1 << 20, [200, 200]), (6_000, [404, 200]), (0, [404, 404])])
+def test_the_router_remembers_as_many_bytes_of_prompts_as_its_option_says(size: int, explained: list[int]) -> None:
+    async def go() -> None:
+        async with front(Replica(), server={"diagnostics_size": size}) as router:
+            asked = [await router.complete("x" * 3_000 + tail) for tail in "ab"]
+            ids = [answer.headers["x-request-id"] for answer in asked]
+            answers = [await router.client.get(f"/v1/cache/explain?request_id={one}") for one in ids]
+            assert [answer.status_code for answer in answers] == explained
+
+    run(go())
+
+
 @pytest.mark.parametrize(
     "path",
     [

@@ -299,7 +299,7 @@ class ServerOptions:
     )
     diagnostics_size: int = _option(
         16 * 1024 * 1024,
-        "Bytes of fingerprints of prompts kept, which later requests may be compared with; 0: none.",
+        "Bytes of prompts (router) or their fingerprints kept, which later requests may be compared with; 0: none.",
         CHATS,
         minimum=0,
     )

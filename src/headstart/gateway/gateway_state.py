@@ -121,7 +121,7 @@ class GatewayState:
             queue_timeout=options.queue_timeout,
         )
         self.proxy = Proxy(self.router, session, settings, self.budget, placed)
-        self.memory = RequestHistory(self.router)
+        self.memory = RequestHistory(self.router, server_options.diagnostics_size)
         self.metrics = GatewayMetrics(ROUTES)
         self.metrics.watch(self)
         if self.tracer is not None:

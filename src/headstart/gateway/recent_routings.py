@@ -15,7 +15,7 @@ from typing import NamedTuple
 from headstart.common_prefix import common_prefix_length
 
 MAX_REQUESTS = 1000
-MAX_BYTES = 32 << 20
+MAX_BYTES = 16 << 20
 CHUNK = 1024  # characters of a run, or token ids
 HASH_BYTES = 16
 ENTRY_BYTES = 1024  # of an entry without its prompt and hashes, approximately

@@ -17,9 +17,10 @@ from headstart.router.routing_decision import RoutingDecision
 class RequestHistory:
     """The latest requests of all tenants, by the router's ids (x-request-id) and by those in answers."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, max_bytes: int) -> None:
+        """`max_bytes` of prompts and their hashes are kept; 0: none."""
         self._router = router
-        self._recent = RecentRoutings()
+        self._recent = RecentRoutings(max_bytes=max_bytes)
         self._ids: OrderedDict[str, str] = OrderedDict()  # id in an answer -> the router's id
 
     def sent(self, call: ProxiedCall, principal: Principal) -> None:
