@@ -219,7 +219,6 @@ KNOWN_SPLINTERS: set[str] = {
     "openai/canonical/canonical_chat.py",
     "openai/canonical/stable_json.py",
     "openai/chat/chat_message.py",
-    "openai/prefix_tokens.py",
     "openai/tokenizer/segment_memory.py",
     "openai/tokenizer/vocabulary.py",
     "progress.py",

@@ -44,6 +44,7 @@ from headstart.openai.engine_requests import (
 )
 from headstart.openai.forms.carried_text import REFUSE
 from headstart.openai.generation_params import GenerationParams, Kind, parse_params
+from headstart.openai.prefix_tokens import encode_prefix, kind_of, parse_prefix
 from headstart.openai.request_bodies import ChatBody, CompletionBody, as_rendered, parse_messages, parse_prompts
 from headstart.openai.request_json import check_depth
 from headstart.openai.structured.dropped_keywords import dropped_header
@@ -53,7 +54,6 @@ from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.text.stop_strings import StopPatterns
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.progress import GenerationProgress
-from headstart.server.prefix_requests import encode_prefix, kind_of, parse_prefix
 
 Sampling = SamplingParams | Mapping[str, Any] | None
 

@@ -40,6 +40,7 @@ from headstart.openai.bounds import Bounds
 from headstart.openai.engine_requests import encode_prompt, shown_chat
 from headstart.openai.json_pieces import SLICE_ITEMS, pieces
 from headstart.openai.openapi import Answers, Operation, document
+from headstart.openai.prefix_tokens import PrefixRequest, parse_prefix
 from headstart.openai.request_bodies import (
     ChatRequest,
     CompletionRequest,
@@ -71,7 +72,6 @@ from headstart.server.cache_api.cache_schema import (
 )
 from headstart.server.cache_api.cache_tree import CacheTree, max_runs_of
 from headstart.server.cache_api.live_figures import LiveFigures
-from headstart.server.prefix_requests import PrefixRequest, parse_prefix
 from headstart.server.server_state import ServerState
 from headstart.server.store_metrics import may_see_store
 
