@@ -7,6 +7,7 @@ from typing import NamedTuple
 from headstart.core.batch import Output, PrefillChunk, PromptTokenBreakdown
 from headstart.core.errors import InvalidRequestError, RequestFailedError
 from headstart.core.request import CacheMode, FinishReason
+from headstart.engine.engine_client import EngineClient
 from headstart.explain.lint.prompt_window import WindowEntry
 from headstart.http.access_record import RequestRecord
 from headstart.http.answer_report import AnswerReport
@@ -18,7 +19,6 @@ from headstart.openai.text.generation import Delta, Generation
 from headstart.openai.text.stop_strings import StopPatterns
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.server.apis.answer_diagnosis import AnswerDiagnosis
-from headstart.server.engine.engine_client import EngineClient
 from headstart.server.request_limits import RESERVED_TOKENS, output_token_bytes, shown_entries
 from headstart.server.server_metrics import Metrics
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 
 from headstart.config.options import PrefixEntry
 from headstart.core.errors import InvalidRequestError, RequestFailedError
+from headstart.engine.engine_client import EngineClient
 from headstart.http.http_errors import HttpError
 from headstart.openai.bounds import Bounds
 from headstart.openai.prefix_tokens import PrefixRequest, encode_prefix, parse_prefix
 from headstart.openai.responses import Json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.server.engine.engine_client import EngineClient
 
 POLL_SECONDS = 0.05
 WARMING, FAILED, MALFORMED = "warming", "failed", "malformed"

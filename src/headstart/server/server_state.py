@@ -13,6 +13,7 @@ from headstart.config.options import ServerOptions
 from headstart.core.engine import EngineInfo
 from headstart.core.errors import DrainingError, HeadstartError, QueueFullError, RequestFailedError
 from headstart.core.request import Request
+from headstart.engine.engine_client import EngineClient
 from headstart.http.access_record import RequestRecord
 from headstart.http.auth import Authenticator
 from headstart.http.body_reader import HELD_BYTES, BodyReader
@@ -31,7 +32,6 @@ from headstart.openai.sandbox.sandbox_pool import MAX_PROCESSES
 from headstart.openai.structured.grammar_check import GrammarCheck
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.server.engine.engine_client import EngineClient
 from headstart.server.generation_job import GenerationJob
 from headstart.server.prefix_requests import Prefixes
 from headstart.server.prompt_doctor import PromptDoctor

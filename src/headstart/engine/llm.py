@@ -31,7 +31,8 @@ from headstart.core.cache.pinned_prefix import PrefixInfo, PrefixState
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import Request, SamplingParams
-from headstart.engine_checks import check_installed
+from headstart.engine.engine_checks import check_installed
+from headstart.measurement.progress_bar import GenerationProgress
 from headstart.model.setup.threads import prepare_threads
 from headstart.openai.bounds import Bounds, closes_objects
 from headstart.openai.chat.chat_delta import ToolCallDelta
@@ -53,7 +54,6 @@ from headstart.openai.text.logprob_table import TokenEntry
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.text.stop_strings import StopPatterns
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.progress import GenerationProgress
 
 Sampling = SamplingParams | Mapping[str, Any] | None
 
@@ -322,7 +322,9 @@ class LLM:
 
 
 def _build(options: EngineOptions) -> tuple[Engine, EngineInfo]:
-    assembly = importlib.import_module("headstart.assembly")  # brings torch, which reads the thread settings on import
+    assembly = importlib.import_module(
+        "headstart.engine.assembly"
+    )  # brings torch, which reads the thread settings on import
     return assembly.build_engine(options)
 
 
