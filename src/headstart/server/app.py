@@ -4,7 +4,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from headstart import __version__
-from headstart.anthropic.messages_request import CountTokensRequest, MessagesRequest
+from headstart.anthropic.messages_request import CountTokensRequest
 from headstart.anthropic.model_page import VERSION_HEADER, anthropic_model, model_page
 from headstart.apis import answer_schemas as schema
 from headstart.apis.answer_schemas import Answers
@@ -40,19 +40,19 @@ from headstart.openai.request_bodies import (
     parse_tokenize,
 )
 from headstart.openai.request_json import parse_json
-from headstart.openai.responses_api.responses_request import ResponsesRequest
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.tool_fields import tool_params
 from headstart.openai.value_checks import shown
 from headstart.page.live_stream import LiveStreams
 from headstart.page.page_files import PageFiles
-from headstart.server.apis.choice_apis import check_model
-from headstart.server.apis.generation_routes import GenerationRoutes, run_with_body
+from headstart.server.apis.answer_format import ServedApi, check_model
+from headstart.server.apis.generation_routes import GenerationRoutes, served_apis
 from headstart.server.apis.ollama_format import OllamaRoutes
 from headstart.server.cache_api import cache_schema
 from headstart.server.cache_api.cache_routes import cache_stats, explain, recent_requests
 from headstart.server.cache_api.cache_tree import CacheTree, max_runs_of
 from headstart.server.cache_api.live_figures import LiveFigures
+from headstart.server.inference import infer, run_with_body
 from headstart.server.server_state import ServerState
 from headstart.server.store_metrics import may_see_store
 
@@ -63,17 +63,24 @@ _Result = TypeVar("_Result")
 def build_app(state: ServerState, figures: LiveFigures | None = None) -> ASGIApp:
     """Return the ASGI application of one server. `figures`: those that someone samples; None: without earlier ones."""
     routes, apis = _Routes(state, figures or LiveFigures(state)), GenerationRoutes(state)
+    completions, chat, created_responses, messages, *ollama = served_apis(state.responses)
     operations: list[Operation] = []
     table: list[Route] = []
     explanation = Answers(cache_schema.CACHE_EXPLANATION)
+
+    def generates(served: ServedApi) -> tuple[Any, ...]:
+        async def handler(request: Request) -> Response:
+            return await infer(state, served, request)
+
+        handler.__name__, handler.__doc__ = served.name, served.summary
+        return "POST", served.api.path, handler, served.answers, *served.bodies
+
     for method, path, handler, answers, *bodies in (
-        ("POST", "/v1/completions", apis.completions, schema.COMPLETIONS, CompletionRequest),
-        ("POST", "/v1/chat/completions", apis.chat_completions, schema.CHATS, ChatRequest),
-        ("POST", "/v1/responses", apis.create_response, schema.RESPONSES, ResponsesRequest),
+        *map(generates, (completions, chat, created_responses)),
         ("GET", "/v1/responses/{response_id}", apis.retrieve_response, Answers(schema.RESPONSE)),
         ("DELETE", "/v1/responses/{response_id}", apis.delete_response, Answers(schema.DELETED_RESPONSE)),
         ("GET", "/v1/responses/{response_id}/input_items", apis.input_items, Answers(schema.INPUT_ITEMS)),
-        ("POST", "/v1/messages", apis.messages, schema.MESSAGES, MessagesRequest),
+        generates(messages),
         ("POST", "/v1/messages/count_tokens", apis.count_tokens, schema.TOKEN_COUNT, CountTokensRequest),
         ("GET", "/v1/models", routes.models, Answers(schema.MODEL_LIST)),
         ("GET", "/v1/models/{model_id:path}", routes.model, Answers(schema.MODEL)),
@@ -105,7 +112,7 @@ def build_app(state: ServerState, figures: LiveFigures | None = None) -> ASGIApp
         operation_id = f"{handler.__name__}{path.replace('/', '_')}" if is_alias else handler.__name__
         operations.append(Operation(method, path, operation_id, handler.__doc__ or "", answers, tuple(bodies)))
     # Ollama's routes are documented by Ollama.
-    for method, path, handler in OllamaRoutes(state, routes.card).table():
+    for method, path, handler, *_ in (*map(generates, ollama), *OllamaRoutes(state, routes.card).table()):
         route = Route(path, _guarded(state, handler))
         route.methods = {method}
         table.append(route)
