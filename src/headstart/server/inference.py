@@ -136,8 +136,7 @@ async def _prepared(
         more = 0 if num_stored_bytes is None else await run(len(body), partial(stored, body))
         asked = await run(len(body) + more, partial(prepare, body), waits=api.renders)
         params, requests = asked.params, asked.requests
-        model.metrics.prompt_rules.add(params.applied_rules)
-        model.metrics.skipped.add(asked.skipped)
+        model.metrics.count_prompt(params.applied_rules, asked.skipped)
         grammar = params.sampling.grammar
         if grammar is not None and not model.grammars.is_accepted(grammar):
             field = params.grammar_field or "grammar"

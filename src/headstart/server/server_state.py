@@ -131,9 +131,8 @@ class ServerState:
         bounds = Bounds.of(info, self.options, tokenizer.content_forms)
         grammars = GrammarCheck(info, info.eos_token_ids or tokenizer.eos_token_ids)
         fingerprints = FingerprintMemory(self.options.diagnostics_size) if self.options.diagnostics_size else None
-        metrics.watch_fingerprints(fingerprints)
         doctor = PromptDoctor(self.options.doctor_share, lambda: time.process_time() + self.engine.stats.step_seconds)
-        metrics.watch_doctor(doctor)
+        metrics.watch_prompts(fingerprints, doctor)
         return Model(name, info, tokenizer, bounds, metrics, int(time.time()), grammars, doctor, fingerprints, names)
 
     def open(self, model: Model) -> None:
