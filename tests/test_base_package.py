@@ -13,7 +13,7 @@ import pytest
 from server.harness import PATIENCE, Server, fake_server, quiet_port, spawn
 from tokenizer_folders import BYTE_LEVEL, write
 
-from headstart.engine_checks import ENGINE_PACKAGES
+from headstart.engine.engine_checks import ENGINE_PACKAGES
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 WITHOUT = f"""

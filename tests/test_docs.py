@@ -14,11 +14,11 @@ import pytest
 import typer
 from model.tiny import FAMILIES, HYBRIDS
 
+from headstart.apis.openapi import request_body
 from headstart.cli import main as cli
 from headstart.config.config_file import OPTION_CLASSES, all_fields, settle
 from headstart.config.option_hints import HINTS
 from headstart.config.options import flag_of
-from headstart.openai.openapi import request_body
 from headstart.openai.request_bodies import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ from headstart.cli.replicas import with_tokenizer
 from headstart.config.options import EngineOptions, RouterOptions
 from headstart.core.errors import ConfigError
 from headstart.core.request import NO_DEFAULTS
-from headstart.engine_checks import check_engine
+from headstart.engine.engine_checks import check_engine
 from headstart.gateway.replica_tokenizers import named_tokenizer
 from headstart.openai.sampling_defaults import read_sampling_defaults
 

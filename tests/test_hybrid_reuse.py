@@ -10,7 +10,6 @@ import torch
 from model.tiny import HYBRIDS, eager, make_checkpoint
 from torch import Tensor
 
-from headstart.assembly import build_engine
 from headstart.config.options import EngineOptions
 from headstart.core.cache.block_store import BlockStore
 from headstart.core.engine import Engine
@@ -18,6 +17,7 @@ from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
+from headstart.engine.assembly import build_engine
 from headstart.model.model_runner import ModelRunner
 from headstart.model.weights.init_model import init_model
 from headstart.model.weights.model_loader import LoadedModel, load_model

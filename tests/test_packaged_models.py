@@ -19,7 +19,7 @@ from headstart.bundled.packaged_models import (
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.engine import EngineInfo
 from headstart.core.errors import ConfigError
-from headstart.engine_checks import model_folder
+from headstart.engine.engine_checks import model_folder
 from headstart.gateway.replica_tokenizers import named_tokenizer
 from headstart.openai.bounds import Bounds
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.core.request import Request, SamplingParams
-from headstart.llm import LLM
+from headstart.engine.llm import LLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "prompts"))
 

@@ -52,7 +52,7 @@ def main() -> None:
     args = parser.parse_args()
     answers = claim_stdout()
     threads = prepare_threads(args.threads)
-    from headstart.assembly import build_engine  # imports torch, which reads the threads' variables
+    from headstart.engine.assembly import build_engine  # imports torch, which reads the threads' variables
 
     options = EngineOptions(
         model=args.model,

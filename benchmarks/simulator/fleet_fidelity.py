@@ -30,9 +30,9 @@ from typing import Any
 import psutil
 from fidelity import simulated, tpot, ttft, with_overhead
 
-from headstart.assembly import build_engine
 from headstart.bench.bench_models import find_model
 from headstart.bench.streamed_request import Target
+from headstart.engine.assembly import build_engine
 from headstart.measurement.engines import Setup
 from headstart.measurement.machine import describe_machine, describe_versions
 from headstart.measurement.progress_bar import progress_bar

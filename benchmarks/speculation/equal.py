@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart import LLM
-from headstart.llm import Completion
+from headstart.engine.llm import Completion
 
 BATCH = 100
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.assembly import build_engine
+from headstart.engine.assembly import build_engine
 from headstart.measurement.engines import Setup
 from headstart.workload.synthetic import Shape
 from headstart_lab.runners.null_executor import NullExecutor

@@ -3,7 +3,8 @@
 from importlib import import_module
 from typing import Any
 
-_LAZY = {"LLM": "headstart.llm", "Completion": "headstart.llm", "SamplingParams": "headstart.core.request"}
+_ENGINE = "headstart.engine.llm"
+_LAZY = {"LLM": _ENGINE, "Completion": _ENGINE, "SamplingParams": "headstart.core.request"}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ from headstart.config.options import EngineOptions
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import MaxStepTime
-from headstart.engine_checks import limits_of
+from headstart.engine.engine_checks import limits_of
 
 OPTIONS = {  # of SchedulerConfig, where the option has another name
     "policy": "scheduling_policy",

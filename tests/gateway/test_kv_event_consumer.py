@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from gateway.kv_event_harness import listening, look_often, run, until
 
+from headstart.engine.kv_event_encoding import BatchEncoder
 from headstart.gateway.kv_events import kv_event_consumer as kv_events
 from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
-from headstart.server.kv_events.kv_event_encoding import BatchEncoder
 from headstart_lab.router.precise_rig import Rig, Sizes
 
 SIZES = Sizes()

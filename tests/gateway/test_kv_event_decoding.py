@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from headstart.core.cache.hashing import BlockHash
+from headstart.engine.kv_event_encoding import BatchEncoder
 from headstart.gateway.kv_events.kv_event_decoding import MAX_BLOCKS, EventDecoder, event_domain
 from headstart.openai.engine_requests import narrow_domain
 from headstart.router.index.kv_event_index import KVEventIndex
 from headstart.router.routing_request import Prompt, router_root
-from headstart.server.kv_events.kv_event_encoding import BatchEncoder
 
 SAMPLES = json.loads((Path(__file__).parent / "kv_event_samples.json").read_text())
 A, B, C = (BlockHash(bytes([number]) * 32) for number in range(3))

@@ -16,6 +16,7 @@ from server.harness import until
 from headstart.bundled import bundled_model
 from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from headstart.core.cache.hashing import BlockHash
+from headstart.engine.kv_event_publisher import KVEventPublisher, KVEventsConfig
 from headstart.gateway.kv_events import kv_event_trust
 from headstart.gateway.kv_events.kv_event_decoding import EventDecoder
 from headstart.gateway.proxy.request_reader import RequestReader, Sender
@@ -28,7 +29,6 @@ from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.router.index import kv_event_index as told
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.kv_event_index import MAX_BLOCKS, SILENCE, KVEventIndex
-from headstart.server.kv_events.kv_event_publisher import KVEventPublisher, KVEventsConfig
 
 BLOCK = 16
 NAMES = tuple(BlockHash(bytes([number]) * 32) for number in range(8))

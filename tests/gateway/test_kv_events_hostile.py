@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 
 from headstart.core.cache.events import BlockStored
 from headstart.core.cache.hashing import BlockHash
+from headstart.engine.kv_event_encoding import BatchEncoder
 from headstart.gateway.kv_events import kv_event_intake, kv_event_sockets, kv_event_trust
 from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.router.index.kv_event_index import KVEventIndex
 from headstart.router.routing_request import Prompt, router_root
-from headstart.server.kv_events.kv_event_encoding import BatchEncoder
 
 SAMPLES = json.loads((Path(__file__).parent / "kv_event_samples.json").read_text())
 REAL = [bytes.fromhex(line) for line in (*SAMPLES["captured"], *SAMPLES["made"].values())]

@@ -15,6 +15,7 @@ from gateway.kv_event_harness import listening, look_often, run, until
 
 from headstart.core.cache.events import BlockStored
 from headstart.core.cache.hashing import BlockHash
+from headstart.engine.kv_event_encoding import BatchEncoder
 from headstart.gateway.kv_events import kv_event_consumer as kv_events
 from headstart.gateway.kv_events import kv_event_intake
 from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
@@ -23,7 +24,6 @@ from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.router.index.event_sequencer import Due
 from headstart.router.index.kv_event_index import SILENCE, KVEventIndex
 from headstart.router.routing_request import Prompt, router_root
-from headstart.server.kv_events.kv_event_encoding import BatchEncoder
 
 
 @pytest.fixture(autouse=True)

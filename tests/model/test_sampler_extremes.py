@@ -9,13 +9,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from headstart.apis.openapi import request_body
 from headstart.core.batch import Chunk
 from headstart.core.request import SamplingParams
 from headstart.model.kernels.library import kernels
 from headstart.model.sampling.sampler import Sampler
 from headstart.openai.bounds import INT31_MAX
 from headstart.openai.generation_fields import MAX_BIAS, ChatFields
-from headstart.openai.openapi import request_body
 
 VOCAB = 40
 HUGE, TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny

@@ -24,7 +24,7 @@ from typing import IO
 
 _NUMBER = struct.Struct("i")
 _MAX_MESSAGE = 128 << 10  # bytes of a command and its environment
-_ENGINE = "headstart.server.engine.engine_process"
+_ENGINE = "headstart.engine.engine_process"
 _STARTED: dict[tuple[str, ...], "ForkServer"] = {}
 OF_LIBRARIES = (  # set by tests' imports, and by engines in the tests' own process: 1 thread, as servers have there
     *("PYTEST_", "RAY_CLIENT_MODE", "TORCHINDUCTOR_CACHE_DIR"),
@@ -33,7 +33,7 @@ OF_LIBRARIES = (  # set by tests' imports, and by engines in the tests' own proc
 SURROUNDINGS = dict(os.environ)  # of the tests; a command with others is not forked
 SERVING = ("headstart.cli.main", "headstart.cli.build_engine", "headstart.server.run_server")
 FAKE = (*SERVING, "headstart.gateway.run_gateway", "server.fake_engine")
-REAL = (*SERVING, "headstart.assembly")
+REAL = (*SERVING, "headstart.engine.assembly")
 CAN_FORK = hasattr(os, "pidfd_open")
 
 
@@ -188,7 +188,7 @@ def _seat_engine(words: list[str]) -> list[str]:
         sys.path[:] = order["path"]
         return ["-m", _ENGINE, str(descriptors[0])]
     seat.close()
-    client = importlib.import_module("headstart.server.engine.engine_client")
+    client = importlib.import_module("headstart.engine.engine_client")
 
     def spawn(descriptor: int) -> _Seated:
         order = {"environment": dict(os.environ), "path": [path for path in sys.path if path]}

@@ -20,10 +20,10 @@ from server import fork_server
 from server.fake_engine import build_fake
 
 from headstart.config.options import EngineOptions, ServerOptions
+from headstart.engine.engine_client import Build, EngineClient
+from headstart.engine.wire import Outbox
 from headstart.http.logs import Log
 from headstart.server.app import build_app
-from headstart.server.engine.engine_client import Build, EngineClient
-from headstart.server.engine.wire import Outbox
 from headstart.server.prefix_warmup import warm_prefixes
 from headstart.server.server_state import ServerState
 from headstart_lab.router.failover_processes import quiet_ports

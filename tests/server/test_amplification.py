@@ -13,10 +13,10 @@ from server.fake_engine import Gate
 from server.harness import Inside, Server, fake_server, inside, parse_events
 
 from headstart.http.long_work import HUGE_BODY_BYTES, LongWork
-from headstart.openai import responses
 from headstart.openai.json_pieces import PIECE_BYTES
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.server import inference
+from headstart.server.apis import choice_apis
 from headstart.server.app import build_app
 
 SHAPES: list[dict[str, Any]] = [
@@ -126,13 +126,13 @@ def test_prompts_that_a_stream_shows_later_are_written_a_slice_at_a_time(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first choice opens the stream, then the echoes of 15 prompts come at once: 4,500 x 21 log-probabilities."""
-    turn, made, name = 0, list[int](), responses.token_name
+    turn, made, name = 0, list[int](), choice_apis.token_name
 
     def counted(*args: Any) -> str:
         made.append(turn)
         return name(*args)
 
-    monkeypatch.setattr(responses, "token_name", counted)
+    monkeypatch.setattr(choice_apis, "token_name", counted)
 
     async def count() -> None:
         nonlocal turn

@@ -10,10 +10,10 @@ from server.harness import Inside, Server, fake_server, inside
 
 from headstart.config.options import ServerOptions, TenantEntry
 from headstart.core.errors import ConfigError, InvalidRequestError
+from headstart.engine.engine_client import EngineClient
 from headstart.http.auth import Authenticator, Principal
 from headstart.http.http_errors import HttpError
 from headstart.http.logs import Log
-from headstart.server.engine.engine_client import EngineClient
 from headstart.server.server_state import ServerState
 from headstart.store.files import read_secret
 

@@ -14,11 +14,9 @@ from openai.types.responses import Response as OpenAIResponse
 from server.harness import PATIENCE, Server, parse_events, spawn, wait_for
 from server.test_response_models import fits
 
-from headstart.anthropic.messages_schema import Message
+from headstart.apis import answer_schemas as schema
 from headstart.model.weights.init_model import init_model
-from headstart.openai.api_schema.completion_schema import ChatChunk, ChatCompletion, Completion
-from headstart.openai.api_schema.responses_schema import Response, ResponseEvent
-from headstart.server.cache_api.cache_schema import CacheStatistics
+from headstart.server.cache_api import cache_schema
 
 ANN, BOB = {"authorization": "Bearer ann"}, {"authorization": "Bearer bob"}
 RULES = "You are the guide of a museum of rivers. Name one river, and never guess. " * 4
@@ -44,7 +42,7 @@ def post(server: Server, path: str, body: dict[str, Any], who: dict[str, str] = 
 def respond(server: Server, text: str, who: dict[str, str] = ANN, **fields: Any) -> dict[str, Any]:
     body = {"instructions": RULES, "input": text, "max_output_tokens": 4, "temperature": 0, **fields}
     answer = post(server, "/v1/responses", body, who)
-    fits(Response, answer)
+    fits(schema.RESPONSE, answer)
     assert OpenAIResponse.model_validate(answer, strict=False)
     return answer
 
@@ -118,7 +116,7 @@ def test_streamed_responses_have_the_diagnostics_at_their_end(server: Server) ->
     body |= {"prompt_cache_options": {"comparison_response_id": first["id"]}}
     events = parse_events(server.post("/v1/responses", json=body, headers=ANN).text)
     for event in events:
-        fits(ResponseEvent, event)
+        fits(schema.RESPONSE_EVENT, event)
     assert events[0]["response"]["prompt_cache_diagnostics"] is None
     assert events[-1]["response"]["prompt_cache_diagnostics"]["type"] == "cache_miss"
     assert list(events[-1]["response"])[-1] == "usage"
@@ -133,14 +131,14 @@ def test_chats_have_the_diagnostics_under_our_own_name(server: Server) -> None:
     first = chat(server, "Which is the coldest river of Siberia?")
     options = {"prompt_cache_options": {"comparison_response_id": first["id"]}}
     later = chat(server, "Which is the warmest lake of Africa?", **options)
-    fits(ChatCompletion, later)
+    fits(schema.CHAT_COMPLETION, later)
     assert later["cache_diagnostics"]["cause"] == "messages_changed"
     assert later["cache_diagnostics"]["field"] == "messages[1]"
     messages = [{"role": "system", "content": RULES}, {"role": "user", "content": "Which?"}]
     body = {"messages": messages, "max_tokens": 3, "stream": True, **options}
     chunks = parse_events(server.post("/v1/chat/completions", json=body, headers=ANN).text)[:-1]
     for chunk in chunks:
-        fits(ChatChunk, chunk)
+        fits(schema.CHAT_CHUNK, chunk)
     assert chunks[0]["cache_diagnostics"]["compared_id"] == first["id"]
     assert all("cache_diagnostics" not in chunk for chunk in chunks[1:])
     assert "cache_diagnostics" not in first
@@ -152,7 +150,7 @@ def test_completions_compare_prompts(server: Server) -> None:
     first = post(server, "/v1/completions", {"prompt": RULES + "One.", "max_tokens": 2})
     options = {"prompt_cache_options": {"comparison_response_id": first["id"]}}
     later = post(server, "/v1/completions", {"prompt": "Two. " + RULES, "max_tokens": 2, **options})
-    fits(Completion, later)
+    fits(schema.COMPLETION, later)
     assert later["cache_diagnostics"]["cause"] == "prompt_changed"
     again = post(server, "/v1/completions", {"prompt": RULES + "One.", "max_tokens": 2, **options})
     assert again["cache_diagnostics"]["result"] == "hit"
@@ -236,7 +234,7 @@ def test_messages_with_max_tokens_0_prewarm(server: Server, stream: bool) -> Non
         later = client.messages.create(**ask, max_tokens=2)
         assert (later.usage.cache_read_input_tokens or 0) >= warm.usage.cache_creation_input_tokens
     body = {"system": RULES, "messages": asked, "max_tokens": 0, "model": "tiny"}
-    fits(Message, post(server, "/v1/messages", body))
+    fits(schema.MESSAGE, post(server, "/v1/messages", body))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -251,8 +249,8 @@ def test_chats_prewarm_too(server: Server, stream: bool) -> None:
         assert "".join(choice["delta"].get("content") or "" for choice in choices) == ""
         assert choices[-1]["finish_reason"] == "length"
     else:
-        (choice,) = fits(ChatCompletion, answer.json()).choices
-        assert (choice.message.content, choice.finish_reason) == ("", "length")
+        (choice,) = fits(schema.CHAT_COMPLETION, answer.json())["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
     assert generated(server) == before
 
 
@@ -281,7 +279,7 @@ def test_a_changing_front_shows_in_the_statistics_of_the_cache(server: Server) -
 
     def losses() -> Any:
         found = server.get("/v1/cache/stats", headers=ANN).json()
-        fits(CacheStatistics, found)
+        fits(cache_schema.CACHE_STATISTICS, found)
         return found if "timestamp" in found["losses"]["causes"] else None
 
     found = wait_for(losses)

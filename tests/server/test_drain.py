@@ -17,7 +17,7 @@ PATIENT = {
     "http.lifecycle.INTERRUPT_SECONDS": PATIENCE,
     "http.lifecycle.CUT_SECONDS": 30.0,
     "server.run_server.CUT_SECONDS": 30.0,
-    "server.engine.engine_client.STOP_SECONDS": PATIENCE,
+    "engine.engine_client.STOP_SECONDS": PATIENCE,
 }
 """Servers that are not to cut anything off because the machine is busy."""
 
@@ -123,7 +123,7 @@ def test_what_waits_for_the_store_is_written_unless_somebody_is_in_a_hurry(
     folder: str, tmp_path: Path, is_in_a_hurry: bool
 ) -> None:
     seconds = 10 * PATIENCE if is_in_a_hurry else 0.2  # that an engine left alone would take to end
-    client = "server.engine.engine_client"
+    client = "engine.engine_client"
     constants = {**PATIENT, f"{client}.STOP_SECONDS": 0.0, f"{client}.WRITING_SECONDS": 20 * PATIENCE}
     with fake_server(f"{folder}?store=1&close={seconds}", tmp_path / "log", constants=constants) as server:
         wait_for(lambda: server.metric("headstart:kv_store_pending_blocks") == 6)

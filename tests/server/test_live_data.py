@@ -9,11 +9,11 @@ import httpx
 import pytest
 from server.checked_engine import BLOCK_SIZE, build_checked
 from server.harness import Inside, fake_server, inside, parse_events, until
+from server.test_response_models import fits
 
 from headstart.page.live_stream import MAX_STREAMS_PER_TENANT
 from headstart.page.prefix_tree import COLUMNS
-from headstart.server.cache_api import cache_tree
-from headstart.server.cache_api.cache_schema import Figures, TreeAnswer
+from headstart.server.cache_api import cache_schema, cache_tree
 
 KEYS: dict[str, Any] = {"api_key": ("key-a", "key-b"), "admin_api_key": ("root",)}
 WORDS = "the quick brown fox jumps over the lazy dog and runs through the old forest until it is dark again "
@@ -43,7 +43,7 @@ async def tree_of(server: Inside, key: str = "", query: str = "") -> tuple[list[
     found = await server.client.get(f"/v1/cache/tree{query}", headers=bearer(key))
     assert found.status_code == 200, found.text
     answer = found.json()
-    TreeAnswer.model_validate_json(found.text)
+    fits(cache_schema.CACHE_TREE, found.json())
     assert answer["columns"] == list(COLUMNS)
     return [dict(zip(COLUMNS, run, strict=True)) for run in answer["runs"]], answer
 
@@ -52,7 +52,7 @@ async def frame_of(server: Inside, key: str = "") -> dict[str, Any]:
     found = await server.client.get("/v1/cache/live?frames=1", headers=bearer(key))
     assert found.status_code == 200 and found.headers["content-type"].startswith("text/event-stream"), found.text
     (frame,) = parse_events(found.text)
-    Figures.model_validate(frame)
+    fits(cache_schema.FIGURES, frame)
     return frame
 
 

@@ -10,7 +10,7 @@ from server.harness import PATIENCE, Inside, inside
 from headstart.config.options import PrefixEntry, TenantEntry
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import Bounds
-from headstart.server.prefix_requests import parse_prefix
+from headstart.openai.prefix_tokens import parse_prefix
 
 BOUNDS = Bounds(vocab_size=450, max_model_len=256, eos_token_ids=())
 FIXED = list(range(2, 42))  # ten blocks

@@ -5,12 +5,12 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
+from headstart.apis.openapi import request_body
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import Bounds
-from headstart.openai.openapi import request_body
+from headstart.openai.prefix_tokens import PrefixRequest
 from headstart.openai.request_bodies import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from headstart.openai.request_model import AtMost, RequestModel, Text, validated
-from headstart.server.prefix_requests import PrefixRequest
 
 BOUNDS = Bounds(vocab_size=100, max_model_len=64, max_n=7)
 HI = [{"role": "user", "content": "hi"}]

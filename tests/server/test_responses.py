@@ -22,9 +22,10 @@ from headstart.openai import responses as protocol
 from headstart.openai.text.generation import Delta
 from headstart.openai.text.logprob_table import TokenEntry
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.server.apis import choice_apis as choices
 
 TOKENIZER = Tokenizer(build(BYTE_LEVEL))
-HEAD = protocol.head_of("cmpl-1", 1_700_000_000, "tiny")
+HEAD = {"id": "cmpl-1", "created": 1_700_000_000, "model": "tiny", "system_fingerprint": None}
 USAGE = protocol.usage(10, 3, PromptTokenBreakdown(shared=8, computed=2))
 THE, FOX = TOKENIZER.encode("the fox")
 ENTRIES = (TokenEntry(THE, -0.1, ((THE, -0.1), (FOX, -2.0)), 0), TokenEntry(FOX, -3.0, ((THE, -0.2),), 3))
@@ -33,7 +34,9 @@ CHOICE: dict[str, Any] = {"logprobs": True, "token_ids": True}
 
 
 def test_a_completion_is_what_the_openai_package_expects() -> None:
-    answer = protocol.completion(HEAD, [protocol.completion_choice(0, DELTA, TOKENIZER, **CHOICE)], USAGE)
+    answer = choices.document(
+        HEAD, "text_completion", [choices.completion_choice(0, DELTA, TOKENIZER, **CHOICE)], USAGE
+    )
     read = Completion.model_validate_json(protocol.encode(answer), strict=True)
     assert read.choices[0].text == "the fox" and read.choices[0].finish_reason == "stop"
     logprobs = read.choices[0].logprobs
@@ -44,7 +47,7 @@ def test_a_completion_is_what_the_openai_package_expects() -> None:
 
 
 def test_a_chat_completion_is_what_the_openai_package_expects() -> None:
-    answer = protocol.chat_completion(HEAD, [protocol.chat_choice(0, DELTA, TOKENIZER, **CHOICE)], USAGE)
+    answer = choices.document(HEAD, "chat.completion", [choices.chat_choice(0, DELTA, TOKENIZER, **CHOICE)], USAGE)
     read = ChatCompletion.model_validate_json(protocol.encode(answer), strict=True)
     choice = read.choices[0]
     assert (choice.message.role, choice.message.content) == ("assistant", "the fox")
@@ -56,12 +59,13 @@ def test_a_chat_completion_is_what_the_openai_package_expects() -> None:
 
 
 def test_chunks_of_a_chat_are_what_the_openai_package_expects() -> None:
-    choices = [
-        protocol.chat_first_choice(0),
-        protocol.chat_chunk_choice(0, Delta("the"), TOKENIZER, logprobs=False, token_ids=False),
-        protocol.chat_chunk_choice(0, DELTA, TOKENIZER, **CHOICE),
+    sent = [
+        choices.chat_first_choice(0),
+        choices.chat_chunk_choice(0, Delta("the"), TOKENIZER, logprobs=False, token_ids=False),
+        choices.chat_chunk_choice(0, DELTA, TOKENIZER, **CHOICE),
     ]
-    chunks = [protocol.chat_chunk(HEAD, [choice]) for choice in choices] + [protocol.chat_chunk(HEAD, [], USAGE)]
+    chunks = [choices.document(HEAD, "chat.completion.chunk", [choice], None) for choice in sent]
+    chunks.append(choices.document(HEAD, "chat.completion.chunk", [], USAGE))
     read = [ChatCompletionChunk.model_validate_json(protocol.encode(chunk), strict=True) for chunk in chunks]
     assert read[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].delta.content for chunk in read[:3]] == ["", "the", "the fox"]
@@ -70,7 +74,7 @@ def test_chunks_of_a_chat_are_what_the_openai_package_expects() -> None:
 
 
 def test_events_are_one_line() -> None:
-    assert b"\n" not in protocol.encode(protocol.completion_chunk(HEAD, [{"text": "a\nb"}]))
+    assert b"\n" not in protocol.encode(choices.document(HEAD, "text_completion", [{"text": "a\nb"}], None))
 
 
 def test_usage_always_tells_the_cached_tokens() -> None:
@@ -90,12 +94,12 @@ def test_tokens_that_are_no_text_are_written_as_bytes() -> None:
     tokenizer = Tokenizer(build(METASPACE))
     byte = tokenizer.backend.token_to_id("<0xE2>")
     assert protocol.token_name(tokenizer, byte) == "bytes:\\xe2"
-    logprobs = protocol.chat_logprobs([TokenEntry(byte, -1.0, (), 0)], tokenizer)
+    logprobs = choices.chat_logprobs([TokenEntry(byte, -1.0, (), 0)], tokenizer)
     assert logprobs["content"][0]["bytes"] == [0xE2]
 
 
 def test_the_first_token_of_an_echo_has_no_logprob() -> None:
-    logprobs = protocol.completion_logprobs([TokenEntry(THE, None, (), 0)], TOKENIZER)
+    logprobs = choices.completion_logprobs([TokenEntry(THE, None, (), 0)], TOKENIZER)
     assert logprobs == {"tokens": ["the"], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
 
 
@@ -123,13 +127,13 @@ def test_errors_of_the_operator_are_not_told_to_clients() -> None:
 
 def test_logprobs_of_the_prompt_are_told_by_token_id() -> None:
     delta = DELTA._replace(prompt_logprobs=(TokenEntry(FOX, -3.0, ((THE, -0.1),), 0),))
-    choice = protocol.completion_choice(0, delta, TOKENIZER, **CHOICE)
+    choice = choices.completion_choice(0, delta, TOKENIZER, **CHOICE)
     expected = {
         str(THE): {"logprob": -0.1, "decoded_token": "the"},
         str(FOX): {"logprob": -3.0, "decoded_token": " fox"},
     }
     assert choice["prompt_logprobs"] == [None, expected]
-    assert "prompt_logprobs" not in protocol.completion_choice(0, DELTA, TOKENIZER, **CHOICE)
+    assert "prompt_logprobs" not in choices.completion_choice(0, DELTA, TOKENIZER, **CHOICE)
 
 
 def test_a_model_is_what_the_openai_package_expects() -> None:

@@ -21,7 +21,7 @@ from headstart.core.cache.transfers import Transfers
 from headstart.core.engine import Engine
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.engine_checks import limits_of
+from headstart.engine.engine_checks import limits_of
 from headstart.store.disk import DiskStore
 from headstart.store.format import Shape
 

@@ -25,7 +25,6 @@ from headstart.ollama.ollama_answers import Durations, OllamaAnswer
 from headstart.ollama.ollama_request import read_chat
 from headstart.openai.bounds import Bounds
 from headstart.openai.chat.chat_delta import ChatDelta
-from headstart.openai.chat.chat_message import message_parts
 from headstart.openai.request_bodies import parse_chat
 from headstart.openai.responses import CACHE_SOURCES
 from headstart.openai.responses_api.response_events import ResponseEvents
@@ -37,6 +36,7 @@ from headstart.openai.tools.call_arguments import call_arguments
 from headstart.openai.tools.chat_format import TOOL_FAMILIES
 from headstart.openai.tools.parsers.call_writer import CallRules
 from headstart.openai.tools.parsers.chat_parser import ChatParser, ParserSetup, joined
+from headstart.server.apis.choice_apis import message_parts
 
 BOUNDS = Bounds(10**6, 4096)
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))

@@ -9,8 +9,6 @@ from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
 from headstart.openai.tools.call_arguments import call_arguments
 
-PING: Json = {"type": "ping"}
-
 
 @dataclass(frozen=True, slots=True)
 class CacheMarks:

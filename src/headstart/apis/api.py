@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headstart.http.http_errors import rendered
-from headstart.http.sse import DONE
+from headstart.http.sse import DONE, PING
 from headstart.openai.bounds import Bounds
 from headstart.openai.responses import Json, encode
 
@@ -46,6 +46,7 @@ class StreamEnd:
     refused: Callable[[int, bytes, str, int], bytes]
     is_named: bool = False  # events have names and always usage, and there is no [DONE]
     media_type: str = EVENTS  # LINES: one object of JSON on each line, usage always in the last one
+    ping: bytes = PING  # keeps a stream alive that has begun
 
     @property
     def content_type(self) -> str:

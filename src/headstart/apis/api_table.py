@@ -99,7 +99,7 @@ MESSAGES = Api(
     answer=msgspec.json.Decoder(_Content),
     chat_values=lambda values, bounds: read_body(MessagesRequest, values, bounds).chat.values,
     error_body=anthropic_error,
-    end=StreamEnd(_LAST_NAMED, _message_failed, _message_refused, is_named=True),
+    end=StreamEnd(_LAST_NAMED, _message_failed, _message_refused, is_named=True, ping=named_event({"type": "ping"})),
     takes_x_api_key=True,
     id_header=b"request-id",
 )

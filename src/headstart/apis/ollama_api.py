@@ -28,7 +28,7 @@ def _generate(values: Mapping[str, Any], bounds: Bounds) -> Mapping[str, Any]:
     return read_generate({**values, "raw": False} if is_raw(values) else values, bounds).values
 
 
-_END = StreamEnd(re.compile(rb'"done"\s*:\s*true|^\s*\{\s*"error"'), _failed, _refused, media_type=LINES)
+_END = StreamEnd(re.compile(rb'"done"\s*:\s*true|^\s*\{\s*"error"'), _failed, _refused, media_type=LINES, ping=b"")
 _ANSWER = msgspec.json.Decoder(AnyObject)
 OLLAMA_CHAT = Api(
     path="/api/chat",

@@ -8,9 +8,9 @@ from headstart.model.setup.threads import prepare_threads
 def build_engine(options: EngineOptions) -> tuple[Engine, EngineInfo]:
     """Call assembly.build_engine, imported here after setting the threads and after the checks that need no torch."""
     prepare_threads(options.threads)
-    from headstart.engine_checks import checked_model_folder
+    from headstart.engine.engine_checks import checked_model_folder
 
     folder = checked_model_folder(options)
-    from headstart.assembly import build_engine as build
+    from headstart.engine.assembly import build_engine as build
 
     return build(options, folder)

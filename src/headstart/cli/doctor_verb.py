@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from headstart.engine_checks import check_installed
+from headstart.engine.engine_checks import check_installed
 from headstart.model.setup.threads import prepare_threads
 
 

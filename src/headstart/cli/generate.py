@@ -61,11 +61,11 @@ def generate(
     wishes["guided_grammar"] = _read(grammar)
     sampling = {name: value for name, value in wishes.items() if value is not None}
     before = [{"role": "system", "content": _system(system)}] if system is not None else []
-    from headstart.engine_checks import check_engine
+    from headstart.engine.engine_checks import check_engine
 
     check_engine(options)  # before torch is imported
     say_starting()
-    from headstart.llm import LLM
+    from headstart.engine.llm import LLM
 
     with LLM(**{name: getattr(options, name) for name in EngineOptions.__dataclass_fields__}) as llm:
         if chat:

@@ -47,7 +47,7 @@ def serve(
     named: Sources = () if model is None else ({"model": model},)
     engine, server = settle(EngineOptions, *named, *sources), settle(ServerOptions, *sources)
     router = settle(RouterOptions, *sources)
-    from headstart.engine_checks import check_engine
+    from headstart.engine.engine_checks import check_engine
 
     check_engine(engine)  # before torch is imported
     say_starting()

@@ -7,11 +7,12 @@ otherwise empty arenas from being returned to the system. Not thread-safe.
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
+from typing import NamedTuple
 
 from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, Exemplar, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.registry import Collector
@@ -94,6 +95,34 @@ class Histogram(Collector):
             buckets.append(named if exemplar is None else (*named, exemplar))
         family.add_metric(tuple(self._labels.values()), buckets, self._sum[0])
         yield family
+
+
+class Families(NamedTuple):
+    """Constructors of metric families of one model with one sample, or one for each value of a label."""
+
+    model: str
+    prefix: str = "headstart:"
+
+    def gauge(self, name: str, text: str, value: float) -> Metric:
+        """Return a gauge."""
+        return self._filled(GaugeMetricFamily(self.prefix + name, text, labels=("model_name",)), {"": value})
+
+    def counter(self, name: str, text: str, value: float) -> Metric:
+        """Return a counter."""
+        return self._filled(CounterMetricFamily(self.prefix + name, text, labels=("model_name",)), {"": value})
+
+    def counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        """Return a counter by the values of a label."""
+        return self._filled(CounterMetricFamily(self.prefix + name, text, labels=("model_name", label)), values)
+
+    def gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        """Return a gauge by the values of a label."""
+        return self._filled(GaugeMetricFamily(self.prefix + name, text, labels=("model_name", label)), values)
+
+    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]) -> Metric:
+        for label, value in values.items():
+            family.add_metric([self.model, label] if label else [self.model], value)
+        return family
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:

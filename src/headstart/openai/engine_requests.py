@@ -15,9 +15,8 @@ from headstart.openai.canonical.prompt_rules import applied_rules
 from headstart.openai.chat.placed_messages import place
 from headstart.openai.chat.template_forms import REASONING_KEYS
 from headstart.openai.forms.treatments import Place
-from headstart.openai.generation_params import GenerationParams, fit
+from headstart.openai.generation_params import GenerationParams, fit, shortened
 from headstart.openai.request_bodies import ChatBody, CompletionBody, Message, Prompt
-from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.call_grammar import dropped_keywords
 from headstart.openai.tools.chat_format import (
@@ -48,16 +47,6 @@ class Origin:
     arrival: float = 0.0  # seconds, the engine's clock
     domain: bytes = b""  # isolation domain of the tenant
     tenant: str = ""  # the tenant whose share of the cache it uses
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A client request ready for submission: its engine requests, and the SharedPrompt of each prompt."""
-
-    params: GenerationParams
-    requests: list[Request]
-    prompts: list[SharedPrompt]
-    num_extra_bytes: int = 0  # held by the form of the answer
 
 
 def tokenizer_of(tokenizer: Tokenizer, origin: Origin, params: GenerationParams) -> Tokenizer:
@@ -192,22 +181,21 @@ def _format_of(tokenizer: Tokenizer, bounds: Bounds) -> ChatFormat:
 
 
 def chat_requests(
-    body: ChatBody, tokenizer: Tokenizer, bounds: Bounds, origin: Origin
+    body: ChatBody, tokenizer: Tokenizer, bounds: Bounds, origin: Origin, *, shortens: bool = False
 ) -> tuple[GenerationParams, list[Request]]:
     """Return the engine requests of a chat, and its parameters with the formats of its output.
 
-    `tokenizer` is from `tokenizer_of`. Blocks: renders the conversation. Raises InvalidRequestError and QueueFullError.
+    `tokenizer` is from `tokenizer_of`. `shortens`: max_tokens is lowered to what fits behind the prompt. Placements
+    that were made for the prompt are among the applied rules. Blocks: renders the conversation. Raises
+    InvalidRequestError and QueueFullError.
     """
-    prompt = chat_prompt(body, tokenizer, bounds)
-    params = with_chat_output(placed_params(body.params, prompt), prompt.token_ids, tokenizer, bounds)
+    prompt, params = chat_prompt(body, tokenizer, bounds), body.params
+    if prompt.placed:
+        params = replace(params, applied_rules=applied_rules(prompt.placed + Counter(dict(params.applied_rules))))
+    if shortens:
+        params = shortened(params, len(prompt.token_ids), bounds)
+    params = with_chat_output(params, prompt.token_ids, tokenizer, bounds)
     return params, build_requests([prompt.token_ids], params, bounds, origin)
-
-
-def placed_params(params: GenerationParams, prompt: ChatPrompt) -> GenerationParams:
-    """Return the parameters of a chat with the placements that were made for its prompt among the applied rules."""
-    if not prompt.placed:
-        return params
-    return replace(params, applied_rules=applied_rules(prompt.placed + Counter(dict(params.applied_rules))))
 
 
 def with_chat_output(

@@ -28,6 +28,10 @@ from headstart.openai.value_checks import bad_value, unsupported
 
 GREEDY_BELOW = 1e-5  # a smaller temperature would only overflow, with the same token as the result
 DEFAULT_COMPLETION_TOKENS = 16
+_COPIED = (  # fields of a body that are parameters as they are
+    *("n", "stop", "include_stop_str_in_output", "skip_special_tokens", "ignore_eos", "echo", "stream"),
+    *("return_token_ids", "add_generation_prompt", "continue_final_message", "add_special_tokens", "priority", "user"),
+)
 
 
 class Kind(Enum):
@@ -114,28 +118,16 @@ def generation_params(fields: GenerationFields, values: Mapping[str, Any], bound
         sampling = replace(sampling, max_tokens=0, min_tokens=0, logprobs=None, grammar=None)
     return GenerationParams(
         sampling=sampling,
+        **{name: getattr(fields, name) for name in _COPIED},
         max_tokens=0 if wishes.prewarm else max_tokens,
-        n=fields.n,
-        stop=fields.stop,
-        include_stop_str_in_output=fields.include_stop_str_in_output,
-        skip_special_tokens=fields.skip_special_tokens,
-        ignore_eos=fields.ignore_eos,
-        echo=fields.echo,
-        stream=fields.stream,
         include_usage=fields.stream_options is not None and fields.stream_options.include_usage,
         continuous_usage_stats=fields.stream_options is not None and fields.stream_options.continuous_usage_stats,
-        return_token_ids=fields.return_token_ids,
-        add_generation_prompt=fields.add_generation_prompt,
-        continue_final_message=fields.continue_final_message,
-        add_special_tokens=fields.add_special_tokens,
         template_options=fields.chat_template_kwargs,
-        priority=fields.priority,
         cache=wishes.mode,
         retention=wishes.retention,
         cache_salt=wishes.salt,
         prewarm=wishes.prewarm,
         comparison_id=wishes.comparison_id,
-        user=fields.user,
         grammar_field=None if grammar is None or wishes.prewarm else grammar.name,
         dropped=() if grammar is None or wishes.prewarm else grammar.dropped,
         tools=tool_params(fields.tools, fields.tool_choice, fields.parallel_tool_calls) if is_chat else None,

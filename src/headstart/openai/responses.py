@@ -13,12 +13,8 @@ from headstart.core.errors import (
     QueueFullError,
 )
 from headstart.core.request import SamplingDefaults
-from headstart.openai.chat.chat_delta import ChatDelta
-from headstart.openai.chat.chat_message import message_parts, new_parts
 from headstart.openai.json_pieces import SLICE_ITEMS, Sliced
 from headstart.openai.json_pieces import encode as encode
-from headstart.openai.text.generation import Delta, Generation
-from headstart.openai.text.logprob_table import TokenEntry
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.tokenizer.tokenizer import NAMED_TOKENS, Tokenizer
 
@@ -80,53 +76,10 @@ def sources(breakdown: PromptTokenBreakdown) -> dict[str, int]:
     return {f"{source}_tokens": getattr(breakdown, source) for source in CACHE_SOURCES}
 
 
-# --------------------------------------------------------------------------------------------------------- completions
+# -------------------------------------------------------------------------------------------------------------- others
 
 
-def completion(head: Json, choices: list[Json], usage: Json) -> Json:
-    """Return a whole /v1/completions response; `head` is from `head_of`."""
-    return {**head, "object": "text_completion", "choices": choices, "usage": usage}
-
-
-def completion_chunk(head: Json, choices: list[Json], usage: Json | None = None) -> Json:
-    """Return one event of a streamed /v1/completions response."""
-    return {**head, "object": "text_completion", "choices": choices, "usage": usage}
-
-
-def completion_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool) -> Json:
-    """Return a choice: of a chunk from its Delta, of a whole response from `whole(generation)`."""
-    choice: Json = {
-        "index": index,
-        "text": delta.text if delta.echo is None else delta.echo.text + delta.text,
-        "logprobs": completion_logprobs(delta.logprobs, tokenizer, delta.echo) if logprobs else None,
-        "finish_reason": delta.finish_reason,
-        "stop_reason": delta.stop_reason,
-    }
-    return _with_extras(choice, delta, tokenizer, token_ids=token_ids)
-
-
-def completion_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer, echo: SharedPrompt | None = None) -> Json:
-    """Return log-probabilities in the completions format: four lists, one item per token, an echoed prompt first."""
-
-    def name(entry: TokenEntry) -> str:
-        return token_name(tokenizer, entry.token_id)
-
-    def top(entry: TokenEntry) -> dict[str, float] | None:
-        alternatives = {} if entry.logprob is None else {name(entry): entry.logprob}
-        for token_id, logprob in entry.top:
-            alternatives.setdefault(token_name(tokenizer, token_id), logprob)
-        return alternatives or None
-
-    shapes: dict[str, Callable[[TokenEntry], Any]] = {
-        "tokens": name,
-        "token_logprobs": lambda entry: entry.logprob,
-        "top_logprobs": top,
-        "text_offset": lambda entry: entry.offset,
-    }
-    return {key: _listed(entries, shape, echo, key) for key, shape in shapes.items()}
-
-
-def _listed(
+def listed(
     entries: Sequence[Any], shape: Callable[[Any], Any], echo: SharedPrompt | None = None, key: str = ""
 ) -> list[Any] | Sliced:
     """Return the JSON list of `shape(entry)`; a long list is a Sliced, built while it is sent."""
@@ -144,91 +97,6 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
         return written.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
-
-
-# ---------------------------------------------------------------------------------------------------------------- chat
-
-
-def chat_completion(head: Json, choices: list[Json], usage: Json) -> Json:
-    """Return a whole /v1/chat/completions response."""
-    return {**head, "object": "chat.completion", "choices": choices, "usage": usage}
-
-
-def chat_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool) -> Json:
-    """Return a choice of a whole chat response from `whole(generation)`."""
-    choice: Json = {
-        "index": index,
-        "message": {"role": "assistant", "content": delta.text, "refusal": None, **message_parts(delta.chat)},
-        "logprobs": chat_logprobs(delta.logprobs, tokenizer) if logprobs else None,
-        "finish_reason": delta.finish_reason,
-        "stop_reason": delta.stop_reason,
-    }
-    return _with_extras(choice, delta, tokenizer, token_ids=token_ids)
-
-
-def chat_chunk(head: Json, choices: list[Json], usage: Json | None = None) -> Json:
-    """Return one event of a streamed chat response."""
-    return {**head, "object": "chat.completion.chunk", "choices": choices, "usage": usage}
-
-
-def chat_first_choice(index: int) -> Json:
-    """Return the first choice of a streamed message: the role and empty text."""
-    delta = {"role": "assistant", "content": ""}
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def chat_chunk_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool) -> Json:
-    """Return a choice of a streamed chat response."""
-    choice: Json = {
-        "index": index,
-        "delta": new_parts(ChatDelta(delta.text) if delta.chat is None else delta.chat),
-        "logprobs": chat_logprobs(delta.logprobs, tokenizer) if logprobs else None,
-        "finish_reason": delta.finish_reason,
-    }
-    if delta.finish_reason:
-        choice["stop_reason"] = delta.stop_reason
-    return _with_extras(choice, delta, tokenizer, token_ids=token_ids)
-
-
-def chat_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> Json:
-    """Return log-probabilities in the chat format: an object per token, with its bytes."""
-
-    def shape(entry: TokenEntry) -> Json:
-        top = [_chat_token(tokenizer, token_id, logprob) for token_id, logprob in entry.top]
-        return {**_chat_token(tokenizer, entry.token_id, entry.logprob), "top_logprobs": top}
-
-    return {"content": _listed(entries, shape), "refusal": None}
-
-
-def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> Json:
-    return {
-        "token": tokenizer.token_text(token_id),
-        "logprob": logprob,
-        "bytes": list(tokenizer.token_bytes(token_id)),
-    }
-
-
-# -------------------------------------------------------------------------------------------------------------- others
-
-
-def head_of(request_id: str, created: int, model: str) -> Json:
-    """Return the common fields of all objects of one response: id, created (seconds since 1970), model."""
-    return {"id": request_id, "created": created, "model": model, "system_fingerprint": None}
-
-
-def whole(generation: Generation) -> Delta:
-    """Return a finished generation as one Delta."""
-    return Delta(
-        generation.output_text,
-        tuple(generation.token_ids),
-        generation.logprobs,
-        generation.finish_reason,
-        generation.stop_reason,
-        error=generation.error,
-        echo=generation.echo,
-        prompt_logprobs=generation.prompt.logprobs if generation.wants_prompt_logprobs else (),
-        chat=generation.chat,
-    )
 
 
 def model_object(
@@ -280,34 +148,11 @@ def tokenize_answer(token_ids: Sequence[int], tokenizer: Tokenizer, max_model_le
     return {
         "count": len(token_ids),
         "max_model_len": max_model_len,
-        "tokens": _listed(token_ids, int),
-        "token_strs": _listed(token_ids, tokenizer.token_text) if with_texts else None,
+        "tokens": listed(token_ids, int),
+        "token_strs": listed(token_ids, tokenizer.token_text) if with_texts else None,
     }
 
 
 def detokenize_answer(text: str) -> Json:
     """Return the response of /detokenize."""
     return {"prompt": text}
-
-
-def prompt_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> list[Json | None] | Sliced:
-    """Return vLLM's format: null for the first token, then per position the token and its best alternatives by id."""
-
-    def shape(entry: TokenEntry | None) -> Json | None:
-        if entry is None:
-            return None
-        candidates = dict(entry.top) | {entry.token_id: entry.logprob}
-        return {str(i): {"logprob": p, "decoded_token": token_name(tokenizer, i)} for i, p in candidates.items()}
-
-    if len(entries) <= SLICE_ITEMS:
-        return [None, *map(shape, entries)]
-    return Sliced(((None,), entries), shape)
-
-
-def _with_extras(choice: Json, delta: Delta, tokenizer: Tokenizer, *, token_ids: bool) -> Json:
-    """Add the requested extensions of OpenAI's API to `choice`, under vLLM's names, and return it."""
-    if token_ids:
-        choice["token_ids"] = delta.token_ids
-    if len(delta.prompt_logprobs):
-        choice["prompt_logprobs"] = prompt_logprobs(delta.prompt_logprobs, tokenizer)
-    return choice

@@ -4,7 +4,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,32 +14,23 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from headstart import __version__
-from headstart.anthropic.messages_request import CountTokensRequest, MessagesRequest
-from headstart.anthropic.messages_schema import Message, MessageEvent, MessagesError, TokenCount
+from headstart.anthropic.messages_request import CountTokensRequest
 from headstart.anthropic.model_page import VERSION_HEADER, anthropic_model, model_page
+from headstart.apis import answer_schemas as schema
+from headstart.apis.answer_schemas import Answers
 from headstart.apis.api_table import api_of
 from headstart.apis.ollama_api import OLLAMA_TREE
+from headstart.apis.openapi import Operation, document
 from headstart.core.errors import InvalidRequestError
 from headstart.http.access_record import record_of
 from headstart.http.gate import Gate
 from headstart.http.http_errors import HttpError, error_response, json_response
 from headstart.http.packed_metrics import metrics_type
 from headstart.openai import responses
-from headstart.openai.api_schema import responses_schema as api
-from headstart.openai.api_schema.api_object import Status, Version
-from headstart.openai.api_schema.completion_schema import ChatChunk, ChatCompletion, Completion, CompletionChunk
-from headstart.openai.api_schema.model_schema import (
-    DetokenizeAnswer,
-    Model,
-    ModelList,
-    ServerLoad,
-    TokenizeAnswer,
-    TokenizerInfo,
-)
 from headstart.openai.bounds import Bounds
 from headstart.openai.engine_requests import encode_prompt, shown_chat
 from headstart.openai.json_pieces import SLICE_ITEMS, pieces
-from headstart.openai.openapi import Answers, Operation, document
+from headstart.openai.prefix_tokens import PrefixRequest, parse_prefix
 from headstart.openai.request_bodies import (
     ChatRequest,
     CompletionRequest,
@@ -49,29 +40,19 @@ from headstart.openai.request_bodies import (
     parse_tokenize,
 )
 from headstart.openai.request_json import parse_json
-from headstart.openai.responses_api.responses_request import ResponsesRequest
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.tool_fields import tool_params
 from headstart.openai.value_checks import shown
 from headstart.page.live_stream import LiveStreams
 from headstart.page.page_files import PageFiles
-from headstart.server.apis.choice_apis import check_model
-from headstart.server.apis.generation_routes import GenerationRoutes, run_with_body
+from headstart.server.apis.answer_format import ServedApi, check_model
+from headstart.server.apis.generation_routes import GenerationRoutes, served_apis
 from headstart.server.apis.ollama_format import OllamaRoutes
+from headstart.server.cache_api import cache_schema
 from headstart.server.cache_api.cache_routes import cache_stats, explain, recent_requests
-from headstart.server.cache_api.cache_schema import (
-    CacheExplanation,
-    CacheStatistics,
-    Figures,
-    PinnedPrefix,
-    PinnedPrefixList,
-    RecentRequestList,
-    RemovedPrefix,
-    TreeAnswer,
-)
 from headstart.server.cache_api.cache_tree import CacheTree, max_runs_of
 from headstart.server.cache_api.live_figures import LiveFigures
-from headstart.server.prefix_requests import PrefixRequest, parse_prefix
+from headstart.server.inference import infer, run_with_body
 from headstart.server.server_state import ServerState
 from headstart.server.store_metrics import may_see_store
 
@@ -82,46 +63,47 @@ _Result = TypeVar("_Result")
 def build_app(state: ServerState, figures: LiveFigures | None = None) -> ASGIApp:
     """Return the ASGI application of one server. `figures`: those that someone samples; None: without earlier ones."""
     routes, apis = _Routes(state, figures or LiveFigures(state)), GenerationRoutes(state)
-    token_count = Answers(TokenCount, error=MessagesError)
+    completions, chat, created_responses, messages, *ollama = served_apis(state.responses)
     operations: list[Operation] = []
     table: list[Route] = []
+    explanation = Answers(cache_schema.CACHE_EXPLANATION)
+
+    def generates(served: ServedApi) -> tuple[Any, ...]:
+        async def handler(request: Request) -> Response:
+            return await infer(state, served, request)
+
+        handler.__name__, handler.__doc__ = served.name, served.summary
+        return "POST", served.api.path, handler, served.answers, *served.bodies
+
     for method, path, handler, answers, *bodies in (
-        ("POST", "/v1/completions", apis.completions, Answers(Completion, CompletionChunk), CompletionRequest),
-        ("POST", "/v1/chat/completions", apis.chat_completions, Answers(ChatCompletion, ChatChunk), ChatRequest),
-        (
-            "POST",
-            "/v1/responses",
-            apis.create_response,
-            Answers(api.Response, api.ResponseEvent),
-            ResponsesRequest,
-        ),
-        ("GET", "/v1/responses/{response_id}", apis.retrieve_response, Answers(api.Response)),
-        ("DELETE", "/v1/responses/{response_id}", apis.delete_response, Answers(api.DeletedResponse)),
-        ("GET", "/v1/responses/{response_id}/input_items", apis.input_items, Answers(api.InputItems)),
-        ("POST", "/v1/messages", apis.messages, Answers(Message, MessageEvent, MessagesError), MessagesRequest),
-        ("POST", "/v1/messages/count_tokens", apis.count_tokens, token_count, CountTokensRequest),
-        ("GET", "/v1/models", routes.models, Answers(ModelList)),
-        ("GET", "/v1/models/{model_id:path}", routes.model, Answers(Model)),
-        ("POST", "/tokenize", routes.tokenize, Answers(TokenizeAnswer), TokenizeRequest),
-        ("POST", "/detokenize", routes.detokenize, Answers(DetokenizeAnswer), DetokenizeRequest),
-        ("GET", "/health", routes.health, Answers(Status)),
-        ("GET", "/readyz", routes.health, Answers(Status)),
-        ("GET", "/ping", routes.health, Answers(Status)),
-        ("GET", "/load", routes.load, Answers(ServerLoad)),
-        ("GET", "/tokenizer_info", routes.tokenizer_info, Answers(TokenizerInfo)),
-        ("GET", "/livez", routes.livez, Answers(Status)),
+        *map(generates, (completions, chat, created_responses)),
+        ("GET", "/v1/responses/{response_id}", apis.retrieve_response, Answers(schema.RESPONSE)),
+        ("DELETE", "/v1/responses/{response_id}", apis.delete_response, Answers(schema.DELETED_RESPONSE)),
+        ("GET", "/v1/responses/{response_id}/input_items", apis.input_items, Answers(schema.INPUT_ITEMS)),
+        generates(messages),
+        ("POST", "/v1/messages/count_tokens", apis.count_tokens, schema.TOKEN_COUNT, CountTokensRequest),
+        ("GET", "/v1/models", routes.models, Answers(schema.MODEL_LIST)),
+        ("GET", "/v1/models/{model_id:path}", routes.model, Answers(schema.MODEL)),
+        ("POST", "/tokenize", routes.tokenize, Answers(schema.TOKENS), TokenizeRequest),
+        ("POST", "/detokenize", routes.detokenize, Answers(schema.TEXT), DetokenizeRequest),
+        ("GET", "/health", routes.health, Answers(schema.STATUS)),
+        ("GET", "/readyz", routes.health, Answers(schema.STATUS)),
+        ("GET", "/ping", routes.health, Answers(schema.STATUS)),
+        ("GET", "/load", routes.load, Answers(schema.SERVER_LOAD)),
+        ("GET", "/tokenizer_info", routes.tokenizer_info, Answers(schema.TOKENIZER_INFO)),
+        ("GET", "/livez", routes.livez, Answers(schema.STATUS)),
         ("GET", "/metrics", routes.metrics, Answers(None)),
-        ("GET", "/version", routes.version, Answers(Version)),
-        ("POST", "/reset_prefix_cache", routes.reset_prefix_cache, Answers(Status)),
-        ("GET", "/v1/prefixes", routes.list_prefixes, Answers(PinnedPrefixList)),
-        ("POST", "/v1/prefixes", routes.add_prefix, Answers(PinnedPrefix, status=201), PrefixRequest),
-        ("DELETE", "/v1/prefixes/{name}", routes.remove_prefix, Answers(RemovedPrefix)),
-        ("GET", "/v1/cache/stats", routes.cache_stats, Answers(CacheStatistics)),
-        ("GET", "/v1/cache/explain", routes.explain_request, Answers(CacheExplanation)),
-        ("GET", "/v1/cache/requests", routes.recent_requests, Answers(RecentRequestList)),
-        ("GET", "/v1/cache/tree", routes.cache_tree, Answers(TreeAnswer)),
-        ("GET", "/v1/cache/live", routes.live, Answers(None, Figures)),
-        ("POST", "/v1/cache/explain", routes.explain_prompt, Answers(CacheExplanation), CompletionRequest, ChatRequest),
+        ("GET", "/version", routes.version, Answers(schema.VERSION)),
+        ("POST", "/reset_prefix_cache", routes.reset_prefix_cache, Answers(schema.STATUS)),
+        ("GET", "/v1/prefixes", routes.list_prefixes, Answers(cache_schema.PINNED_PREFIXES)),
+        ("POST", "/v1/prefixes", routes.add_prefix, Answers(cache_schema.PINNED_PREFIX, status=201), PrefixRequest),
+        ("DELETE", "/v1/prefixes/{name}", routes.remove_prefix, Answers(cache_schema.REMOVED_PREFIX)),
+        ("GET", "/v1/cache/stats", routes.cache_stats, Answers(cache_schema.CACHE_STATISTICS)),
+        ("GET", "/v1/cache/explain", routes.explain_request, explanation),
+        ("GET", "/v1/cache/requests", routes.recent_requests, Answers(cache_schema.RECENT_REQUESTS)),
+        ("GET", "/v1/cache/tree", routes.cache_tree, Answers(cache_schema.CACHE_TREE)),
+        ("GET", "/v1/cache/live", routes.live, Answers(None, cache_schema.FIGURES)),
+        ("POST", "/v1/cache/explain", routes.explain_prompt, explanation, CompletionRequest, ChatRequest),
     ):
         route = Route(path, _guarded(state, handler))
         route.methods = {method}
@@ -130,7 +112,7 @@ def build_app(state: ServerState, figures: LiveFigures | None = None) -> ASGIApp
         operation_id = f"{handler.__name__}{path.replace('/', '_')}" if is_alias else handler.__name__
         operations.append(Operation(method, path, operation_id, handler.__doc__ or "", answers, tuple(bodies)))
     # Ollama's routes are documented by Ollama.
-    for method, path, handler in OllamaRoutes(state, routes.card).table():
+    for method, path, handler, *_ in (*map(generates, ollama), *OllamaRoutes(state, routes.card).table()):
         route = Route(path, _guarded(state, handler))
         route.methods = {method}
         table.append(route)

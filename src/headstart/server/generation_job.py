@@ -1,25 +1,31 @@
-"""GenerationJob: the engine requests of one client request, from submission to the last token."""
+"""ApiRequest: a prepared client request. GenerationJob: its engine requests, from submission to the last token."""
 
 import time
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from headstart.core.batch import Output, PrefillChunk, PromptTokenBreakdown
 from headstart.core.errors import InvalidRequestError, RequestFailedError
-from headstart.core.request import CacheMode, FinishReason
+from headstart.core.request import CacheMode, FinishReason, Request
+from headstart.engine.engine_client import EngineClient
 from headstart.explain.lint.prompt_window import WindowEntry
 from headstart.http.access_record import RequestRecord
 from headstart.http.answer_report import AnswerReport
 from headstart.http.byte_budget import Lease
 from headstart.http.tracing.request_trace import RequestTrace
-from headstart.openai.engine_requests import Prepared
+from headstart.openai.engine_requests import Origin
+from headstart.openai.forms.skipped import SkippedCounts
+from headstart.openai.generation_params import GenerationParams
 from headstart.openai.responses import Json, usage
 from headstart.openai.text.generation import Delta, Generation
+from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.text.stop_strings import StopPatterns
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.server.apis.answer_diagnosis import AnswerDiagnosis
-from headstart.server.engine.engine_client import EngineClient
-from headstart.server.request_limits import RESERVED_TOKENS, output_token_bytes, shown_entries
+from headstart.server.prompt_doctor import PromptDoctor
+from headstart.server.request_limits import RESERVED_TOKENS, output_token_bytes, params_bytes, shown_entries
 from headstart.server.server_metrics import Metrics
 
 
@@ -30,6 +36,31 @@ class News(NamedTuple):
     delta: Delta
 
 
+@dataclass(frozen=True, slots=True)
+class ApiRequest:
+    """A client request of one API: parameters, engine requests, and the format of its answer."""
+
+    params: GenerationParams
+    requests: list[Request]
+    answer: Callable[..., Any]  # of a GenerationJob and a Head: an AnswerFormat (server/apis/answer_format.py)
+    num_extra_bytes: int = 0  # held by `params` and `answer` until the job ends
+    named: Callable[[], AbstractContextManager[None]] = nullcontext  # renames fields in errors raised inside
+    diagnosis: AnswerDiagnosis | None = None  # None: the prompt is neither compared nor remembered
+    messages: Sequence[Mapping[str, Any]] = ()  # of the chat, or the text of a completion as one message
+    examined: WindowEntry | None = None  # the prompt, if the doctor may examine it
+    skipped: SkippedCounts = ()  # left out of the prompt
+
+    def without_messages(self, doctor: PromptDoctor, origin: Origin) -> "ApiRequest":
+        """Return the request as it waits: only the doctor may still refer to its messages, unless they are large."""
+        params, examined = self.params, None
+        if self.messages and params.cache is CacheMode.READ_WRITE:
+            definitions = () if params.tools is None else params.tools.definitions
+            num_tokens = len(self.requests[0].prompt)
+            examined = doctor.entry(origin, params.cache_salt, self.messages, definitions, num_tokens)
+        held = self.num_extra_bytes + params_bytes(params)
+        return replace(self, messages=(), examined=examined, num_extra_bytes=held)
+
+
 class GenerationJob:
     """The engine requests of one client request, submitted on creation; `close` aborts them and must be called."""
 
@@ -37,19 +68,20 @@ class GenerationJob:
         self,
         engine: EngineClient,
         tokenizer: Tokenizer,
-        prepared: Prepared,
+        asked: ApiRequest,
+        prompts: list[SharedPrompt],
         record: RequestRecord,
         metrics: Metrics,
         lease: Lease,
     ) -> None:
-        """`lease` covers the bytes that the request holds; the job owns and releases it."""
-        params, requests = prepared.params, prepared.requests
+        """`prompts`: of the requests, in order. `lease` covers the bytes that the request holds; the job owns it."""
+        params, requests = asked.params, asked.requests
         self.params = params
         self.record = record
-        self.prompts = prepared.prompts
+        self.prompts = prompts
         stops = StopPatterns(params.stop)
         self.generations = [
-            Generation(tokenizer, request, params, prompt=prepared.prompts[index // params.n], stops=stops)
+            Generation(tokenizer, request, params, prompt=prompts[index // params.n], stops=stops)
             for index, request in enumerate(requests)
         ]
         self._lease = lease
@@ -59,8 +91,8 @@ class GenerationJob:
         self._num_tokens = 0
         self._ledger = PromptTokenBreakdown()
         self.num_evicted_tokens = 0  # of the prompts' computed tokens: in blocks that had been evicted
-        self.examined: WindowEntry | None = None  # its prompt, if the doctor may examine it
-        self.diagnosis: AnswerDiagnosis | None = None  # None: prompts are not compared
+        self.examined = asked.examined
+        self.diagnosis = asked.diagnosis
         self._block_size = 1 if engine.info is None else engine.info.block_size
         self._early: dict[int, list[tuple[float, Output]]] = {}  # outputs of choices whose echo is still incomplete
         self._max_tokens = requests[0].sampling.max_tokens

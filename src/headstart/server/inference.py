@@ -6,17 +6,18 @@ error response. When a client disconnects, its request is aborted, whether strea
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 from uuid import uuid4
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headstart.apis.api import EVENTS, content_type
+from headstart.apis.api import EVENTS, Api
 from headstart.core.request import CacheMode
 from headstart.http.access_record import RequestRecord, record_of
 from headstart.http.answer_report import REPORT_HEADER
@@ -25,19 +26,20 @@ from headstart.http.spooled_body import SpooledBody, in_memory
 from headstart.http.sse import HEADERS, PING, WRITE_SECONDS
 from headstart.http.tracing.request_trace import Attributes
 from headstart.openai.canonical.prompt_rules import RULES_HEADER, rules_header
-from headstart.openai.engine_requests import Origin, Prepared
+from headstart.openai.engine_requests import Origin
 from headstart.openai.forms.skipped import SKIPPED_HEADER, Skipped, skipped_header
 from headstart.openai.json_pieces import joined, pieces
 from headstart.openai.request_json import parse_json
 from headstart.openai.sandbox.sandbox_pool import WAIT_SECONDS
 from headstart.openai.structured.dropped_keywords import DROPPED_HEADER, dropped_header
 from headstart.openai.text.shared_prompt import SharedPrompt
-from headstart.server.apis.answer_format import AnswerFormat, ApiRequest, Head, ServedApi
-from headstart.server.generation_job import GenerationJob, News
+from headstart.server.apis.answer_format import AnswerFormat, Head, ServedApi
+from headstart.server.generation_job import ApiRequest, GenerationJob, News
 from headstart.server.prompt_log import KeptBody
 from headstart.server.request_limits import check_size
 from headstart.server.server_state import Model, ServerState
 
+_Result = TypeVar("_Result")
 PING_SECONDS = 15.0
 LONG_PROMPT_TOKENS = 1024  # longer echoed prompts are detokenized off the event loop
 LARGE_ANSWER_ENTRIES = 4096  # larger responses are encoded and sent in pieces
@@ -49,21 +51,20 @@ async def infer(state: ServerState, api: ServedApi, request: Request) -> Respons
     model = state.check_ready()
     record = record_of(request.scope)
     origin = Origin(api.id_prefix + uuid4().hex, record.arrival, record.principal.domain, record.principal.tenant)
-    asked, prepared = await _prepared(state, api, model, origin, request)
+    asked, prompts = await _prepared(state, api, model, origin, request)
     if record.trace is not None and record.trace.is_sampled:
-        record.trace.root.attributes |= _attributes(model, prepared, origin.request_id)
-    job = state.admit(prepared, record)
-    job.diagnosis, job.examined = asked.diagnosis, asked.examined
+        record.trace.root.attributes |= _attributes(model, asked, origin.request_id)
+    job = state.admit(asked, prompts, record)
     if job.examined is not None:
         model.doctor.note(job.examined)
     form = asked.answer(job, Head(origin.request_id, int(time.time()), model))
-    answer = _Answer(state, job, form, PING if api.media_type == EVENTS else b"")
+    answer = _Answer(state, job, form, api.api)
     watcher = asyncio.create_task(_watch(request.receive, job))
     try:
         if job.params.stream:
             body = answer.events(await answer.next_news())
             headers = HEADERS | _report(request, asked, job, origin.request_id)
-            return _Sent(answer, body, watcher, content_type(api.media_type), headers)
+            return _Sent(answer, body, watcher, api.api.end.content_type, headers)
         whole = await answer.whole()
         headers = _report(request, asked, job, origin.request_id)
     except BaseException:
@@ -94,9 +95,9 @@ def _report(request: Request, asked: ApiRequest, job: GenerationJob, answer_id: 
     return headers if report is None else {**headers, REPORT_HEADER.decode(): report.encode().decode()}
 
 
-def _attributes(model: Model, prepared: Prepared, answer_id: str) -> Attributes:
+def _attributes(model: Model, asked: ApiRequest, answer_id: str) -> Attributes:
     """Return what a trace states of a request, in the names of OpenTelemetry's conventions."""
-    params, sampling = prepared.params, prepared.requests[0].sampling
+    params, sampling = asked.params, asked.requests[0].sampling
     return {
         "gen_ai.request.model": model.name,
         "gen_ai.response.model": model.name,
@@ -111,8 +112,8 @@ def _attributes(model: Model, prepared: Prepared, answer_id: str) -> Attributes:
 
 async def _prepared(
     state: ServerState, api: ServedApi, model: Model, origin: Origin, request: Request
-) -> tuple[ApiRequest, Prepared]:
-    """Return the client request in the engine's form; its body, JSON and messages are not referenced afterwards."""
+) -> tuple[ApiRequest, list[SharedPrompt]]:
+    """Return the client request and its prompts; its body, JSON and messages are not referenced afterwards."""
     num_stored_bytes = api.num_stored_bytes
 
     def stored(body: bytes | SpooledBody) -> int:
@@ -127,7 +128,7 @@ async def _prepared(
         check_size(asked.requests, asked.params, model.bounds)
         if asked.params.cache is not CacheMode.BYPASS:
             state.prompt_log.add(origin.tenant, KeptBody(request.scope["path"], data, origin.request_id))
-        return replace(asked.without_messages(model, origin), skipped=skipped.counts())
+        return replace(asked.without_messages(model.doctor, origin), skipped=skipped.counts())
 
     run = partial(state.long_work.run, tenant=origin.tenant, receive=request.receive)
     async with state.bodies.held(request) as body:
@@ -135,8 +136,7 @@ async def _prepared(
         more = 0 if num_stored_bytes is None else await run(len(body), partial(stored, body))
         asked = await run(len(body) + more, partial(prepare, body), waits=api.renders)
         params, requests = asked.params, asked.requests
-        model.metrics.prompt_rules.add(params.applied_rules)
-        model.metrics.skipped.add(asked.skipped)
+        model.metrics.count_prompt(params.applied_rules, asked.skipped)
         grammar = params.sampling.grammar
         if grammar is not None and not model.grammars.is_accepted(grammar):
             field = params.grammar_field or "grammar"
@@ -149,8 +149,17 @@ async def _prepared(
         return [SharedPrompt(model.tokenizer, prompt, params) for prompt in prompts]
 
     is_long = params.echo and sum(map(len, prompts)) > LONG_PROMPT_TOKENS
-    shared = await asyncio.to_thread(share) if is_long else share()
-    return asked, Prepared(params, requests, shared, asked.num_extra_bytes)
+    return asked, await asyncio.to_thread(share) if is_long else share()
+
+
+async def run_with_body(
+    state: ServerState, request: Request, work: Callable[[bytes], _Result], *, renders: bool = False
+) -> _Result:
+    """Return `work(body)`, run off the event loop if the body is long, or if `renders` and it holds messages."""
+    async with state.bodies.held(request) as body:
+        waits = renders and (isinstance(body, SpooledBody) or b'"messages"' in body)
+        run = partial(state.long_work.run, tenant=record_of(request.scope).principal.tenant, receive=request.receive)
+        return await run(len(body), lambda: work(in_memory(body)), waits=waits)
 
 
 async def _watch(receive: Receive, job: GenerationJob) -> None:
@@ -163,9 +172,8 @@ async def _watch(receive: Receive, job: GenerationJob) -> None:
 class _Answer:
     """Builder of the response of one job, whole or as a stream."""
 
-    def __init__(self, state: ServerState, job: GenerationJob, form: AnswerFormat, waiting: bytes) -> None:
-        """`waiting` is sent while a stream has not begun."""
-        self._waiting = waiting
+    def __init__(self, state: ServerState, job: GenerationJob, form: AnswerFormat, api: Api) -> None:
+        self._api = api
         self.state = state
         self.job = job
         self._form = form
@@ -193,11 +201,13 @@ class _Answer:
     async def events(self, news: list[News]) -> AsyncIterator[bytes]:
         """Yield the events of a stream that begins with `news`. Errors but ClientGoneError become an error event."""
         job, form, opened = self.job, self._form, False
+        end = self._api.end
+        waiting = PING if end.media_type == EVENTS else b""  # while the stream has not begun
         try:
             while True:
                 parts = (part for choice, delta in news for part in form.events(choice, delta))
                 if not news:
-                    yield form.ping if opened else self._waiting
+                    yield end.ping if opened else waiting
                 elif opened and sum(1 + delta.num_entries for _, delta in news) <= FEW_ENTRIES:
                     yield b"".join(parts)
                 else:
@@ -216,7 +226,7 @@ class _Answer:
             raise
         except Exception as error:
             self.state.note(job.record, error)
-            ending = form.failure(error)
+            ending = form.failure(error) or self._api.error_ending(error, job.record.request_id, 0)
         yield ending
 
 

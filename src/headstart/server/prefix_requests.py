@@ -5,72 +5,19 @@ texts, tenants, and the entries that were rejected before the engine saw them: t
 """
 
 import asyncio
-from array import array
-from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any
-
-from pydantic import ConfigDict, Field
+from collections.abc import Callable, Iterable
 
 from headstart.config.options import PrefixEntry
 from headstart.core.errors import InvalidRequestError, RequestFailedError
+from headstart.engine.engine_client import EngineClient
 from headstart.http.http_errors import HttpError
 from headstart.openai.bounds import Bounds
-from headstart.openai.generation_fields import TokenId
-from headstart.openai.prefix_tokens import chat_tokens, text_tokens
-from headstart.openai.request_bodies import Messages, as_rendered
-from headstart.openai.request_model import RequestModel, Text, checked, validated
+from headstart.openai.prefix_tokens import PrefixRequest, encode_prefix, parse_prefix
 from headstart.openai.responses import Json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.value_checks import check_token_ids, missing
-from headstart.server.engine.engine_client import EngineClient
 
 POLL_SECONDS = 0.05
-MAX_NAME_CHARS = 64
 WARMING, FAILED, MALFORMED = "warming", "failed", "malformed"
-
-
-def _token_ids(values: object, bounds: Bounds) -> "array[int]":
-    values = list(values) if isinstance(values, array) else values
-    return array("i", check_token_ids("token_ids", values, bounds, max_items=bounds.max_model_len))
-
-
-class PrefixRequest(RequestModel):
-    """A POST /v1/prefixes body: exactly one of text, messages, token_ids. Unknown fields are refused."""
-
-    model_config = ConfigDict(extra="forbid")
-    name: str = Field(max_length=MAX_NAME_CHARS)
-    tenant: str = Field("", max_length=MAX_NAME_CHARS, description="Empty: all tenants share it")
-    wait: bool = Field(True, description="Respond when it is computed")
-    text: Text | None = None
-    messages: Messages | None = None
-    # An array[int] | None, which cannot be evaluated as a type before Python 3.12.
-    token_ids: Annotated[Any, checked(_token_ids, list[TokenId])] = None
-
-
-def parse_prefix(values: Mapping[str, Any], bounds: Bounds) -> PrefixRequest:
-    """Return a validated body. Raises InvalidRequestError, also for unknown fields, such as a misspelled `tenant`."""
-    if values.get("name") in (None, ""):
-        raise missing("name")
-    if sum(values.get(content) is not None for content in ("text", "messages", "token_ids")) != 1:
-        raise InvalidRequestError("send exactly one of text, messages and token_ids", param="text")
-    return validated(PrefixRequest, values, bounds)
-
-
-def kind_of(prefix: object) -> str:
-    """Return the body field for a prefix given as one Python value: "text", "messages" or "token_ids"."""
-    if isinstance(prefix, str):
-        return "text"
-    is_chat = isinstance(prefix, list | tuple) and len(prefix) > 0 and isinstance(prefix[0], Mapping)
-    return "messages" if is_chat else "token_ids"
-
-
-def encode_prefix(body: PrefixRequest, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
-    """Return the token ids that all prompts with this prefix share. Thread-safe, slow. Raises InvalidRequestError."""
-    if body.token_ids is not None:
-        return body.token_ids
-    if body.messages is not None:
-        return chat_tokens(as_rendered(body.messages, bounds), tokenizer, bounds)
-    return text_tokens(body.text or "", tokenizer, bounds)
 
 
 class Prefixes:

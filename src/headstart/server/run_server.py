@@ -14,6 +14,9 @@ from prometheus_client import disable_created_metrics
 from headstart.allocator import give_memory_back, trim_regularly
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.errors import ConfigError, DrainingError, EngineDeadError
+from headstart.engine.engine_client import Build, EngineClient
+from headstart.engine.request_recorder import RequestRecorder
+from headstart.engine.wire import stats_of
 from headstart.http.decision_log_writer import DecisionLog
 from headstart.http.lifecycle import (
     CUT_SECONDS,
@@ -34,9 +37,6 @@ from headstart.http.protocol.connections import ConnectionTable, connection_cap
 from headstart.server.app import build_app
 from headstart.server.banner import banner, store_text
 from headstart.server.cache_api.live_figures import LiveFigures
-from headstart.server.engine.engine_client import Build, EngineClient
-from headstart.server.engine.request_recorder import RequestRecorder
-from headstart.server.engine.wire import stats_of
 from headstart.server.prefix_warmup import warm_prefixes
 from headstart.server.server_state import ServerState
 from headstart.server.statistics import write_statistics

@@ -14,12 +14,12 @@ from prometheus_client.registry import Collector
 
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import EngineInfo, EngineStats
-from headstart.http.packed_metrics import Counter, Histogram, expose, method_label
+from headstart.http.packed_metrics import Counter, Families, Histogram, expose, method_label
 from headstart.http.tracing.tracer import Exported, SpanCounts
 from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
 from headstart.openai.responses import CACHE_SOURCES
 from headstart.server.prompt_doctor import PromptDoctor
-from headstart.server.prompt_metrics import DoctorCollector, FingerprintCollector, RuleCounts, SkippedTotals
+from headstart.server.prompt_metrics import PromptCollector
 from headstart.server.store_metrics import StoreCollector
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -38,30 +38,6 @@ _TOKEN_TIME = (
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _CHOICES = (1, 2, 5, 10, 20)
-_HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
-    "time_to_first_token": ("vllm:time_to_first_token_seconds", "From arrival to the first token.", _TTFT),
-    "inter_token_latency": ("vllm:inter_token_latency_seconds", "Between two tokens.", _TOKEN_TIME),
-    "time_per_output_token": (
-        "vllm:request_time_per_output_token_seconds",
-        "Per token after the first, by request.",
-        _TOKEN_TIME,
-    ),
-    "e2e_latency": ("vllm:e2e_request_latency_seconds", "From arrival to the last token.", _LATENCY),
-    "queue_time": ("vllm:request_queue_time_seconds", "From arrival to the first step.", _LATENCY),
-    "prefill_time": ("vllm:request_prefill_time_seconds", "From the first step to the first token.", _LATENCY),
-    "inference_time": ("vllm:request_inference_time_seconds", "From the first step to the last token.", _LATENCY),
-    "decode_time": ("vllm:request_decode_time_seconds", "From the first token to the last.", _LATENCY),
-    "prompt_tokens": ("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS),
-    "prefill_computed": (
-        "vllm:request_prefill_kv_computed_tokens",
-        "Tokens of a prompt that were computed, not read from the cache.",
-        _TOKENS,
-    ),
-    "generation_tokens": ("vllm:request_generation_tokens", "Tokens of an answer.", _TOKENS),
-    "params_n": ("vllm:request_params_n", "Choices requested.", _CHOICES),
-    "params_max_tokens": ("vllm:request_params_max_tokens", "Tokens allowed for an answer.", _TOKENS),
-    "iteration_tokens": ("vllm:iteration_tokens_total", "Tokens computed in a step.", _STEP_TOKENS),
-}
 
 
 class EngineView(Protocol):
@@ -81,25 +57,30 @@ class Metrics:
         self._of_store = CollectorRegistry()
         self._model_name = model_name
         self._routes = frozenset(routes)
-        histograms = {field: self._histogram(*row) for field, row in _HISTOGRAMS.items()}
-        self.time_to_first_token = histograms["time_to_first_token"]
-        self.inter_token_latency = histograms["inter_token_latency"]
-        self.time_per_output_token = histograms["time_per_output_token"]
-        self.e2e_latency = histograms["e2e_latency"]
-        self.queue_time = histograms["queue_time"]
-        self.prefill_time = histograms["prefill_time"]
-        self.inference_time = histograms["inference_time"]
-        self.decode_time = histograms["decode_time"]
-        self.prompt_tokens = histograms["prompt_tokens"]
-        self.prefill_computed = histograms["prefill_computed"]
-        self.generation_tokens = histograms["generation_tokens"]
-        self.params_n = histograms["params_n"]
-        self.params_max_tokens = histograms["params_max_tokens"]
-        self.iteration_tokens = histograms["iteration_tokens"]
-        self.prompt_rules = RuleCounts("headstart:prompt_rules", model_name)
-        self._registry.register(self.prompt_rules)
-        self.skipped = SkippedTotals("headstart:skipped", model_name)
-        self._registry.register(self.skipped)
+        row = self._histogram
+        self.time_to_first_token = row("time_to_first_token_seconds", "From arrival to the first token.", _TTFT)
+        self.inter_token_latency = row("inter_token_latency_seconds", "Between two tokens.", _TOKEN_TIME)
+        self.time_per_output_token = row(
+            "request_time_per_output_token_seconds", "Per token after the first, by request.", _TOKEN_TIME
+        )
+        self.e2e_latency = row("e2e_request_latency_seconds", "From arrival to the last token.", _LATENCY)
+        self.queue_time = row("request_queue_time_seconds", "From arrival to the first step.", _LATENCY)
+        self.prefill_time = row("request_prefill_time_seconds", "From the first step to the first token.", _LATENCY)
+        self.inference_time = row("request_inference_time_seconds", "From the first step to the last token.", _LATENCY)
+        self.decode_time = row("request_decode_time_seconds", "From the first token to the last.", _LATENCY)
+        self.prompt_tokens = row("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self.prefill_computed = row(
+            "request_prefill_kv_computed_tokens",
+            "Tokens of a prompt that were computed, not read from the cache.",
+            _TOKENS,
+        )
+        self.generation_tokens = row("request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        self.params_n = row("request_params_n", "Choices requested.", _CHOICES)
+        self.params_max_tokens = row("request_params_max_tokens", "Tokens allowed for an answer.", _TOKENS)
+        self.iteration_tokens = row("iteration_tokens_total", "Tokens computed in a step.", _STEP_TOKENS)
+        self._of_prompts = PromptCollector(model_name)
+        self._registry.register(self._of_prompts)
+        self.count_prompt = self._of_prompts.add
         self._http = self._counter("headstart:http_requests", "HTTP requests.", "route", "method", "status")
         self._finished = self._counter(
             "vllm:request_success", "Requests by how they ended.", "model_name", "finished_reason"
@@ -118,17 +99,13 @@ class Metrics:
         self._by_tenant.register(_TenantCollector(self._model_name, self.tenants))
         self._of_store.register(StoreCollector(lambda: engine.stats, self._model_name))
 
-    def watch_fingerprints(self, memory: FingerprintMemory | None) -> None:
-        """Add the memory of prompts' fingerprints to every scrape."""
-        self._registry.register(FingerprintCollector(memory, self._model_name))
+    def watch_prompts(self, memory: FingerprintMemory | None, doctor: PromptDoctor) -> None:
+        """Add the memory of prompts' fingerprints and the estimate of the avoidable share to every scrape."""
+        self._of_prompts.fingerprints, self._of_prompts.doctor = memory, doctor
 
     def watch_tracer(self, tracer: Exported) -> None:
         """Add the counts of exported and lost spans to every scrape."""
         self._registry.register(SpanCounts(tracer))
-
-    def watch_doctor(self, doctor: PromptDoctor) -> None:
-        """Add the estimate of the avoidable share to every scrape."""
-        self._registry.register(DoctorCollector(doctor, self._model_name))
 
     def prompts(self, tenant: str, breakdown: PromptTokenBreakdown) -> None:
         """Add the prompt token breakdown of one client request; `tenant` is that of a configured key, or empty."""
@@ -157,7 +134,7 @@ class Metrics:
         return expose(accept, *(registry for registry, is_shown in shown.items() if is_shown))
 
     def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(name, text, bounds, {"model_name": self._model_name})
+        histogram = Histogram(f"vllm:{name}", text, bounds, {"model_name": self._model_name})
         self._registry.register(histogram)
         return histogram
 
@@ -167,103 +144,82 @@ class Metrics:
         return counter
 
 
+_COUNTERS = {  # of the engine's Counters
+    "prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens of requests whose first token is out."),
+    "cached_tokens": ("vllm:prompt_tokens_cached", "Prompt tokens read from the prefix cache."),
+    "generation_tokens": ("vllm:generation_tokens", "Tokens generated."),
+    "forced_tokens": ("headstart:forced_tokens", "Output tokens that a grammar forced."),
+    "num_drafts": ("headstart:spec_decode_num_drafts", "Drafts verified."),
+    "num_draft_tokens": ("headstart:spec_decode_num_draft_tokens", "Draft tokens verified."),
+    "num_accepted_tokens": ("headstart:spec_decode_num_accepted_tokens", "Draft tokens accepted."),
+    "prefix_queries": ("vllm:prefix_cache_queries", "Prompt tokens looked up."),
+    "prefix_hits": ("vllm:prefix_cache_hits", "Prompt tokens found."),
+    "num_preemptions": ("vllm:num_preemptions", "Preempted sequences."),
+    "num_row_errors": ("vllm:corrupted_requests", "Requests that failed alone."),
+    "num_recomputes": (
+        "headstart:recomputed_requests",
+        "Requests computed again because KV that they shared with others might not be finite.",
+    ),
+    "num_promise_skips": (
+        "headstart:promise_skips",
+        "Times a request waited for blocks that another request was computing.",
+    ),
+    "num_adoptions": ("headstart:adoptions", "Times a running prefill reused new blocks."),
+    "evicted_tokens": (
+        "headstart:evicted_prompt_tokens",
+        "Prompt tokens computed again because their blocks had been evicted.",
+    ),
+    "prefill_tokens": ("headstart:prefill_tokens", "Prompt tokens computed, replays too."),
+    "ideal_tokens": ("headstart:ideal_tokens", "Tokens that an infinite, shared cache would compute."),
+    "replayed_tokens": ("headstart:replayed_tokens", "Tokens computed again after preemptions."),
+}
+
+
 class _EngineCollector(Collector):
     """The engine's counters and gauges, read from its last heartbeat."""
 
     def __init__(self, engine: EngineView, model_name: str) -> None:
         self._engine = engine
-        self._model = [model_name]
+        self._families = Families(model_name, "")
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._engine.stats
-        counters, pool = stats.counters, stats.pool
+        stats, families = self._engine.stats, self._families
+        pool = stats.pool
         usage = 1 - pool.num_free / pool.num_blocks if pool.num_blocks else 0.0
-        yield self._gauge("vllm:num_requests_running", "Sequences in the engine's batch.", stats.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests in the waiting queue.", stats.num_waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", usage)
-        yield self._counter(
-            "vllm:prompt_tokens", "Prompt tokens of requests whose first token is out.", counters.prompt_tokens
-        )
-        yield self._counter(
-            "vllm:prompt_tokens_cached", "Prompt tokens read from the prefix cache.", counters.cached_tokens
-        )
-        yield self._counter("vllm:generation_tokens", "Tokens generated.", counters.generation_tokens)
-        yield self._counter("headstart:forced_tokens", "Output tokens that a grammar forced.", counters.forced_tokens)
-        yield self._counter("headstart:spec_decode_num_drafts", "Drafts verified.", counters.num_drafts)
-        drafted, accepted = counters.num_draft_tokens, counters.num_accepted_tokens
-        yield self._counter("headstart:spec_decode_num_draft_tokens", "Draft tokens verified.", drafted)
-        yield self._counter("headstart:spec_decode_num_accepted_tokens", "Draft tokens accepted.", accepted)
-        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", counters.prefix_queries)
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", counters.prefix_hits)
-        yield self._counter("vllm:num_preemptions", "Preempted sequences.", counters.num_preemptions)
-        yield self._counter("vllm:corrupted_requests", "Requests that failed alone.", counters.num_row_errors)
-        recomputed = "Requests computed again because KV that they shared with others might not be finite."
-        yield self._counter("headstart:recomputed_requests", recomputed, counters.num_recomputes)
-        yield self._counter("headstart:steps", "Steps of the engine.", stats.num_steps)
-        yield self._counter("headstart:step_seconds", "Seconds spent computing.", stats.step_seconds)
-        yield self._counter(
-            "headstart:promise_skips",
-            "Times a request waited for blocks that another request was computing.",
-            counters.num_promise_skips,
-        )
-        yield self._counter("headstart:adoptions", "Times a running prefill reused new blocks.", counters.num_adoptions)
-        evicted = "Prompt tokens computed again because their blocks had been evicted."
-        yield self._counter("headstart:evicted_prompt_tokens", evicted, counters.evicted_tokens)
-        yield self._counter("headstart:prefill_tokens", "Prompt tokens computed, replays too.", counters.prefill_tokens)
-        yield self._counter(
-            "headstart:ideal_tokens",
-            "Tokens that an infinite, shared cache would compute.",
-            counters.ideal_tokens,
-        )
-        yield self._counter(
-            "headstart:replayed_tokens", "Tokens computed again after preemptions.", counters.replayed_tokens
-        )
-        redundancy = prefill_redundancy(stats)
-        yield self._gauge("headstart:prefill_redundancy", "Prefill tokens, to ideal tokens: 1 is best.", redundancy)
-        yield self._gauge("headstart:pinned_blocks", "Blocks of pinned prefixes.", pool.num_pinned)
+        yield families.gauge("vllm:num_requests_running", "Sequences in the engine's batch.", stats.num_running)
+        yield families.gauge("vllm:num_requests_waiting", "Requests in the waiting queue.", stats.num_waiting)
+        yield families.gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", usage)
+        for field, (name, text) in _COUNTERS.items():
+            yield families.counter(name, text, getattr(stats.counters, field))
+        yield families.counter("headstart:steps", "Steps of the engine.", stats.num_steps)
+        yield families.counter("headstart:step_seconds", "Seconds spent computing.", stats.step_seconds)
+        text = "Prefill tokens, to ideal tokens: 1 is best."
+        yield families.gauge("headstart:prefill_redundancy", text, prefill_redundancy(stats))
+        yield families.gauge("headstart:pinned_blocks", "Blocks of pinned prefixes.", pool.num_pinned)
         age = time.monotonic() - self._engine.last_heard
-        yield self._gauge("headstart:heartbeat_age_seconds", "Seconds since the engine was last heard.", age)
+        yield families.gauge("headstart:heartbeat_age_seconds", "Seconds since the engine was last heard.", age)
         yield from self._by_label(stats)
         if self._engine.info is not None:
-            yield _cache_config(self._engine.info, self._model[0])
+            yield _cache_config(self._engine.info, families.model)
 
     def _by_label(self, stats: EngineStats) -> Iterable[Metric]:
-        counters, pool = stats.counters, stats.pool
+        counters, families = stats.counters, self._families
         sources = {source: getattr(counters, f"{source}_tokens") for source in CACHE_SOURCES}
-        prompt = {**sources, "computed": counters.prompt_computed_tokens}
-        yield self._labelled("headstart:prompt_tokens", "Prompt tokens by where their KV came from.", "source", prompt)
+        text, computed = "Prompt tokens by where their KV came from.", counters.prompt_computed_tokens
+        yield families.counters("headstart:prompt_tokens", text, "source", {**sources, "computed": computed})
+        text = "Prompt tokens by source, in vLLM's words."
         vllm = {
-            "local_compute": counters.prompt_computed_tokens,
+            "local_compute": computed,
             "local_cache_hit": counters.cached_tokens - counters.store_tokens,
             "external_kv_transfer": counters.store_tokens,
         }
-        yield self._labelled(
-            "vllm:prompt_tokens_by_source", "Prompt tokens by source, in vLLM's words.", "source", vllm
-        )
+        yield families.counters("vllm:prompt_tokens_by_source", text, "source", vllm)
+        text = "Prompt and output tokens, computed or not."
         tokens = {"computed": counters.computed_tokens, "cached": counters.cached_tokens}
-        yield self._labelled("headstart:tokens", "Prompt and output tokens, computed or not.", "source", tokens)
-        evictions = "Evicted cached blocks by cause."
-        yield self._labelled("headstart:evictions", evictions, "cause", pool.evictions)
-        family = GaugeMetricFamily("headstart:kv_blocks", "KV blocks by state.", labels=("model_name", "state"))
-        for state, value in blocks_by_state(stats).items():
-            family.add_metric([*self._model, state], value)
-        yield family
-
-    def _labelled(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=("model_name", label))
-        for value, count in values.items():
-            family.add_metric([*self._model, value], count)
-        return family
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=("model_name",))
-        family.add_metric(self._model, value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=("model_name",))
-        family.add_metric(self._model, value)
-        return family
+        yield families.counters("headstart:tokens", text, "source", tokens)
+        text = "Evicted cached blocks by cause."
+        yield families.counters("headstart:evictions", text, "cause", stats.pool.evictions)
+        yield families.gauges("headstart:kv_blocks", "KV blocks by state.", "state", blocks_by_state(stats))
 
 
 def prefill_redundancy(stats: EngineStats) -> float:

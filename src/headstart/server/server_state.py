@@ -13,6 +13,7 @@ from headstart.config.options import ServerOptions
 from headstart.core.engine import EngineInfo
 from headstart.core.errors import DrainingError, HeadstartError, QueueFullError, RequestFailedError
 from headstart.core.request import Request
+from headstart.engine.engine_client import EngineClient
 from headstart.http.access_record import RequestRecord
 from headstart.http.auth import Authenticator
 from headstart.http.body_reader import HELD_BYTES, BodyReader
@@ -24,15 +25,14 @@ from headstart.http.tracing.tracer import make_tracer
 from headstart.http.web_pages import WebPages
 from headstart.openai.bounds import Bounds
 from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
-from headstart.openai.engine_requests import Prepared
 from headstart.openai.json_pieces import Turns
 from headstart.openai.responses_api.response_memory import ResponseMemory
 from headstart.openai.sandbox.sandbox_pool import MAX_PROCESSES
 from headstart.openai.structured.grammar_check import GrammarCheck
+from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.server.engine.engine_client import EngineClient
-from headstart.server.generation_job import GenerationJob
+from headstart.server.generation_job import ApiRequest, GenerationJob
 from headstart.server.prefix_requests import Prefixes
 from headstart.server.prompt_doctor import PromptDoctor
 from headstart.server.prompt_log import PromptLog
@@ -131,9 +131,8 @@ class ServerState:
         bounds = Bounds.of(info, self.options, tokenizer.content_forms)
         grammars = GrammarCheck(info, info.eos_token_ids or tokenizer.eos_token_ids)
         fingerprints = FingerprintMemory(self.options.diagnostics_size) if self.options.diagnostics_size else None
-        metrics.watch_fingerprints(fingerprints)
         doctor = PromptDoctor(self.options.doctor_share, lambda: time.process_time() + self.engine.stats.step_seconds)
-        metrics.watch_doctor(doctor)
+        metrics.watch_prompts(fingerprints, doctor)
         return Model(name, info, tokenizer, bounds, metrics, int(time.time()), grammars, doctor, fingerprints, names)
 
     def open(self, model: Model) -> None:
@@ -191,7 +190,7 @@ class ServerState:
             return False
         return self._model is None or self.engine.silent_seconds(now) <= self.options.heartbeat_timeout
 
-    def admit(self, prepared: Prepared, record: RequestRecord) -> GenerationJob:
+    def admit(self, asked: ApiRequest, prompts: list[SharedPrompt], record: RequestRecord) -> GenerationJob:
         """Submit the requests of one client request to the engine, all or none.
 
         Raises QueueFullError if the waiting queue or the byte budget is full. A full queue takes requests of a tenant
@@ -199,17 +198,16 @@ class ServerState:
         """
         model = self.check_ready()
         try:
-            self._check_queue(prepared.requests)
-            num_bytes = initial_bytes(prepared.requests, prepared.params) + prepared.num_extra_bytes
+            self._check_queue(asked.requests)
+            num_bytes = initial_bytes(asked.requests, asked.params) + asked.num_extra_bytes
             lease = self._held.lease(num_bytes, record.principal.tenant)
         except QueueFullError:
             model.metrics.rejected()
             raise
         record.submitted_at = time.monotonic()
         if record.trace is not None and record.trace.is_sampled:
-            traced = [replace(request, is_traced=True) for request in prepared.requests]
-            prepared = replace(prepared, requests=traced)
-        job = GenerationJob(self.engine, model.tokenizer, prepared, record, model.metrics, lease)
+            asked = replace(asked, requests=[replace(request, is_traced=True) for request in asked.requests])
+        job = GenerationJob(self.engine, model.tokenizer, asked, prompts, record, model.metrics, lease)
         self._jobs.add(job)
         self.idle.clear()
         return job

@@ -3,15 +3,15 @@
 Reasons come from a closed set, so that every series exists from the first scrape. Access: `may_see_store`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineStats
 from headstart.http.auth import Principal
+from headstart.http.packed_metrics import Families
 from headstart.openai.responses import Json
 from headstart.store.disk import MISSES
 from headstart.store.writer import LOST
@@ -27,7 +27,7 @@ class StoreCollector(Collector):
 
     def __init__(self, latest: Callable[[], EngineStats], model_name: str) -> None:
         self._latest = latest
-        self._families = _Families([model_name])
+        self._families = Families(model_name, "headstart:kv_store_")
 
     def collect(self) -> Iterable[Metric]:
         stats = self._latest()
@@ -49,35 +49,13 @@ class StoreCollector(Collector):
         yield families.counter("written_blocks", "Blocks written.", store.written_blocks)
         yield families.counter("written_bytes", "Bytes written.", store.written_bytes)
         yield families.counter("evicted_blocks", "Blocks evicted for space.", store.evicted_blocks)
-        yield families.by_reason("misses", "Loads that ended early, and damage found.", misses(store))
-        yield families.by_reason("lost_writes", "Blocks that were to be written and were not.", lost_writes(store))
+        yield families.counters("misses", "Loads that ended early, and damage found.", "reason", misses(store))
+        lost = "Blocks that were to be written and were not."
+        yield families.counters("lost_writes", lost, "reason", lost_writes(store))
         yield families.gauge("load_bytes_per_second", "While loading; 0: not measured.", store.load_bytes_per_s)
         yield families.gauge("write_bytes_per_second", "While writing; 0: not measured.", store.write_bytes_per_s)
         text = "Computing, which loading competes with; 0: not measured."
         yield families.gauge("compute_tokens_per_second", text, stats.compute_tokens_per_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Families:
-    """Constructors of metric families with one sample, or one per reason."""
-
-    model: list[str]
-
-    def gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"headstart:kv_store_{name}", text, labels=("model_name",))
-        family.add_metric(self.model, value)
-        return family
-
-    def counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"headstart:kv_store_{name}", text, labels=("model_name",))
-        family.add_metric(self.model, value)
-        return family
-
-    def by_reason(self, name: str, text: str, values: Mapping[str, int]) -> Metric:
-        family = CounterMetricFamily(f"headstart:kv_store_{name}", text, labels=("model_name", "reason"))
-        for reason, value in values.items():
-            family.add_metric([*self.model, reason], value)
-        return family
 
 
 def misses(store: StoreStats) -> dict[str, int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart.bundled import bundled_model
 from headstart.core.batch import Batch, Chunk
 from headstart.core.request import GREEDY
-from headstart.llm import LLM
+from headstart.engine.llm import LLM
 from headstart.measurement.engines import Setup
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Report, Sheet

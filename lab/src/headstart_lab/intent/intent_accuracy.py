@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headstart.llm import LLM, Completion
+from headstart.engine.llm import LLM, Completion
 from headstart.measurement.engines import BUNDLED
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Report, Sheet

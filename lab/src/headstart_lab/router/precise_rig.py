@@ -21,14 +21,14 @@ from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
+from headstart.engine.kv_event_encoding import BatchEncoder
+from headstart.engine.kv_event_publisher import KVEventPublisher, KVEventsConfig
 from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
 from headstart.gateway.kv_events.kv_event_decoding import event_domain
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.measurement.inprocess import drive
 from headstart.openai.engine_requests import narrow_domain
 from headstart.router.index.kv_event_index import KVEventIndex
-from headstart.server.kv_events.kv_event_encoding import BatchEncoder
-from headstart.server.kv_events.kv_event_publisher import KVEventPublisher, KVEventsConfig
 from headstart_lab.runners.null_executor import NullExecutor
 
 VOCAB_SIZE = 500

@@ -93,8 +93,8 @@ def run_on_model(bench: "Callable[[Setup, Bar], Report]", where: Where) -> None:
     def on_model(bar: "Bar") -> "Report":
         count, seed = prepare_threads(where.threads), where.seed()
         _check(where.model, EngineOptions(dtype=where.dtype, threads=where.threads, quantization=where.quantization))
-        from headstart.assembly import build_engine
         from headstart.bench.bench_models import find_model
+        from headstart.engine.assembly import build_engine
         from headstart.measurement.engines import BUNDLED, Setup
 
         found = find_model(where.model, _cache_folder(), seed, bar)
@@ -107,7 +107,7 @@ def run_on_model(bench: "Callable[[Setup, Bar], Report]", where: Where) -> None:
 
 def _check(model: str, options: EngineOptions) -> None:
     """Raise ConfigError for options that no engine supports, before torch is imported. A shape name is no folder."""
-    from headstart.engine_checks import check_engine
+    from headstart.engine.engine_checks import check_engine
 
     check_engine(options if model in SHAPES and not Path(model).is_dir() else replace(options, model=model))
 

@@ -1,7 +1,7 @@
 """KV events: changes of the prefix index; replayed in order they reproduce it exactly.
 
 Field names are vLLM's, so that routers and dashboards made for vLLM can read them; the wire format is in
-server/kv_events/kv_event_publisher.py. The blocks of an event belong to one chain, and never to both a public prefix
+engine/kv_event_publisher.py. The blocks of an event belong to one chain, and never to both a public prefix
 and the private part after it.
 """
 

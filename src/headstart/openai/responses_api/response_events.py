@@ -21,7 +21,7 @@ class ResponseEvents:
         self._generates = generates
         self.parts = ChatParts()
         self._shape = shape
-        self._num_events = 0
+        self.num_events = 0
 
     def opening(self) -> list[Json]:
         """Return the events that begin a stream."""
@@ -122,8 +122,8 @@ class ResponseEvents:
         return place if part.kind is PartKind.TOOL_CALL else {**place, "content_index": 0}
 
     def _event(self, kind: str, fields: Json) -> Json:
-        number = self._num_events
-        self._num_events += 1
+        number = self.num_events
+        self.num_events += 1
         return {"type": kind, "sequence_number": number, **fields}
 
 

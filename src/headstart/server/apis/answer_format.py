@@ -1,34 +1,33 @@
-"""AnswerFormat: the form in which one API sends an answer; ServedApi: the preparation of its requests.
+"""ServedApi: how a server prepares the requests of one API; AnswerFormat: the form in which it sends an answer.
 
 inference.py sends every answer in the same way, whatever its format.
 """
 
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from headstart.apis.api import EVENTS
-from headstart.core.request import CacheMode
+from headstart.apis.answer_schemas import Answers
+from headstart.apis.api import LINES, Api
+from headstart.core.errors import InvalidRequestError
 from headstart.core.request import Request as EngineRequest
-from headstart.explain.lint.prompt_window import WindowEntry
+from headstart.http.sse import named_event
+from headstart.openai.chat.chat_parts import ChatParts
+from headstart.openai.chat.chat_translation import ChatTranslation
 from headstart.openai.diagnostics.prompt_fingerprint import shape_of
-from headstart.openai.engine_requests import Origin
-from headstart.openai.forms.skipped import SkippedCounts
+from headstart.openai.engine_requests import Origin, chat_requests, tokenizer_of
 from headstart.openai.generation_params import GenerationParams
-from headstart.openai.responses import Json
+from headstart.openai.request_bodies import ChatBody
+from headstart.openai.request_model import RequestModel
+from headstart.openai.responses import Json, encode
 from headstart.openai.text.generation import Delta
 from headstart.server.apis.answer_diagnosis import AnswerDiagnosis
-from headstart.server.generation_job import GenerationJob
-from headstart.server.request_limits import params_bytes
+from headstart.server.generation_job import ApiRequest, GenerationJob
 from headstart.server.server_state import Model
 
 
 class AnswerFormat(Protocol):
     """The answer to one client request in the form of its API. One of `whole` and the events is used."""
-
-    ping: bytes  # keeps a stream alive that has begun
 
     def collect(self, choice: int, delta: Delta) -> None:
         """Process a delta of an answer that is sent whole."""
@@ -50,9 +49,56 @@ class AnswerFormat(Protocol):
         """Return the events after the last delta, up to the end of the stream."""
         ...
 
-    def failure(self, error: Exception) -> bytes:
-        """Return the events that end a stream that failed."""
+    def failure(self, error: Exception) -> bytes | None:
+        """Return the events that end a stream that failed; None: those of the API."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsFormat:
+    """An answer of one choice that is made of parts, whole or as objects of a stream.
+
+    `added` returns the objects of a delta, and adds it to `parts`. `failed` may return the object that ends a stream
+    with an error.
+    """
+
+    api: Api
+    parts: ChatParts
+    finished: Callable[[], Json]
+    first: Callable[[], list[Json]] = list
+    added: Callable[[Delta], list[Json]]
+    last: Callable[[], list[Json]]
+    failed: Callable[[Exception], list[Json] | None] = lambda error: None
+
+    def collect(self, choice: int, delta: Delta) -> None:
+        """Add a delta to the parts."""
+        self.parts.add(delta)
+
+    def whole(self, *, in_pieces: bool) -> Json:
+        """Return the finished answer."""
+        return self.finished()
+
+    def opening(self) -> bytes:
+        """Return the objects before the first delta."""
+        return self._encoded(self.first())
+
+    def events(self, choice: int, delta: Delta) -> Iterator[bytes]:
+        """Yield the objects of a delta."""
+        yield self._encoded(self.added(delta))
+
+    def closing(self) -> bytes:
+        """Return the last objects."""
+        return self._encoded(self.last())
+
+    def failure(self, error: Exception) -> bytes | None:
+        """Return the objects that end a stream that failed, if they are not those of the API."""
+        objects = self.failed(error)
+        return None if objects is None else self._encoded(objects)
+
+    def _encoded(self, objects: list[Json]) -> bytes:
+        if self.api.end.media_type == LINES:
+            return b"".join(encode(one) + b"\n" for one in objects)
+        return b"".join(map(named_event, objects))
 
 
 class Head(NamedTuple):
@@ -63,51 +109,71 @@ class Head(NamedTuple):
     model: Model
 
 
-@dataclass(frozen=True, slots=True)
-class ApiRequest:
-    """A client request of one API: parameters, engine requests, and the format of its answer."""
-
-    params: GenerationParams
-    requests: list[EngineRequest]
-    answer: Callable[[GenerationJob, Head], AnswerFormat]
-    num_extra_bytes: int = 0  # held by `params` and `answer` until the job ends
-    named: Callable[[], AbstractContextManager[None]] = nullcontext  # renames fields in errors raised inside
-    diagnosis: AnswerDiagnosis | None = None  # None: the prompt is neither compared nor remembered
-    messages: Sequence[Mapping[str, Any]] = ()  # of the chat, or the text of a completion as one message
-    examined: WindowEntry | None = None  # the prompt, if the doctor may examine it
-    skipped: SkippedCounts = ()  # left out of the prompt
-
-    def without_messages(self, model: Model, origin: Origin) -> "ApiRequest":
-        """Return the request as it waits: only the doctor may still refer to its messages, unless they are large."""
-        params, examined = self.params, None
-        if self.messages and params.cache is CacheMode.READ_WRITE:
-            definitions = () if params.tools is None else params.tools.definitions
-            num_tokens = len(self.requests[0].prompt)
-            examined = model.doctor.entry(origin, params.cache_salt, self.messages, definitions, num_tokens)
-        held = self.num_extra_bytes + params_bytes(params)
-        return replace(self, messages=(), examined=examined, num_extra_bytes=held)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedApi:
-    """One of the generation APIs. `renders`: its prompts are rendered by the chat template, which may take seconds.
+    """One of the generation APIs at a server.
 
-    `media_type`: of a stream; lines of JSON have no comments between them.
-    `num_stored_bytes`: the bytes of stored responses that a body of a tenant continues or refers to.
+    `name`, `summary`, `answers` and `bodies` are for /openapi.json; `answers` None: it is documented elsewhere.
+    `renders`: its prompts are rendered by the chat template, which may take seconds. `num_stored_bytes`: the bytes of
+    stored responses that a body of a tenant continues or refers to.
     """
 
+    api: Api
     id_prefix: str
     prepare: Callable[[Mapping[str, Any], Model, Origin], ApiRequest]
     renders: bool = True
-    media_type: str = EVENTS
     num_stored_bytes: Callable[[Mapping[str, Any], str], int] | None = None
+    name: str = ""
+    summary: str = ""
+    answers: Answers | None = None
+    bodies: tuple[type[RequestModel], ...] = ()
+
+
+class TranslatedChat(NamedTuple):
+    """A chat in the form of another API, validated and rendered."""
+
+    body: ChatBody
+    params: GenerationParams
+    requests: list[EngineRequest]
+    diagnosis: AnswerDiagnosis | None
+
+    @classmethod
+    def of(cls, chat: ChatTranslation, model: Model, origin: Origin, *, shortens: bool = False) -> "TranslatedChat":
+        """Return the chat; `shortens`: max_tokens is lowered to what fits. Raises InvalidRequestError."""
+        with chat.named():
+            body = chat.parse(model.bounds)
+            check_model(body.model, model)
+            tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
+            params, requests = chat_requests(body, tokenizer, model.bounds, origin, shortens=shortens)
+        diagnosis = diagnosis_of(model, origin, params, requests[0], body.messages, chat.message_names)
+        return cls(body, params, requests, diagnosis)
+
+    def request(
+        self, chat: ChatTranslation, answer: Callable[[GenerationJob, Head], AnswerFormat], num_extra_bytes: int = 0
+    ) -> ApiRequest:
+        """Return the client request."""
+        named = chat.without_values().named
+        return ApiRequest(
+            self.params, self.requests, answer, num_extra_bytes, named, self.diagnosis, self.body.messages
+        )
+
+
+def check_model(name: str | None, model: Model) -> None:
+    """Raise InvalidRequestError (model_not_found) for another model's name; None is accepted."""
+    if name is not None and name not in model.names:
+        shown = ascii(name if len(name) <= 60 else name[:60] + "...")
+        raise InvalidRequestError(
+            f"model {shown} is not served here; this server has {' and '.join(map(repr, model.names))}",
+            param="model",
+            code="model_not_found",
+        )
 
 
 def diagnosis_of(
     model: Model,
     origin: Origin,
     params: GenerationParams,
-    prompt: "array[int]",
+    request: EngineRequest,
     messages: Sequence[Mapping[str, Any]] | None,
     names: Sequence[str] = (),
 ) -> AnswerDiagnosis | None:
@@ -115,5 +181,5 @@ def diagnosis_of(
     memory = model.fingerprints
     if memory is None and params.comparison_id is None:
         return None
-    shape = shape_of(messages, params, origin.domain)
-    return AnswerDiagnosis(memory, origin, (shape, prompt), params.comparison_id, model.info.block_size, names)
+    prompt = shape_of(messages, params, origin.domain), request.prompt
+    return AnswerDiagnosis(memory, origin, prompt, params.comparison_id, model.info.block_size, names)

@@ -1,26 +1,34 @@
-"""Route handlers of the generation APIs and of stored responses."""
+"""The generation APIs of a server, and the routes beside them: stored responses, and counts of tokens."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
+import time
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headstart.core.errors import InvalidRequestError
 from headstart.http.access_record import record_of
 from headstart.http.http_errors import json_response
-from headstart.http.spooled_body import SpooledBody, in_memory
 from headstart.openai.engine_requests import Origin
 from headstart.openai.request_json import parse_json
 from headstart.openai.responses import Json
-from headstart.server.apis import stored_responses
+from headstart.openai.responses_api.response_memory import ResponseMemory, StoredResponse
+from headstart.openai.responses_api.response_objects import deleted, input_item, item_list
+from headstart.openai.value_checks import shown, unsupported
+from headstart.server.apis.answer_format import ServedApi
 from headstart.server.apis.choice_apis import CHAT, COMPLETIONS
 from headstart.server.apis.messages_format import MESSAGES, count_tokens
-from headstart.server.apis.responses_format import responses_api
-from headstart.server.inference import infer
+from headstart.server.apis.ollama_format import OLLAMA_CHAT, OLLAMA_GENERATE
+from headstart.server.apis.responses_format import response_not_found, responses_api
+from headstart.server.inference import run_with_body
 from headstart.server.server_state import ServerState
 
-_Result = TypeVar("_Result")
+MAX_LISTED = 100
+DEFAULT_LISTED = 20
+
+
+def served_apis(memory: ResponseMemory) -> tuple[ServedApi, ...]:
+    """Return all generation APIs; `memory`: where responses are stored."""
+    return COMPLETIONS, CHAT, responses_api(memory), MESSAGES, OLLAMA_CHAT, OLLAMA_GENERATE
 
 
 class GenerationRoutes:
@@ -28,35 +36,40 @@ class GenerationRoutes:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._responses = responses_api(state.responses)
-
-    async def completions(self, request: Request) -> Response:
-        """Complete prompts."""
-        return await infer(self._state, COMPLETIONS, request)
-
-    async def chat_completions(self, request: Request) -> Response:
-        """Generate the next message of a conversation."""
-        return await infer(self._state, CHAT, request)
-
-    async def create_response(self, request: Request) -> Response:
-        """Generate a response (OpenAI's Responses API)."""
-        return await infer(self._state, self._responses, request)
+        self._memory = state.responses
 
     async def retrieve_response(self, request: Request) -> Response:
         """Return a stored response."""
-        return json_response(stored_responses.retrieve(self._state.responses, request))
+        if request.query_params.get("stream", "false") != "false":
+            unsupported("stream", "a stored response is sent whole; leave it out")
+        return json_response(self._stored(request).response)
 
     async def delete_response(self, request: Request) -> Response:
         """Delete a stored response."""
-        return json_response(stored_responses.delete(self._state.responses, request))
+        response_id = request.path_params["response_id"]
+        if not self._memory.remove(record_of(request.scope).principal.tenant, response_id, time.monotonic()):
+            raise response_not_found(response_id, "response_id")
+        return json_response(deleted(response_id))
 
     async def input_items(self, request: Request) -> Response:
-        """List the input items of a stored response."""
-        return json_response(stored_responses.input_items(self._state.responses, request))
-
-    async def messages(self, request: Request) -> Response:
-        """Generate the next message of a conversation (Anthropic's Messages API)."""
-        return await infer(self._state, MESSAGES, request)
+        """List the input items of a stored response."""  # the newest first unless `order=asc`
+        query = request.query_params
+        order, limit = query.get("order", "desc"), query.get("limit", str(DEFAULT_LISTED))
+        if order not in ("asc", "desc"):
+            raise InvalidRequestError(f"order is {shown(order)}; it must be asc or desc", param="order")
+        if not limit.isdecimal() or not limit.isascii() or not 1 <= int(limit[:4]) <= MAX_LISTED:
+            raise InvalidRequestError(f"limit is {shown(limit)}; it must be between 1 and {MAX_LISTED}", param="limit")
+        response_id, items = request.path_params["response_id"], self._stored(request).items
+        listed = [input_item(item, response_id, index) for index, item in enumerate(items)]
+        if order == "desc":
+            listed.reverse()
+        after = query.get("after")
+        if after is not None:
+            ids = [item["id"] for item in listed]
+            if after not in ids:
+                raise InvalidRequestError(f"after is {shown(after)}; no item has this id", param="after")
+            listed = listed[ids.index(after) + 1 :]
+        return json_response(item_list(listed[: int(limit)], has_more=len(listed) > int(limit)))
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a conversation (Anthropic's Messages API)."""
@@ -68,12 +81,9 @@ class GenerationRoutes:
 
         return json_response(await run_with_body(self._state, request, work, renders=True))
 
-
-async def run_with_body(
-    state: ServerState, request: Request, work: Callable[[bytes], _Result], *, renders: bool = False
-) -> _Result:
-    """Return `work(body)`, run off the event loop if the body is long, or if `renders` and it holds messages."""
-    async with state.bodies.held(request) as body:
-        waits = renders and (isinstance(body, SpooledBody) or b'"messages"' in body)
-        run = partial(state.long_work.run, tenant=record_of(request.scope).principal.tenant, receive=request.receive)
-        return await run(len(body), lambda: work(in_memory(body)), waits=waits)
+    def _stored(self, request: Request) -> StoredResponse:
+        response_id = request.path_params["response_id"]
+        found = self._memory.get(record_of(request.scope).principal.tenant, response_id, time.monotonic())
+        if found is None:
+            raise response_not_found(response_id, "response_id")
+        return found

@@ -1,108 +1,74 @@
 """/v1/messages: preparation of requests from content blocks, and answers as messages; /v1/messages/count_tokens."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from headstart.anthropic.anthropic_errors import anthropic_error
 from headstart.anthropic.message_diagnostics import message_diagnostics
-from headstart.anthropic.message_events import PING, CacheMarks, MessageEvents
+from headstart.anthropic.message_events import CacheMarks, MessageEvents
 from headstart.anthropic.messages_request import CountTokensRequest, MessagesRequest, num_marked_tokens, read_body
+from headstart.apis import answer_schemas, api_table
 from headstart.core.request import CacheMode
-from headstart.http.http_errors import rendered
-from headstart.http.sse import named_event
-from headstart.openai.engine_requests import (
-    Origin,
-    build_requests,
-    chat_prompt,
-    encode_chat,
-    placed_params,
-    tokenizer_of,
-    with_chat_output,
-)
-from headstart.openai.generation_params import shortened
+from headstart.openai.engine_requests import Origin, encode_chat, tokenizer_of
 from headstart.openai.responses import Json
-from headstart.openai.text.generation import Delta
-from headstart.server.apis.answer_format import ApiRequest, Head, ServedApi, diagnosis_of
-from headstart.server.apis.choice_apis import check_model
-from headstart.server.generation_job import GenerationJob
+from headstart.server.apis.answer_format import Head, PartsFormat, ServedApi, TranslatedChat, check_model
+from headstart.server.generation_job import ApiRequest, GenerationJob
 from headstart.server.server_state import Model
 
 _HOUR = 3600.0
 
 
-class MessageFormat:
-    """The answer of one job as a message, whole or as events."""
+def _prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequest:
+    read = read_body(MessagesRequest, values, model.bounds)
+    chat = TranslatedChat.of(read.chat, model, origin, shortens=True)
+    fills_context = chat.params.max_tokens != chat.body.params.max_tokens
+    num_marked = 0
+    if chat.params.cache is CacheMode.READ_WRITE:
+        tokenizer, block_size = tokenizer_of(model.tokenizer, origin, chat.body.params), model.info.block_size
+        num_marked = num_marked_tokens(read, chat.requests[0].prompt, tokenizer, model.bounds)
+        num_marked = num_marked // block_size * block_size
+    marks = CacheMarks(num_marked, is_long=read.ttl >= _HOUR)
+    return chat.request(read.chat, partial(_format, marks, fills_context))
 
-    ping = named_event(PING)
 
-    def __init__(self, marks: CacheMarks, fills_context: bool, job: GenerationJob, head: Head) -> None:
-        self._job = job
-        self._events = MessageEvents(head.request_id, head.model.name, marks, fills_context=fills_context)
+def _format(marks: CacheMarks, fills_context: bool, job: GenerationJob, head: Head) -> PartsFormat:
+    """Return the format of the answer of one job: a message."""
+    events = MessageEvents(head.request_id, head.model.name, marks, fills_context=fills_context)
 
-    def collect(self, choice: int, delta: Delta) -> None:
-        """Process a delta of an answer that is sent whole."""
-        self._events.parts.add(delta)
-
-    def whole(self, *, in_pieces: bool) -> Json:
-        """Return the finished message."""
-        return self._with_diagnostics(self._events.message(self._job.usage()))
-
-    def opening(self) -> bytes:
-        """Return message_start."""
-        usage = self._job.usage()
-        events = self._events.opening({**usage, "completion_tokens": min(usage["completion_tokens"], 1)})
-        self._with_diagnostics(events[0]["message"])
-        return _encoded(events)
-
-    def events(self, choice: int, delta: Delta) -> Iterator[bytes]:
-        """Yield the events of a delta."""
-        yield _encoded(self._events.add(delta))
-
-    def closing(self) -> bytes:
-        """Return the last events."""
-        return _encoded(self._events.closing(self._job.usage()))
-
-    def failure(self, error: Exception) -> bytes:
-        """Return the error event."""
-        status, body, _ = rendered(error)
-        return named_event(anthropic_error(status, body, self._job.record.request_id))
-
-    def _with_diagnostics(self, message: Json) -> Json:
+    def diagnosed(message: Json) -> Json:
         """Add the diagnostics of the prompt cache to a message, before its usage, and return it."""
-        diagnosis = self._job.diagnosis
+        diagnosis = job.diagnosis
         if diagnosis is not None and diagnosis.comparison is not None:
             usage = message.pop("usage")
             message["diagnostics"] = message_diagnostics(diagnosis.comparison, diagnosis.block_size)
-            message.update(self._job.diagnostics(), usage=usage)
+            message.update(job.diagnostics(), usage=usage)
         return message
 
+    def first() -> list[Json]:
+        usage = job.usage()
+        objects = events.opening({**usage, "completion_tokens": min(usage["completion_tokens"], 1)})
+        diagnosed(objects[0]["message"])
+        return objects
 
-def _prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequest:
-    bounds = model.bounds
-    read = read_body(MessagesRequest, values, bounds)
-    with read.chat.named():
-        body = read.chat.parse(bounds)
-        check_model(body.model, model)
-        tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
-        chat = chat_prompt(body, tokenizer, bounds)
-        prompt = chat.token_ids
-        params = shortened(placed_params(body.params, chat), len(prompt), bounds)
-        params = with_chat_output(params, prompt, tokenizer, bounds)
-        requests = build_requests([prompt], params, bounds, origin)
-    fills_context = params.max_tokens != body.params.max_tokens
-    num_marked = 0
-    if params.cache is CacheMode.READ_WRITE:
-        block_size = model.info.block_size
-        num_marked = num_marked_tokens(read, prompt, tokenizer, bounds) // block_size * block_size
-    marks = CacheMarks(num_marked, is_long=read.ttl >= _HOUR)
-    form = partial(MessageFormat, marks, fills_context)
-    diagnosis = diagnosis_of(model, origin, params, prompt, body.messages, read.chat.message_names)
-    named = read.chat.without_values().named
-    return ApiRequest(params, requests, form, named=named, diagnosis=diagnosis, messages=body.messages)
+    return PartsFormat(
+        api=api_table.MESSAGES,
+        parts=events.parts,
+        finished=lambda: diagnosed(events.message(job.usage())),
+        first=first,
+        added=events.add,
+        last=lambda: events.closing(job.usage()),
+    )
 
 
-MESSAGES = ServedApi("msg_", _prepare)
+MESSAGES = ServedApi(
+    api=api_table.MESSAGES,
+    id_prefix="msg_",
+    prepare=_prepare,
+    name="messages",
+    summary="Generate the next message of a conversation (Anthropic's Messages API).",
+    answers=answer_schemas.MESSAGES,
+    bodies=(MessagesRequest,),
+)
 
 
 def count_tokens(values: Mapping[str, Any], model: Model, origin: Origin) -> Json:
@@ -113,7 +79,3 @@ def count_tokens(values: Mapping[str, Any], model: Model, origin: Origin) -> Jso
         check_model(body.model, model)
         tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
         return {"input_tokens": len(encode_chat(body, tokenizer, model.bounds))}
-
-
-def _encoded(events: list[Json]) -> bytes:
-    return b"".join(named_event(event) for event in events)

@@ -1,7 +1,7 @@
-"""Ollama's API at a server: preparation of requests, answers as lines of JSON, and the routes beside."""
+"""Ollama's API at a server: preparation of requests, answers as lines of JSON, and the routes beside it."""
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -9,110 +9,72 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headstart import __version__
-from headstart.apis.api import LINES
-from headstart.http.http_errors import json_response, rendered
-from headstart.ollama.ollama_answers import Durations, OllamaAnswer, encoded, error_body, model_description, model_list
+from headstart.apis import ollama_api
+from headstart.http.http_errors import json_response
+from headstart.ollama.ollama_answers import Durations, OllamaAnswer, model_description, model_list
 from headstart.ollama.ollama_request import is_raw, read_chat, read_generate
-from headstart.openai.engine_requests import (
-    Origin,
-    build_requests,
-    chat_prompt,
-    encode_completion,
-    placed_params,
-    tokenizer_of,
-    with_chat_output,
-)
+from headstart.openai.engine_requests import Origin, build_requests, encode_completion, tokenizer_of
 from headstart.openai.generation_params import shortened
 from headstart.openai.request_bodies import parse_completion
 from headstart.openai.request_json import parse_json
 from headstart.openai.responses import Json
-from headstart.openai.text.generation import Delta
 from headstart.openai.tools.chat_format import chat_format
 from headstart.openai.value_checks import unsupported
-from headstart.server.apis.answer_format import ApiRequest, Head, ServedApi, diagnosis_of
-from headstart.server.apis.choice_apis import check_model
-from headstart.server.apis.generation_routes import run_with_body
-from headstart.server.generation_job import GenerationJob
-from headstart.server.inference import infer
+from headstart.server.apis.answer_format import (
+    Head,
+    PartsFormat,
+    ServedApi,
+    TranslatedChat,
+    check_model,
+    diagnosis_of,
+)
+from headstart.server.generation_job import ApiRequest, GenerationJob
+from headstart.server.inference import run_with_body
 from headstart.server.server_state import Model, ServerState
 
 
-class OllamaFormat:
-    """The answer of one job, whole or as lines."""
+def _format(is_chat: bool, job: GenerationJob, head: Head) -> PartsFormat:
+    """Return the format of the answer of one job: lines, each of them complete."""
+    answer = OllamaAnswer(head.model.name, head.created, is_chat=is_chat)
 
-    ping = b""  # clients parse every line
-
-    def __init__(self, is_chat: bool, job: GenerationJob, head: Head) -> None:
-        self._job = job
-        self._answer = OllamaAnswer(head.model.name, head.created, is_chat=is_chat)
-
-    def collect(self, choice: int, delta: Delta) -> None:
-        """Process a delta of an answer that is sent whole."""
-        self._answer.add(delta)
-
-    def whole(self, *, in_pieces: bool) -> Json:
-        """Return the finished answer."""
-        return self._answer.whole(self._job.usage(), self._durations())
-
-    def opening(self) -> bytes:
-        """Return nothing: each line is complete."""
-        return b""
-
-    def events(self, choice: int, delta: Delta) -> Iterator[bytes]:
-        """Yield the lines of a delta."""
-        yield encoded(self._answer.add(delta))
-
-    def closing(self) -> bytes:
-        """Return the last lines."""
-        return encoded(self._answer.closing(self._job.usage(), self._durations()))
-
-    def failure(self, error: Exception) -> bytes:
-        """Return the line of an error."""
-        status, body, _ = rendered(error)
-        return encoded([error_body(status, body, self._job.record.request_id)])
-
-    def _durations(self) -> Durations:
-        record, now = self._job.record, time.monotonic()
+    def durations() -> Durations:
+        record, now = job.record, time.monotonic()
         first = now if record.first_token_at is None else record.first_token_at
         scheduled = record.arrival if record.scheduled_at is None else record.scheduled_at
         return Durations(now - record.arrival, first - scheduled, now - first)
 
+    return PartsFormat(
+        api=ollama_api.OLLAMA_CHAT,
+        parts=answer.parts,
+        finished=lambda: answer.whole(job.usage(), durations()),
+        added=answer.add,
+        last=lambda: answer.closing(job.usage(), durations()),
+    )
 
-def _prepare_chat(values: Mapping[str, Any], model: Model, origin: Origin, *, is_chat: bool) -> ApiRequest:
-    bounds = model.bounds
-    chat = read_chat(values, bounds) if is_chat else read_generate(values, bounds)
-    with chat.named():
-        body = chat.parse(bounds)
-        check_model(body.model, model)
-        tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
-        rendered = chat_prompt(body, tokenizer, bounds)
-        prompt = rendered.token_ids
-        params = shortened(placed_params(body.params, rendered), len(prompt), bounds)
-        params = with_chat_output(params, prompt, tokenizer, bounds)
-        requests = build_requests([prompt], params, bounds, origin)
-    diagnosis = diagnosis_of(model, origin, params, prompt, body.messages, chat.message_names)
-    form, named = partial(OllamaFormat, is_chat), chat.without_values().named
-    return ApiRequest(params, requests, form, named=named, diagnosis=diagnosis, messages=body.messages)
+
+def _prepare_chat(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequest:
+    chat = read_chat(values, model.bounds)
+    return TranslatedChat.of(chat, model, origin, shortens=True).request(chat, partial(_format, True))
 
 
 def _prepare_generate(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequest:
-    if not is_raw(values):
-        return _prepare_chat(values, model, origin, is_chat=False)
     bounds = model.bounds
     read = read_generate(values, bounds)
+    if not is_raw(values):
+        return TranslatedChat.of(read, model, origin, shortens=True).request(read, partial(_format, False))
     with read.named():
         body = parse_completion(read.values, bounds)
         check_model(body.model, model)
         prompts = encode_completion(body, tokenizer_of(model.tokenizer, origin, body.params), bounds)
         params = shortened(body.params, len(prompts[0]), bounds)
         requests = build_requests(prompts, params, bounds, origin)
-    diagnosis = diagnosis_of(model, origin, params, prompts[0], None)
+    diagnosis = diagnosis_of(model, origin, params, requests[0], None)
     messages = [{"role": "user", "content": read.values["prompt"]}]
-    return ApiRequest(params, requests, partial(OllamaFormat, False), diagnosis=diagnosis, messages=messages)
+    return ApiRequest(params, requests, partial(_format, False), diagnosis=diagnosis, messages=messages)
 
 
-OLLAMA_CHAT = ServedApi("ollama-", partial(_prepare_chat, is_chat=True), media_type=LINES)
-OLLAMA_GENERATE = ServedApi("ollama-", _prepare_generate, media_type=LINES)
+OLLAMA_CHAT = ServedApi(api=ollama_api.OLLAMA_CHAT, id_prefix="ollama-", prepare=_prepare_chat)
+OLLAMA_GENERATE = ServedApi(api=ollama_api.OLLAMA_GENERATE, id_prefix="ollama-", prepare=_prepare_generate)
 
 
 class OllamaRoutes:
@@ -125,20 +87,12 @@ class OllamaRoutes:
     def table(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Response]]]]:
         """Return methods, paths and handlers."""
         return [
-            ("POST", "/api/chat", self._chat),
-            ("POST", "/api/generate", self._generate),
             ("POST", "/api/show", self._show),
             ("GET", "/api/tags", self._tags),
             ("GET", "/api/ps", self._tags),
             ("GET", "/api/version", self._version),
             *(("POST", path, self._no_embeddings) for path in ("/api/embed", "/api/embeddings", "/v1/embeddings")),
         ]
-
-    async def _chat(self, request: Request) -> Response:
-        return await infer(self._state, OLLAMA_CHAT, request)
-
-    async def _generate(self, request: Request) -> Response:
-        return await infer(self._state, OLLAMA_GENERATE, request)
 
     async def _show(self, request: Request) -> Response:
         model = self._state.loaded_model

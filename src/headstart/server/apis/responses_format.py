@@ -1,30 +1,28 @@
 """/v1/responses: preparation of requests from items and stored responses, and answers as response objects."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
 
+from headstart.apis import answer_schemas, api_table
 from headstart.http.http_errors import HttpError, rendered
-from headstart.http.sse import PING, named_event
 from headstart.openai.bounds import Bounds
-from headstart.openai.engine_requests import Origin, chat_requests, tokenizer_of
+from headstart.openai.engine_requests import Origin
 from headstart.openai.request_json import json_value
 from headstart.openai.responses import Json
 from headstart.openai.responses_api.call_forms import ChatTool, called_tools
 from headstart.openai.responses_api.input_items import read_item
 from headstart.openai.responses_api.item_references import REFERENCE, output_item, referenced_items, response_of
-from headstart.openai.responses_api.response_events import ResponseEvents, error_data
+from headstart.openai.responses_api.response_events import ResponseEvents
 from headstart.openai.responses_api.response_memory import Conversation, ResponseMemory, StoredResponse, Turn
 from headstart.openai.responses_api.response_objects import ResponseShape, echo_of, response_usage
 from headstart.openai.responses_api.responses_request import ResponsesRequest, parse_responses, translate_responses
-from headstart.openai.text.generation import Delta
-from headstart.server.apis.answer_format import ApiRequest, Head, ServedApi, diagnosis_of
-from headstart.server.apis.choice_apis import check_model
-from headstart.server.generation_job import GenerationJob
+from headstart.server.apis.answer_format import Head, PartsFormat, ServedApi, TranslatedChat, check_model
+from headstart.server.generation_job import ApiRequest, GenerationJob
 from headstart.server.request_limits import object_bytes
 from headstart.server.server_state import Model
 
@@ -44,78 +42,6 @@ class Storing:
         return len(self.items) + (0 if self.previous is None else self.previous.chain_bytes)
 
 
-class ResponsesFormat:
-    """The answer of one job as a response object, whole or as events; stored when it is finished."""
-
-    ping = PING
-
-    def __init__(
-        self, echo: Json, storing: Storing | None, tools: Mapping[str, ChatTool], job: GenerationJob, head: Head
-    ) -> None:
-        """`echo`: the fields of the request that the response repeats. `storing` None: it is not stored.
-
-        `tools`: those with calls of their own form.
-        """
-        self._job = job
-        self._storing = storing
-        shape = ResponseShape(head.request_id, head.created, head.model.name, echo, tools)
-        self._events = ResponseEvents(shape, generates=not job.params.prewarm)
-        self._is_open = False
-
-    def collect(self, choice: int, delta: Delta) -> None:
-        """Process a delta of an answer that is sent whole."""
-        self._events.parts.add(delta)
-
-    def whole(self, *, in_pieces: bool) -> Json:
-        """Return the finished response, and store it."""
-        response = self._diagnosed(self._events.response(self._usage()))
-        self._store(response)
-        return response
-
-    def opening(self) -> bytes:
-        """Return response.created and response.in_progress."""
-        self._is_open = True
-        return _encoded(self._events.opening())
-
-    def events(self, choice: int, delta: Delta) -> Iterator[bytes]:
-        """Yield the events of a delta."""
-        yield _encoded(self._events.add(delta))
-
-    def closing(self) -> bytes:
-        """Return the last events, and store the response: clients may continue it at once."""
-        events, response = self._events.closing(self._usage())
-        self._store(self._diagnosed(response))
-        return _encoded(events)
-
-    def failure(self, error: Exception) -> bytes:
-        """Return response.failed, or an error event if the stream has no response yet."""
-        status, body, _ = rendered(error)
-        details = body["error"]
-        if not self._is_open:
-            return _encoded([error_data(body)])
-        code = "rate_limit_exceeded" if status == 429 else "server_error"
-        return _encoded(self._events.failed({"code": code, "message": details["message"]}))
-
-    def _store(self, response: Json) -> None:
-        storing = self._storing
-        if storing is not None:
-            stored = StoredResponse(response, json_value(storing.items))
-            storing.memory.add(storing.tenant, stored, time.monotonic(), storing.previous)
-
-    def _usage(self) -> Json:
-        return response_usage(self._job.usage(), self._events.parts)
-
-    def _diagnosed(self, response: Json) -> Json:
-        """Add the diagnostics of the prompt cache to a response, before its usage, and return it."""
-        job, diagnosis = self._job, self._job.diagnosis
-        found = None if diagnosis is None else diagnosis.found(job.breakdown.cached, job.num_evicted_tokens)
-        if found is not None:
-            usage = response.pop("usage")
-            response["prompt_cache_diagnostics"] = found.openai()
-            response.update(job.diagnostics(), usage=usage)
-        return response
-
-
 def responses_api(memory: ResponseMemory) -> ServedApi:
     """Return the Responses API of a server that stores responses in `memory`."""
 
@@ -125,24 +51,14 @@ def responses_api(memory: ResponseMemory) -> ServedApi:
         fields = _with_referenced_items(fields, memory, origin.tenant, model.bounds)
         before = _conversation(memory, origin.tenant, fields.previous_response_id)
         translation = translate_responses(fields, values, before.items if before is not None else ())
-        with translation.named():
-            body = translation.parse(model.bounds)
-            tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
-            params, requests = chat_requests(body, tokenizer, model.bounds, origin)
+        chat = TranslatedChat.of(translation, model, origin)
         last = before.last if before is not None else None
         items = msgspec.json.encode(fields.input)
         storing = Storing(memory, origin.tenant, items, last) if fields.store else None
-        echo = echo_of(fields, params.sampling)
-        prompt, names = requests[0].prompt, translation.message_names
-        return ApiRequest(
-            params=params,
-            requests=requests,
-            answer=partial(ResponsesFormat, echo, storing, called_tools(fields.tools)),
-            num_extra_bytes=object_bytes(echo) + (0 if storing is None else storing.num_bytes),
-            named=translation.without_values().named,
-            diagnosis=diagnosis_of(model, origin, params, prompt, body.messages, names),
-            messages=body.messages,
-        )
+        echo = echo_of(fields, chat.params.sampling)
+        num_extra_bytes = object_bytes(echo) + (0 if storing is None else storing.num_bytes)
+        form = partial(_format, echo, storing, called_tools(fields.tools))
+        return chat.request(translation, form, num_extra_bytes)
 
     def num_stored_bytes(values: Mapping[str, Any], tenant: str) -> int:
         referenced = {response_of(item_id) for item_id in referenced_items(values.get("input"))}
@@ -150,7 +66,63 @@ def responses_api(memory: ResponseMemory) -> ServedApi:
         now = time.monotonic()
         return sum(memory.conversation_bytes(tenant, name, now) for name in ids)
 
-    return ServedApi("resp_", prepare, num_stored_bytes=num_stored_bytes)
+    return ServedApi(
+        api=api_table.RESPONSES,
+        id_prefix="resp_",
+        prepare=prepare,
+        num_stored_bytes=num_stored_bytes,
+        name="create_response",
+        summary="Generate a response (OpenAI's Responses API).",
+        answers=answer_schemas.RESPONSES,
+        bodies=(ResponsesRequest,),
+    )
+
+
+def _format(
+    echo: Json, storing: Storing | None, tools: Mapping[str, ChatTool], job: GenerationJob, head: Head
+) -> PartsFormat:
+    """Return the format of the answer of one job: a response object, which is stored when it is finished.
+
+    `echo`: the fields of the request that the response repeats. `storing` None: it is not stored. `tools`: those with
+    calls of their own form.
+    """
+    shape = ResponseShape(head.request_id, head.created, head.model.name, echo, tools)
+    events = ResponseEvents(shape, generates=not job.params.prewarm)
+
+    def stored(response: Json) -> Json:
+        """Add the diagnostics of the prompt cache before the usage, store the response, and return it."""
+        diagnosis = job.diagnosis
+        found = None if diagnosis is None else diagnosis.found(job.breakdown.cached, job.num_evicted_tokens)
+        if found is not None:
+            usage = response.pop("usage")
+            response["prompt_cache_diagnostics"] = found.openai()
+            response.update(job.diagnostics(), usage=usage)
+        if storing is not None:
+            kept = StoredResponse(response, json_value(storing.items))
+            storing.memory.add(storing.tenant, kept, time.monotonic(), storing.previous)
+        return response
+
+    def last() -> list[Json]:
+        objects, response = events.closing(response_usage(job.usage(), events.parts))
+        stored(response)  # before it is sent: clients may continue it at once
+        return objects
+
+    def failed(error: Exception) -> list[Json] | None:
+        if not events.num_events:  # the stream has no response yet
+            return None
+        status, body, _ = rendered(error)
+        code = "rate_limit_exceeded" if status == 429 else "server_error"
+        return events.failed({"code": code, "message": body["error"]["message"]})
+
+    return PartsFormat(
+        api=api_table.RESPONSES,
+        parts=events.parts,
+        finished=lambda: stored(events.response(response_usage(job.usage(), events.parts))),
+        first=events.opening,
+        added=events.add,
+        last=last,
+        failed=failed,
+    )
 
 
 def _conversation(memory: ResponseMemory, tenant: str, response_id: str | None) -> Conversation | None:
@@ -205,7 +177,3 @@ def response_not_found(response_id: str, param: str) -> HttpError:
         code="response_not_found",
         param=param,
     )
-
-
-def _encoded(events: list[Json]) -> bytes:
-    return b"".join(named_event(event) for event in events)

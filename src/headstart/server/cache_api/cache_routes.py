@@ -12,6 +12,7 @@ from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import EngineStats
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import Request as EngineRequest
+from headstart.engine.wire import stats_of
 from headstart.http.access_record import record_of
 from headstart.http.auth import Principal
 from headstart.http.http_errors import HttpError
@@ -22,7 +23,6 @@ from headstart.openai.responses import CACHE_SOURCES, Json
 from headstart.openai.value_checks import shown
 from headstart.server.apis.choice_apis import CHAT, COMPLETIONS
 from headstart.server.cache_api.explanation_text import explanation_answer
-from headstart.server.engine.wire import stats_of
 from headstart.server.prompt_doctor import AvoidableCounts
 from headstart.server.prompt_log import MAX_LISTED, listing
 from headstart.server.server_metrics import blocks_by_state, prefill_redundancy

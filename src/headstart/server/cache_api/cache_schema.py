@@ -1,262 +1,171 @@
-"""Models of the responses about the prefix cache: statistics, explanations, pinned prefixes. Unit: tokens."""
-
-from typing import Any, Literal
-
-from headstart.openai.api_schema.api_object import ApiObject, CachedTokens
-
-
-class PromptTokens(ApiObject):
-    """Prompt tokens of all requests, and how they were obtained."""
-
-    total: int
-    cached: int
-    pinned: int
-    shared: int
-    store: int
-    followed: int
-    computed: int
-
-
-class Blocks(ApiObject):
-    """Numbers of KV blocks by state."""
-
-    total: int
-    scratch: int
-    idle: int
-    pinned_idle: int
-    referenced: int
-    published: int
-    pinned: int
-
-
-class Requests(ApiObject):
-    """Numbers of requests."""
-
-    running: int
-    waiting: int
-    failed: int
-
-
-class TenantTokens(ApiObject):
-    """Prompt tokens of one tenant; those of the prompts that were examined, and the avoidable ones of these."""
-
-    cached: int
-    pinned: int
-    shared: int
-    store: int
-    followed: int
-    computed: int
-    examined: int
-    avoidable: int
-
-
-class Losses(ApiObject):
-    """Prompt tokens computed again: evicted ones, and avoidable ones of the prompts that were examined, by cause."""
-
-    evicted_tokens: int
-    examined_requests: int
-    examined_tokens: int
-    avoidable_tokens: int
-    avoidable_share: float | None
-    causes: dict[str, int]
-
-
-class StoreStatistics(ApiObject):
-    """State and counters of the store on disk."""
-
-    blocks: int
-    bytes: int
-    max_bytes: int
-    segments: int
-    pending_blocks: int
-    pending_seconds: float
-    loading_blocks: int
-    loaded_blocks: int
-    loaded_bytes: int
-    misses: dict[str, int]
-    written_blocks: int
-    written_bytes: int
-    lost_writes: dict[str, int]
-    evicted_blocks: int
-    degraded: str | None
-    degradations: int
-    load_bytes_per_s: float
-    write_bytes_per_s: float
-    compute_tokens_per_s: float
-
-
-class CacheStatistics(ApiObject):
-    """Counters since the start of the server, and its current state."""
-
-    object: Literal["cache.stats"]
-    model: str
-    block_size: int
-    prompt_tokens: PromptTokens
-    hit_rate: float | None
-    prefill_tokens: int
-    ideal_tokens: int
-    replayed_tokens: int
-    prefill_redundancy: float | None
-    generation_tokens: int
-    computed_tokens: int
-    blocks: Blocks
-    evictions: dict[str, int]
-    requests: Requests
-    preemptions: int
-    promise_skips: int
-    adoptions: int
-    steps: int
-    step_seconds: float
-    tenants: dict[str, TenantTokens]
-    losses: Losses
-    store: StoreStatistics | None = None
-
-
-class TokenSources(CachedTokens):
-    """The tokens of a prompt by source."""
-
-    computed_tokens: int
-
-
-class ShownToken(ApiObject):
-    """A token and its text."""
-
-    id: int
-    text: str
-
-
-class NearestRequest(ApiObject):
-    """The recent request with the longest common prefix, and the texts where the prompts diverge."""
-
-    request_id: str
-    common_tokens: int
-    text_before: str
-    token: ShownToken | None
-    text: str
-    other_token: ShownToken | None
-    other_text: str
-    difference: Literal["timestamp", "uuid", "identifier", "number", "whitespace", "json_order", "order"] | None
-    repeated_tokens: int
-
-
-class BlockEviction(ApiObject):
-    """The eviction of the first block that was missing."""
-
-    cause: Literal["capacity", "failed", "reset"]
-    by: str | None
-    by_another_tenant: bool
-    seconds_ago: float
-
-
-class PromptFinding(ApiObject):
-    """A difference to an earlier prompt of the prompt log, and the tokens that it costs, estimated."""
-
-    cause: str
-    field: str
-    character: int
-    tokens: int
-    rule: str
-    message: str
-
-
-class CacheExplanation(ApiObject):
-    """Why a request had no more prefix cache hits; `message` says it in words."""
-
-    object: Literal["cache.explanation"]
-    request_id: str | None
-    status: str | None
-    prompt_tokens: int
-    block_size: int
-    reused_tokens: int
-    sources: TokenSources | None
-    now: TokenSources
-    reason: str
-    near_match: NearestRequest | None
-    eviction: BlockEviction | None
-    findings: list[PromptFinding]
-    message: str
-
-
-class RecentRequest(ApiObject):
-    """The body of a recent request, after the rules for prompts, and the path that it was sent to."""
-
-    path: str
-    body: dict[str, Any]
-
-
-class RecentRequestList(ApiObject):
-    """The caller's own recent requests, the oldest first."""
-
-    object: Literal["list"]
-    data: list[RecentRequest]
-
-
-class PinnedPrefix(ApiObject):
-    """A pinned prefix and what it has saved."""
-
-    name: str
-    tenant: str
-    state: str
-    tokens: int
-    blocks: int
-    hits: int
-    tokens_saved: int
-    last_used: float | None
-    error: str | None
-
-
-class PinnedPrefixList(ApiObject):
-    """All pinned prefixes, the rejected ones last."""
-
-    object: Literal["list"]
-    data: list[PinnedPrefix]
-
-
-class RemovedPrefix(ApiObject):
-    """The answer to the removal of a prefix."""
-
-    name: str
-    deleted: Literal[True]
-
-
-class TreeAnswer(ApiObject):
-    """The published blocks as a tree of runs in preorder; `runs` has the values of `columns`."""
-
-    object: Literal["cache.tree"]
-    model: str
-    block_size: int
-    capacity_tokens: int
-    tokens: int
-    num_runs: int
-    seconds_ago: float
-    columns: list[str]
-    runs: list[list[Any]]
-
-
-class Loss(ApiObject):
-    """Prompt tokens that were computed for one cause, and how to mend it."""
-
-    cause: str
-    tokens: int
-    remedy: str
-
-
-class Figures(ApiObject):
-    """One frame of the stream of figures; tenants get the fields without a default only."""
-
-    object: Literal["cache.figures"]
-    model: str
-    tenant: str | None
-    ms_per_prompt_token: float | None
-    window_seconds: float
-    sources: dict[str, int]
-    hit_rate: float | None
-    losses: list[Loss]
-    running: int = 0
-    waiting: int = 0
-    prompt_tokens_per_s: float = 0.0
-    output_tokens_per_s: float = 0.0
-    ttft_ms: dict[str, float | None] | None = None
-    kv_tokens: dict[str, int] | None = None
-    evicted_blocks: int = 0
-    num_steps: int = 0
+"""JSON schemas of the answers about the prefix cache: statistics, explanations, pinned prefixes. Unit: tokens."""
+
+from headstart.apis.answer_schemas import (
+    BOOLEAN,
+    INTEGER,
+    LIST,
+    NUMBER,
+    OBJECT,
+    STRING,
+    Optional,
+    Schema,
+    ints,
+    list_of,
+    map_of,
+    maybe,
+    object_of,
+    one_of,
+    optional,
+)
+
+_TENANT = object_of(
+    "Prompt tokens of one tenant; those of the prompts that were examined, and the avoidable ones of these.",
+    **ints("cached pinned shared store followed computed examined avoidable"),
+)
+_LOSSES = object_of(
+    "Prompt tokens computed again: evicted ones, and avoidable ones of the prompts that were examined, by cause.",
+    **ints("evicted_tokens examined_requests examined_tokens avoidable_tokens"),
+    avoidable_share=maybe(NUMBER),
+    causes=map_of(INTEGER),
+)
+_STORE = object_of(
+    "State and counters of the store on disk.",
+    **ints("blocks bytes max_bytes segments pending_blocks"),
+    pending_seconds=NUMBER,
+    **ints("loading_blocks loaded_blocks loaded_bytes"),
+    misses=map_of(INTEGER),
+    **ints("written_blocks written_bytes"),
+    lost_writes=map_of(INTEGER),
+    evicted_blocks=INTEGER,
+    degraded=maybe(STRING),
+    degradations=INTEGER,
+    load_bytes_per_s=NUMBER,
+    write_bytes_per_s=NUMBER,
+    compute_tokens_per_s=NUMBER,
+)
+CACHE_STATISTICS = object_of(
+    "Counters since the start of the server, and its current state.",
+    object=one_of("cache.stats"),
+    model=STRING,
+    block_size=INTEGER,
+    prompt_tokens=object_of(
+        "Prompt tokens of all requests, and how they were obtained.",
+        **ints("total cached pinned shared store followed computed"),
+    ),
+    hit_rate=maybe(NUMBER),
+    **ints("prefill_tokens ideal_tokens replayed_tokens"),
+    prefill_redundancy=maybe(NUMBER),
+    **ints("generation_tokens computed_tokens"),
+    blocks=object_of(
+        "Numbers of KV blocks by state.", **ints("total scratch idle pinned_idle referenced published pinned")
+    ),
+    evictions=map_of(INTEGER),
+    requests=object_of("Numbers of requests.", **ints("running waiting failed")),
+    **ints("preemptions promise_skips adoptions steps"),
+    step_seconds=NUMBER,
+    tenants=map_of(_TENANT),
+    losses=_LOSSES,
+    store=optional(_STORE),
+)
+_TOKEN_SOURCES = object_of(
+    "The tokens of a prompt by source.",
+    **ints("cached_tokens pinned_tokens shared_tokens store_tokens followed_tokens computed_tokens"),
+)
+_SHOWN_TOKEN = object_of("A token and its text.", id=INTEGER, text=STRING)
+_NEAREST_REQUEST = object_of(
+    "The recent request with the longest common prefix, and the texts where the prompts diverge.",
+    request_id=STRING,
+    common_tokens=INTEGER,
+    text_before=STRING,
+    token=maybe(_SHOWN_TOKEN),
+    text=STRING,
+    other_token=maybe(_SHOWN_TOKEN),
+    other_text=STRING,
+    difference=maybe(one_of("timestamp", "uuid", "identifier", "number", "whitespace", "json_order", "order")),
+    repeated_tokens=INTEGER,
+)
+_BLOCK_EVICTION = object_of(
+    "The eviction of the first block that was missing.",
+    cause=one_of("capacity", "failed", "reset"),
+    by=maybe(STRING),
+    by_another_tenant=BOOLEAN,
+    seconds_ago=NUMBER,
+)
+_FINDING = object_of(
+    "A difference to an earlier prompt of the prompt log, and the tokens that it costs, estimated.",
+    cause=STRING,
+    field=STRING,
+    **ints("character tokens"),
+    rule=STRING,
+    message=STRING,
+)
+CACHE_EXPLANATION = object_of(
+    "Why a request had no more prefix cache hits; `message` says it in words.",
+    object=one_of("cache.explanation"),
+    request_id=maybe(STRING),
+    status=maybe(STRING),
+    **ints("prompt_tokens block_size reused_tokens"),
+    sources=maybe(_TOKEN_SOURCES),
+    now=_TOKEN_SOURCES,
+    reason=STRING,
+    near_match=maybe(_NEAREST_REQUEST),
+    eviction=maybe(_BLOCK_EVICTION),
+    findings=list_of(_FINDING),
+    message=STRING,
+)
+_RECENT_REQUEST = object_of(
+    "The body of a recent request, after the rules for prompts, and the path that it was sent to.",
+    path=STRING,
+    body=OBJECT,
+)
+RECENT_REQUESTS = object_of(
+    "The caller's own recent requests, the oldest first.", object=one_of("list"), data=list_of(_RECENT_REQUEST)
+)
+PINNED_PREFIX = object_of(
+    "A pinned prefix and what it has saved.",
+    name=STRING,
+    tenant=STRING,
+    state=STRING,
+    **ints("tokens blocks hits tokens_saved"),
+    last_used=maybe(NUMBER),
+    error=maybe(STRING),
+)
+PINNED_PREFIXES = object_of(
+    "All pinned prefixes, the rejected ones last.", object=one_of("list"), data=list_of(PINNED_PREFIX)
+)
+REMOVED_PREFIX = object_of("The answer to the removal of a prefix.", name=STRING, deleted=one_of(True))
+CACHE_TREE = object_of(
+    "The published blocks as a tree of runs in preorder; `runs` has the values of `columns`.",
+    object=one_of("cache.tree"),
+    model=STRING,
+    **ints("block_size capacity_tokens tokens num_runs"),
+    seconds_ago=NUMBER,
+    columns=list_of(STRING),
+    runs=list_of(LIST),
+)
+_LOSS = object_of(
+    "Prompt tokens that were computed for one cause, and how to mend it.", cause=STRING, tokens=INTEGER, remedy=STRING
+)
+
+
+def _of_administrators(zero: float, names: str) -> dict[str, Schema]:
+    kind = INTEGER if isinstance(zero, int) else NUMBER
+    return {name: Optional({"default": zero, **kind}) for name in names.split()}
+
+
+FIGURES = object_of(
+    "One frame of the stream of figures; tenants get the fields without a default only.",
+    object=one_of("cache.figures"),
+    model=STRING,
+    tenant=maybe(STRING),
+    ms_per_prompt_token=maybe(NUMBER),
+    window_seconds=NUMBER,
+    sources=map_of(INTEGER),
+    hit_rate=maybe(NUMBER),
+    losses=list_of(_LOSS),
+    **_of_administrators(0, "running waiting"),
+    **_of_administrators(0.0, "prompt_tokens_per_s output_tokens_per_s"),
+    ttft_ms=optional(map_of(maybe(NUMBER))),
+    kv_tokens=optional(map_of(INTEGER)),
+    **_of_administrators(0, "evicted_blocks num_steps"),
+)

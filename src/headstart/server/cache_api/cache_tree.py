@@ -10,12 +10,12 @@ from array import array
 
 from headstart.core.engine import EngineStats
 from headstart.core.errors import InvalidRequestError
+from headstart.engine.engine_calls import MAX_SCANNED_BLOCKS
+from headstart.engine.engine_client import EngineClient
 from headstart.http.auth import Principal
 from headstart.openai.responses import Json
 from headstart.openai.value_checks import shown
 from headstart.page.prefix_tree import COLUMNS, BlockRun, PrefixTree, TreeBlock
-from headstart.server.engine.engine_calls import MAX_SCANNED_BLOCKS
-from headstart.server.engine.engine_client import EngineClient
 from headstart.server.server_state import Model
 
 MAX_RUNS = 10_000

@@ -20,8 +20,8 @@ from headstart.core.batch import Output
 from headstart.core.engine import Engine, EngineInfo, EngineStats
 from headstart.core.errors import ConfigError, EngineDeadError, HeadstartError, InvalidRequestError, RequestFailedError
 from headstart.core.request import Request
-from headstart.server.engine.request_recorder import RequestRecorder
-from headstart.server.engine.wire import (
+from headstart.engine.request_recorder import RequestRecorder
+from headstart.engine.wire import (
     Abort,
     Answer,
     Call,
@@ -369,7 +369,7 @@ def _error(message: str, param: str | None, code: str | None) -> HeadstartError:
 def _spawn(descriptor: int) -> "subprocess.Popen[bytes]":
     """Start the engine process: same modules, own process group (so it gets no Ctrl-C), its stdout on stderr."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "headstart.server.engine.engine_process", str(descriptor)],
+        [sys.executable, "-P", "-m", "headstart.engine.engine_process", str(descriptor)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         pass_fds=[descriptor],
         stdin=subprocess.DEVNULL,

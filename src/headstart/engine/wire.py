@@ -82,39 +82,17 @@ class Submit(Message):
                 prompts.append(request.prompt.tobytes())
             own = request.sampling
             choices.append(SubmittedChoice(request.request_id, at, own.max_tokens, own.seed, own.prompt_logprobs))
-        return cls(
-            choices,
-            prompts,
-            first.sampling,
-            first.arrival,
-            first.domain,
-            first.adapter,
-            first.priority,
-            first.cache,
-            first.tenant,
-            first.retention,
-            first.is_traced,
-        )
+        return cls(choices=choices, prompts=prompts, **{name: getattr(first, name) for name in _SHARED})
 
     def requests(self) -> list[Request]:
         """Return the requests of this message; the choices of one prompt share its array."""
         prompts = [array("i", prompt) for prompt in self.prompts]
-        return [
-            Request(
-                request_id=choice.request_id,
-                prompt=prompts[choice.prompt],
-                sampling=self._sampling(choice),
-                arrival=self.arrival,
-                domain=self.domain,
-                adapter=self.adapter,
-                priority=self.priority,
-                cache=self.cache,
-                tenant=self.tenant,
-                retention=self.retention,
-                is_traced=self.is_traced,
-            )
-            for choice in self.choices
+        shared: dict[str, Any] = {name: getattr(self, name) for name in _SHARED}
+        own = [
+            {"request_id": each.request_id, "prompt": prompts[each.prompt], "sampling": self._sampling(each)}
+            for each in self.choices
         ]
+        return [Request(**(shared | each)) for each in own]
 
     def _sampling(self, choice: SubmittedChoice) -> SamplingParams:
         first = self.sampling
@@ -125,6 +103,9 @@ class Submit(Message):
         ):
             return first
         return replace(first, max_tokens=choice.max_tokens, seed=choice.seed, prompt_logprobs=choice.prompt_logprobs)
+
+
+_SHARED = tuple(name for name in Submit.__struct_fields__ if name not in ("choices", "prompts"))
 
 
 def _common(request: Request) -> Request:

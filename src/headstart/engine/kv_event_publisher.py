@@ -20,7 +20,7 @@ import zmq
 
 from headstart.core.cache.events import Event
 from headstart.core.errors import ConfigError
-from headstart.server.kv_events.kv_event_encoding import BatchEncoder
+from headstart.engine.kv_event_encoding import BatchEncoder
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 REPLAY_POLL_SECONDS = 0.05

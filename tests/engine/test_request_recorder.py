@@ -5,9 +5,9 @@ from pathlib import Path
 
 from headstart.core.batch import Output
 from headstart.core.request import FinishReason, Request
+from headstart.engine.request_recorder import RequestRecorder
 from headstart.http.decision_log_writer import DecisionLog
 from headstart.router.decision_log import DecisionRecord
-from headstart.server.engine.request_recorder import RequestRecorder
 from headstart.sim.sim_workload import read_decisions
 
 BLOCK = 4

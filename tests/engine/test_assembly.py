@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from headstart import assembly
-from headstart.assembly import build_engine, check_options, model_folder
 from headstart.bench.rotations import CacheUnawareScheduler
 from headstart.config.options import EngineOptions
 from headstart.core import warm_up
 from headstart.core.batch import Batch, StepResult
 from headstart.core.errors import ConfigError
 from headstart.core.request import Request, SamplingParams
+from headstart.engine import assembly
+from headstart.engine.assembly import build_engine, check_options, model_folder
 from headstart.model.setup.sizing import memory
 from headstart.model.weights.init_model import init_model
 

@@ -31,7 +31,8 @@ from headstart.core.cache.pinned_prefix import PrefixInfo, PrefixState
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import Request, SamplingParams
-from headstart.engine_checks import check_installed
+from headstart.engine.engine_checks import check_installed
+from headstart.measurement.progress_bar import GenerationProgress
 from headstart.model.setup.threads import prepare_threads
 from headstart.openai.bounds import Bounds, closes_objects
 from headstart.openai.chat.chat_delta import ToolCallDelta
@@ -44,6 +45,7 @@ from headstart.openai.engine_requests import (
 )
 from headstart.openai.forms.carried_text import REFUSE
 from headstart.openai.generation_params import GenerationParams, Kind, parse_params
+from headstart.openai.prefix_tokens import encode_prefix, kind_of, parse_prefix
 from headstart.openai.request_bodies import ChatBody, CompletionBody, as_rendered, parse_messages, parse_prompts
 from headstart.openai.request_json import check_depth
 from headstart.openai.structured.dropped_keywords import dropped_header
@@ -52,8 +54,6 @@ from headstart.openai.text.logprob_table import TokenEntry
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.text.stop_strings import StopPatterns
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.progress import GenerationProgress
-from headstart.server.prefix_requests import encode_prefix, kind_of, parse_prefix
 
 Sampling = SamplingParams | Mapping[str, Any] | None
 
@@ -322,7 +322,9 @@ class LLM:
 
 
 def _build(options: EngineOptions) -> tuple[Engine, EngineInfo]:
-    assembly = importlib.import_module("headstart.assembly")  # brings torch, which reads the thread settings on import
+    assembly = importlib.import_module(
+        "headstart.engine.assembly"
+    )  # brings torch, which reads the thread settings on import
     return assembly.build_engine(options)
 
 

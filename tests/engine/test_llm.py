@@ -16,11 +16,11 @@ from tokenizer_folders import BYTE_LEVEL, TEMPLATE, build
 
 import headstart
 from headstart import LLM, SamplingParams
-from headstart import llm as llm_module
 from headstart.core.batch import Chunk, Output
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError, RequestTooLargeError
 from headstart.core.request import NO_DEFAULTS, FinishReason, Request, SamplingDefaults
+from headstart.engine import llm as llm_module
 from headstart.model.weights.init_model import init_model
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 

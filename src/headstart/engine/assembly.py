@@ -21,7 +21,8 @@ from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.speculation.speculation_config import parse_speculative_config
 from headstart.core.warm_up import measure_drafts, measure_steps, profile_batches
-from headstart.engine_checks import check_options, limits_of, model_folder, store_bytes
+from headstart.engine.engine_checks import check_options, limits_of, model_folder, store_bytes
+from headstart.engine.kv_event_publisher import KVEventPublisher, parse_kv_events_config
 from headstart.gguf.gguf_reader import is_gguf
 from headstart.measurement.progress_bar import progress_bar
 from headstart.model.grammar.grammar_compiler import CompiledGrammars
@@ -45,7 +46,6 @@ from headstart.model.setup.threads import prepare_threads
 from headstart.model.weights.model_loader import LoadedModel, load_model, resolve_device, runs_on_cuda
 from headstart.openai.sampling_defaults import read_sampling_defaults
 from headstart.openai.structured.grammar_limits import parser_limits
-from headstart.server.kv_events.kv_event_publisher import KVEventPublisher, parse_kv_events_config
 from headstart.store.disk import DiskStore, TierStore
 from headstart.store.files import prepare_folder
 from headstart.store.format import Shape

@@ -4,10 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.openai.api_schema.api_object import ApiObject, ErrorResponse
+from headstart.apis.answer_schemas import Answers, Schema
 from headstart.openai.request_model import RequestModel
 
-Schema = dict[str, Any]
 _NULL: Schema = {"type": "null"}
 
 
@@ -16,16 +15,6 @@ def request_body(*models: type[RequestModel]) -> Schema:
     schemas = [_inlined(schema := model.model_json_schema(), schema.get("$defs", {})) for model in models]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """The models of a route's responses: a success (None: text), an event if it is streamed, any other status."""
-
-    success: type[ApiObject] | None
-    event: type[ApiObject] | None = None
-    error: type[ApiObject] = ErrorResponse
-    status: int = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,59 +42,18 @@ def document(title: str, version: str, operations: Iterable[Operation]) -> Schem
 
 def responses_of(answers: Answers) -> dict[str, Schema]:
     """Return the OpenAPI description of a route's responses."""
-    success = answers.success
-    content: Schema = {"text/plain": {"schema": {"type": "string"}}} if success is None else _json(success)
+    success = answers.success or {"type": "string", "description": "Text."}
+    content: Schema = {"text/plain": {"schema": {"type": "string"}}}
+    if answers.success is not None:
+        content = {"application/json": {"schema": success}}
     if answers.event is not None:
-        content["text/event-stream"] = {"schema": _answer_schema(answers.event)}
-    return {
-        str(answers.status): _described(_doc(success), content),
-        "default": _described(_doc(answers.error), _json(answers.error)),
-    }
+        content["text/event-stream"] = {"schema": answers.event}
+    error = {"application/json": {"schema": answers.error}}
+    return {str(answers.status): _described(success, content), "default": _described(answers.error, error)}
 
 
-def _described(description: str, content: Schema) -> Schema:
-    return {"description": description, "content": content}
-
-
-def _doc(model: type[ApiObject] | None) -> str:
-    return "Text." if model is None else (model.__doc__ or "").strip().split("\n")[0]
-
-
-def _json(model: type[ApiObject]) -> Schema:
-    return {"application/json": {"schema": _answer_schema(model)}}
-
-
-def _answer_schema(model: type[ApiObject]) -> Schema:
-    """Return the schema of a response body; clients must accept fields that later versions add."""
-    schema = model.model_json_schema()
-    return _open(_resolved(schema, schema.get("$defs", {})))
-
-
-def _resolved(schema: Any, definitions: Schema) -> Any:
-    """Return a schema without references and titles."""
-    if isinstance(schema, list):
-        return [_resolved(item, definitions) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if "$ref" in schema:
-        schema = definitions[schema["$ref"].rpartition("/")[2]] | {key: schema[key] for key in schema if key != "$ref"}
-    return {
-        key: {name: _resolved(one, definitions) for name, one in value.items()}
-        if key == "properties"
-        else _resolved(value, definitions)
-        for key, value in schema.items()
-        if key not in ("$defs", "title")
-    }
-
-
-def _open(schema: Any) -> Any:
-    """Return a schema whose objects may have more properties; defaults of null, which stand for absence, are gone."""
-    if isinstance(schema, list):
-        return [_open(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    dropped = [("additionalProperties", False), ("default", None)]
-    return {key: _open(value) for key, value in schema.items() if not any((key, value) == one for one in dropped)}
+def _described(schema: Schema, content: Schema) -> Schema:
+    return {"description": schema["description"].split("\n")[0], "content": content}
 
 
 def _inlined(schema: Any, definitions: Schema) -> Any:

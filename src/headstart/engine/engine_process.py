@@ -1,4 +1,4 @@
-"""The engine process: `python -m headstart.server.engine.engine_process FD`, one loop around an Engine.
+"""The engine process: `python -m headstart.engine.engine_process FD`, one loop around an Engine.
 
 The loop reads messages (it waits for them only when idle), steps, and sends the outputs. A message that cannot be
 handled fails alone. An exception in a step means that the engine is broken: the process reports it and exits. It dies
@@ -18,8 +18,8 @@ import msgspec
 
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError
-from headstart.server.engine.engine_calls import CALLS
-from headstart.server.engine.wire import (
+from headstart.engine.engine_calls import CALLS
+from headstart.engine.wire import (
     Abort,
     Answer,
     Call,

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
-from headstart import LLM, assembly
+from headstart import LLM
 from headstart.core.errors import InvalidRequestError
+from headstart.engine import assembly
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -18,8 +18,8 @@ from headstart.config.options import EngineOptions
 from headstart.core.engine import EngineStats
 from headstart.core.errors import ConfigError, EngineDeadError, HeadstartError, InvalidRequestError, RequestFailedError
 from headstart.core.request import FinishReason, Request, SamplingParams
-from headstart.server.engine.engine_client import EngineClient
-from headstart.server.engine.wire import (
+from headstart.engine.engine_client import EngineClient
+from headstart.engine.wire import (
     FrameSplitter,
     LongStep,
     Message,
@@ -276,7 +276,7 @@ from array import array
 from typing import Any
 from headstart.core.request import Request
 from headstart.config.options import EngineOptions
-from headstart.server.engine.engine_client import EngineClient
+from headstart.engine.engine_client import EngineClient
 from server.fake_engine import build_fake
 async def main():
     client = EngineClient()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headstart import LLM
 from headstart.core.request import Request, SamplingParams
-from headstart.llm import Completion
+from headstart.engine.llm import Completion
 from headstart.openai.structured.grammar_text import json_schema_grammar
 
 SCHEMA: dict[str, Any] = {

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 from checking import executor_of
-from test_llm import GREEDY, make_llm
+from engine.test_llm import GREEDY, make_llm
 
 from headstart.core.cache.pinned_prefix import PrefixState
 from headstart.core.errors import InvalidRequestError

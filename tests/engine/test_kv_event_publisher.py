@@ -16,21 +16,21 @@ import pytest
 import zmq
 from server.harness import spawn, wait_for
 
-from headstart.assembly import build_engine, check_options
 from headstart.config.options import EngineOptions
 from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.errors import ConfigError
 from headstart.core.request import Request, SamplingParams
-from headstart.model.weights.init_model import init_model
-from headstart.server.kv_events import kv_event_publisher as kv_events
-from headstart.server.kv_events.kv_event_encoding import BatchEncoder
-from headstart.server.kv_events.kv_event_publisher import (
+from headstart.engine import kv_event_publisher as kv_events
+from headstart.engine.assembly import build_engine, check_options
+from headstart.engine.kv_event_encoding import BatchEncoder
+from headstart.engine.kv_event_publisher import (
     KVEventPublisher,
     KVEventsConfig,
     _is_bound,
     parse_kv_events_config,
 )
+from headstart.model.weights.init_model import init_model
 
 A, B = BlockHash(bytes(range(32))), BlockHash(b"\xff" * 32)
 STORED = BlockStored((A, B), None, array("i", range(8)), 4)

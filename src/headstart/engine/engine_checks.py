@@ -15,10 +15,10 @@ from headstart.core.errors import ConfigError
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.step_time import MaxStepTime
 from headstart.core.speculation.speculation_config import parse_speculative_config
+from headstart.engine.kv_event_publisher import parse_kv_events_config
 from headstart.model.setup.sizes import format_bytes, parse_bytes
 from headstart.model.weights.architectures import check_model_folder
 from headstart.model.weights.hub import local_folder, resolve_model
-from headstart.server.kv_events.kv_event_publisher import parse_kv_events_config
 from headstart.store.tiers.tier import places, read_shared_secret
 
 MIN_STORE_BYTES = 64 * 2**20

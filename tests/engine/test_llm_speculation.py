@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headstart import LLM
 from headstart.core.errors import ConfigError
-from headstart.llm import Completion
+from headstart.engine.llm import Completion
 
 SCHEMA: dict[str, Any] = {
     "type": "array",

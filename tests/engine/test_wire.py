@@ -8,7 +8,7 @@ import pytest
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineStats
 from headstart.core.request import CacheMode, Request, Retention, SamplingParams
-from headstart.server.engine.wire import (
+from headstart.engine.wire import (
     Answer,
     FrameSplitter,
     News,

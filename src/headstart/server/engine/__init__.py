@@ -1,1 +1,0 @@
-"""The engine process, and its channel to the HTTP process."""

@@ -1,1 +1,0 @@
-"""KV events for routers, in vLLM's format."""
