@@ -196,14 +196,9 @@ def splinters(sources: Mapping[str, str], others: Mapping[str, str]) -> set[str]
 
 
 KNOWN_SPLINTERS: set[str] = {
-    "anthropic/message_diagnostics.py",
     "config/config_tables.py",
     "core/grammars.py",
     "core/sched/queued_block_refs.py",
-    "explain/lint/diagnosis.py",
-    "explain/lint/report_text.py",
-    "explain/lint/tool_changes.py",
-    "explain/repeated_tokens.py",
     "gateway/client_keys.py",
     "gateway/fanout.py",
     "gateway/proxy/replica_wait.py",

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.cli.main import main
-from headstart.explain.lint.diagnosis import diagnose
 from headstart.explain.lint.engine_logs import CUT, NOT_STORED, REDACTED, VLLM_HIDDEN, log_entry, split_rendered
 from headstart.explain.lint.id_report import report_ids
-from headstart.explain.lint.log_report import report_log
+from headstart.explain.lint.log_report import diagnose, report_log
 from headstart.explain.lint.logged_prompt import IdPrompt, read_log
 from headstart.openai.canonical.nonces import rule_for_line
 from headstart_lab.prompts.lint_rates import report

@@ -6,12 +6,21 @@ from typing import Any
 
 import pytest
 
-from headstart.anthropic.message_diagnostics import message_diagnostics
 from headstart.core.request import CacheMode, SamplingParams
-from headstart.openai.diagnostics.cache_comparison import CacheComparison, Change, compare_prompts
-from headstart.openai.diagnostics.cache_diagnosis import CacheDiagnosis
-from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
-from headstart.openai.diagnostics.prompt_fingerprint import PromptShape, fingerprint, num_common_tokens, shape_of
+from headstart.openai.diagnostics.cache_comparison import (
+    CacheComparison,
+    CacheDiagnosis,
+    Change,
+    compare_prompts,
+    message_diagnostics,
+)
+from headstart.openai.diagnostics.prompt_fingerprint import (
+    FingerprintMemory,
+    PromptShape,
+    fingerprint,
+    num_common_tokens,
+    shape_of,
+)
 from headstart.openai.generation_params import GenerationParams
 from headstart.openai.tools.tool_fields import Tool, ToolParams
 

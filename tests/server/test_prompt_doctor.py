@@ -14,7 +14,7 @@ from headstart.core.engine import EngineStats
 from headstart.core.sched.token_accounting import Counters
 from headstart.explain.lint.log_report import report_log
 from headstart.explain.lint.logged_prompt import prompt_of
-from headstart.explain.lint.prompt_window import PromptWindow, WindowEntry, examined
+from headstart.explain.lint.near_prompts import PromptWindow, WindowEntry, examined
 from headstart.openai.engine_requests import Origin
 from headstart.server.prompt_doctor import FREE_SECONDS, PromptDoctor
 from headstart.server.request_limits import object_bytes

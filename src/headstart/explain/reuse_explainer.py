@@ -16,10 +16,10 @@ from headstart.core.cache.pinned_prefixes import REQUEST_PREFIX
 from headstart.core.request import CacheMode, Request, Sequence
 from headstart.core.sched.scheduler import Scheduler
 from headstart.explain.recent_requests import RecentRequests, Seen
-from headstart.explain.repeated_tokens import num_repeated
 
 WINDOW = 40  # tokens shown on either side of a divergence: enough for as many characters
 _ITEM = array("i").itemsize
+MAX_TOKENS = 32 * 1024  # of each prompt behind the divergence
 
 
 class Reason(Enum):
@@ -294,3 +294,40 @@ def _found_now(scheduler: Scheduler, seq: Sequence) -> PromptTokenBreakdown:
     pinned = sum(map(scheduler.pool.is_pinned, block_hashes)) * scheduler.block_size
     pinned = min(pinned, hit.num_tokens)
     return PromptTokenBreakdown(pinned, hit.num_tokens - pinned, computed=len(seq.token_ids) - hit.num_tokens)
+
+
+def num_repeated(this: "array[int]", other: "array[int]", start: int, size: int) -> int:
+    """Return the number of tokens of `this` from `start` on that stand in `other` behind `start`, in runs of `size`.
+
+    Runs are looked for in order of `this`; one of `other` may be found more than once.
+    """
+    own, found = _packed(this, start), _packed(other, start)
+    width = size * _ITEM
+    places = {found[at : at + width]: at for at in range(len(found) - width, -1, -_ITEM)}  # the first place of each
+    count = at = 0
+    while at + width <= len(own):
+        place = places.get(own[at : at + width])
+        if place is None:
+            at += _ITEM
+            continue
+        length = _common(own, at, found, place)
+        count += length // _ITEM
+        at += length
+    return count
+
+
+def _packed(tokens: "array[int]", start: int) -> bytes:
+    return tokens[start : start + MAX_TOKENS].tobytes()
+
+
+def _common(own: bytes, at: int, found: bytes, place: int) -> int:
+    """Return the number of equal bytes, a multiple of a token's, from `at` and `place` on."""
+    low, high = 0, min(len(own) - at, len(found) - place) // _ITEM
+    while low < high:
+        middle = (low + high + 1) // 2
+        start, end = low * _ITEM, middle * _ITEM
+        if own[at + start : at + end] == found[place + start : place + end]:
+            low = middle
+        else:
+            high = middle - 1
+    return low * _ITEM

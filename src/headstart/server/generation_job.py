@@ -7,7 +7,7 @@ from typing import NamedTuple
 from headstart.core.batch import Output, PrefillChunk, PromptTokenBreakdown
 from headstart.core.errors import InvalidRequestError, RequestFailedError
 from headstart.core.request import CacheMode, FinishReason
-from headstart.explain.lint.prompt_window import WindowEntry
+from headstart.explain.lint.near_prompts import WindowEntry
 from headstart.http.access_record import RequestRecord
 from headstart.http.answer_report import AnswerReport
 from headstart.http.byte_budget import Lease

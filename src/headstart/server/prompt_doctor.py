@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.core.batch import PromptTokenBreakdown
-from headstart.explain.lint.prompt_window import MAX_BYTES, PromptWindow, WindowEntry, examined
+from headstart.explain.lint.near_prompts import MAX_BYTES, PromptWindow, WindowEntry, examined
 from headstart.openai.engine_requests import Origin, narrow_domain
 from headstart.server.request_limits import object_bytes
 

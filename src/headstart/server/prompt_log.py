@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headstart.explain.lint.diagnosis import diagnose
+from headstart.explain.lint.log_report import diagnose
 from headstart.explain.lint.logged_prompt import prompt_of
 from headstart.openai.canonical.canonical_body import canonical_body
 from headstart.openai.canonical.nonces import rule_for_line

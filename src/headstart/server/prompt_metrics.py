@@ -7,7 +7,7 @@ from prometheus_client.registry import Collector
 
 from headstart.explain.lint.causes import CAUSES
 from headstart.openai.canonical.prompt_rules import PLACEMENT_TEXTS, RULE_TEXTS, AppliedRules
-from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
+from headstart.openai.diagnostics.prompt_fingerprint import FingerprintMemory
 from headstart.openai.forms.skipped import KNOWN, SkippedCounts, metric_label
 from headstart.server.prompt_doctor import PromptDoctor
 

@@ -23,7 +23,7 @@ from headstart.http.long_work import LongWork, TenantTurns
 from headstart.http.tracing.tracer import make_tracer
 from headstart.http.web_pages import WebPages
 from headstart.openai.bounds import Bounds
-from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
+from headstart.openai.diagnostics.prompt_fingerprint import FingerprintMemory
 from headstart.openai.engine_requests import Prepared
 from headstart.openai.json_pieces import Turns
 from headstart.openai.responses_api.response_memory import ResponseMemory

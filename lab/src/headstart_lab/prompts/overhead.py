@@ -30,8 +30,7 @@ import httpx
 
 from headstart.core.request import SamplingParams
 from headstart.openai.diagnostics.cache_comparison import compare_prompts
-from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
-from headstart.openai.diagnostics.prompt_fingerprint import fingerprint, shape_of
+from headstart.openai.diagnostics.prompt_fingerprint import FingerprintMemory, fingerprint, shape_of
 from headstart.openai.engine_requests import Origin
 from headstart.openai.generation_params import GenerationParams
 from headstart.server.prompt_doctor import PromptDoctor

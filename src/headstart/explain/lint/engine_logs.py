@@ -9,9 +9,7 @@ import json
 import re
 from ast import literal_eval
 from collections.abc import Mapping
-from typing import Any, NamedTuple
-
-from headstart.explain.lint.plain_json import as_list, as_object, parsed_object
+from typing import Any, NamedTuple, cast
 
 VLLM_HIDDEN = "vLLM logs prompts only with VLLM_LOGGING_LEVEL=DEBUG, beside --enable-log-requests"
 REDACTED = "LiteLLM has removed the texts (turn_off_message_logging)"
@@ -142,3 +140,21 @@ def _list(text: str) -> list[Any]:
 def _object(value: object) -> dict[str, Any]:
     """Return a JSON object, also if it is given as text."""
     return parsed_object(value) if isinstance(value, str) else as_object(value)
+
+
+def as_object(value: object) -> dict[str, Any]:
+    """Return a JSON object; {} for any other value."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}  # JSON has no other keys
+
+
+def as_list(value: object) -> list[Any]:
+    """Return a JSON list; [] for any other value."""
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def parsed_object(text: str) -> dict[str, Any]:
+    """Return the JSON object that a text is; {} for any other text."""
+    try:
+        return as_object(json.loads(text))
+    except (ValueError, RecursionError):
+        return {}

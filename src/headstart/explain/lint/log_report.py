@@ -1,10 +1,10 @@
 """LogReport: the reuse of a log of requests, what of its prefill was avoidable, by cause, and its miss ratios.
 
 An infinite cache of blocks of 16 tokens is assumed, a token of four characters, and one tenant; prompts with another
-`cache_salt` share nothing. A request is compared
-with the earlier requests that have most text in common with it, wherever that text stands: text that both have, behind
-their first difference, was computed again. The cost of a cause is the text behind its first occurrence in a request, so
-costs of several causes overlap; `avoidable_tokens` counts each token once.
+`cache_salt` share nothing. A request is compared with the earlier requests that have most text in common with it,
+wherever that text stands: text that both have, behind their first difference, was computed again. The cost of a cause
+is the text behind its first occurrence in a request, so costs of several causes overlap; `avoidable_tokens` counts each
+token once.
 """
 
 from collections import defaultdict
@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from headstart.explain.lint.avoidable_text import BLOCK_TOKENS, avoidable_text
-from headstart.explain.lint.causes import RuleOf, no_rule, remedy
+from headstart.explain.lint.causes import CAUSES, RuleOf, no_rule, remedy
 from headstart.explain.lint.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt
 from headstart.explain.lint.miss_ratios import MissRatio, miss_ratios
 from headstart.explain.lint.near_prompts import NearPrompts
-from headstart.explain.lint.prompt_changes import Comparison, PlacedChange, compare
+from headstart.explain.lint.prompt_changes import BLOCK_TOKENS, Comparison, PlacedChange, avoidable_text, compare
 
 CANDIDATES = 3  # earlier prompts that a prompt is compared with
 
@@ -178,3 +177,82 @@ def _chain(text: str, group: str) -> list[int]:
 def _num_known(chain: Sequence[int], known: set[int]) -> int:
     """Return the number of leading blocks that are known."""
     return next((index for index, block in enumerate(chain) if block not in known), len(chain))
+
+
+def report_text(report: LogReport) -> str:
+    """Return the report as lines of text."""
+    total = report.prompt_tokens or 1
+    lines = [
+        f"{report.num_requests} requests with about {report.prompt_tokens:,} prompt tokens"
+        + (f"; {report.num_skipped} lines without a request" if report.num_skipped else ""),
+        *report.notes,
+        f"reused in an infinite cache: {report.reused_tokens:,} ({100 * report.reused_tokens / total:.0f} %)",
+        f"computed: {report.computed_tokens:,}, of which {report.avoidable_tokens:,} were avoidable "
+        f"({100 * report.avoidable_share:.0f} % of all); redundancy {report.redundancy:.2f}, 1 is best",
+        "",
+    ]
+    for cost in report.causes:
+        lines += _cause_lines(cost)
+    if not report.causes:
+        lines += ["No avoidable prefill was found.", ""]
+    elif len(report.causes) > 1:
+        lines += ["Costs of several causes overlap: one that is left costs what stands behind it.", ""]
+    lines.append("cache size in tokens: share of prompt tokens computed")
+    lines += [f"  {point.cache_tokens:>12,}: {100 * point.miss_ratio:5.1f} %" for point in report.curve[4:]]
+    return "\n".join(lines)
+
+
+def _cause_lines(cost: CauseCost) -> list[str]:
+    plain = cost.as_dict()
+    change = cost.change
+    lines = [
+        f"{cost.cause}: {plain['tokens_per_request']:,} tokens on each of {len(cost.costs)} requests, "
+        f"{plain['tokens']:,} in all",
+        f"  mend:  {plain['remedy']}",
+        f"  first: line {cost.line}, {change.path}, character {change.at}, against line {cost.against}",
+    ]
+    if change.this or change.that:
+        lines += [f"    that: {_shown(change.that)}", f"    this: {_shown(change.this)}"]
+    return [*lines, ""]
+
+
+def _shown(text: str) -> str:
+    return ascii(text) if len(text) <= 60 else f"{text[:60]!a}..."
+
+
+class Finding(NamedTuple):
+    """One difference and its cost: tokens behind it that both prompts have."""
+
+    cause: str  # a key of CAUSES
+    field: str
+    character: int
+    tokens: int
+    rule: str = ""  # of --prompt-rule, that mends it; empty: none is known
+
+    @property
+    def text(self) -> str:
+        """The finding as a sentence."""
+        what, _, _ = CAUSES[self.cause].partition(": ")
+        mend = remedy(self.cause, [self.rule] if self.rule else []).replace(f"{what}: ", "")
+        place = f"at character {self.character} of {self.field}"
+        return f"{what[0].upper()}{what[1:]} {place} costs about {self.tokens:,} tokens: {mend}."
+
+
+def diagnose(prompt: LoggedPrompt, earlier: Sequence[LoggedPrompt], rule_of: RuleOf = no_rule) -> list[Finding]:
+    """Return the differences to the earlier prompt of the same group that has most text in common, the first first.
+
+    Each cause is named once; its cost is the equal text behind it, so costs overlap. Small costs are left out.
+    """
+    near = NearPrompts()
+    for index, other in enumerate(earlier):
+        if other.group == prompt.group:
+            near.add(index, other)
+    best = best_match(prompt, earlier, near.nearest(prompt, CANDIDATES))
+    if best is None:
+        return []
+    changes = best[1].changes
+    causes = sorted(avoidable_text(best[1], 0).causes.values(), key=lambda found: changes.index(found[1]))
+    return [
+        Finding(change.cause, change.path, change.at, behind // CHARS_PER_TOKEN, rule_of(change.line))
+        for behind, change in causes
+    ]

@@ -1,20 +1,23 @@
 """Changes between two prompts: tools, then messages, each change with the equal text behind it. Pure.
 
 The comparison ends where the prompts become different on purpose: at another question, another system prompt, or the
-end of one of them. Such an end is not a change.
+end of one of them. Such an end is not a change. Equal text behind a change would have been reused if the change stood
+behind it: it is avoidable, as far as it was computed. `headstart lint` and the server count it alike.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from headstart.explain.lint.logged_prompt import LoggedPrompt, Message
-from headstart.explain.lint.text_changes import MIN_ALIKE, Change, text_changes
-from headstart.explain.lint.tool_changes import tool_changes
+from headstart.explain.lint.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt, Message
+from headstart.explain.lint.text_changes import MIN_ALIKE, Change, text_changes, tool_changes
 
 VALUES = frozenset({"timestamp", "uuid", "identifier", "number", "token_count"})  # change with each request
 FORMS = frozenset({"json_order", "document_order", "whitespace"})
 MAX_LINE = 256  # characters of a line that is kept
 MIN_BEHIND = 256  # characters behind a value in a question that make it likely that the text is a form
+BLOCK_TOKENS = 16
+MIN_CHARS = 2 * BLOCK_TOKENS * CHARS_PER_TOKEN  # a smaller loss is not reported
 
 
 class PlacedChange(NamedTuple):
@@ -164,3 +167,27 @@ def _line(text: str, at: int) -> str:
     start = text.rfind("\n", 0, at) + 1
     end = text.find("\n", at)
     return text[start : min(end if end >= 0 else len(text), start + MAX_LINE)]
+
+
+@dataclass(frozen=True, slots=True)
+class AvoidableText:
+    """The avoidable characters of one prompt; per cause those behind its first occurrence, so they overlap."""
+
+    num_chars: int
+    causes: dict[str, tuple[int, PlacedChange]]
+
+
+NOTHING = AvoidableText(0, {})
+
+
+def avoidable_text(comparison: Comparison, reused: int) -> AvoidableText:
+    """Return the avoidable text of a prompt of which `reused` characters were reused, compared with an earlier one."""
+    avoidable = comparison.num_same - max(reused, comparison.num_before)
+    if avoidable < MIN_CHARS:
+        return NOTHING
+    behind = 0
+    firsts: dict[str, tuple[int, PlacedChange]] = {}
+    for change in reversed(comparison.changes):
+        behind += change.num_same
+        firsts[change.cause] = min(behind, avoidable), change
+    return AvoidableText(avoidable, {cause: found for cause, found in firsts.items() if found[0] >= MIN_CHARS})

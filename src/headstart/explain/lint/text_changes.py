@@ -1,7 +1,8 @@
 """Changes between two texts that are meant to be the same, classified by their appearance. Pure; a likely kind.
 
 The texts are compared line by line, and changed lines word by word. What is equal counts even behind a change: it is
-the text that would be reused if the change stood behind it.
+the text that would be reused if the change stood behind it. Lists of tools and tool calls are compared by their order,
+the order of their keys, and their text.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 from headstart.common_prefix import common_prefix_length
 from headstart.explain.divergence import value_kind
+from headstart.explain.lint.engine_logs import as_object, parsed_object
 
 NEAR = 24  # characters between two changes of one line that belong to one value, such as a date and its time
 MIN_ALIKE = 0.5  # share of equal characters in texts that are versions of one text
@@ -227,3 +229,62 @@ def _parsed(text: str) -> object:
 
 def _is_json(text: str) -> bool:
     return '":' in text or '" :' in text
+
+
+def tool_changes(this: tuple[str, ...], that: tuple[str, ...]) -> Changes | None:
+    """Return the changes of a list; None if most of its entries differ."""
+    own, others = [_canonical(text) for text in this], [_canonical(text) for text in that]
+    before = 0
+    for one, other in zip(this, that, strict=False):
+        if one != other:
+            break
+        before += len(one)
+    num_chars = sum(map(len, this))
+    if sorted(own) == sorted(others):
+        changes = [] if own == others else [Change("tool_order", before, "", "", 0)]
+        if sorted(this) != sorted(that):
+            changes.append(Change("json_order", before, "", "", 0))
+        changes[-1] = changes[-1]._replace(num_same=num_chars - before)
+        return Changes(before, changes)
+    names, other_names = [_name(text) for text in this], [_name(text) for text in that]
+    if names == other_names:
+        return _texts(this, that)
+    common = set(own) & set(others)
+    num_common = sum(len(text) for text, canonical in zip(this, own, strict=True) if canonical in common)
+    if num_common < MIN_ALIKE * max(num_chars, sum(map(len, that))):
+        return None
+    shown = ", ".join(name for name in names if name not in other_names)
+    gone = ", ".join(name for name in other_names if name not in names)
+    return Changes(before, [Change("tools_changed", before, shown, gone, max(num_common - before, 0))])
+
+
+def _texts(this: tuple[str, ...], that: tuple[str, ...]) -> Changes | None:
+    """Return the changes of tools with the same names, one after the other."""
+    before, changes = 0, list[Change]()
+    for own, other in zip(this, that, strict=True):
+        found = text_changes(own, other)
+        if found.num_same < MIN_ALIKE * len(own):
+            return None
+        if changes:
+            changes[-1] = changes[-1]._replace(num_same=changes[-1].num_same + found.num_before)
+        else:
+            before += found.num_before
+        changes += [
+            change._replace(kind="tools_changed") if change.kind == "other" else change for change in found.changes
+        ]
+    return Changes(before, changes)
+
+
+def _canonical(text: str) -> str:
+    """Return the JSON with sorted keys; arguments that are JSON in a string are read too."""
+    value = parsed_object(text)
+    arguments = value.get("arguments")
+    if isinstance(arguments, str):
+        value["arguments"] = parsed_object(arguments) or arguments
+    return json.dumps(value, sort_keys=True) if value else text
+
+
+def _name(text: str) -> str:
+    """Return the name of a tool; the text itself if it has none."""
+    value = parsed_object(text)
+    return str(as_object(value.get("function", value)).get("name", text))

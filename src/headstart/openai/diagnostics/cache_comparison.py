@@ -1,12 +1,21 @@
-"""Comparison of a prompt with an earlier one: the tokens it could reuse, and what ended the common prefix. Pure."""
+"""Comparison of a prompt with an earlier one: the tokens it could reuse, and what ended the common prefix. Pure.
+
+A CacheDiagnosis is the comparison together with what was really cached, in OpenAI's APIs and in `cache_diagnostics`,
+which is Headstart's own and names every cause. Anthropic's Messages API compares the prompts alone.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
+from headstart.common_prefix import common_prefix_length
 from headstart.openai.diagnostics.prompt_fingerprint import PromptFingerprint, PromptShape, num_common_tokens
 
 END_TOKENS = 32  # at the end of a prompt, which may belong to the generation prompt: templates may rewrite it later
+EVICTED, NOT_CACHED, NOT_FOUND = "evicted", "not_cached", "not_found"
+
+Json = dict[str, Any]
 
 
 class Change(Enum):
@@ -23,6 +32,17 @@ class Change(Enum):
     PROMPT_CHANGED = "prompt_changed"  # of a completion
     CACHE_SALT_CHANGED = "cache_salt_changed"
     NOT_PUBLISHED = "not_published"  # the earlier request was read-only, or bypassed the cache
+
+
+API_REASONS = {  # in OpenAI's APIs, in Anthropic's; both are closed sets, in which the other changes are `unavailable`
+    Change.TOOLS_CHANGED: ("tools_changed", "tools_changed"),
+    Change.TOOLS_REORDERED: ("tools_changed", "tools_changed"),
+    Change.SYSTEM_CHANGED: ("input_changed", "system_changed"),
+    Change.MESSAGES_CHANGED: ("input_changed", "messages_changed"),
+    Change.PROMPT_CHANGED: ("input_changed", "messages_changed"),
+    Change.MESSAGES_DROPPED: ("context_compacted", "messages_changed"),
+    Change.REASONING_EFFORT_CHANGED: ("reasoning_effort_changed", None),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +109,88 @@ def _change(before: PromptShape, now: PromptShape) -> tuple[Change | None, str |
         return Change.REASONING_EFFORT_CHANGED, "reasoning_effort"
     if before.options != now.options:
         return Change.TEMPLATE_OPTIONS_CHANGED, "chat_template_kwargs"
-    at = next(
-        (index for index, (one, other) in enumerate(zip(before.messages, now.messages, strict=False)) if one != other),
-        min(len(before.messages), len(now.messages)),
-    )
+    at = common_prefix_length(before.messages, now.messages)
     if at == len(before.messages):
         return None, None
     field = f"messages[{now.num_system + at}]"
     is_shorter = len(now.messages) < len(before.messages)
     was_later = at < len(now.messages) and now.messages[at] in before.messages[at + 1 :]
     return Change.MESSAGES_DROPPED if is_shorter or was_later else Change.MESSAGES_CHANGED, field
+
+
+@dataclass(frozen=True, slots=True)
+class CacheDiagnosis:
+    """A comparison, and the tokens of the prompt that were cached, or had been evicted."""
+
+    comparison: CacheComparison
+    block_size: int
+    num_cached: int
+    num_evicted: int
+
+    @property
+    def is_hit(self) -> bool:
+        """Whether all full blocks that the earlier prompt could spare were cached, from it or from another one."""
+        found, size = self.comparison, self.block_size
+        num_cached = self.num_cached // size
+        if not found.is_found:
+            return False
+        if found.change is None:
+            return num_cached >= found.num_reusable(size) // size
+        return 0 < min(found.num_compared, found.num_tokens - 1) // size <= num_cached
+
+    @property
+    def cause(self) -> str | None:
+        """The exact cause of a miss; None for a hit."""
+        found = self.comparison
+        if not found.is_found:
+            return NOT_FOUND
+        if self.is_hit:
+            return None
+        if found.change is not None:
+            return found.change.value
+        return EVICTED if self.num_evicted else NOT_CACHED
+
+    def own(self) -> Json:
+        """Return the value of `cache_diagnostics`."""
+        found, size = self.comparison, self.block_size
+        return {
+            "compared_id": found.compared_id,
+            "result": "hit" if self.is_hit else "miss" if found.is_found else NOT_FOUND,
+            "cause": self.cause,
+            "field": None if self.is_hit else found.field,
+            "compared_tokens": found.num_compared,
+            "common_tokens": found.num_common,
+            "reusable_tokens": max(found.num_reusable(size), 0),
+            "cached_tokens": self.num_cached,
+            "evicted_tokens": self.num_evicted,
+        }
+
+    def openai(self) -> Json:
+        """Return the value of `prompt_cache_diagnostics`."""
+        found = self.comparison
+        if not found.is_found:
+            return {"type": "comparison_response_not_found"}
+        if self.is_hit:
+            return {"type": "cache_hit"}
+        reason = None if found.change is None else API_REASONS.get(found.change, (None, None))[0]
+        if reason is None:
+            return {"type": "unavailable"}
+        return {
+            "type": "cache_miss",
+            "reason": reason,
+            "cache_missed_tokens": found.num_tokens - max(found.num_reusable(self.block_size), 0),
+            "comparison_reusable_tokens": found.num_common,
+        }
+
+
+def message_diagnostics(comparison: CacheComparison, block_size: int) -> Json | None:
+    """Return the value of `diagnostics`: None if the earlier prompt is a prefix of this one."""
+    if not comparison.is_found:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    if comparison.change is None:
+        return None
+    reason = API_REASONS.get(comparison.change, (None, None))[1]
+    if reason is None:
+        return {"cache_miss_reason": {"type": "unavailable"}}
+    lost = comparison.num_lost(block_size)
+    return {"cache_miss_reason": {"type": reason, "cache_missed_input_tokens": lost}}

@@ -3,7 +3,8 @@
 The hashes are seeded per process, so fingerprints mean nothing outside it. The hash of a prefix is the sum of its token
 ids, each times a random 64-bit weight of its position (modulo 2**64): every prefix of a prompt is hashed in one pass of
 numpy. One hash is kept per BLOCK tokens, and one per token from the last EXACT_BLOCKS blocks on: the common prefix of
-two prompts is exact at its end, where chats differ, and rounded down before.
+two prompts is exact at its end, where chats differ, and rounded down before. FingerprintMemory keeps those of answered
+requests.
 """
 
 import json
@@ -18,11 +19,14 @@ from numpy.typing import NDArray
 
 from headstart.core.request import CacheMode
 from headstart.openai.generation_params import GenerationParams
+from headstart.openai.tokenizer.tenant_cache import TenantCache
 
 BLOCK = 16  # tokens per hash
 EXACT_BLOCKS = 2  # full blocks at the end that are hashed token by token, with the partly filled one
 ENTRY_BYTES = 1024  # of the objects of a fingerprint beside its hashes
 _SEED = secrets.randbits(128)
+KEY_BYTES = 128
+TENANT_SHARE = 2  # a tenant may fill this part of the memory
 
 
 class PromptShape(NamedTuple):
@@ -130,3 +134,29 @@ def _message_hash(message: Mapping[str, Any]) -> int:
 
 def _json_hash(value: object) -> int:
     return hash(json.dumps(value))
+
+
+class FingerprintMemory:
+    """Fingerprints; beyond the bounds the least recently used are dropped. Thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes` 0: nothing is kept."""
+        self._cache = TenantCache[PromptFingerprint](
+            max_bytes // TENANT_SHARE, max_bytes, lambda value: KEY_BYTES + value.num_bytes
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that all tenants' fingerprints take."""
+        return self._cache.num_bytes
+
+    def __len__(self) -> int:
+        return len(self._cache)
+
+    def find(self, tenant: str, answer_id: str) -> PromptFingerprint | None:
+        """Return the fingerprint of a tenant's request; None if it has none with this id, or no longer."""
+        return self._cache.find(tenant, [answer_id.encode()])[0]
+
+    def put(self, tenant: str, answer_id: str, value: PromptFingerprint) -> None:
+        """Store the fingerprint of an answered request."""
+        self._cache.put(tenant, answer_id.encode(), value)

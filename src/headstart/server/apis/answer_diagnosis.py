@@ -3,10 +3,8 @@
 from array import array
 from collections.abc import Sequence
 
-from headstart.openai.diagnostics.cache_comparison import CacheComparison, compare_prompts
-from headstart.openai.diagnostics.cache_diagnosis import CacheDiagnosis
-from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
-from headstart.openai.diagnostics.prompt_fingerprint import PromptShape, fingerprint
+from headstart.openai.diagnostics.cache_comparison import CacheComparison, CacheDiagnosis, compare_prompts
+from headstart.openai.diagnostics.prompt_fingerprint import FingerprintMemory, PromptShape, fingerprint
 from headstart.openai.engine_requests import Origin
 from headstart.openai.responses import Json
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from headstart.apis.api import EVENTS
 from headstart.core.request import CacheMode
 from headstart.core.request import Request as EngineRequest
-from headstart.explain.lint.prompt_window import WindowEntry
+from headstart.explain.lint.near_prompts import WindowEntry
 from headstart.openai.diagnostics.prompt_fingerprint import shape_of
 from headstart.openai.engine_requests import Origin
 from headstart.openai.forms.skipped import SkippedCounts

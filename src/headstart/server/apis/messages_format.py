@@ -5,12 +5,12 @@ from functools import partial
 from typing import Any
 
 from headstart.anthropic.anthropic_errors import anthropic_error
-from headstart.anthropic.message_diagnostics import message_diagnostics
 from headstart.anthropic.message_events import PING, CacheMarks, MessageEvents
 from headstart.anthropic.messages_request import CountTokensRequest, MessagesRequest, num_marked_tokens, read_body
 from headstart.core.request import CacheMode
 from headstart.http.http_errors import rendered
 from headstart.http.sse import named_event
+from headstart.openai.diagnostics.cache_comparison import message_diagnostics
 from headstart.openai.engine_requests import (
     Origin,
     build_requests,
