@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart.cli.main import main
-from headstart.explain.lint.causes import CAUSES
-from headstart.explain.lint.log_report import report_log
-from headstart.explain.lint.logged_prompt import LoggedPrompt, Message, read_log
-from headstart.explain.lint.miss_ratios import miss_ratios
-from headstart.explain.lint.prompt_changes import compare
-from headstart.explain.lint.text_changes import text_changes
+from headstart.reuse.causes import CAUSES
+from headstart.reuse.log_report import report_log
+from headstart.reuse.logged_prompt import LoggedPrompt, Message, read_log
+from headstart.reuse.miss_ratios import miss_ratios
+from headstart.reuse.prompt_changes import compare
+from headstart.reuse.text_changes import text_changes
 from headstart_lab.prompts.lint_rates import causes, clean_blamed, pair_rate, report, single_rates
 from headstart_lab.prompts.prompt_mistakes import MISTAKES, clean_log, log_with
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.cli.main import main
-from headstart.explain.lint.engine_logs import CUT, NOT_STORED, REDACTED, VLLM_HIDDEN, log_entry, split_rendered
-from headstart.explain.lint.id_report import report_ids
-from headstart.explain.lint.log_report import diagnose, report_log
-from headstart.explain.lint.logged_prompt import IdPrompt, read_log
 from headstart.openai.canonical.nonces import rule_for_line
+from headstart.reuse.engine_logs import CUT, NOT_STORED, REDACTED, VLLM_HIDDEN, log_entry, split_rendered
+from headstart.reuse.id_report import report_ids
+from headstart.reuse.log_report import diagnose, report_log
+from headstart.reuse.logged_prompt import IdPrompt, read_log
 from headstart_lab.prompts.lint_rates import report
 from headstart_lab.prompts.prompt_mistakes import clean_log, log_with
 

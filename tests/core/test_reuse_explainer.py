@@ -7,9 +7,9 @@ import pytest
 from checking import generate, make_engine, make_request, run
 
 from headstart.core.engine import Engine
+from headstart.core.recent_requests import RecentRequests
 from headstart.core.request import CacheMode, Request, SamplingParams
-from headstart.explain.recent_requests import RecentRequests
-from headstart.explain.reuse_explainer import Explanation, Reason, Viewer, explain_prompt, explain_request
+from headstart.reuse.reuse_explainer import Explanation, Reason, Viewer, explain_prompt, explain_request
 
 ADMIN = Viewer(is_admin=True)
 NOBODY = Viewer()

@@ -7,22 +7,17 @@ from typing import Any
 import pytest
 
 from headstart.core.request import CacheMode, SamplingParams
-from headstart.openai.diagnostics.cache_comparison import (
+from headstart.openai.generation_params import GenerationParams
+from headstart.openai.tools.tool_fields import Tool, ToolParams
+from headstart.reuse.cache_comparison import (
     CacheComparison,
     CacheDiagnosis,
     Change,
     compare_prompts,
     message_diagnostics,
 )
-from headstart.openai.diagnostics.prompt_fingerprint import (
-    FingerprintMemory,
-    PromptShape,
-    fingerprint,
-    num_common_tokens,
-    shape_of,
-)
-from headstart.openai.generation_params import GenerationParams
-from headstart.openai.tools.tool_fields import Tool, ToolParams
+from headstart.reuse.prompt_fingerprint import PromptShape, fingerprint, num_common_tokens
+from headstart.server.apis.answer_diagnosis import FingerprintMemory, shape_of
 
 RULES = {"role": "system", "content": "Answer in one word. " * 12}
 ASKED = {"role": "user", "content": "Which river? " * 8}

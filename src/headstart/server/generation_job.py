@@ -7,7 +7,6 @@ from typing import NamedTuple
 from headstart.core.batch import Output, PrefillChunk, PromptTokenBreakdown
 from headstart.core.errors import InvalidRequestError, RequestFailedError
 from headstart.core.request import CacheMode, FinishReason
-from headstart.explain.lint.near_prompts import WindowEntry
 from headstart.http.access_record import RequestRecord
 from headstart.http.answer_report import AnswerReport
 from headstart.http.byte_budget import Lease
@@ -17,6 +16,7 @@ from headstart.openai.responses import Json, usage
 from headstart.openai.text.generation import Delta, Generation
 from headstart.openai.text.stop_strings import StopPatterns
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.reuse.near_prompts import WindowEntry
 from headstart.server.apis.answer_diagnosis import AnswerDiagnosis
 from headstart.server.engine.engine_client import EngineClient
 from headstart.server.request_limits import RESERVED_TOKENS, output_token_bytes, shown_entries

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headstart.explain.lint.causes import CAUSES
 from headstart.openai.canonical.prompt_rules import PLACEMENT_TEXTS, RULE_TEXTS, AppliedRules
-from headstart.openai.diagnostics.prompt_fingerprint import FingerprintMemory
 from headstart.openai.forms.skipped import KNOWN, SkippedCounts, metric_label
+from headstart.reuse.causes import CAUSES
+from headstart.server.apis.answer_diagnosis import FingerprintMemory
 from headstart.server.prompt_doctor import PromptDoctor
 
 

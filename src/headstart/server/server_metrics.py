@@ -16,8 +16,8 @@ from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import EngineInfo, EngineStats
 from headstart.http.packed_metrics import Counter, Histogram, expose, method_label
 from headstart.http.tracing.tracer import Exported, SpanCounts
-from headstart.openai.diagnostics.prompt_fingerprint import FingerprintMemory
 from headstart.openai.responses import CACHE_SOURCES
+from headstart.server.apis.answer_diagnosis import FingerprintMemory
 from headstart.server.prompt_doctor import PromptDoctor
 from headstart.server.prompt_metrics import DoctorCollector, FingerprintCollector, RuleCounts, SkippedTotals
 from headstart.server.store_metrics import StoreCollector

@@ -23,7 +23,6 @@ from headstart.http.long_work import LongWork, TenantTurns
 from headstart.http.tracing.tracer import make_tracer
 from headstart.http.web_pages import WebPages
 from headstart.openai.bounds import Bounds
-from headstart.openai.diagnostics.prompt_fingerprint import FingerprintMemory
 from headstart.openai.engine_requests import Prepared
 from headstart.openai.json_pieces import Turns
 from headstart.openai.responses_api.response_memory import ResponseMemory
@@ -31,6 +30,7 @@ from headstart.openai.sandbox.sandbox_pool import MAX_PROCESSES
 from headstart.openai.structured.grammar_check import GrammarCheck
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.server.apis.answer_diagnosis import FingerprintMemory
 from headstart.server.engine.engine_client import EngineClient
 from headstart.server.generation_job import GenerationJob
 from headstart.server.prefix_requests import Prefixes

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple, Protocol
 from headstart.apis.api import EVENTS
 from headstart.core.request import CacheMode
 from headstart.core.request import Request as EngineRequest
-from headstart.explain.lint.near_prompts import WindowEntry
-from headstart.openai.diagnostics.prompt_fingerprint import shape_of
 from headstart.openai.engine_requests import Origin
 from headstart.openai.forms.skipped import SkippedCounts
 from headstart.openai.generation_params import GenerationParams
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
-from headstart.server.apis.answer_diagnosis import AnswerDiagnosis
+from headstart.reuse.near_prompts import WindowEntry
+from headstart.server.apis.answer_diagnosis import AnswerDiagnosis, shape_of
 from headstart.server.generation_job import GenerationJob
 from headstart.server.request_limits import params_bytes
 from headstart.server.server_state import Model

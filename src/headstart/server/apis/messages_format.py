@@ -10,7 +10,6 @@ from headstart.anthropic.messages_request import CountTokensRequest, MessagesReq
 from headstart.core.request import CacheMode
 from headstart.http.http_errors import rendered
 from headstart.http.sse import named_event
-from headstart.openai.diagnostics.cache_comparison import message_diagnostics
 from headstart.openai.engine_requests import (
     Origin,
     build_requests,
@@ -23,6 +22,7 @@ from headstart.openai.engine_requests import (
 from headstart.openai.generation_params import shortened
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
+from headstart.reuse.cache_comparison import message_diagnostics
 from headstart.server.apis.answer_format import ApiRequest, Head, ServedApi, diagnosis_of
 from headstart.server.apis.choice_apis import check_model
 from headstart.server.generation_job import GenerationJob

@@ -13,7 +13,7 @@ from typing import Any
 from headstart.core.cache.pinned_prefix import PrefixInfo
 from headstart.core.engine import Engine
 from headstart.core.request import CacheMode, Request, SamplingParams
-from headstart.explain.reuse_explainer import Viewer, explain_prompt, explain_request
+from headstart.reuse.reuse_explainer import Viewer, explain_prompt, explain_request
 from headstart.server.engine.wire import plain_stats
 
 Plain = dict[str, Any]

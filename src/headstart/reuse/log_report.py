@@ -14,11 +14,11 @@ from hashlib import blake2b
 from statistics import median
 from typing import Any, NamedTuple
 
-from headstart.explain.lint.causes import CAUSES, RuleOf, no_rule, remedy
-from headstart.explain.lint.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt
-from headstart.explain.lint.miss_ratios import MissRatio, miss_ratios
-from headstart.explain.lint.near_prompts import NearPrompts
-from headstart.explain.lint.prompt_changes import BLOCK_TOKENS, Comparison, PlacedChange, avoidable_text, compare
+from headstart.reuse.causes import CAUSES, RuleOf, no_rule, remedy
+from headstart.reuse.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt
+from headstart.reuse.miss_ratios import MissRatio, miss_ratios
+from headstart.reuse.near_prompts import NearPrompts
+from headstart.reuse.prompt_changes import BLOCK_TOKENS, Comparison, PlacedChange, avoidable_text, compare
 
 CANDIDATES = 3  # earlier prompts that a prompt is compared with
 

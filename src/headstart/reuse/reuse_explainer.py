@@ -13,9 +13,9 @@ from headstart.common_prefix import common_prefix_length
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.cache.history import Evicted
 from headstart.core.cache.pinned_prefixes import REQUEST_PREFIX
+from headstart.core.recent_requests import RecentRequests, Seen
 from headstart.core.request import CacheMode, Request, Sequence
 from headstart.core.sched.scheduler import Scheduler
-from headstart.explain.recent_requests import RecentRequests, Seen
 
 WINDOW = 40  # tokens shown on either side of a divergence: enough for as many characters
 _ITEM = array("i").itemsize

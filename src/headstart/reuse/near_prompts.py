@@ -11,8 +11,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from headstart.explain.lint.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt, prompt_of
-from headstart.explain.lint.prompt_changes import NOTHING, AvoidableText, avoidable_text, compare
+from headstart.reuse.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt, prompt_of
+from headstart.reuse.prompt_changes import NOTHING, AvoidableText, avoidable_text, compare
 
 MIN_PIECE = 24  # characters of a piece that identifies a text
 MAX_PER_PIECE = 4  # latest prompts remembered of a piece

@@ -3,30 +3,21 @@
 The hashes are seeded per process, so fingerprints mean nothing outside it. The hash of a prefix is the sum of its token
 ids, each times a random 64-bit weight of its position (modulo 2**64): every prefix of a prompt is hashed in one pass of
 numpy. One hash is kept per BLOCK tokens, and one per token from the last EXACT_BLOCKS blocks on: the common prefix of
-two prompts is exact at its end, where chats differ, and rounded down before. FingerprintMemory keeps those of answered
-requests.
+two prompts is exact at its end, where chats differ, and rounded down before.
 """
 
-import json
 import secrets
 from array import array
-from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from headstart.core.request import CacheMode
-from headstart.openai.generation_params import GenerationParams
-from headstart.openai.tokenizer.tenant_cache import TenantCache
 
 BLOCK = 16  # tokens per hash
 EXACT_BLOCKS = 2  # full blocks at the end that are hashed token by token, with the partly filled one
 ENTRY_BYTES = 1024  # of the objects of a fingerprint beside its hashes
 _SEED = secrets.randbits(128)
-KEY_BYTES = 128
-TENANT_SHARE = 2  # a tenant may fill this part of the memory
 
 
 class PromptShape(NamedTuple):
@@ -60,28 +51,6 @@ class PromptFingerprint(NamedTuple):
         """The memory it takes."""
         num_hashes = len(self.blocks) + len(self.tail) + len(self.shape.messages) + len(self.shape.tools)
         return ENTRY_BYTES + 8 * num_hashes
-
-
-def shape_of(messages: Sequence[Mapping[str, Any]] | None, params: GenerationParams, domain: bytes) -> PromptShape:
-    """Return the shape of a chat; None: of a completion, which has none."""
-    messages = messages or ()
-    roles = (message["role"] for message in messages)
-    num_system = next((at for at, role in enumerate(roles) if role not in ("system", "developer")), len(messages))
-    system = hash(tuple(map(_message_hash, messages[:num_system]))) if num_system else 0
-    hashes = array("q", map(_message_hash, messages[num_system:]))
-    tools = params.tools
-    options = dict(params.template_options)
-    effort = options.pop("reasoning_effort", params.reasoning_effort), options.pop("enable_thinking", None)
-    return PromptShape(
-        tools=() if tools is None else tuple(map(_json_hash, tools.definitions)),
-        system=system,
-        messages=hashes,
-        num_system=num_system,
-        effort=hash(effort),
-        options=hash((*options.items(), params.add_generation_prompt, params.continue_final_message)),
-        domain=hash((domain, params.cache_salt)),
-        is_published=params.cache is CacheMode.READ_WRITE,
-    )
 
 
 def fingerprint(shape: PromptShape, token_ids: "array[int]") -> PromptFingerprint:
@@ -124,39 +93,3 @@ def _num_equal(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
     size = min(len(left), len(right))
     different = np.flatnonzero(left[:size] != right[:size])
     return int(different[0]) if len(different) else size
-
-
-def _message_hash(message: Mapping[str, Any]) -> int:
-    calls = message.get("tool_calls")
-    plain = (message["role"], message.get("content"), message.get("reasoning_content"), message.get("name"))
-    return hash((*plain, None if calls is None else _json_hash(calls)))
-
-
-def _json_hash(value: object) -> int:
-    return hash(json.dumps(value))
-
-
-class FingerprintMemory:
-    """Fingerprints; beyond the bounds the least recently used are dropped. Thread-safe."""
-
-    def __init__(self, max_bytes: int) -> None:
-        """`max_bytes` 0: nothing is kept."""
-        self._cache = TenantCache[PromptFingerprint](
-            max_bytes // TENANT_SHARE, max_bytes, lambda value: KEY_BYTES + value.num_bytes
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that all tenants' fingerprints take."""
-        return self._cache.num_bytes
-
-    def __len__(self) -> int:
-        return len(self._cache)
-
-    def find(self, tenant: str, answer_id: str) -> PromptFingerprint | None:
-        """Return the fingerprint of a tenant's request; None if it has none with this id, or no longer."""
-        return self._cache.find(tenant, [answer_id.encode()])[0]
-
-    def put(self, tenant: str, answer_id: str, value: PromptFingerprint) -> None:
-        """Store the fingerprint of an answered request."""
-        self._cache.put(tenant, answer_id.encode(), value)

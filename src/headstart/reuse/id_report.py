@@ -13,9 +13,9 @@ from itertools import takewhile
 from typing import Any
 
 from headstart.common_prefix import common_prefix_length
-from headstart.explain.lint.logged_prompt import IdPrompt
-from headstart.explain.lint.miss_ratios import MissRatio, miss_ratios
-from headstart.explain.lint.prompt_changes import BLOCK_TOKENS
+from headstart.reuse.logged_prompt import IdPrompt
+from headstart.reuse.miss_ratios import MissRatio, miss_ratios
+from headstart.reuse.prompt_changes import BLOCK_TOKENS
 
 UNKNOWN = "There is no text in these requests: causes, and what of the prefill was avoidable, cannot be known."
 

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from headstart.common_prefix import common_prefix_length
-from headstart.openai.diagnostics.prompt_fingerprint import PromptFingerprint, PromptShape, num_common_tokens
+from headstart.reuse.prompt_fingerprint import PromptFingerprint, PromptShape, num_common_tokens
 
 END_TOKENS = 32  # at the end of a prompt, which may belong to the generation prompt: templates may rewrite it later
 EVICTED, NOT_CACHED, NOT_FOUND = "evicted", "not_cached", "not_found"

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headstart.explain.lint.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt, Message
-from headstart.explain.lint.text_changes import MIN_ALIKE, Change, text_changes, tool_changes
+from headstart.reuse.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt, Message
+from headstart.reuse.text_changes import MIN_ALIKE, Change, text_changes, tool_changes
 
 VALUES = frozenset({"timestamp", "uuid", "identifier", "number", "token_count"})  # change with each request
 FORMS = frozenset({"json_order", "document_order", "whitespace"})

@@ -12,8 +12,8 @@ from difflib import SequenceMatcher
 from typing import NamedTuple
 
 from headstart.common_prefix import common_prefix_length
-from headstart.explain.divergence import value_kind
-from headstart.explain.lint.engine_logs import as_object, parsed_object
+from headstart.reuse.divergence import value_kind
+from headstart.reuse.engine_logs import as_object, parsed_object
 
 NEAR = 24  # characters between two changes of one line that belong to one value, such as a date and its time
 MIN_ALIKE = 0.5  # share of equal characters in texts that are versions of one text

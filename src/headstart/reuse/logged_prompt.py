@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
-from headstart.explain.lint.engine_logs import CUT_AT, VLLM_HIDDEN, LogEntry, as_list, as_object, entry_of, log_entry
+from headstart.reuse.engine_logs import CUT_AT, VLLM_HIDDEN, LogEntry, as_list, as_object, entry_of, log_entry
 
 CHARS_PER_TOKEN = 4
 MANY_ALIKE = 3  # different prompts of one length, the largest of a log: they were cut
