@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 
 from headstart.cli.main import main
 from headstart.openai.canonical.nonces import rule_for_line
-from headstart.reuse.engine_logs import CUT, NOT_STORED, REDACTED, VLLM_HIDDEN, log_entry, split_rendered
-from headstart.reuse.id_report import report_ids
-from headstart.reuse.log_report import diagnose, report_log
-from headstart.reuse.logged_prompt import IdPrompt, read_log
+from headstart.reuse.log_report import diagnose, report_ids, report_log
+from headstart.reuse.logged_prompt import (
+    CUT,
+    NOT_STORED,
+    REDACTED,
+    VLLM_HIDDEN,
+    IdPrompt,
+    log_entry,
+    read_log,
+    split_rendered,
+)
 from headstart_lab.prompts.lint_rates import report
 from headstart_lab.prompts.prompt_mistakes import clean_log, log_with
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.reuse import divergence
-from headstart.reuse.divergence import num_times, times_in
+from headstart.reuse import causes as divergence
+from headstart.reuse.causes import num_times, times_in
 
 PARTS = (
     *("2026-11-24", "T10:20", ":30.5", "Z", "+01:00", "9:05", " pm", "24.12.2026", "1/2/26", "1732406400", "123"),

@@ -13,10 +13,12 @@ from headstart.reuse.cache_comparison import (
     CacheComparison,
     CacheDiagnosis,
     Change,
+    PromptShape,
     compare_prompts,
+    fingerprint,
     message_diagnostics,
+    num_common_tokens,
 )
-from headstart.reuse.prompt_fingerprint import PromptShape, fingerprint, num_common_tokens
 from headstart.server.apis.answer_diagnosis import FingerprintMemory, shape_of
 
 RULES = {"role": "system", "content": "Answer in one word. " * 12}

@@ -19,7 +19,7 @@ from headstart.openai.canonical.canonical_body import CHAT, MESSAGES, RESPONSES,
 from headstart.openai.canonical.canonical_messages import inline_systems
 from headstart.openai.canonical.prompt_rules import RULES_HEADER
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.reuse.divergence import KINDS, kind_of
+from headstart.reuse.causes import KINDS, kind_of
 from headstart.reuse.log_report import report_log
 from headstart.reuse.logged_prompt import read_log
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from headstart.gateway.recent_routings import Nearest, RecentRoutings, Seen
 from headstart.http.http_errors import HttpError
-from headstart.reuse.divergence import KINDS, kind_of, message_at, messages_of
+from headstart.reuse.causes import KINDS, kind_of, message_at, messages_of
 
 SHOWN_CHARS = 40  # on either side of a divergence
 CHARS_PER_TOKEN = 4.0  # if tokens were not counted

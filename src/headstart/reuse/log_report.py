@@ -7,20 +7,24 @@ is the text behind its first occurrence in a request, so costs of several causes
 token once.
 """
 
+from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import takewhile
 from statistics import median
 from typing import Any, NamedTuple
 
+from headstart.common_prefix import common_prefix_length
 from headstart.reuse.causes import CAUSES, RuleOf, no_rule, remedy
-from headstart.reuse.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt
+from headstart.reuse.logged_prompt import CHARS_PER_TOKEN, IdPrompt, LoggedPrompt
 from headstart.reuse.miss_ratios import MissRatio, miss_ratios
 from headstart.reuse.near_prompts import NearPrompts
 from headstart.reuse.prompt_changes import BLOCK_TOKENS, Comparison, PlacedChange, avoidable_text, compare
 
 CANDIDATES = 3  # earlier prompts that a prompt is compared with
+UNKNOWN = "There is no text in these requests: causes, and what of the prefill was avoidable, cannot be known."
 
 
 @dataclass(slots=True)
@@ -115,7 +119,7 @@ def report_log(
     for index, prompt in enumerate(prompts):
         text, near = prompt.text, groups[prompt.group]
         chain = _chain(text, prompt.group)
-        reused = _num_known(chain, known) * BLOCK_TOKENS * CHARS_PER_TOKEN
+        reused = len(list(takewhile(known.__contains__, chain))) * BLOCK_TOKENS * CHARS_PER_TOKEN
         best = best_match(prompt, prompts, near.nearest(prompt, CANDIDATES))
         if best is not None:
             num_avoidable += _charge(costs, prompt, prompts[best[0]].line, best[1], reused, rule_of)
@@ -166,17 +170,15 @@ def _charge(
 def _chain(text: str, group: str) -> list[int]:
     """Return the hash of each full block of a text and all text before it, in its group."""
     size = BLOCK_TOKENS * CHARS_PER_TOKEN
+    blocks = (text[start : start + size] for start in range(0, len(text) - size + 1, size))
+    return list(_hashes(group, (block.encode("utf-8", "surrogatepass") for block in blocks)))
+
+
+def _hashes(group: str, blocks: Iterable[bytes]) -> Iterator[int]:
     hashed = blake2b(group.encode("utf-8", "surrogatepass"), digest_size=8)
-    chain: list[int] = []
-    for start in range(0, len(text) - size + 1, size):
-        hashed.update(text[start : start + size].encode("utf-8", "surrogatepass"))
-        chain.append(int.from_bytes(hashed.digest(), "little"))
-    return chain
-
-
-def _num_known(chain: Sequence[int], known: set[int]) -> int:
-    """Return the number of leading blocks that are known."""
-    return next((index for index, block in enumerate(chain) if block not in known), len(chain))
+    for block in blocks:
+        hashed.update(block)
+        yield int.from_bytes(hashed.digest(), "little")
 
 
 def report_text(report: LogReport) -> str:
@@ -197,9 +199,12 @@ def report_text(report: LogReport) -> str:
         lines += ["No avoidable prefill was found.", ""]
     elif len(report.causes) > 1:
         lines += ["Costs of several causes overlap: one that is left costs what stands behind it.", ""]
-    lines.append("cache size in tokens: share of prompt tokens computed")
-    lines += [f"  {point.cache_tokens:>12,}: {100 * point.miss_ratio:5.1f} %" for point in report.curve[4:]]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_curve_lines(report.curve)])
+
+
+def _curve_lines(curve: Sequence[MissRatio]) -> list[str]:
+    points = [f"  {point.cache_tokens:>12,}: {100 * point.miss_ratio:5.1f} %" for point in curve[4:]]
+    return ["cache size in tokens: share of prompt tokens computed", *points]
 
 
 def _cause_lines(cost: CauseCost) -> list[str]:
@@ -256,3 +261,132 @@ def diagnose(prompt: LoggedPrompt, earlier: Sequence[LoggedPrompt], rule_of: Rul
         Finding(change.cause, change.path, change.at, behind // CHARS_PER_TOKEN, rule_of(change.line))
         for behind, change in causes
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A request that shares only the first `at` tokens with the one before in its session, of `tokens` that it had."""
+
+    line: int
+    against: int
+    at: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class IdReport:
+    """The findings of one log, in tokens. `own_tokens` of the reused ones are from earlier requests of the session."""
+
+    num_requests: int
+    num_sessions: int  # 0: the log names none
+    num_skipped: int
+    prompt_tokens: int
+    reused_tokens: int
+    own_tokens: int
+    num_continued: int  # requests that begin with all full blocks of the one before in their session
+    leaves: tuple[Leave, ...]  # requests that do not
+    curve: tuple[MissRatio, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def left_tokens(self) -> int:
+        """Tokens of earlier requests that the next one of the session did not share."""
+        return sum(leave.tokens - leave.at for leave in self.leaves)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values; what only texts tell is null."""
+        return {
+            "by": "ids",
+            "requests": self.num_requests,
+            "sessions": self.num_sessions,
+            "skipped_lines": self.num_skipped,
+            "notes": list(self.notes),
+            "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": self.reused_tokens,
+            "reused_in_session_tokens": self.own_tokens,
+            "computed_tokens": self.prompt_tokens - self.reused_tokens,
+            "continued_requests": self.num_continued,
+            "left_requests": len(self.leaves),
+            "left_tokens": self.left_tokens,
+            "avoidable_tokens": None,
+            "causes": None,
+            "miss_ratios": [point._asdict() for point in self.curve],
+        }
+
+
+def report_ids(
+    prompts: Sequence[IdPrompt],
+    num_skipped: int = 0,
+    notes: Sequence[str] = (),
+    on_request: Callable[[], object] = lambda: None,
+) -> IdReport:
+    """Return the report of a log; blocks are those of the ids, 16 tokens if an id is one token."""
+    known: dict[int, str] = {}  # block -> the session that had it last
+    last: dict[str, tuple[IdPrompt, Sequence[int]]] = {}
+    chains: list[Sequence[int]] = []
+    leaves: list[Leave] = []
+    num_reused = num_own = num_continued = 0
+    for prompt in prompts:
+        chain, size = _id_chain(prompt)
+        for block in takewhile(known.__contains__, chain):
+            num_reused += size
+            num_own += size if known[block] == prompt.session else 0
+        known.update(dict.fromkeys(chain, prompt.session))
+        if prompt.session in last:
+            before, earlier = last[prompt.session]
+            same = common_prefix_length(chain, earlier)
+            if same == len(earlier):
+                num_continued += 1
+            else:
+                leaves.append(Leave(prompt.line, before.line, same * size, len(earlier) * size))
+        if prompt.session:
+            last[prompt.session] = prompt, chain
+        chains.append(chain)
+        on_request()
+    block_tokens = _id_chain(prompts[0])[1] if prompts else BLOCK_TOKENS
+    return IdReport(
+        num_requests=len(prompts),
+        num_sessions=len(last),
+        num_skipped=num_skipped,
+        prompt_tokens=sum(prompt.length for prompt in prompts),
+        reused_tokens=num_reused,
+        own_tokens=num_own,
+        num_continued=num_continued,
+        leaves=tuple(leaves),
+        curve=tuple(miss_ratios(chains, block_tokens)),
+        notes=tuple(notes),
+    )
+
+
+def id_report_text(report: IdReport) -> str:
+    """Return the report as lines of text."""
+    total = report.prompt_tokens or 1
+    sessions = f" in {report.num_sessions:,} sessions and sub-agents" if report.num_sessions else ""
+    lines = [
+        f"{report.num_requests:,} requests{sessions} with {report.prompt_tokens:,} prompt tokens, as ids"
+        + (f"; {report.num_skipped:,} lines without a request" if report.num_skipped else ""),
+        *report.notes,
+        f"reused in an infinite cache: {report.reused_tokens:,} ({100 * report.reused_tokens / total:.1f} %), "
+        f"of which {report.own_tokens:,} from the same session",
+        f"computed: {report.prompt_tokens - report.reused_tokens:,}",
+    ]
+    if report.num_sessions:
+        lines.append(
+            f"{report.num_continued:,} requests continue the one before in their session; {len(report.leaves):,} leave "
+            f"it early, with {report.left_tokens:,} tokens of it that are not shared"
+        )
+        largest = sorted(report.leaves, key=lambda leave: leave.at - leave.tokens)[:3]
+        lines += [
+            f"  request {leave.line:,} shares {leave.at:,} of {leave.tokens:,} tokens with request {leave.against:,}"
+            for leave in largest
+        ]
+    return "\n".join([*lines, UNKNOWN, "", *_curve_lines(report.curve)])
+
+
+def _id_chain(prompt: IdPrompt) -> tuple[Sequence[int], int]:
+    """Return one id per full block, equal if all before it is equal too, and the tokens of a block."""
+    if prompt.id_tokens > 1:
+        return prompt.ids[: prompt.length // prompt.id_tokens], prompt.id_tokens
+    ids = array("i", prompt.ids)
+    blocks = (ids[start : start + BLOCK_TOKENS] for start in range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS))
+    return array("Q", _hashes(prompt.group, (block.tobytes() for block in blocks))), BLOCK_TOKENS

@@ -12,8 +12,8 @@ from difflib import SequenceMatcher
 from typing import NamedTuple
 
 from headstart.common_prefix import common_prefix_length
-from headstart.reuse.divergence import value_kind
-from headstart.reuse.engine_logs import as_object, parsed_object
+from headstart.reuse.causes import WORDS, is_json, same_words, value_kind
+from headstart.reuse.logged_prompt import as_object, parsed_object
 
 NEAR = 24  # characters between two changes of one line that belong to one value, such as a date and its time
 MIN_ALIKE = 0.5  # share of equal characters in texts that are versions of one text
@@ -21,7 +21,6 @@ MAX_LINES = 4000
 
 _WORD = re.compile(r"\w+|\s+|[^\w\s]")
 _JSON_LINE = re.compile(r'\s*["{}\[\]]')
-_WORDS = re.compile(r'"[^"\\]*"|\w+')
 
 
 class Change(NamedTuple):
@@ -116,17 +115,14 @@ def _without(moved: set[str], text: str) -> str:
 def _whole_change(this: str, that: str) -> str | None:
     """Return the kind if both texts have the same content as a whole, in another form or order."""
     if "".join(this.split()) == "".join(that.split()):
-        return "json_order" if _is_json(this) else "whitespace"
+        return "json_order" if is_json(this) else "whitespace"
     if _parsed(this) is not None and _parsed(this) == _parsed(that):
         return "json_order"
     for separator in ("\n\n", "\n"):
         own, others = this.split(separator), that.split(separator)
         if len(own) > 1 and Counter(map(str.strip, own)) == Counter(map(str.strip, others)):
             return "document_order"
-    words = _WORDS.findall(this)
-    if len(words) > 3 and _is_json(this) and Counter(words) == Counter(_WORDS.findall(that)):
-        return "json_order"
-    return None
+    return "json_order" if is_json(this) and same_words(this, that) and len(WORDS.findall(this)) > 3 else None
 
 
 def _gaps(this: str, that: str) -> list[_Gap]:
@@ -192,9 +188,8 @@ def _kind(this: str, that: str, gap: _Gap) -> str:
     own, other = this[gap.this_start : gap.this_end], that[gap.that_start : gap.that_end]
     if not own.strip() and not other.strip():
         return "whitespace"
-    words = _WORDS.findall(own)
-    if len(words) > 1 and Counter(words) == Counter(_WORDS.findall(other)):
-        return "json_order" if _is_json(own) or _is_json(other) else "document_order"
+    if same_words(own, other):
+        return "json_order" if is_json(own) or is_json(other) else "document_order"
     kind = value_kind(this, *_core(this, gap.this_start, gap.this_end))
     return (
         kind if kind is not None and kind == value_kind(that, *_core(that, gap.that_start, gap.that_end)) else "other"
@@ -225,10 +220,6 @@ def _parsed(text: str) -> object:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def _is_json(text: str) -> bool:
-    return '":' in text or '" :' in text
 
 
 def tool_changes(this: tuple[str, ...], that: tuple[str, ...]) -> Changes | None:

@@ -31,8 +31,7 @@ import httpx
 from headstart.core.request import SamplingParams
 from headstart.openai.engine_requests import Origin
 from headstart.openai.generation_params import GenerationParams
-from headstart.reuse.cache_comparison import compare_prompts
-from headstart.reuse.prompt_fingerprint import fingerprint
+from headstart.reuse.cache_comparison import compare_prompts, fingerprint
 from headstart.server.apis.answer_diagnosis import FingerprintMemory, shape_of
 from headstart.server.prompt_doctor import PromptDoctor
 

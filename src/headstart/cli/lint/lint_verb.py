@@ -49,8 +49,7 @@ def lint(
     from headstart.cli.lint.log_source import id_prompts_of, is_trace, read_file, read_server
     from headstart.measurement.progress_bar import progress_bar
     from headstart.openai.canonical.nonces import rule_for_line
-    from headstart.reuse.id_report import id_report_text, report_ids
-    from headstart.reuse.log_report import report_log, report_text
+    from headstart.reuse.log_report import id_report_text, report_ids, report_log, report_text
     from headstart.reuse.logged_prompt import ReadLog
 
     if log is None and against is None:

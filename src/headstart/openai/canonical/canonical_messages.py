@@ -9,7 +9,7 @@ from headstart.openai.canonical.nonces import without_nonces, without_token_coun
 from headstart.openai.canonical.prompt_rules import PromptRules
 from headstart.openai.canonical.stable_json import canonical_json
 from headstart.openai.chat.template_forms import SYSTEM_ROLES, ContentForms
-from headstart.reuse.divergence import num_times
+from headstart.reuse.causes import num_times
 
 Message = Mapping[str, Any]
 SYSTEM_RULES = frozenset({"billing_header", "trace_headers", "request_ids", "dates"})

@@ -5,7 +5,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from headstart.openai.canonical.prompt_rules import PromptRules
-from headstart.reuse.divergence import TOKEN_COUNTS
+from headstart.reuse.causes import TOKEN_COUNTS
 
 
 class KnownNonce(NamedTuple):

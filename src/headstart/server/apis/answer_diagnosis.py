@@ -13,8 +13,14 @@ from headstart.openai.engine_requests import Origin
 from headstart.openai.generation_params import GenerationParams
 from headstart.openai.responses import Json
 from headstart.openai.tokenizer.tenant_cache import TenantCache
-from headstart.reuse.cache_comparison import CacheComparison, CacheDiagnosis, compare_prompts
-from headstart.reuse.prompt_fingerprint import PromptFingerprint, PromptShape, fingerprint
+from headstart.reuse.cache_comparison import (
+    CacheComparison,
+    CacheDiagnosis,
+    PromptFingerprint,
+    PromptShape,
+    compare_prompts,
+    fingerprint,
+)
 
 KEY_BYTES = 128
 TENANT_SHARE = 2  # a tenant may fill this part of the memory
