@@ -47,7 +47,7 @@ BUDGETS = {
     "sim": Budget(("sim",), 2_860, 2_900),
     "all": Budget(("",), 75_980, 58_900),
 }
-REST = Budget(("",), 9_240, 6_800)  # what no other budget but that of all includes
+REST = Budget(("",), 9_250, 6_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
 
 
@@ -200,11 +200,6 @@ KNOWN_SPLINTERS: set[str] = {
     "config/config_tables.py",
     "core/grammars.py",
     "core/sched/queued_block_refs.py",
-    "gateway/client_keys.py",
-    "gateway/fanout.py",
-    "gateway/proxy/replica_wait.py",
-    "gateway/proxy/write_timeout.py",
-    "gateway/ray/engine_replica.py",
     "gguf/pre_tokenizers.py",
     "http/protocol/http_refusals.py",
     "http/protocol/write_watch.py",

@@ -25,7 +25,7 @@ from headstart.cli.replicas import (
 )
 from headstart.config.options import EngineOptions, PrefixEntry, RouterOptions, ServerOptions, TenantEntry
 from headstart.core.errors import ConfigError
-from headstart.gateway.replicas.replica_options import environment
+from headstart.gateway.replicas.replica_child import environment
 from headstart.model.weights.init_model import init_model
 from headstart.server.kv_events.kv_event_publisher import parse_kv_events_config
 

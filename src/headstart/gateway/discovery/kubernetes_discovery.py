@@ -7,18 +7,25 @@ from pathlib import Path
 from typing import TypeVar
 
 from headstart.gateway.discovery.discovery import MAX_REPLICAS, Changed
-from headstart.gateway.discovery.kubernetes.kubernetes_api import ApiError, KubernetesApi, connect
-from headstart.gateway.discovery.kubernetes.kubernetes_objects import (
+from headstart.gateway.discovery.kubernetes_api import (
+    FIRST_BACKOFF,
+    WATCH_SECONDS,
+    ApiError,
+    KubernetesApi,
+    Reflector,
+    Resource,
+    connect,
+)
+from headstart.gateway.discovery.kubernetes_objects import (
     EndpointSlice,
     InferencePool,
+    KubernetesTarget,
     Listed,
     Pod,
     pool_addresses,
     port_names,
     slice_addresses,
 )
-from headstart.gateway.discovery.kubernetes.kubernetes_target import KubernetesTarget
-from headstart.gateway.discovery.kubernetes.reflector import FIRST_BACKOFF, WATCH_SECONDS, Reflector, Resource
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.logs import Log
 
