@@ -35,18 +35,19 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "core": Budget(("core",), 6_950, 6_000),
+    "core": Budget(("core",), 7_080, 6_000),
     "model": Budget(("model",), 12_000, 8_000),
+    "reuse": Budget(("reuse",), 2_310, 2_000),
     "router": Budget(("router",), 4_250, 4_100),
-    "gateway": Budget(("gateway",), 11_400, 9_200),
+    "gateway": Budget(("gateway",), 11_310, 9_200),
     "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 14_470, 10_100),
     "HTTP, server, engine": Budget(("http", "server", "engine"), 8_545, 7_500),
     "live page": Budget(("page",), 300, 300),
-    "store": Budget(("store",), 3_300, 2_300),
-    "sim": Budget(("sim",), 2_900, 2_900),
+    "store": Budget(("store",), 3_250, 2_300),
+    "sim": Budget(("sim",), 2_860, 2_900),
     "all": Budget(("",), 75_345, 58_900),
 }
-REST = Budget(("",), 11_510, 8_800)  # what no other budget but that of all includes
+REST = Budget(("",), 9_250, 6_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
 
 
@@ -190,19 +191,9 @@ def splinters(sources: Mapping[str, str], others: Mapping[str, str]) -> set[str]
 
 
 KNOWN_SPLINTERS: set[str] = {
-    "anthropic/message_diagnostics.py",
     "config/config_tables.py",
     "core/grammars.py",
     "core/sched/queued_block_refs.py",
-    "explain/lint/diagnosis.py",
-    "explain/lint/report_text.py",
-    "explain/lint/tool_changes.py",
-    "explain/repeated_tokens.py",
-    "gateway/client_keys.py",
-    "gateway/fanout.py",
-    "gateway/proxy/replica_wait.py",
-    "gateway/proxy/write_timeout.py",
-    "gateway/ray/engine_replica.py",
     "gguf/pre_tokenizers.py",
     "http/protocol/http_refusals.py",
     "http/protocol/write_watch.py",

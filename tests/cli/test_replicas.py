@@ -26,7 +26,7 @@ from headstart.cli.replicas import (
 from headstart.config.options import EngineOptions, PrefixEntry, RouterOptions, ServerOptions, TenantEntry
 from headstart.core.errors import ConfigError
 from headstart.engine.kv_event_publisher import parse_kv_events_config
-from headstart.gateway.replicas.replica_options import environment
+from headstart.gateway.replicas.replica_child import environment
 from headstart.model.weights.init_model import init_model
 
 GIB = 2**30

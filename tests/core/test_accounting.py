@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import Engine
 from headstart.core.request import CacheMode
-from headstart.explain.reuse_explainer import Reason, Viewer, explain_prompt, explain_request
+from headstart.reuse.reuse_explainer import Reason, Viewer, explain_prompt, explain_request
 
 Job = tuple[list[int], CacheMode, int, int]
 STEMS = st.sampled_from([list(range(12)), [*range(8), 90], [7] * 5, []])

@@ -7,7 +7,7 @@ from states import PAGES, StateExecutor, random_run, serve, state_engine
 from headstart.core.cache.hashing import BlockHash, is_page, page_hash
 from headstart.core.engine import Engine
 from headstart.core.request import Request
-from headstart.explain.reuse_explainer import Reason, Viewer, explain_prompt, explain_request
+from headstart.reuse.reuse_explainer import Reason, Viewer, explain_prompt, explain_request
 
 
 def cached(prompt: list[int], engine: Engine, num: int = 1, name: str = "a") -> int:

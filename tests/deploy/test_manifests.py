@@ -13,8 +13,8 @@ from gateway.stub_api_server import POOLS, stub_api_server
 from server.harness import until
 
 from headstart.config.options import EngineOptions, RouterOptions, ServerOptions, flag_fields, flag_of
-from headstart.gateway.discovery.kubernetes.kubernetes_discovery import KubernetesDiscovery
-from headstart.gateway.discovery.kubernetes.kubernetes_target import parse_target
+from headstart.gateway.discovery.kubernetes_discovery import KubernetesDiscovery
+from headstart.gateway.discovery.kubernetes_objects import parse_target
 from headstart.http.logs import Log
 
 VERSIONS = ("1.32", "1.37")  # the oldest with all fields that are used (preStop.sleep), and the newest with schemas

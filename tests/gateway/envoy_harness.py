@@ -20,7 +20,7 @@ from server.harness import PATIENCE, until
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
 from headstart.gateway.picker.envoy_config import SOCKET, EnvoySettings, write_bootstrap, write_replicas
 from headstart.gateway.picker.envoy_process import EnvoyProcess
-from headstart.gateway.picker.picker_server import PickerServer
+from headstart.gateway.picker.picker_fronts import PickerServer
 from headstart.http.logs import Log
 
 VERSION = "1.40.0"

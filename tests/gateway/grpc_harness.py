@@ -9,9 +9,9 @@ import hpack
 from gateway.harness import run
 
 from headstart.gateway.picker import http2_frames as h2
+from headstart.gateway.picker.grpc_calls import Callers
 from headstart.gateway.picker.grpc_connection import GrpcConnection
 from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStream, Status
-from headstart.gateway.picker.peer_limits import Callers
 
 ECHO = "/test/Echo"
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from server.harness import PATIENCE
 
+from headstart.gateway.kv_events import kv_event_consumer as kv_event_sockets
 from headstart.gateway.kv_events import kv_event_consumer as kv_events
-from headstart.gateway.kv_events import kv_event_sockets
 from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
 
 

@@ -10,9 +10,7 @@ from gateway.test_file_discovery import A, B, replace, watching
 from server.harness import until
 
 from headstart.core.errors import ConfigError
-from headstart.gateway.discovery.discovery import MAX_REPLICAS
-from headstart.gateway.discovery.dns_discovery import DnsDiscovery
-from headstart.gateway.discovery.file_discovery import FileDiscovery, read_addresses
+from headstart.gateway.discovery.discovery import MAX_REPLICAS, DnsDiscovery, FileDiscovery, read_addresses
 from headstart.gateway.replicas.replica_address import MAX_ADDRESS, parse_address
 from headstart.http.logs import Log
 

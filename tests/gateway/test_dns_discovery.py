@@ -9,7 +9,7 @@ import pytest
 from server.harness import until
 
 from headstart.core.errors import ConfigError
-from headstart.gateway.discovery.dns_discovery import DnsDiscovery
+from headstart.gateway.discovery.discovery import DnsDiscovery
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.logs import Log
 

@@ -17,7 +17,7 @@ from gateway.envoy_harness import envoy_binary, unused_port
 from gateway.harness import Replica, chunk, run, streaming, two, usage
 from server.harness import PATIENCE, spawn, until, wait_for
 
-from headstart.gateway.picker.envoy_filters import MESSAGE_SECONDS
+from headstart.gateway.picker.envoy_config import MESSAGE_SECONDS
 from headstart.gateway.picker.ext_proc_messages import DESTINATION
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from server.harness import until
 
 from headstart.core.errors import ConfigError
-from headstart.gateway.discovery import file_discovery as discover_file
-from headstart.gateway.discovery.file_discovery import FileDiscovery, read_addresses
+from headstart.gateway.discovery import discovery as discover_file
+from headstart.gateway.discovery.discovery import FileDiscovery, read_addresses
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.logs import Log
 

@@ -9,10 +9,10 @@ import pytest
 from gateway.grpc_harness import ECHO, EchoServer, connected, message, opening, with_server
 from server.harness import until
 
-from headstart.gateway.picker import grpc_calls, grpc_connection, peer_limits
+from headstart.gateway.picker import grpc_calls, grpc_connection
 from headstart.gateway.picker import http2_frames as h2
+from headstart.gateway.picker.grpc_calls import BURST, FrameBudget
 from headstart.gateway.picker.grpc_stream import STREAM_WINDOW, Status
-from headstart.gateway.picker.peer_limits import BURST, FrameBudget
 
 COUNT = 3 * BURST
 NO_SETTINGS = h2.frame(h2.SETTINGS, 0, 0, (b"\0\x09" + bytes(4)) * 2_000)
@@ -83,7 +83,7 @@ def test_time_refills_the_budget_of_frames_up_to_a_burst() -> None:
     budget = FrameBudget(0.0)
     assert budget.spend(BURST) and not budget.spend(1)
     budget.refill(1.0)
-    assert budget.spend(peer_limits.REFILL - 1) and not budget.spend(1)
+    assert budget.spend(grpc_calls.REFILL - 1) and not budget.spend(1)
     budget.refill(1e6)
     assert budget.spend(BURST) and not budget.spend(1)
 

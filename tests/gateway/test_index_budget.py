@@ -2,7 +2,12 @@
 
 from io import StringIO
 
-from headstart.gateway.replicas.index_budget import MAX_REPLICA_BLOCKS, MAX_TOTAL_BLOCKS, MIN_BLOCKS, IndexBudget
+from headstart.gateway.replicas.kv_event_subscriptions import (
+    MAX_REPLICA_BLOCKS,
+    MAX_TOTAL_BLOCKS,
+    MIN_BLOCKS,
+    IndexBudget,
+)
 from headstart.http.logs import Log
 from headstart.router.index.approximate_index import MAX_UNKNOWN_BLOCKS
 

@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 from server.harness import until
 
 from headstart.core.errors import ConfigError
-from headstart.gateway.discovery.kubernetes import kubernetes_api
-from headstart.gateway.discovery.kubernetes.kubernetes_discovery import KubernetesDiscovery
-from headstart.gateway.discovery.kubernetes.kubernetes_target import parse_target
+from headstart.gateway.discovery import kubernetes_api
+from headstart.gateway.discovery.kubernetes_discovery import KubernetesDiscovery
+from headstart.gateway.discovery.kubernetes_objects import parse_target
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.logs import Log
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.core.errors import ConfigError
-from headstart.gateway.discovery.kubernetes.kubernetes_objects import (
+from headstart.gateway.discovery.kubernetes_objects import (
     EndpointSlice,
     InferencePool,
     Pod,

@@ -16,10 +16,10 @@ from gateway.harness import Front, Replica, front
 from gateway.stub_api_server import PODS, POOLS, SLICES, StubApiServer, endpoint_slice, pod, pool, stub_api_server
 from server.harness import PATIENCE, quiet_port, spawn, until
 
-from headstart.gateway.discovery.kubernetes.kubernetes_discovery import KubernetesDiscovery
-from headstart.gateway.discovery.kubernetes.kubernetes_target import parse_target
+from headstart.gateway.discovery.kubernetes_discovery import KubernetesDiscovery
+from headstart.gateway.discovery.kubernetes_objects import parse_target
 from headstart.gateway.picker import ext_proc_pb2 as pb
-from headstart.gateway.picker.picker_server import HEALTH
+from headstart.gateway.picker.picker_fronts import HEALTH
 from headstart.http.logs import Log
 from headstart.router.routing_request import Prompt, RoutingRequest, router_root
 

@@ -17,7 +17,7 @@ from headstart.bundled import bundled_model
 from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from headstart.core.cache.hashing import BlockHash
 from headstart.engine.kv_event_publisher import KVEventPublisher, KVEventsConfig
-from headstart.gateway.kv_events import kv_event_trust
+from headstart.gateway.kv_events import kv_event_intake as kv_event_trust
 from headstart.gateway.kv_events.kv_event_decoding import EventDecoder
 from headstart.gateway.proxy.request_reader import RequestReader, Sender
 from headstart.gateway.replicas.kv_event_subscriptions import MAX_INDEX_BLOCKS, SLACK_BLOCKS, TIERS, index_capacity

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headstart.gateway.kv_events.kv_event_trust import (
+from headstart.gateway.kv_events.kv_event_intake import (
     BURST_BYTES,
     BYTES_PER_SECOND,
     FIRST_SUSPENSION,

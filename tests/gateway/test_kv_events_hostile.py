@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from headstart.core.cache.events import BlockStored
 from headstart.core.cache.hashing import BlockHash
 from headstart.engine.kv_event_encoding import BatchEncoder
-from headstart.gateway.kv_events import kv_event_intake, kv_event_sockets, kv_event_trust
+from headstart.gateway.kv_events import kv_event_consumer, kv_event_intake
 from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.router.index.kv_event_index import KVEventIndex
@@ -36,7 +36,7 @@ CAPACITY = 50
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     look_often(monkeypatch)
-    monkeypatch.setattr(kv_event_trust, "FIRST_SUSPENSION", 0.05)
+    monkeypatch.setattr(kv_event_intake, "FIRST_SUSPENSION", 0.05)
 
 
 def consumer_at(events: str, *, max_blocks: int = 2**20) -> KVEventConsumer:
@@ -121,7 +121,7 @@ def test_no_message_ends_the_listener(frames: tuple[bytes, ...]) -> None:
 
 def test_a_message_of_absurd_size_never_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     """libzmq closes the connection, and the batch is a gap."""
-    monkeypatch.setattr(kv_event_sockets, "MAX_MESSAGE_BYTES", 100_000)
+    monkeypatch.setattr(kv_event_consumer, "MAX_MESSAGE_BYTES", 100_000)
 
     async def test() -> None:
         async with published() as (consumer, send):
@@ -162,7 +162,7 @@ def test_a_removal_that_cannot_be_read_empties_the_index() -> None:
 def test_many_bad_batches_suspend_the_publisher_for_a_while(capsys: pytest.CaptureFixture[str]) -> None:
     async def test() -> None:
         async with published() as (consumer, send):
-            for number in range(1000, 1000 + kv_event_trust.MAX_STRIKES):
+            for number in range(1000, 1000 + kv_event_intake.MAX_STRIKES):
                 send(b"", number.to_bytes(8, "big"), NESTED)
             await until(lambda: consumer.counts["suspensions"] == 1)
             assert len(consumer.index) == 0
@@ -291,7 +291,7 @@ def test_garbage_never_ends_the_listener_nor_outgrows_the_index_and_what_follows
             frames = [b"", number, payload][rng.randrange(2) :] if rng.randrange(10) else [number]
             try:
                 await offer(frames, replayed=rng.randrange(2) == 1)
-            except kv_event_trust.UntrustedPublisherError:
+            except kv_event_intake.UntrustedPublisherError:
                 consumer._trust.suspend(0.0)  # pyright: ignore[reportPrivateUsage]
             assert len(consumer.index) <= CAPACITY
             consumer.index.check()

@@ -18,8 +18,7 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.engine.kv_event_encoding import BatchEncoder
 from headstart.gateway.kv_events import kv_event_consumer as kv_events
 from headstart.gateway.kv_events import kv_event_intake
-from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
-from headstart.gateway.kv_events.kv_event_sockets import END_OF_REPLAY
+from headstart.gateway.kv_events.kv_event_consumer import END_OF_REPLAY, KVEventConsumer
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.router.index.event_sequencer import Due
 from headstart.router.index.kv_event_index import SILENCE, KVEventIndex

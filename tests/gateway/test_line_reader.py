@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.apis.ollama_api import OLLAMA_CHAT
-from headstart.gateway.proxy import line_reader
-from headstart.gateway.proxy.line_reader import LineStream, line_usage
-from headstart.gateway.proxy.sse_reader import ReportedUsage
+from headstart.gateway.proxy import sse_reader as line_reader
+from headstart.gateway.proxy.sse_reader import LineStream, ReportedUsage, line_usage
 from headstart.gateway.proxy.upstream import GarbledError
 from headstart.router.routing_request import Usage
 

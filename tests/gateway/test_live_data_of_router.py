@@ -7,7 +7,7 @@ from aiohttp import web
 from gateway.harness import Replica, front, run
 from server.harness import parse_events
 
-from headstart.gateway.proxy import error_responses
+from headstart.gateway.proxy import replies as error_responses
 
 REMOTE = {"x-forwarded-for": "10.0.0.1"}
 TREE: dict[str, Any] = {"object": "cache.tree", "runs": []}

@@ -12,8 +12,8 @@ from aiohttp import web
 from gateway.harness import Front, RealReplica, Replica, cut, front, run, streaming, two
 from server.harness import Server, fake_server, parse_events
 
+from headstart.gateway.proxy.replies import ResponseOwners
 from headstart.gateway.proxy.request_reader import RequestReader
-from headstart.gateway.proxy.response_owners import ResponseOwners
 from headstart.http.http_errors import HttpError
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer

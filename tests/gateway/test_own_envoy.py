@@ -14,7 +14,7 @@ from headstart.gateway.picker import ext_proc_pb2 as pb
 from headstart.gateway.picker import http2_frames as h2
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
 from headstart.gateway.picker.ext_proc_messages import ANSWER_HEADERS, CALL, DESTINATION, LB, SERVED, STREAMED
-from headstart.gateway.picker.picker_server import SERVICE, PickerServer
+from headstart.gateway.picker.picker_fronts import SERVICE, PickerServer
 from headstart.http.answer_report import AnswerReport
 
 OPENING = {":method": "POST", ":scheme": "http", ":path": f"/{SERVICE}/Process", "content-type": "application/grpc"}

@@ -24,7 +24,7 @@ from headstart.gateway.picker import ext_proc_pb2 as pb
 from headstart.gateway.picker import http2_frames as h2
 from headstart.gateway.picker.ext_proc_messages import MAX_HEAD_BYTES, MAX_HEADERS, SUBSET
 from headstart.gateway.picker.grpc_stream import Status
-from headstart.gateway.picker.picker_server import HEALTH, MAX_WATCHERS, SERVICE, PickerServer
+from headstart.gateway.picker.picker_fronts import HEALTH, MAX_WATCHERS, SERVICE, PickerServer
 
 PROCESS = f"/{SERVICE}/Process"
 

@@ -28,7 +28,7 @@ from headstart.gateway.picker.ext_proc_messages import (
     SUBSET,
 )
 from headstart.gateway.picker.ext_proc_stream import ExtProcStream
-from headstart.gateway.picker.picker_server import HEALTH, SERVICE, PickerServer
+from headstart.gateway.picker.picker_fronts import HEALTH, SERVICE, PickerServer
 from headstart.gateway.proxy.request_reader import RequestReader
 from headstart.http.answer_report import AnswerReport, decode_report
 

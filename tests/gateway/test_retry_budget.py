@@ -1,6 +1,6 @@
 """The budget of retries: a share of what is under way, and a few when that is nothing."""
 
-from headstart.gateway.proxy.retry_budget import MIN_RETRIES, RetryBudget
+from headstart.gateway.proxy.flow_control import MIN_RETRIES, RetryBudget
 
 
 def test_a_share_of_the_requests_under_way_may_be_retries() -> None:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.explain.divergence import KINDS, kind_of, message_at, messages_of
 from headstart.gateway.proxy.request_reader import conversation
 from headstart.gateway.recent_routings import RecentRoutings, Seen
 from headstart.gateway.routing_explanation import Json, explain, explain_prompt
 from headstart.http.http_errors import HttpError
+from headstart.reuse.causes import KINDS, kind_of, message_at, messages_of
 
 SYSTEM = "You are a careful assistant who answers in one sentence. " * 8  # 456 characters
 Messages = list[Mapping[str, str]]

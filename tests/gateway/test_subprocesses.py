@@ -23,8 +23,7 @@ from server.harness import PATIENCE, ROOT, Server, spawn, until, wait_for
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.errors import ConfigError
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.gateway.replicas.replica_child import Launch
-from headstart.gateway.replicas.replica_options import ReplicaOptions, encode_options
+from headstart.gateway.replicas.replica_child import Launch, ReplicaOptions, encode_options
 from headstart.gateway.replicas.subprocesses import MAX_BACKOFF, STEADY_SECONDS, LocalReplicas, _Slot
 from headstart.http.logs import Log
 

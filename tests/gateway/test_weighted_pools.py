@@ -22,9 +22,9 @@ from gateway.harness import Replica, front, run, two
 from server.harness import PATIENCE, until, wait_for
 
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
-from headstart.gateway.picker.envoy_filters import TYPE
+from headstart.gateway.picker.envoy_config import TYPE
 from headstart.gateway.picker.ext_proc_messages import DESTINATION, LB, SERVED
-from headstart.gateway.picker.picker_server import PickerServer
+from headstart.gateway.picker.picker_fronts import PickerServer
 
 WEIGHTS = {"primary": 70, "secondary": 30}
 NUM_CONVERSATIONS, NUM_TURNS = 100, 4

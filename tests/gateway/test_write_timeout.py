@@ -8,9 +8,8 @@ import pytest
 from gateway.harness import Replica, front
 
 from headstart.gateway.proxy import proxy
-from headstart.gateway.proxy.proxy import ProxiedCall
+from headstart.gateway.proxy.proxy import ProxiedCall, WriteTimeout
 from headstart.gateway.proxy.request_reader import Sender
-from headstart.gateway.proxy.write_timeout import WriteTimeout
 from headstart.http.http_errors import ClientGoneError
 
 SECONDS = 0.05

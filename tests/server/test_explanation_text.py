@@ -6,8 +6,8 @@ import pytest
 from tokenizer_folders import BYTE_LEVEL, build
 
 from headstart.core.batch import PromptTokenBreakdown
-from headstart.explain.reuse_explainer import Eviction, Explanation, NearMatch, Reason
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.reuse.reuse_explainer import Eviction, Explanation, NearMatch, Reason
 from headstart.server.cache_api.explanation_text import explanation_answer
 
 TOKENIZER = Tokenizer(build(BYTE_LEVEL))

@@ -14,14 +14,14 @@ from tokenizer_folders import BYTE_LEVEL, write
 from typer.testing import CliRunner
 
 from headstart.cli.main import app
-from headstart.explain.divergence import KINDS, kind_of
-from headstart.explain.lint.log_report import report_log
-from headstart.explain.lint.logged_prompt import read_log
 from headstart.gateway.proxy.request_reader import RequestReader, Sender
 from headstart.openai.canonical.canonical_body import CHAT, MESSAGES, RESPONSES, canonical_body, canonical_line
 from headstart.openai.canonical.canonical_messages import inline_systems
 from headstart.openai.canonical.prompt_rules import RULES_HEADER
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.reuse.causes import KINDS, kind_of
+from headstart.reuse.log_report import report_log
+from headstart.reuse.logged_prompt import read_log
 
 INLINE, COUNTS = frozenset({"inline_system"}), frozenset({"token_counts"})
 GEMMA = (FOLDER / "google-gemma-2-2b-it.jinja").read_text(encoding="utf-8")

@@ -12,10 +12,10 @@ from server.harness import PATIENCE
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import EngineStats
 from headstart.core.sched.token_accounting import Counters
-from headstart.explain.lint.log_report import report_log
-from headstart.explain.lint.logged_prompt import prompt_of
-from headstart.explain.lint.prompt_window import PromptWindow, WindowEntry, examined
 from headstart.openai.engine_requests import Origin
+from headstart.reuse.log_report import report_log
+from headstart.reuse.logged_prompt import prompt_of
+from headstart.reuse.near_prompts import PromptWindow, WindowEntry, examined
 from headstart.server.prompt_doctor import FREE_SECONDS, PromptDoctor
 from headstart.server.request_limits import object_bytes
 from headstart.server.statistics import losses

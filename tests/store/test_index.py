@@ -4,8 +4,8 @@ from pathlib import Path
 
 from stored_blocks import SHAPE, key_of, name_of
 
+from headstart.store.folder import Index, Run
 from headstart.store.format import Header
-from headstart.store.index import Index, Run
 from headstart.store.segment import Segment
 
 KEYS = [key_of(index) for index in range(6)]

@@ -20,8 +20,8 @@ import pytest
 from store.endless_writer import NUM_KEPT, content_of, key_of, shape_of
 
 from headstart.core.cache.block_store import BlockKey
+from headstart.store.catalog import RESERVE_BYTES
 from headstart.store.disk import DiskStore
-from headstart.store.segment_eviction import RESERVE_BYTES
 
 WRITER = Path(__file__).with_name("endless_writer.py")
 SECOND = 1_000_000_000  # nanoseconds

@@ -2,7 +2,7 @@
 
 from headstart.core.cache.block_store import BlockKey
 from headstart.core.cache.hashing import BlockHash
-from headstart.store.pending import Offer, Pending
+from headstart.store.writer import Offer, Pending
 
 
 def offer(number: int, version: int = 1) -> Offer:

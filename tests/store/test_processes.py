@@ -13,7 +13,7 @@ CHILD = f"""
 import sys
 from pathlib import Path
 sys.path.insert(0, {TESTS!r})
-from headstart.store import segment_eviction
+from headstart.store import catalog as segment_eviction
 from stored_blocks import SHAPE, chain, name_of, opened, read
 segment_eviction.LOCK_TRIES = 30_000  # the other may be slow: who gives up retries later, which is not seen here
 folder, max_bytes, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

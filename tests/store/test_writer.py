@@ -11,8 +11,7 @@ from stored import BLOCK_BYTES, MAX_BYTES, SHAPE, Clock, Disk, Pool, key, name, 
 
 from headstart.store import writer
 from headstart.store.catalog import Catalog
-from headstart.store.pending import Offer
-from headstart.store.writer import LOST, Writer
+from headstart.store.writer import LOST, Offer, Writer
 
 
 class Bench:

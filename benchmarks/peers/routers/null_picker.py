@@ -36,7 +36,7 @@ from headstart.gateway.picker.ext_proc_messages import (
 )
 from headstart.gateway.picker.grpc_connection import GrpcConnection
 from headstart.gateway.picker.grpc_stream import GrpcStream
-from headstart.gateway.picker.picker_server import HEALTH, SERVICE
+from headstart.gateway.picker.picker_fronts import HEALTH, SERVICE
 from headstart.http.answer_report import REPORT_HEADER
 from headstart.http.logs import Log
 

@@ -8,9 +8,9 @@ from typing import Any
 from headstart.bench.rate import Load
 from headstart.bench.suite import Build
 from headstart.core.errors import ConfigError
-from headstart.explain.lint.log_report import report_log
-from headstart.explain.lint.logged_prompt import LoggedPrompt, Message
 from headstart.measurement.report import Chart, Report
+from headstart.reuse.log_report import report_log
+from headstart.reuse.logged_prompt import LoggedPrompt, Message
 from headstart.workload import scenarios
 from headstart.workload.jobs import GREEDY, Sampling, make_jobs
 from headstart.workload.scenarios import Phase, Scenario

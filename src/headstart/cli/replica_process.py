@@ -15,7 +15,7 @@ import msgspec
 
 from headstart.cli.build_engine import build_engine
 from headstart.config.options import EngineOptions
-from headstart.gateway.replicas.replica_options import ReplicaOptions
+from headstart.gateway.replicas.replica_child import ReplicaOptions
 from headstart.http.logs import Log
 from headstart.model.setup.gpus import count_gpus
 from headstart.model.setup.sizes import cpu_memory

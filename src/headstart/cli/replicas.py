@@ -10,8 +10,13 @@ from pathlib import Path
 from headstart.cli.route import fronts_of
 from headstart.config.options import EngineOptions, RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
-from headstart.gateway.replicas.replica_child import Launch
-from headstart.gateway.replicas.replica_options import ReplicaOptions, encode_options, environment, replica_command
+from headstart.gateway.replicas.replica_child import (
+    Launch,
+    ReplicaOptions,
+    encode_options,
+    environment,
+    replica_command,
+)
 from headstart.gateway.replicas.subprocesses import LocalReplicas
 from headstart.gateway.run_gateway import route
 from headstart.gguf.gguf_reader import is_gguf

@@ -15,11 +15,11 @@ from headstart.core.cache.pinned_prefix import PrefixInfo, PrefixState
 from headstart.core.errors import InvalidRequestError
 from headstart.core.executor import Executor, is_async
 from headstart.core.grammars import CompilingRequests, GrammarCompiler
+from headstart.core.recent_requests import RecentRequests
 from headstart.core.request import NO_DEFAULTS, FinishReason, Request, SamplingDefaults
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.step_time import PrefillTimes
 from headstart.core.sched.token_accounting import Counters
-from headstart.explain.recent_requests import RecentRequests
 
 LONG_STEP_SECONDS = 1.0  # a step expected to take longer is announced before it begins
 LOAD_WAIT_SECONDS = 0.002  # wait for blocks being loaded when there is nothing else to do; then messages are read

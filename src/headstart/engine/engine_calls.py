@@ -14,7 +14,7 @@ from headstart.core.cache.pinned_prefix import PrefixInfo
 from headstart.core.engine import Engine
 from headstart.core.request import CacheMode, Request, SamplingParams
 from headstart.engine.wire import plain_stats
-from headstart.explain.reuse_explainer import Viewer, explain_prompt, explain_request
+from headstart.reuse.reuse_explainer import Viewer, explain_prompt, explain_request
 
 Plain = dict[str, Any]
 KEY_BYTES = 16  # of a block hash, as far as it is sent: enough to tell the blocks of one pool apart

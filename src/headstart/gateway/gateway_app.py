@@ -19,8 +19,8 @@ from headstart.gateway.gateway_routes import PROXIED, ROUTES, is_passed_on
 from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.held_bytes import ByteReservation, bytes_of
 from headstart.gateway.proxy.proxied_call import ProxiedCall
+from headstart.gateway.proxy.replies import replica_gone
 from headstart.gateway.proxy.request_reader import ReadRequest, Sender
-from headstart.gateway.proxy.response_owners import replica_gone
 from headstart.gateway.proxy.upstream import Answer
 from headstart.gateway.replicas.replica_address import server_of
 from headstart.http.access_record import record_of, tenant_of

@@ -7,9 +7,8 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headstart.gateway.proxy.flow_control import FlowControl
+from headstart.gateway.proxy.flow_control import FlowControl, RetryBudget
 from headstart.gateway.proxy.proxied_call import ProxiedCall
-from headstart.gateway.proxy.retry_budget import RetryBudget
 from headstart.gateway.replicas.replica_monitor import ReplicaMonitor
 from headstart.http.packed_metrics import Histogram, expose, method_label
 from headstart.http.tracing.tracer import Exported, SpanCounts

@@ -13,23 +13,19 @@ import aiohttp
 
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import DrainingError, HeadstartError
-from headstart.gateway.cache_stats import fetch_replica_stats, fleet_answer
-from headstart.gateway.client_keys import ClientKeys
-from headstart.gateway.fanout import send_to_all
+from headstart.gateway.cache_stats import fetch_replica_stats, fleet_answer, send_to_all
 from headstart.gateway.gateway_metrics import GatewayMetrics
-from headstart.gateway.gateway_routes import ROUTER_ACCESS, ROUTES
+from headstart.gateway.gateway_routes import ROUTER_ACCESS, ROUTES, ClientKeys
 from headstart.gateway.held_bytes import MAX_HELD_BYTES
-from headstart.gateway.proxy.flow_control import FlowControl
+from headstart.gateway.proxy.flow_control import FlowControl, RetryBudget
 from headstart.gateway.proxy.proxy import Placed, ProxiedCall, Proxy, ProxySettings, placed_at_once
 from headstart.gateway.proxy.request_reader import RequestReader, Sender
-from headstart.gateway.proxy.retry_budget import RetryBudget
 from headstart.gateway.proxy.upstream import Answer
 from headstart.gateway.replica_tokenizers import tokenizer_of
-from headstart.gateway.replicas.index_budget import ApproximateIndexes
-from headstart.gateway.replicas.kv_event_subscriptions import KVEventSubscriptions
+from headstart.gateway.replicas.kv_event_subscriptions import ApproximateIndexes, KVEventSubscriptions
 from headstart.gateway.replicas.replica_address import server_of
 from headstart.gateway.replicas.replica_monitor import MonitoredReplica, ReplicaMonitor
-from headstart.gateway.request_history import RequestHistory
+from headstart.gateway.routing_explanation import RequestHistory
 from headstart.http.access_record import RequestRecord
 from headstart.http.auth import Authenticator, Principal
 from headstart.http.body_reader import BodyReader

@@ -20,11 +20,9 @@ from headstart.allocator import give_memory_back, trim_regularly
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.cache.hashing import HashChain
 from headstart.core.errors import ConfigError
-from headstart.gateway.discovery.discovery import Discovery, StaticDiscovery
-from headstart.gateway.discovery.dns_discovery import DnsDiscovery
-from headstart.gateway.discovery.file_discovery import FileDiscovery
-from headstart.gateway.discovery.kubernetes.kubernetes_discovery import KubernetesDiscovery
-from headstart.gateway.discovery.kubernetes.kubernetes_target import parse_target
+from headstart.gateway.discovery.discovery import Discovery, DnsDiscovery, FileDiscovery, StaticDiscovery
+from headstart.gateway.discovery.kubernetes_discovery import KubernetesDiscovery
+from headstart.gateway.discovery.kubernetes_objects import parse_target
 from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.http_front import Front, HttpFront
 from headstart.gateway.proxy.replies import session_options

@@ -10,7 +10,6 @@ from headstart.core.batch import Output, PrefillChunk, PromptTokenBreakdown
 from headstart.core.errors import InvalidRequestError, RequestFailedError
 from headstart.core.request import CacheMode, FinishReason, Request
 from headstart.engine.engine_client import EngineClient
-from headstart.explain.lint.prompt_window import WindowEntry
 from headstart.http.access_record import RequestRecord
 from headstart.http.answer_report import AnswerReport
 from headstart.http.byte_budget import Lease
@@ -23,6 +22,7 @@ from headstart.openai.text.generation import Delta, Generation
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.text.stop_strings import StopPatterns
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.reuse.near_prompts import WindowEntry
 from headstart.server.apis.answer_diagnosis import AnswerDiagnosis
 from headstart.server.prompt_doctor import PromptDoctor
 from headstart.server.request_limits import RESERVED_TOKENS, output_token_bytes, params_bytes, shown_entries

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.core.batch import PromptTokenBreakdown
-from headstart.explain.lint.prompt_window import MAX_BYTES, PromptWindow, WindowEntry, examined
 from headstart.openai.engine_requests import Origin, narrow_domain
+from headstart.reuse.near_prompts import MAX_BYTES, PromptWindow, WindowEntry, examined
 from headstart.server.request_limits import object_bytes
 
 WINDOW_BYTES = 16 << 20  # of the latest prompts

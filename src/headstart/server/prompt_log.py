@@ -8,14 +8,14 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headstart.explain.lint.diagnosis import diagnose
-from headstart.explain.lint.logged_prompt import prompt_of
 from headstart.openai.canonical.canonical_body import canonical_body
 from headstart.openai.canonical.nonces import rule_for_line
 from headstart.openai.canonical.prompt_rules import PromptRules
 from headstart.openai.request_json import parse_json
 from headstart.openai.responses import Json
 from headstart.openai.tokenizer.tenant_cache import TenantCache
+from headstart.reuse.log_report import diagnose
+from headstart.reuse.logged_prompt import prompt_of
 
 TENANT_SHARE = 4  # a tenant may use a quarter of the bytes
 ENTRY_BYTES = 200  # overhead per body: key, tuple, table slot

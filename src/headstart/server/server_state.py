@@ -24,7 +24,6 @@ from headstart.http.long_work import LongWork, TenantTurns
 from headstart.http.tracing.tracer import make_tracer
 from headstart.http.web_pages import WebPages
 from headstart.openai.bounds import Bounds
-from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
 from headstart.openai.json_pieces import Turns
 from headstart.openai.responses_api.response_memory import ResponseMemory
 from headstart.openai.sandbox.sandbox_pool import MAX_PROCESSES
@@ -32,6 +31,7 @@ from headstart.openai.structured.grammar_check import GrammarCheck
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.server.apis.answer_diagnosis import FingerprintMemory
 from headstart.server.generation_job import ApiRequest, GenerationJob
 from headstart.server.prefix_requests import Prefixes
 from headstart.server.prompt_doctor import PromptDoctor

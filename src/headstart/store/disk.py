@@ -17,9 +17,8 @@ from headstart.store.block_loader import LOOK_SECONDS, Load, Loader, Piece
 from headstart.store.catalog import Catalog
 from headstart.store.files import Files
 from headstart.store.format import Shape
-from headstart.store.pending import Offer
 from headstart.store.tiers.tier import Tier
-from headstart.store.writer import Writer
+from headstart.store.writer import Offer, Writer
 
 CLOSE_SECONDS, MAX_CLOSE_SECONDS = 5.0, 60.0  # to write pending blocks: without a written one, and in all
 MAX_LOADS = 1024  # in flight at once

@@ -13,8 +13,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from headstart.explain.lint.log_report import report_log
-from headstart.explain.lint.logged_prompt import read_log
+from headstart.reuse.log_report import report_log
+from headstart.reuse.logged_prompt import read_log
 from headstart_lab.prompts.agent_chats import Body, Call, agent, bodies_of, recorded_chats
 from headstart_lab.prompts.prompt_mistakes import MISTAKES, UNKNOWN_FORMS
 

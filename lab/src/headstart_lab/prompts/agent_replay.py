@@ -18,12 +18,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from headstart.explain.lint.miss_ratios import miss_ratios
 from headstart.openai.bounds import Bounds
 from headstart.openai.chat.chat_template import ChatTemplate
 from headstart.openai.request_bodies import parse_chat
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.reuse.miss_ratios import miss_ratios
 from headstart_lab.prompts.agent_chats import Body, agent, bodies_of, recorded_chats
 from headstart_lab.prompts.prompt_mistakes import MISTAKES
 

@@ -5,8 +5,8 @@ from itertools import combinations
 from random import Random
 from typing import Any
 
-from headstart.explain.lint.log_report import LogReport, report_log
-from headstart.explain.lint.logged_prompt import read_log
+from headstart.reuse.log_report import LogReport, report_log
+from headstart.reuse.logged_prompt import read_log
 from headstart_lab.prompts.prompt_mistakes import MISTAKES, UNKNOWN_FORMS, Body, clean_log, log_with
 
 

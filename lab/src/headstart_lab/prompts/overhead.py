@@ -29,11 +29,10 @@ from typing import Any
 import httpx
 
 from headstart.core.request import SamplingParams
-from headstart.openai.diagnostics.cache_comparison import compare_prompts
-from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
-from headstart.openai.diagnostics.prompt_fingerprint import fingerprint, shape_of
 from headstart.openai.engine_requests import Origin
 from headstart.openai.generation_params import GenerationParams
+from headstart.reuse.cache_comparison import compare_prompts, fingerprint
+from headstart.server.apis.answer_diagnosis import FingerprintMemory, shape_of
 from headstart.server.prompt_doctor import PromptDoctor
 
 ARMS = {"off": signal.SIGUSR1, "control": signal.SIGUSR1, "on": signal.SIGUSR2}

@@ -4,8 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from headstart.core.errors import ConfigError
-from headstart.explain.lint.id_report import IdReport
-from headstart.explain.lint.log_report import LogReport
+from headstart.reuse.log_report import IdReport, LogReport
 
 
 def check_plot() -> None:

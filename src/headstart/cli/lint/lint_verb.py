@@ -47,12 +47,10 @@ def lint(
     """
     from headstart.cli.lint.lint_plot import check_plot, write_plot
     from headstart.cli.lint.log_source import id_prompts_of, is_trace, read_file, read_server
-    from headstart.explain.lint.id_report import id_report_text, report_ids
-    from headstart.explain.lint.log_report import report_log
-    from headstart.explain.lint.logged_prompt import ReadLog
-    from headstart.explain.lint.report_text import report_text
     from headstart.measurement.progress_bar import progress_bar
     from headstart.openai.canonical.nonces import rule_for_line
+    from headstart.reuse.log_report import id_report_text, report_ids, report_log, report_text
+    from headstart.reuse.logged_prompt import ReadLog
 
     if log is None and against is None:
         raise ConfigError("name a FILE, or a server with --against URL")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from headstart.cli.client_request import call_server
 from headstart.core.errors import ConfigError
-from headstart.explain.lint.logged_prompt import IdPrompt, ReadLog, read_log
+from headstart.reuse.logged_prompt import IdPrompt, ReadLog, read_log
 from headstart.workload.recorded.trace_files import read_trace_file
 from headstart.workload.recorded.trace_units import TraceUnits
 

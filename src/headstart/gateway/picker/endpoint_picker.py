@@ -19,12 +19,10 @@ from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
 from headstart.gateway.picker.ext_proc_messages import CHUNK_BYTES
 from headstart.gateway.picker.ext_proc_stream import EXTENSION, AnswerHead, ExtProcStream
-from headstart.gateway.proxy.error_responses import no_answer, no_replicas
-from headstart.gateway.proxy.line_reader import stream_reader
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.relay import own_headers
-from headstart.gateway.proxy.replies import JSON_ROUTES
-from headstart.gateway.proxy.sse_reader import ReportedUsage
+from headstart.gateway.proxy.replies import JSON_ROUTES, no_answer, no_replicas
+from headstart.gateway.proxy.sse_reader import ReportedUsage, stream_reader
 from headstart.gateway.proxy.upstream import AttemptError, Failure, GarbledError, headers_back, headers_changed
 from headstart.http.answer_report import REPORT_HEADER, AnswerReport, decode_report
 from headstart.http.gate import identity_headers

@@ -15,17 +15,19 @@ from typing import cast
 import hpack
 
 from headstart.gateway.picker import http2_frames as h2
-from headstart.gateway.picker.grpc_calls import WAITING_SECONDS, Calls, Handler
-from headstart.gateway.picker.grpc_stream import STREAM_WINDOW, GrpcError, GrpcStream, Status
-from headstart.gateway.picker.http2_frames import FrameHead, Http2Error
-from headstart.gateway.picker.peer_limits import (
+from headstart.gateway.picker.grpc_calls import (
     EARNING_BYTES,
     PER_CALL,
     PER_MESSAGE,
     PER_SENT,
+    WAITING_SECONDS,
     Callers,
+    Calls,
     FrameBudget,
+    Handler,
 )
+from headstart.gateway.picker.grpc_stream import STREAM_WINDOW, GrpcError, GrpcStream, Status
+from headstart.gateway.picker.http2_frames import FrameHead, Http2Error
 from headstart.http.sse import WRITE_SECONDS
 
 CONNECTION_WINDOW = 16 << 20  # bytes on their way on all streams; those that arrived are bounded by peer_limits.py

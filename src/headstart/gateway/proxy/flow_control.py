@@ -3,23 +3,31 @@
 A replica has enough while `limit` requests per replica are without a first token; the rest wait here, where their order
 can still be changed: fairly between tenants, by priority within one (router/flow_queue.py). A request whose deadline
 has passed is never sent. Limit 0: every request is sent at once, as far as its deadline allows.
+
+ReplicaWait: requests wait while no replica is available for a moment, as when the only one of a model is restarted.
+
+They wait from the moment when the last replica left, so a fleet that stays down refuses requests at once again.
 """
 
 import asyncio
 import contextlib
 import time
+from collections.abc import Collection
 from math import inf
 
 from headstart.core.errors import NoReplicaError
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.relay import Relay
 from headstart.http.http_errors import HttpError
+from headstart.router.endpoint import Endpoint
+from headstart.router.filters import may_serve
 from headstart.router.flow_queue import FlowQueue, WaitingRequest
 from headstart.router.router import Router
 
 TIMEOUT_HEADER = b"x-headstart-timeout-ms"
 PRIORITY_HEADER = b"x-headstart-priority"
 MAX_PRIORITY = 2**31
+MIN_RETRIES = 3  # at once; a share of few requests is less than one
 
 
 class FlowControl:
@@ -96,3 +104,77 @@ def _number(value: bytes | None, default: float) -> float:
     except ValueError:
         return default
     return default if number != number else number
+
+
+class ReplicaWait:
+    """The requests of one router that wait for a replica, for at most `seconds`."""
+
+    def __init__(self, router: Router, seconds: float) -> None:
+        self.num_waiting = 0
+        self._router = router
+        self._seconds = seconds
+        self._removed_at = -inf
+        self._up = asyncio.Event()
+
+    def on_up(self) -> None:
+        """Wake the waiting requests: a probe found a replica ready."""
+        if self.num_waiting:
+            self._up.set()
+            self._up = asyncio.Event()
+
+    def on_removed(self, url: str) -> None:
+        """Note that a replica is about to be removed; another one may take its place, as in a rolling update."""
+        if url in self._router.endpoints:
+            self._removed_at = time.monotonic()
+
+    def is_expected(self, now: float) -> bool:
+        """Return whether a replica left a moment ago, so that requests may wait for it or another one."""
+        return now < self._last_left(self._router.endpoints.values()) + self._seconds
+
+    def deadline(self, call: ProxiedCall, now: float) -> float:
+        """Return until when a request may wait for a replica, on time.monotonic; a time in the past: not at all.
+
+        A request waits only after failures that say nothing about the request and after which the replica returns.
+        """
+        if not all(failure.is_momentary for failure in call.failures):
+            return -inf
+        endpoints = [one for one in self._router.endpoints.values() if may_serve(one, call.reading.request)]
+        return (now if call.failures and endpoints else self._last_left(endpoints)) + self._seconds
+
+    def _last_left(self, endpoints: Collection[Endpoint]) -> float:
+        removed_at = -inf if self._router.endpoints else self._removed_at
+        return max((one.health.left_at for one in endpoints), default=removed_at)
+
+    async def wait(self, deadline: float) -> bool:
+        """Wait until a replica is up; return False if none was until the deadline."""
+        self.num_waiting += 1
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                await self._up.wait()
+        except TimeoutError:
+            return False
+        finally:
+            self.num_waiting -= 1
+        return True
+
+
+class RetryBudget:
+    """At most `share` of the requests in flight may be retries. A retry counts until its request ends."""
+
+    def __init__(self, share: float) -> None:
+        self.num_active = 0  # requests in flight
+        self.num_retrying = 0  # of these, requests that were sent again
+        self.num_refused = 0
+        self._share = share
+
+    def take(self) -> bool:
+        """Return whether one more request may be sent again; if so, it counts until `give_back`."""
+        if self.num_retrying >= max(self._share * self.num_active, MIN_RETRIES if self._share else 0):
+            self.num_refused += 1
+            return False
+        self.num_retrying += 1
+        return True
+
+    def give_back(self) -> None:
+        """Count a retried request as ended."""
+        self.num_retrying -= 1

@@ -2,6 +2,10 @@
 
 Until the client has received part of an answer, every failure is retried at another replica: a stream of comments alone
 is not yet an answer, and an answer in one piece is kept until it is complete. After that a failure is an error event.
+
+WriteTimeout: aborts a response whose client does not read it.
+
+A timer per message would cost as much as relaying a token; one per request, which checks periodically, costs nothing.
 """
 
 import asyncio
@@ -9,26 +13,26 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from headstart.core.errors import NoReplicaError, QueueFullError
 from headstart.gateway.held_bytes import MAX_HELD_BYTES, HeldBytes
-from headstart.gateway.proxy.error_responses import (
+from headstart.gateway.proxy.flow_control import FlowControl, ReplicaWait, RetryBudget
+from headstart.gateway.proxy.proxied_call import ProxiedCall
+from headstart.gateway.proxy.relay import Attempt, Relay, write
+from headstart.gateway.proxy.replies import (
     WatchedDecisions,
+    check_head,
     decision_header,
     no_answer,
     no_replicas,
     replica_lost,
+    session_options,
     too_many_losses,
 )
-from headstart.gateway.proxy.flow_control import FlowControl
-from headstart.gateway.proxy.proxied_call import ProxiedCall
-from headstart.gateway.proxy.relay import Attempt, Relay, write
-from headstart.gateway.proxy.replica_wait import ReplicaWait
-from headstart.gateway.proxy.replies import check_head, session_options
-from headstart.gateway.proxy.retry_budget import RetryBudget
 from headstart.gateway.proxy.silence import Silence
 from headstart.gateway.proxy.upstream import (
     AttemptError,
@@ -36,7 +40,6 @@ from headstart.gateway.proxy.upstream import (
     failure_of,
     headers_on,
 )
-from headstart.gateway.proxy.write_timeout import WriteTimeout
 from headstart.gateway.replicas.replica_address import rank_headers, server_of
 from headstart.http.byte_budget import has_share
 from headstart.http.http_errors import ClientGoneError, HttpError
@@ -345,3 +348,33 @@ def _retry_failed_connections(call: ProxiedCall) -> None:
     if len(kept) == len(failed):
         kept = [name for name, failure in failed if not failure.is_of_connection]
     call.tried[:] = kept
+
+
+class WriteTimeout:
+    """Sends as `send` does. Cancels `task`, and sets `is_over`, once the client has read nothing for `seconds`.
+
+    Detection may take a quarter longer. The creator closes it.
+    """
+
+    def __init__(self, send: Send, task: "asyncio.Task[Any]", seconds: float) -> None:
+        self.is_over = False
+        self._send, self._task, self._seconds = send, task, seconds
+        self._loop = task.get_loop()
+        self._since: float | None = None  # while a message is being sent
+        self._timer = self._loop.call_later(seconds / 4, self._check)
+
+    async def __call__(self, message: Message) -> None:
+        self._since = self._loop.time()
+        await self._send(message)
+        self._since = None
+
+    def close(self) -> None:
+        """Stop the periodic check."""
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        if self._since is not None and self._loop.time() - self._since >= self._seconds:
+            self.is_over = True
+            self._task.cancel()
+        else:
+            self._timer = self._loop.call_later(self._seconds / 4, self._check)

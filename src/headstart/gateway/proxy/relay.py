@@ -12,13 +12,25 @@ from typing import NamedTuple
 import aiohttp
 from starlette.types import Send
 
-from headstart.gateway.proxy.error_responses import id_in, replica_lost
-from headstart.gateway.proxy.line_reader import LineStream, answer_usage, stream_reader
 from headstart.gateway.proxy.proxied_call import ProxiedCall
-from headstart.gateway.proxy.replies import begins_like, error_in_first, read_answer
-from headstart.gateway.proxy.response_owners import ResponseOwners
+from headstart.gateway.proxy.replies import (
+    ResponseOwners,
+    begins_like,
+    error_in_first,
+    id_in,
+    read_answer,
+    replica_lost,
+)
 from headstart.gateway.proxy.silence import Watched
-from headstart.gateway.proxy.sse_reader import TAIL_BYTES, EventStream, ReportedUsage, read_usage_at_end
+from headstart.gateway.proxy.sse_reader import (
+    TAIL_BYTES,
+    EventStream,
+    LineStream,
+    ReportedUsage,
+    answer_usage,
+    read_usage_at_end,
+    stream_reader,
+)
 from headstart.gateway.proxy.upstream import (
     Answer,
     AttemptError,

@@ -4,20 +4,32 @@ A replica is trusted to compute, not to send valid HTTP: a proxy in front of it 
 belong to another program by now. On generation routes, a success is status 200 and a JSON object with choices, or a
 stream of events whose first one is a JSON object. An error keeps its status, and its body only if that is an error
 object.
+
+ResponseOwners: the replica that holds each stored response, by the id of the response.
+
+Only this router's latest answers are known: ids of another router, of before a restart, or beyond MAX_RESPONSES are
+unknown, and their requests are answered with 404.
 """
 
 import codecs
+import json
+import re
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
 
 from headstart.apis.api import Api
 from headstart.apis.api_table import APIS, OTHER, UNCACHED, api_of, generation_api
-from headstart.gateway.proxy.upstream import Answer, GarbledError, headers_back
+from headstart.core.errors import NoReplicaError
+from headstart.gateway.proxy.upstream import Answer, AttemptError, Failure, GarbledError, headers_back
+from headstart.http.http_errors import HttpError
 from headstart.openai.request_json import json_value
 from headstart.openai.responses import encode, error_object
+from headstart.router.routing_decision import RoutingDecision
 
 MAX_ANSWER_BYTES = 64 << 20  # on routes that do not generate
 KEPT_BYTES = 8 << 20
@@ -30,6 +42,13 @@ UNCOUNTED_BYTES = 16 << 10  # of an answer that arrived at once; not counted as 
 MAX_INTERIM = 32  # responses of status 1xx before the final one
 _JSON = b"application/json"
 _SLICE_BYTES = 64 << 10
+ID_BYTES = 512  # at the beginning of an answer that are searched for its id
+_ID = re.compile(rb'"id"\s*:\s*"([A-Za-z0-9._:-]{1,128})"')
+MAX_WATCHED = 20  # decisions
+WATCH_SECONDS = 10.0  # for which decisions are noted after the last look
+WATCH_INTERVAL = 0.05  # seconds between two that are noted
+MAX_EXPLAINED = 16  # replicas in the header that explains a decision: it must fit into a response head
+MAX_RESPONSES = 32_768  # about 300 bytes each
 
 
 def session_options() -> dict[str, Any]:
@@ -174,3 +193,128 @@ def _check_object(body: bytes, decoder: "msgspec.json.Decoder[Any]") -> None:
             decode(body[start : start + _SLICE_BYTES], start + _SLICE_BYTES >= len(body))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise GarbledError("the replica's answer is no JSON object of this route") from None
+
+
+def id_in(piece: bytes) -> str:
+    """Return the first id in the beginning of an answer; "" if there is none."""
+    found = _ID.search(piece, 0, ID_BYTES)
+    return found[1].decode() if found else ""
+
+
+def decision_header(decision: RoutingDecision) -> bytes:
+    """Return the reasons of a routing decision as the value of a header."""
+    return json.dumps(_explained(decision), separators=(",", ":")).encode()
+
+
+class WatchedDecisions:
+    """The latest routing decisions with the price of each replica; noted only while someone watches."""
+
+    def __init__(self) -> None:
+        self._latest: deque[dict[str, Any]] = deque(maxlen=MAX_WATCHED)
+        self._until = self._next = -inf
+
+    def note(self, decision: RoutingDecision, now: float) -> None:
+        """Note a decision about a prompt before it is sent; a few each second are enough to watch."""
+        if self._next <= now < self._until and decision.view.prompt_tokens:
+            self._next = now + WATCH_INTERVAL
+            self._latest.appendleft(_explained(decision))
+
+    def watch(self, now: float) -> list[dict[str, Any]]:
+        """Return the noted decisions, newest first, and note further ones for a while."""
+        self._until = now + WATCH_SECONDS
+        return list(self._latest)
+
+
+def _explained(decision: RoutingDecision) -> dict[str, Any]:
+    explanation = decision.explain()
+    explanation["candidates"] = explanation["candidates"][:MAX_EXPLAINED]
+    explanation["excluded"] = dict(list(explanation["excluded"].items())[:MAX_EXPLAINED])
+    return explanation
+
+
+def replica_lost() -> HttpError:
+    """Return the error that ends a stream whose replica was lost."""
+    return HttpError(
+        502, "the replica was lost in the middle of this answer; send the request again", code="replica_lost"
+    )
+
+
+def too_many_losses(request_id: str, num_losses: int) -> HttpError:
+    """Return the error of a request during which too many replicas were lost."""
+    return HttpError(
+        502,
+        f"replicas were lost {num_losses} times while they had request {request_id}; it is not sent to another one",
+        code="replica_lost",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def no_answer(error: AttemptError, num_attempts: int) -> HttpError:
+    """Return the error for a request that no replica answered."""
+    if error.failure is Failure.GARBLED:
+        message = "the replica's answer could not be read as one of this API; its operator finds more in the metrics"
+        return HttpError(502, message, code="bad_replica_answer", headers={"retry-after": "1"})
+    unreached = dict.fromkeys((Failure.REFUSED, Failure.UNREACHED), "could not be reached")
+    what = {Failure.SILENT: "did not answer in time", **unreached}
+    text = what.get(error.failure, "gave no answer")
+    return HttpError(
+        502,
+        f"the replica {text}, attempt {num_attempts} being the last; try again",
+        code="replica_unreachable",
+        headers={"retry-after": "1"},
+    )
+
+
+def no_replicas(error: NoReplicaError) -> HttpError:
+    """Return the error for a request for which no replica was available."""
+    reasons = sorted(set(error.reasons.values()))
+    why = f" ({', '.join(reasons)})" if reasons else ""
+    return HttpError(
+        503, f"no replica can take this request now{why}; try again", code="no_replicas", headers={"retry-after": "1"}
+    )
+
+
+class _Owner(NamedTuple):
+    replica: str  # URL
+    domain: bytes  # of the router's tenant that created the response; empty: the replica alone checks keys
+
+
+class ResponseOwners:
+    """Replicas by response id, least recently used first."""
+
+    def __init__(self, max_responses: int = MAX_RESPONSES) -> None:
+        self._max_responses = max_responses
+        self._owners: OrderedDict[str, _Owner] = OrderedDict()
+
+    def add(self, response_id: str, replica: str, domain: bytes) -> None:
+        """Note that a replica holds a response."""
+        if not response_id:
+            return
+        self._owners[response_id] = _Owner(replica, domain)
+        self._owners.move_to_end(response_id)
+        if len(self._owners) > self._max_responses:
+            self._owners.popitem(last=False)
+
+    def find(self, response_id: str, domain: bytes, param: str) -> str:
+        """Return the URL of the replica that holds a response.
+
+        Raises HttpError 404 for an id that is unknown or another tenant's; `param` is the field that contained it.
+        """
+        owner = self._owners.get(response_id)
+        if owner is None or owner.domain != domain:
+            message = (
+                f"response {response_id[:128]!a} is not known to this router: it was never, or too long ago; "
+                "send the whole conversation as input"
+            )
+            raise HttpError(404, message, code="response_not_found", param=param)
+        self._owners.move_to_end(response_id)
+        return owner.replica
+
+
+def replica_gone(response_id: str, param: str) -> HttpError:
+    """Return the error for a response whose replica does not serve any more."""
+    message = (
+        f"the replica that holds response {response_id[:128]!a} is gone, and the response with it; "
+        "send the whole conversation as input"
+    )
+    return HttpError(404, message, code="response_not_found", param=param)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from headstart.explain.lint.logged_prompt import BODY_KEYS
 from headstart.openai.canonical.canonical_messages import (
     KEEPING_VARIABLES,
     SYSTEM_RULES,
@@ -25,6 +24,7 @@ from headstart.openai.canonical.canonical_messages import (
 from headstart.openai.canonical.prompt_rules import AppliedRules, PromptRules, applied_rules
 from headstart.openai.canonical.stable_tools import sorted_schema, sorted_tools, tool_name
 from headstart.openai.chat.template_forms import ContentForms
+from headstart.reuse.logged_prompt import BODY_KEYS
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 _THOUGHTS = ("thinking", "redacted_thinking")

@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from headstart.explain.divergence import num_times
 from headstart.openai.canonical.nonces import without_nonces, without_token_counts
 from headstart.openai.canonical.prompt_rules import PromptRules
 from headstart.openai.canonical.stable_json import canonical_json
 from headstart.openai.chat.template_forms import SYSTEM_ROLES, ContentForms
+from headstart.reuse.causes import num_times
 
 Message = Mapping[str, Any]
 SYSTEM_RULES = frozenset({"billing_header", "trace_headers", "request_ids", "dates"})

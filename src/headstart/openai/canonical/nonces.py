@@ -4,8 +4,8 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from headstart.explain.divergence import TOKEN_COUNTS
 from headstart.openai.canonical.prompt_rules import PromptRules
+from headstart.reuse.causes import TOKEN_COUNTS
 
 
 class KnownNonce(NamedTuple):

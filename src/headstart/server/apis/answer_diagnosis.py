@@ -1,14 +1,77 @@
-"""AnswerDiagnosis: the prompt of one client request, compared with an earlier one if requested, and remembered."""
+"""AnswerDiagnosis: the prompt of one client request, compared with an earlier one if requested, and remembered.
 
+FingerprintMemory has the fingerprints of answered requests by tenant and id of the answer, bounded in bytes.
+"""
+
+import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from headstart.openai.diagnostics.cache_comparison import CacheComparison, compare_prompts
-from headstart.openai.diagnostics.cache_diagnosis import CacheDiagnosis
-from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
-from headstart.openai.diagnostics.prompt_fingerprint import PromptShape, fingerprint
+from headstart.core.request import CacheMode
 from headstart.openai.engine_requests import Origin
+from headstart.openai.generation_params import GenerationParams
 from headstart.openai.responses import Json
+from headstart.openai.tokenizer.tenant_cache import TenantCache
+from headstart.reuse.cache_comparison import (
+    CacheComparison,
+    CacheDiagnosis,
+    PromptFingerprint,
+    PromptShape,
+    compare_prompts,
+    fingerprint,
+)
+
+KEY_BYTES = 128
+TENANT_SHARE = 2  # a tenant may fill this part of the memory
+
+
+class FingerprintMemory:
+    """Fingerprints; beyond the bounds the least recently used are dropped. Thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes` 0: nothing is kept."""
+        self._cache = TenantCache[PromptFingerprint](
+            max_bytes // TENANT_SHARE, max_bytes, lambda value: KEY_BYTES + value.num_bytes
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that all tenants' fingerprints take."""
+        return self._cache.num_bytes
+
+    def __len__(self) -> int:
+        return len(self._cache)
+
+    def find(self, tenant: str, answer_id: str) -> PromptFingerprint | None:
+        """Return the fingerprint of a tenant's request; None if it has none with this id, or no longer."""
+        return self._cache.find(tenant, [answer_id.encode()])[0]
+
+    def put(self, tenant: str, answer_id: str, value: PromptFingerprint) -> None:
+        """Store the fingerprint of an answered request."""
+        self._cache.put(tenant, answer_id.encode(), value)
+
+
+def shape_of(messages: Sequence[Mapping[str, Any]] | None, params: GenerationParams, domain: bytes) -> PromptShape:
+    """Return the shape of a chat; None: of a completion, which has none."""
+    messages = messages or ()
+    roles = (message["role"] for message in messages)
+    num_system = next((at for at, role in enumerate(roles) if role not in ("system", "developer")), len(messages))
+    system = hash(tuple(map(_message_hash, messages[:num_system]))) if num_system else 0
+    hashes = array("q", map(_message_hash, messages[num_system:]))
+    tools = params.tools
+    options = dict(params.template_options)
+    effort = options.pop("reasoning_effort", params.reasoning_effort), options.pop("enable_thinking", None)
+    return PromptShape(
+        tools=() if tools is None else tuple(map(_json_hash, tools.definitions)),
+        system=system,
+        messages=hashes,
+        num_system=num_system,
+        effort=hash(effort),
+        options=hash((*options.items(), params.add_generation_prompt, params.continue_final_message)),
+        domain=hash((domain, params.cache_salt)),
+        is_published=params.cache is CacheMode.READ_WRITE,
+    )
 
 
 class AnswerDiagnosis:
@@ -53,3 +116,13 @@ class AnswerDiagnosis:
         if self._memory is not None:
             value = fingerprint(self._shape, self._token_ids)
             self._memory.put(self._origin.tenant, self._origin.request_id, value)
+
+
+def _message_hash(message: Mapping[str, Any]) -> int:
+    calls = message.get("tool_calls")
+    plain = (message["role"], message.get("content"), message.get("reasoning_content"), message.get("name"))
+    return hash((*plain, None if calls is None else _json_hash(calls)))
+
+
+def _json_hash(value: object) -> int:
+    return hash(json.dumps(value))

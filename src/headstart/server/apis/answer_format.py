@@ -14,14 +14,13 @@ from headstart.core.request import Request as EngineRequest
 from headstart.http.sse import named_event
 from headstart.openai.chat.chat_parts import ChatParts
 from headstart.openai.chat.chat_translation import ChatTranslation
-from headstart.openai.diagnostics.prompt_fingerprint import shape_of
 from headstart.openai.engine_requests import Origin, chat_requests, tokenizer_of
 from headstart.openai.generation_params import GenerationParams
 from headstart.openai.request_bodies import ChatBody
 from headstart.openai.request_model import RequestModel
 from headstart.openai.responses import Json, encode
 from headstart.openai.text.generation import Delta
-from headstart.server.apis.answer_diagnosis import AnswerDiagnosis
+from headstart.server.apis.answer_diagnosis import AnswerDiagnosis, shape_of
 from headstart.server.generation_job import ApiRequest, GenerationJob
 from headstart.server.server_state import Model
 

@@ -4,14 +4,20 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from headstart.anthropic.message_diagnostics import message_diagnostics
 from headstart.anthropic.message_events import CacheMarks, MessageEvents
 from headstart.anthropic.messages_request import CountTokensRequest, MessagesRequest, num_marked_tokens, read_body
 from headstart.apis import answer_schemas, api_table
 from headstart.core.request import CacheMode
 from headstart.openai.engine_requests import Origin, encode_chat, tokenizer_of
 from headstart.openai.responses import Json
-from headstart.server.apis.answer_format import Head, PartsFormat, ServedApi, TranslatedChat, check_model
+from headstart.reuse.cache_comparison import message_diagnostics
+from headstart.server.apis.answer_format import (
+    Head,
+    PartsFormat,
+    ServedApi,
+    TranslatedChat,
+    check_model,
+)
 from headstart.server.generation_job import ApiRequest, GenerationJob
 from headstart.server.server_state import Model
 

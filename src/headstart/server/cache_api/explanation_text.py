@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headstart.core.cache.pinned_prefixes import REQUEST_PREFIX
-from headstart.explain.divergence import KINDS, kind_of
 from headstart.openai.responses import CACHE_SOURCES, Json, token_name
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.reuse.causes import KINDS, kind_of
 
 SHOWN_CHARS = 40  # on either side of a divergence
 _NAMED_KINDS = frozenset(

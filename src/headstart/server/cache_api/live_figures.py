@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import EngineStats
-from headstart.explain.lint.causes import CAUSES
 from headstart.http.auth import Principal
 from headstart.http.packed_metrics import quantile
 from headstart.openai.responses import CACHE_SOURCES, Json
+from headstart.reuse.causes import CAUSES
 from headstart.server.prompt_doctor import AvoidableCounts
 from headstart.server.server_metrics import blocks_by_state
 from headstart.server.server_state import Model, ServerState

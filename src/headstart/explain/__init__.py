@@ -1,1 +1,0 @@
-"""Explanations of cache reuse and cache misses. Standard library only."""

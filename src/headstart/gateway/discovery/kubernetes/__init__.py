@@ -1,1 +1,0 @@
-"""Discovery from Kubernetes: pods of an InferencePool, endpoints of a Service. Needs the extra [kubernetes]."""

@@ -1,0 +1,205 @@
+"""KubernetesDiscovery: the replicas of an InferencePool or of a Service, from watches of the API server."""
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from headstart.gateway.discovery.discovery import MAX_REPLICAS, Changed
+from headstart.gateway.discovery.kubernetes_api import (
+    FIRST_BACKOFF,
+    WATCH_SECONDS,
+    ApiError,
+    KubernetesApi,
+    Reflector,
+    Resource,
+    connect,
+)
+from headstart.gateway.discovery.kubernetes_objects import (
+    EndpointSlice,
+    InferencePool,
+    KubernetesTarget,
+    Listed,
+    Pod,
+    pool_addresses,
+    port_names,
+    slice_addresses,
+)
+from headstart.gateway.replicas.replica_address import ReplicaAddress
+from headstart.http.logs import Log
+
+POOLS = ("/apis/inference.networking.k8s.io/v1", "inferencepools")
+PODS = ("/api/v1", "pods")
+SLICES = ("/apis/discovery.k8s.io/v1", "endpointslices")
+
+T = TypeVar("T", Pod, InferencePool, EndpointSlice)
+
+
+class KubernetesDiscovery:
+    """One replica per address and port of the target's pods that are not terminating."""
+
+    def __init__(
+        self,
+        target: KubernetesTarget,
+        *,
+        kubeconfig: Path | None = None,
+        log: Log | None = None,
+        rng: random.Random | None = None,
+        first_backoff: float = FIRST_BACKOFF,
+        watch_seconds: tuple[int, int] = WATCH_SECONDS,
+        allow_loopback: bool = False,
+    ) -> None:
+        """`kubeconfig` None: the service account of the pod, else the user's kubeconfig.
+
+        `allow_loopback`: endpoints at loopback addresses are replicas too, as in tests.
+        """
+        self._target = target
+        self._kubeconfig = kubeconfig
+        self._log = log or Log()
+        self._rng = rng or random.Random()
+        self._first_backoff = first_backoff
+        self._watch_seconds = watch_seconds
+        self._allow_loopback = allow_loopback
+
+    def describe(self) -> str:
+        return str(self._target)
+
+    async def watch(self, changed: Changed) -> None:
+        """As Discovery.watch; the first call follows the first complete answer of the API server.
+
+        Raises ConfigError if there is no cluster, or kubernetes_asyncio is not installed.
+        """
+        api = await connect(self._kubeconfig)
+        try:
+            listing = ReplicaListing(self.describe(), changed, self._log)
+            if self._target.kind == "service":
+                await self._watch_service(api, listing)
+            else:
+                await self._watch_pool(api, listing)
+        finally:
+            await api.close()
+
+    async def _watch_service(self, api: KubernetesApi, listing: "ReplicaListing") -> None:
+        def listed(slices: Mapping[str, EndpointSlice]) -> None:
+            found = slice_addresses(slices.values(), self._target.port, allow_loopback=self._allow_loopback)
+            ports = port_names(slices.values())
+            if ports and not any(found) and (self._target.port not in ports or not self._target.port):
+                listing.complain(f"has endpoints with the ports {', '.join(ports)}; name one of them after a colon")
+            listing.update(found)
+
+        selector = {"labelSelector": f"kubernetes.io/service-name={self._target.name}"}
+        await self._reflector(api, listing, EndpointSlice, SLICES, selector, listed).run()
+
+    async def _watch_pool(self, api: KubernetesApi, listing: "ReplicaListing") -> None:
+        """Watch the pool, and the pods of its selector. Pods of a new selector replace those of the old one at once."""
+        pool: InferencePool | None = None
+        selected: tuple[bool, str] | None = None  # whether the pool exists, its selector; None: not read yet
+        pods: Mapping[str, Pod] = {}
+        watching: asyncio.Task[None] | None = None
+
+        def update() -> None:
+            if pool is None:
+                listing.update(Listed())
+            else:
+                listing.update(pool_addresses(pool, pods.values(), allow_loopback=self._allow_loopback))
+
+        def pods_listed(found: Mapping[str, Pod]) -> None:
+            nonlocal pods
+            pods = found
+            update()
+
+        def pool_listed(pools: Mapping[str, InferencePool]) -> None:
+            nonlocal pool, selected, pods, watching
+            pool, before = pools.get(self._target.name), selected
+            selector = pool.label_selector if pool else ""
+            selected = pool is not None, selector
+            if selected == before:
+                if listing.is_known:
+                    update()
+                return
+            if watching is not None:
+                watching.cancel()
+                watching = None
+            if selector:
+                query = {"labelSelector": selector}
+                watching = group.create_task(self._reflector(api, listing, Pod, PODS, query, pods_listed).run())
+            else:
+                listing.complain("selects no pods" if pool else "does not exist")
+                pods = {}
+                update()
+
+        async with asyncio.TaskGroup() as group:
+            query = {"fieldSelector": f"metadata.name={self._target.name}"}
+            await self._reflector(api, listing, InferencePool, POOLS, query, pool_listed).run()
+
+    def _reflector(
+        self,
+        api: KubernetesApi,
+        listing: "ReplicaListing",
+        kind: type[T],
+        collection: tuple[str, str],
+        selector: Mapping[str, str],
+        changed: Callable[[Mapping[str, T]], None],
+    ) -> Reflector[T]:
+        group, plural = collection
+        path = f"{group}/namespaces/{self._target.namespace or api.namespace}/{plural}"
+        return Reflector(
+            api,
+            Resource(kind, path, selector),
+            changed,
+            lambda error: listing.failed(plural, error),
+            rng=self._rng,
+            first_backoff=self._first_backoff,
+            watch_seconds=self._watch_seconds,
+        )
+
+
+class ReplicaListing:
+    """The list of replicas passed on so far, and the log of its changes and of failures to read it."""
+
+    def __init__(self, source: str, changed: Changed, log: Log) -> None:
+        self._source = source
+        self._changed = changed
+        self._log = log
+        self._known: tuple[ReplicaAddress, ...] | None = None
+        self._failures: dict[str, str] = {}  # last logged failure by collection
+        self._complaint = ""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any list was passed on."""
+        return self._known is not None
+
+    def update(self, listed: Listed) -> None:
+        """Pass a list on if it differs from the last; of too many replicas those already known are kept."""
+        found, refused = listed
+        if refused:
+            self.complain(f"has {len(refused)} endpoints that no replica can have, as {refused[0]}; they are left out")
+        if len(found) > MAX_REPLICAS:
+            self.complain(f"has more than {MAX_REPLICAS} replicas; the rest is left out")
+            before = set(self._known or ())
+            kept = sorted(found, key=lambda address: address not in before)[:MAX_REPLICAS]
+            found = tuple(sorted(kept, key=lambda address: address.url))
+        elif found and not refused:
+            self._complaint = ""
+        if found == self._known:
+            return
+        if self._known is not None:
+            self._log.line(f"headstart: {self._source} lists {len(found)} replicas now, {len(self._known)} before")
+        self._known = found
+        self._changed(found)
+
+    def complain(self, complaint: str) -> None:
+        """Log why the list is not what one might expect, once."""
+        if complaint != self._complaint:
+            self._log.line(f"headstart: {self._source} {complaint}")
+        self._complaint = complaint
+
+    def failed(self, collection: str, error: ApiError | None) -> None:
+        """Log a failure to read a collection if it is not the one logged last; None: it is read again."""
+        reason = "" if error is None else str(error)
+        if reason and reason != self._failures.get(collection):
+            count = len(self._known or ())
+            self._log.line(f"headstart: {self._source}: {reason}; going on with the {count} replicas known")
+        self._failures[collection] = reason

@@ -1,1 +1,0 @@
-"""Prompt cache diagnostics: fingerprints of prompts, their comparison, and its form in OpenAI's APIs."""
