@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from model.test_blocks_linear import BLOCKS, blocks
 from numpy.typing import NDArray
 
 from headstart.core.errors import ConfigError
@@ -171,6 +172,27 @@ def test_int8_on_tiles_gives_the_bits_of_products_in_registers(variant: str, out
         for count in (1, 2, 15, 16, 17, 31, 33, 48, 100, 257, 700):
             for first in (0, 700 - count):
                 assert torch.equal(on_tiles(x[first : first + count]), due[first : first + count]), (count, first)
+
+
+@pytest.mark.parametrize("variant", TILES)
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("bits", [8, 16])
+def test_blocks_on_tiles_give_the_bits_of_products_in_registers(variant: str, kind: str, bits: int) -> None:
+    """Fewer than 8 rows are multiplied in registers, and more than 256 in blocks; 5,120 inputs by pieces of rows."""
+    for outputs, inputs in ((70, 768), (33, 5120)):
+        x = torch.randn(330, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
+        x[5, ::3] *= 1e-2  # less than 1/128 of the largest number is rounded
+        x[6, 40], x[7], x[8], x[9] = torch.nan, 0, -3e38, 1e-38
+        weight = blocks(kind, 2 * outputs, inputs)
+        on_tiles, plain = (
+            Linear(weight, gated=inputs == 768, form=Form(tiles(name), activation_bits=bits))
+            for name in (variant, WITHOUT)
+        )
+        due = plain(x)
+        for count in (1, 7, 8, 9, 16, 17, 31, 100, 257, 330):
+            for first in (0, 330 - count):
+                found, expected = on_tiles(x[first : first + count]), due[first : first + count]
+                assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), (count, first)
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------

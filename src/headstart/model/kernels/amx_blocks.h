@@ -3,7 +3,7 @@
 // The integers of rows and weights are numbers of bf16: those of a row have at most 8 significant bits, as they come from
 // bf16 or are bytes. In the sums of a group every partial sum is an integer of at most 2^24, if the weights of 5 and 6 bits
 // are signed, so an operation on bf16 gives the exact integer, which is scaled and added in the same order. Weights of 8 bits
-// (Q8_0) do not fit.
+// are 16 times a signed number of 4 bits, and an unsigned one.
 #pragma once
 
 #include "amx_products.h"
@@ -19,11 +19,12 @@ struct OnTiles;
 template <int BITS, class Scales, int OFFSET, template <int, int, int> class RowsOf>
 struct OnTiles<Grouped<BITS, Scales, OFFSET, RowsOf>> {
     typedef Grouped<BITS, Scales, OFFSET, RowsOf> Op;
-    static constexpr int PARTS = Scales::SUMS, GROUPS = 8, ROWS = amx::ROWS;  // groups that are unpacked at a time
-    static constexpr int CENTRE = BITS == 5 ? 16 : OFFSET;                    // is subtracted from the weights
-    static constexpr long PIECE = GROUPS / Scales::GROUPS, GROUP_BYTES = GROUP_INPUTS * sizeof(bf16);
-    static constexpr long MOST = (1 << BITS) - 1 - CENTRE > CENTRE ? (1 << BITS) - 1 - CENTRE : CENTRE;
-    static_assert(GROUP_INPUTS / PARTS * MOST * 32767 <= 1 << 24, "a sum of bf16 is not exact");
+    static constexpr int PARTS = Scales::SUMS, ROWS = amx::ROWS, OPERANDS = BITS == 8 ? 2 : 1;
+    static constexpr int GROUPS = 8 / OPERANDS;             // that are unpacked at a time
+    static constexpr int CENTRE = BITS == 5 ? 16 : OFFSET;  // is subtracted from the weights
+    static constexpr long PIECE = GROUPS / Scales::GROUPS, GROUP_BYTES = GROUP_INPUTS * sizeof(bf16), BLOCK = 2 * ::BLOCK;
+    static constexpr long MOST = (1 << BITS / OPERANDS) - 1 - CENTRE, GREATEST = MOST > CENTRE ? MOST : CENTRE;
+    static_assert(GROUP_INPUTS / PARTS * GREATEST * 32767 <= 1 << 24, "a sum of bf16 is not exact");
 
     struct OfGroup {  // of a row
         float scale, scaled_sum, rest, unused;  // rest: what the sum of the integers has besides that of the signed weights
@@ -42,24 +43,29 @@ struct OnTiles<Grouped<BITS, Scales, OFFSET, RowsOf>> {
         });
     }
 
-    // A piece of a tile: the integers [GROUPS][16 pairs][32 outputs][2], their scales and minima.
+    // A piece of a tile: the integers [GROUPS][OPERANDS][16 pairs][32 outputs][2], their scales and minima.
     struct alignas(64) Unpacked {
-        bf16 whole[GROUPS][GROUP_INPUTS * TILE], number[64];  // number: bf16 of an unsigned integer
+        bf16 whole[GROUPS][OPERANDS][GROUP_INPUTS * TILE];
+        bf16 number[64];  // of the bits of a weight; of 8 bits: of the low ones, and from 32 on of the high ones
         float scale[GROUPS][PARTS][TILE], least[GROUPS][TILE];
 
         Unpacked() {
-            for (int i = 0; i < 64; i++) number[i] = to_bf16((float)(i - CENTRE));
+            for (int i = 0; i < 64; i++) number[i] = to_bf16((float)(OPERANDS == 1 ? i - CENTRE : i < 40 ? i % 32 : i - 48));
         }
-        void store(Words words, bf16 *to) const {
+        void store(Words words, bf16 *to, int table) const {
 #if defined(__AVX512F__)
-            __m512i low = _mm512_load_si512(number), high = _mm512_load_si512(number + 32);
+            __m512i low = _mm512_load_si512(number + table), high = _mm512_load_si512(number + 32);
             _mm512_store_si512(to, BITS == 6 ? _mm512_permutex2var_epi16(low, words.value, high)
                                              : _mm512_permutexvar_epi16(words.value, low));
 #else
             uint16_t from[2 * HALF];
             memcpy(from, &words, sizeof from);
-            for (int i = 0; i < 2 * HALF; i++) to[i] = number[from[i]];
+            for (int i = 0; i < 2 * HALF; i++) to[i] = number[table + from[i]];
 #endif
+        }
+        void store_pair(Words words, int g, long at) {
+            if constexpr (OPERANDS == 2) store(words.right<4>().masked(15), whole[g][1] + at, 32), words = words.masked(15);
+            store(words, whole[g][0] + at, 0);
         }
         // Unpacks `units` units and meanwhile prefetches as many bytes from `next` on.
         void unpack(const char *unit, long units, const char *next) {
@@ -72,7 +78,7 @@ struct OnTiles<Grouped<BITS, Scales, OFFSET, RowsOf>> {
                         Planes<BITS> planes;
                         planes.load(at, half, b);
 #pragma GCC unroll 4
-                        for (int j = 0; j < 4; j++) store(planes.pair(j), whole[g] + ((4 * b + j) * TILE + half * HALF) * 2);
+                        for (int j = 0; j < 4; j++) store_pair(planes.pair(j), g, ((4 * b + j) * TILE + half * HALF) * 2);
                     }
                     const char *scales = at + Op::PLANES_BYTES;
                     for (int p = 0; p < PARTS; p++) Scales::scale(scales, factors, half, p).store(scale[g][p] + half * HALF);
@@ -88,17 +94,20 @@ struct OnTiles<Grouped<BITS, Scales, OFFSET, RowsOf>> {
                                                          const char *of_group, long stride, const Unpacked &weights, int g,
                                                          int half, int count, float *whole) {
         for (int p = 0; p < PARTS; p++) {
-            tiles.zero<C>();
             tiles.load<C + 2>(x + p * GROUP_BYTES / PARTS, stride);
-            tiles.load<C + 4>(weights.whole[g] + (p * GROUP_PAIRS / PARTS * TILE + half * HALF) * 2, amx::HALF_STRIDE);
-            tiles.dot<C, C + 2, C + 4>();
-            tiles.store<C>(whole, HALF * sizeof(float));
+            for (int i = 0; i < OPERANDS; i++) {
+                tiles.zero<C>();
+                tiles.load<C + 4>(weights.whole[g][i] + (p * GROUP_PAIRS / PARTS * TILE + half * HALF) * 2, amx::HALF_STRIDE);
+                tiles.dot<C, C + 2, C + 4>();
+                tiles.store<C>(whole + i * ROWS * HALF, HALF * sizeof(float));
+            }
             Floats scale = Floats::load(weights.scale[g][p] + half * HALF);
             Floats least = Scales::HAS_MIN ? Floats::load(weights.least[g] + half * HALF) : Floats();
 #pragma GCC unroll 16
             for (int r = 0; r < (FULL ? ROWS : count); r++) {
                 const OfGroup &row = *(const OfGroup *)(of_group + r * stride);
                 Floats product = Floats::load(whole + r * HALF);
+                if (OPERANDS == 2) product.add_product(Floats::load(whole + (ROWS + r) * HALF), 16.0f);
                 if (CENTRE != OFFSET) product.add(row.rest);
                 sums[r].add_scaled(product, scale, row.scale);
                 if (Scales::HAS_MIN) sums[r].add_product(least, row.scaled_sum);
@@ -110,7 +119,7 @@ struct OnTiles<Grouped<BITS, Scales, OFFSET, RowsOf>> {
     template <bool FULL>
     static void pass(amx::Tiles &tiles, const char *x, const char *of_group, long stride, const Unpacked &weights, int groups,
                      int half, int count, float *out) {
-        alignas(64) float whole[2][ROWS * HALF];
+        alignas(64) float whole[2][OPERANDS * ROWS * HALF];
         Floats sums[ROWS];
 #pragma GCC unroll 16
         for (int r = 0; r < (FULL ? ROWS : count); r++) sums[r] = Floats::load(out + r * TILE + half * HALF);
@@ -129,7 +138,7 @@ struct OnTiles<Grouped<BITS, Scales, OFFSET, RowsOf>> {
     static void multiply(const Step &step, const PreparedRows &prepared, long begin, long end, const char *after, float *sums) {
         const Linear &linear = *step.linear;
         long units = units_of<Op>(linear), stride = units * ROW_BYTES, count = prepared.count;
-        long together = tiles_together(count, stride);
+        long together = tiles_together(count, stride, BLOCK);
         amx::Tiles tiles;
         amx::Shapes shapes;
         for (int t = 0; t < 6; t++) shapes.set(t, t < 4 ? ROWS : ROWS / PARTS, t == 2 || t == 3 ? 64 / PARTS : 64);
@@ -137,7 +146,8 @@ struct OnTiles<Grouped<BITS, Scales, OFFSET, RowsOf>> {
         Unpacked weights;
         for (long first = begin; first < end; first += together) {
             long last = first + together < end ? first + together : end;
-            memset(sums, 0, (last - first) * BLOCK * TILE * sizeof(float));
+            for (long tile = 0; tile < last - first; tile++)
+                memset(sums + tile * BLOCK * TILE, 0, count * TILE * sizeof(float));
             for (long k = 0; k < units; k += PIECE) {
                 long length = units - k < PIECE ? units - k : PIECE;
                 for (long tile = first; tile < last; tile++) {
@@ -164,7 +174,7 @@ struct OnTiles<Grouped<BITS, Scales, OFFSET, RowsOf>> {
         tiles.release();
     }
 
-    static constexpr Operations MANY{Op::INPUTS, Op::WEIGHT_BYTES, ROW_BYTES, false, prepare, multiply};
+    static constexpr Operations MANY{Op::INPUTS, Op::WEIGHT_BYTES, ROW_BYTES, false, prepare, multiply, sizeof(bf16), BLOCK};
 };
 
 template <class Op>

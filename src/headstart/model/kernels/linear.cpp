@@ -8,10 +8,10 @@ namespace {
 
 constexpr long MANY_ROWS = 16;  // from here on, rows are prepared once for all threads; below, once per thread
 
-// Returns the maximum bytes of `count` rows in any format, with their scales: 4 bytes for each input of whole groups. The
-// rows are whole AMX tiles.
+// Returns the maximum bytes of `count` rows in any format, with their scales: 4 bytes for each input of whole groups. So
+// many rows are whole AMX tiles.
 inline long prepared_bytes(long in_features, long count) {
-    count = (count + 15) / 16 * 16;
+    if (count >= TILED_ROWS) count = (count + 15) / 16 * 16;
     return (count * ((in_features + 31) / 32 * 128 + 4) + 63) / 64 * 64;
 }
 
@@ -158,7 +158,8 @@ void all_by_blocks(const Call &call) {
     long block = MOST_ROWS, widest = 0;
     for (int l = 0; l < call.num_links; l++) {
         const Linear &linear = *call.links[l].linear;
-        block = operations_of(linear).block < block ? operations_of(linear).block : block;
+        const Operations &op = operations_of(linear, call.count);
+        block = op.block < block ? op.block : block;
         widest = linear.in_features > widest ? linear.in_features : widest;
     }
     long blocks = (call.count + block * threads - 1) / (block * threads) * threads;
