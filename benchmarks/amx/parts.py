@@ -13,7 +13,10 @@ from models import Model, torch_form
 from torch import Tensor
 
 from headstart.model.kernels.library import Kernels, load, runnable_variants
+from headstart.model.kernels.packed import BLOCKS
 from headstart.model.layers.linear import Form, Linear
+from headstart.model.layers.quantise import quantise
+from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor, row_bytes
 
 TWIN = "amx_twin"
 OTHER = next(name for name in runnable_variants() if name not in ("amx", TWIN))  # what is taken without tiles
@@ -130,6 +133,30 @@ def exact_rows(machine: Machine, quantization: str = "none") -> dict[str, Any]:
     return {"rows compared": compared, "differ": differing, **others, "errors": errors}
 
 
+def exact_blocks(machine: Machine) -> dict[str, Any]:
+    """Return how many rows of weights in GGUF's blocks have other bits than in the twin and in registers."""
+    random, found = np.random.default_rng(1), dict[str, Any]()
+    x = torch.randn(330, 2304).bfloat16()
+    for kind, bits in ((kind, bits) for kind in BLOCKS for bits in (8, 16)):
+        form = FORMATS[kind]
+        data = random.integers(0, 256, (96, row_bytes(kind, x.shape[1])), dtype=np.uint8)
+        for at in {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,)}.get(kind, (0, 2)):  # factors in fp16
+            halves = (random.standard_normal((96, x.shape[1] // form.block_size, 1)) / 100).astype(np.float16)
+            data.reshape(96, -1, form.block_bytes)[:, :, at : at + 2] = halves.view(np.uint8)
+        weight = PackedTensor("weight", kind, (96, x.shape[1]), data)
+        own, *others = (
+            Linear(weight, form=Form(machine.kernels(name), activation_bits=bits))
+            for name in (machine.variant, TWIN, OTHER)
+        )
+        unlike = [0, 0]
+        for count in (1, 7, 8, 9, 16, 17, 31, 32, 100, 257, 330):
+            got = own(x[:count])
+            for i, other in enumerate(others):
+                unlike[i] += int((other(x[:count]) != got).any(1).sum())
+        found[f"{kind}, rows of {bits} bits"] = dict(zip((TWIN, OTHER), unlike, strict=True))
+    return found
+
+
 def exact_steps(machine: Machine) -> dict[str, Any]:
     """Return whether prompts in one step, in chunks, and after a shared prefix give the same logits, bit by bit."""
     length, model = 150 if machine.variant == TWIN else 1500, Model.small(machine.variant)
@@ -183,10 +210,13 @@ def bandwidth(machine: Machine) -> dict[str, float]:
 class Copies:
     """Copies of one weight, multiplied one after the other."""
 
-    def __init__(self, weight: Tensor, form: Form, *, gated: bool) -> None:
-        first = Linear(weight.clone(), gated=gated, form=form)
-        count = max(2, COPIES_BYTES // max(1, first.weight_bytes))
-        self._linears = [first, *(Linear(weight.clone(), gated=gated, form=form) for _ in range(count - 1))]
+    def __init__(self, weight: Tensor | PackedTensor, form: Form, *, gated: bool) -> None:
+        def packed() -> Linear:
+            return Linear(weight.clone() if isinstance(weight, Tensor) else weight, gated=gated, form=form)
+
+        first = packed()
+        count = max(2, COPIES_BYTES // first.weight_bytes)
+        self._linears = [first, *(packed() for _ in range(count - 1))]
         self._next = 0
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -202,9 +232,16 @@ def products(machine: Machine, quantization: str = "none", seconds: float = 0.12
     for outputs, inputs, gated in SHAPES if plain else SHAPES_OF_FEW_BITS:
         torch.set_num_threads(max(machine.threads))
         weight = torch.randn(outputs, inputs).bfloat16() * 0.02
-        kinds = {name: Form(machine.kernels(name), quantization) for name in (machine.variant, OTHER)}
-        kinds |= {"torch": torch_form()} if plain else {"bf16": Form(machine.kernels())}
-        forms = {name: Copies(weight, form, gated=gated) for name, form in kinds.items()}
+        is_int4 = quantization == "int4"
+        stored = quantise(weight, machine.kernels()) if is_int4 else weight  # once for all copies
+        forms = {
+            name: Copies(stored, Form(machine.kernels(name), "none" if is_int4 else quantization), gated=gated)
+            for name in (machine.variant, OTHER)
+        }
+        if plain:
+            forms["torch"] = Copies(weight, torch_form(), gated=gated)
+        else:
+            forms["bf16"] = Copies(weight, Form(machine.kernels()), gated=gated)
         for threads in machine.threads:
             torch.set_num_threads(threads)
             for count in ROWS if plain else ROWS_OF_FEW_BITS:
@@ -295,6 +332,7 @@ PARTS = {
     "steps": Part(steps),
     "attention": Part(attention),
     "products": Part(products),
+    "rows_blocks": Part(exact_blocks, is_test=True),
     **{f"rows_{kind}": Part(partial(exact_rows, quantization=kind), is_test=True) for kind in ("int8", "int4")},
     **{f"products_{kind}": Part(partial(products, quantization=kind, seconds=0.08)) for kind in ("int8", "int4")},
 }
