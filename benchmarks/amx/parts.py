@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
@@ -12,7 +13,10 @@ from models import Model, torch_form
 from torch import Tensor
 
 from headstart.model.kernels.library import Kernels, load, runnable_variants
+from headstart.model.kernels.packed import BLOCKS
 from headstart.model.layers.linear import Form, Linear
+from headstart.model.layers.quantise import quantise
+from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor, row_bytes
 
 TWIN = "amx_twin"
 OTHER = next(name for name in runnable_variants() if name not in ("amx", TWIN))  # what is taken without tiles
@@ -29,6 +33,9 @@ SHAPES = (
     (1024, 3072, False),
     (2048, 6144, False),
 )
+# The same of quantised weights, beside those of bf16 on tiles.
+SHAPES_OF_FEW_BITS = ((4096, 768, True), (768, 2048, False), (6144, 1024, True), (2048, 6144, False))
+ROWS_OF_FEW_BITS = (1, 2, 4, 8, 16, 32, 128, 512)
 # name -> exponents of a, of b, of c, part of infinities and NaNs
 NUMBERS = {
     "usual": ((120, 130), (115, 125), (110, 130), 0.0),
@@ -72,6 +79,11 @@ def operations(machine: Machine, count: int = 2000) -> dict[str, str]:
         tiles, twin = (dots(machine.kernels(variant), a, b, c) for variant in (machine.variant, TWIN))
         unlike = (tiles.view(np.uint32) != twin.view(np.uint32)) & ~(np.isnan(tiles) & np.isnan(twin))
         found[name] = f"{int(unlike.sum())} of {len(c)}"
+    for byte_bits, kind in ((7, np.int8), (8, np.uint8)):
+        a, b = (random.integers(0, 256, count * 1024, np.uint8).view(of) for of in (kind, np.int8))
+        c = random.integers(-(1 << 30), 1 << 30, count * 256, np.int32)
+        tiles, twin = (dots(machine.kernels(variant), a, b, c, byte_bits) for variant in (machine.variant, TWIN))
+        found[f"bytes, {np.dtype(kind)}"] = f"{int((tiles != twin).sum())} of {len(c)}"
     return found
 
 
@@ -83,27 +95,32 @@ def bits(random: np.random.Generator, count: int, exponents: tuple[int, int], sp
     return (random.integers(0, 2, count) << 15 | exponent << 7 | fraction).astype(np.uint16)
 
 
-def dots(kernels: Kernels, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+def dots(kernels: Kernels, a: np.ndarray, b: np.ndarray, c: np.ndarray, byte_bits: int = 0) -> np.ndarray:
     out = c.copy()
-    kernels.library.headstart_tile_dot(a.ctypes.data, b.ctypes.data, out.ctypes.data, len(out) // 256)
+    kernels.library.headstart_tile_dot(a.ctypes.data, b.ctypes.data, out.ctypes.data, len(out) // 256, byte_bits)
     return out
 
 
-def exact_rows(machine: Machine) -> dict[str, Any]:
-    """Return how many rows in batches have other bits than alone, and than the twin's; errors beside float64."""
-    forms = [Form(machine.kernels(variant)) for variant in (machine.variant, TWIN)]
-    compared = differing = of_twin = 0
-    errors: list[float] = []
+def exact_rows(machine: Machine, quantization: str = "none") -> dict[str, Any]:
+    """Return how many rows in batches have other bits than alone, and than the twin's; errors beside float64.
+
+    Rows of quantised weights are compared with those of the variant without tiles too: their sums are integers.
+    """
+    beside = (TWIN,) if quantization == "none" else (TWIN, OTHER)
+    forms = {name: Form(machine.kernels(name), quantization) for name in (machine.variant, *beside)}
+    compared = differing = 0
+    unlike, errors = dict.fromkeys(beside, 0), list[float]()
     most = 200 if machine.variant == TWIN else 2100
     for outputs, inputs, gated in ((96, 768, False), (64, 2048, True), (70, 200, False), (40, 6144, False)):
         torch.manual_seed(outputs)
         weight, x = torch.randn(outputs, inputs).bfloat16() / inputs**0.5, torch.randn(most, inputs).bfloat16()
-        linear, twin = (Linear(weight.clone(), gated=gated, form=form) for form in forms)
-        alone = torch.empty(0)
+        linears = {name: Linear(weight.clone(), gated=gated, form=form) for name, form in forms.items()}
+        linear, alone = linears[machine.variant], torch.empty(0)
         for threads in machine.threads:
             torch.set_num_threads(threads)
             alone = torch.cat([linear(x[i : i + 1]) for i in range(most)])
-            of_twin += int((twin(x[:40]) != alone[:40]).any(1).sum())
+            for name in beside:
+                unlike[name] += int((linears[name](x[:40]) != alone[:40]).any(1).sum())
             for count in (2, 3, 15, 16, 17, 31, 32, 33, 48, 64, 100, 128, 250, 512, 700, 1030, 2100):
                 for first in {0, most - count} if count <= most else ():
                     got = linear(x[first : first + count])
@@ -112,12 +129,32 @@ def exact_rows(machine: Machine) -> dict[str, Any]:
         if not gated:
             due = x.double() @ weight.double().T
             errors.append(float((alone.double() - due).norm() / due.norm()))
-    return {
-        "rows compared": compared,
-        "differ": differing,
-        "of 40 rows differ from the twin": of_twin,
-        "errors": errors,
-    }
+    others = {f"of 40 rows differ from {name}": number for name, number in unlike.items()}
+    return {"rows compared": compared, "differ": differing, **others, "errors": errors}
+
+
+def exact_blocks(machine: Machine) -> dict[str, Any]:
+    """Return how many rows of weights in GGUF's blocks have other bits than in the twin and in registers."""
+    random, found = np.random.default_rng(1), dict[str, Any]()
+    x = torch.randn(330, 2304).bfloat16()
+    for kind, bits in ((kind, bits) for kind in BLOCKS for bits in (8, 16)):
+        form = FORMATS[kind]
+        data = random.integers(0, 256, (96, row_bytes(kind, x.shape[1])), dtype=np.uint8)
+        for at in {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,)}.get(kind, (0, 2)):  # factors in fp16
+            halves = (random.standard_normal((96, x.shape[1] // form.block_size, 1)) / 100).astype(np.float16)
+            data.reshape(96, -1, form.block_bytes)[:, :, at : at + 2] = halves.view(np.uint8)
+        weight = PackedTensor("weight", kind, (96, x.shape[1]), data)
+        own, *others = (
+            Linear(weight, form=Form(machine.kernels(name), activation_bits=bits))
+            for name in (machine.variant, TWIN, OTHER)
+        )
+        unlike = [0, 0]
+        for count in (1, 7, 8, 9, 16, 17, 31, 32, 100, 257, 330):
+            got = own(x[:count])
+            for i, other in enumerate(others):
+                unlike[i] += int((other(x[:count]) != got).any(1).sum())
+        found[f"{kind}, rows of {bits} bits"] = dict(zip((TWIN, OTHER), unlike, strict=True))
+    return found
 
 
 def exact_steps(machine: Machine) -> dict[str, Any]:
@@ -173,9 +210,13 @@ def bandwidth(machine: Machine) -> dict[str, float]:
 class Copies:
     """Copies of one weight, multiplied one after the other."""
 
-    def __init__(self, weight: Tensor, form: Form, *, gated: bool) -> None:
-        count = max(2, COPIES_BYTES // weight.nbytes)
-        self._linears = [Linear(weight.clone(), gated=gated, form=form) for _ in range(count)]
+    def __init__(self, weight: Tensor | PackedTensor, form: Form, *, gated: bool) -> None:
+        def packed() -> Linear:
+            return Linear(weight.clone() if isinstance(weight, Tensor) else weight, gated=gated, form=form)
+
+        first = packed()
+        count = max(2, COPIES_BYTES // first.weight_bytes)
+        self._linears = [first, *(packed() for _ in range(count - 1))]
         self._next = 0
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -183,34 +224,39 @@ class Copies:
         return self._linears[self._next](x)
 
 
-def products(machine: Machine) -> dict[str, Any]:
+def products(machine: Machine, quantization: str = "none", seconds: float = 0.12) -> dict[str, Any]:
     """Return, per shape, threads and rows, us of amx, and the other forms' times over it."""
+    plain = quantization == "none"
     table: dict[str, Any] = {}
     ratios: dict[str, list[float]] = {}
-    for outputs, inputs, gated in SHAPES:
+    for outputs, inputs, gated in SHAPES if plain else SHAPES_OF_FEW_BITS:
         torch.set_num_threads(max(machine.threads))
         weight = torch.randn(outputs, inputs).bfloat16() * 0.02
+        is_int4 = quantization == "int4"
+        stored = quantise(weight, machine.kernels()) if is_int4 else weight  # once for all copies
         forms = {
-            "amx": Copies(weight, Form(machine.kernels()), gated=gated),
-            OTHER: Copies(weight, Form(machine.kernels(OTHER)), gated=gated),
-            "torch": Copies(weight, torch_form(), gated=gated),
+            name: Copies(stored, Form(machine.kernels(name), "none" if is_int4 else quantization), gated=gated)
+            for name in (machine.variant, OTHER)
         }
+        if plain:
+            forms["torch"] = Copies(weight, torch_form(), gated=gated)
+        else:
+            forms["bf16"] = Copies(weight, Form(machine.kernels()), gated=gated)
         for threads in machine.threads:
             torch.set_num_threads(threads)
-            for count in ROWS:
+            for count in ROWS if plain else ROWS_OF_FEW_BITS:
                 if count > 512 and outputs > 8192:
                     continue
                 x = torch.randn(count, inputs).bfloat16()
-                found = turns({name: lambda f=form, x=x: f(x) for name, form in forms.items()}, 0.12)
+                found = turns({name: lambda f=form, x=x: f(x) for name, form in forms.items()}, seconds)
+                own = found.pop(machine.variant)
                 row: dict[str, float] = {
-                    "us": round(found["amx"] * 1e6),
-                    "GFLOP/s": round(2e-9 * outputs * inputs * count / found["amx"]),
+                    "us": round(own * 1e6),
+                    "GFLOP/s": round(2e-9 * outputs * inputs * count / own),
                 }
-                for name in (OTHER, "torch"):
-                    row[f"x {name}"] = round(found[name] / found["amx"], 2)
-                    ratios.setdefault(f"x {name}, {threads} threads, {count} rows", []).append(
-                        found[name] / found["amx"]
-                    )
+                for name, other in found.items():
+                    row[f"x {name}"] = round(other / own, 2)
+                    ratios.setdefault(f"x {name}, {threads} threads, {count} rows", []).append(other / own)
                 name = f"{outputs} x {inputs}, {threads} threads, {count} rows"
                 table[name] = row
                 print(f"  {name}: {row}", file=sys.stderr, flush=True)
@@ -286,4 +332,7 @@ PARTS = {
     "steps": Part(steps),
     "attention": Part(attention),
     "products": Part(products),
+    "rows_blocks": Part(exact_blocks, is_test=True),
+    **{f"rows_{kind}": Part(partial(exact_rows, quantization=kind), is_test=True) for kind in ("int8", "int4")},
+    **{f"products_{kind}": Part(partial(products, quantization=kind, seconds=0.08)) for kind in ("int8", "int4")},
 }

@@ -3,9 +3,12 @@
 test_linear.py, test_cpu_attention.py and test_exactness.py run all their cases on the twin too.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from model.test_blocks_linear import BLOCKS, blocks
 from numpy.typing import NDArray
 
 from headstart.core.errors import ConfigError
@@ -16,6 +19,7 @@ from headstart.model.layers.linear import Form, Linear
 
 Words, Floats = NDArray[np.uint16], NDArray[np.float32]
 TILES = [name for name in ("amx", TWIN) if name in runnable_variants()]
+WITHOUT = next(name for name in runnable_variants() if name not in TILES)
 LEAST = 2.0**-126  # the smallest number that is not denormal
 # name -> exponents of a, of b, of c, part of infinities and NaNs
 NUMBERS = {
@@ -35,10 +39,10 @@ def tiles(variant: str) -> Kernels:
     return found.kernels
 
 
-def dot(kernels: Kernels, a: Words, b: Words, c: Floats) -> Floats:
-    """Return c [count, 16, 16] plus a [count, 16, 32] times b [count, 16 pairs, 16, 2]."""
+def dot(kernels: Kernels, a: NDArray[Any], b: NDArray[Any], c: NDArray[Any], byte_bits: int = 0) -> NDArray[Any]:
+    """Return c [count, 16, 16] plus a [count, 16, 32] times b [count, 16 pairs, 16, 2]; of bytes, twice as many."""
     out = c.copy()
-    assert kernels.library.headstart_tile_dot(a.ctypes.data, b.ctypes.data, out.ctypes.data, len(out))
+    assert kernels.library.headstart_tile_dot(a.ctypes.data, b.ctypes.data, out.ctypes.data, len(out), byte_bits)
     return out
 
 
@@ -116,10 +120,21 @@ def test_tiles_and_their_twin_give_the_same_bits(name: str) -> None:
     assert same(dot(tiles("amx"), a, b, c), dot(tiles(TWIN), a, b, c))
 
 
+@pytest.mark.parametrize("variant", TILES)
+@pytest.mark.parametrize("byte_bits", [7, 8])
+def test_an_operation_on_bytes_adds_exact_integers(variant: str, byte_bits: int) -> None:
+    random, kind = np.random.default_rng(byte_bits), np.int8 if byte_bits == 7 else np.uint8
+    a, b = (random.integers(np.iinfo(t).min, np.iinfo(t).max, shape, t, endpoint=True)
+            for t, shape in ((kind, (50, 16, 64)), (np.int8, (50, 16, 16, 4))))  # fmt: skip
+    c = random.integers(-(1 << 30), 1 << 30, (50, 16, 16), np.int32)
+    due = c + a.astype(np.int64) @ b.swapaxes(1, 2).reshape(50, 16, 64).astype(np.int64).swapaxes(1, 2)
+    assert (dot(tiles(variant), a, b, c, byte_bits) == due).all()
+
+
 def test_a_variant_without_tiles_says_so() -> None:
     for variant in runnable_variants():
         a, b, c = drawn("usual", 1)
-        done = tiles(variant).library.headstart_tile_dot(a.ctypes.data, b.ctypes.data, c.ctypes.data, 1)
+        done = tiles(variant).library.headstart_tile_dot(a.ctypes.data, b.ctypes.data, c.ctypes.data, 1, 0)
         assert bool(done) == (variant in TILES)
 
 
@@ -138,6 +153,46 @@ def test_a_product_has_one_order_for_every_number_of_rows(variant: str, outputs:
     for count in (1, 2, 15, 16, 17, 31, 32, 33, 100, 257, 600):
         for first in (0, 700 - count):
             assert torch.equal(linear(x[first : first + count]), together[first : first + count]), (count, first)
+
+
+@pytest.mark.parametrize("variant", TILES)
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(33, 1), (70, 63), (64, 513), (40, 1030), (70, 2100), (20, 4160), (32, 4867)]
+)
+def test_int8_on_tiles_gives_the_bits_of_products_in_registers(variant: str, outputs: int, inputs: int) -> None:
+    """513 inputs and more are summed in pieces; 2,049 and more are multiplied by pieces of rows."""
+    torch.manual_seed(outputs)
+    weight, x = torch.randn(2 * outputs, inputs).bfloat16(), torch.randn(700, inputs).bfloat16()
+    x[3] *= 1e30
+    for gated in (False, True):
+        on_tiles, plain = (
+            Linear(weight.clone(), gated=gated, form=Form(tiles(name), "int8")) for name in (variant, WITHOUT)
+        )
+        due = plain(x)
+        for count in (1, 2, 15, 16, 17, 31, 33, 48, 100, 257, 700):
+            for first in (0, 700 - count):
+                assert torch.equal(on_tiles(x[first : first + count]), due[first : first + count]), (count, first)
+
+
+@pytest.mark.parametrize("variant", TILES)
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("bits", [8, 16])
+def test_blocks_on_tiles_give_the_bits_of_products_in_registers(variant: str, kind: str, bits: int) -> None:
+    """Fewer than 8 rows are multiplied in registers, and more than 256 in blocks; 5,120 inputs by pieces of rows."""
+    for outputs, inputs in ((70, 768), (33, 5120)):
+        x = torch.randn(330, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
+        x[5, ::3] *= 1e-2  # less than 1/128 of the largest number is rounded
+        x[6, 40], x[7], x[8], x[9] = torch.nan, 0, -3e38, 1e-38
+        weight = blocks(kind, 2 * outputs, inputs)
+        on_tiles, plain = (
+            Linear(weight, gated=inputs == 768, form=Form(tiles(name), activation_bits=bits))
+            for name in (variant, WITHOUT)
+        )
+        due = plain(x)
+        for count in (1, 7, 8, 9, 16, 17, 31, 100, 257, 330):
+            for first in (0, 330 - count):
+                found, expected = on_tiles(x[first : first + count]), due[first : first + count]
+                assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), (count, first)
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 // `dot` defines the order of a sum. With the pairs of inputs p = 0, 1, ... of two tiles, from +0 on,
 //     even = fma(a[2p], b[2p], even),  odd = fma(a[2p + 1], b[2p + 1], odd),  c = c + (even + odd)
 // where every operation rounds to nearest even, reads denormals as zeros and writes them as zeros, whatever MXCSR says.
-// Sums that are stored and loaded again keep their bits.
+// Sums that are stored and loaded again keep their bits. `dot_bytes` adds products of bytes in int32, which is exact.
 #pragma once
 
 #include "common.h"
@@ -61,6 +61,14 @@ inline void add_products(const bf16 *a, const bf16 (*b)[DEPTH], int pairs, float
     for (int n = 0; n < ROWS; n++) c[n] = sum_of(read(c[n]), sum_of(even[n], odd[n]));
 }
 
+// The same for quadruples of bytes.
+template <class Byte>
+inline void add_byte_products(const Byte *a, const int8_t (*b)[4 * ROWS], int quads, int32_t *c) {
+    for (int q = 0; q < quads; q++)
+        for (int n = 0; n < ROWS; n++)
+            for (int i = 0; i < 4; i++) c[n] += a[4 * q + i] * b[q][4 * n + i];
+}
+
 class Tiles {
    public:
     void configure(const Shapes &to) {
@@ -86,6 +94,12 @@ class Tiles {
         for (int r = 0; r < shapes.rows[C]; r++)
             add_products((const bf16 *)tiles[A][r], (const bf16 (*)[DEPTH])tiles[B], shapes.row_bytes[A] / 4,
                          (float *)tiles[C][r]);
+    }
+    template <int C, int A, int B, class Byte>
+    void dot_bytes() {
+        for (int r = 0; r < shapes.rows[C]; r++)
+            add_byte_products((const Byte *)tiles[A][r], (const int8_t (*)[4 * ROWS])tiles[B], shapes.row_bytes[A] / 4,
+                              (int32_t *)tiles[C][r]);
     }
 
    private:
@@ -116,6 +130,11 @@ class Tiles {
     template <int C, int A, int B>
     void dot() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+    }
+    template <int C, int A, int B, class Byte>  // of A: int8_t or uint8_t; those of B are signed
+    void dot_bytes() {
+        if (Byte(-1) < 0) asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+        else asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
     }
 };
 

@@ -22,7 +22,7 @@ VNNI = "-mavx512vnni"
 BF16 = ("-mavx512bf16", VNNI)
 TWIN = "amx_twin"  # the loops of amx, slow and for every processor: for tests, never chosen and not in a wheel
 VARIANT_FLAGS: dict[str, tuple[str, ...]] = {
-    "amx": (*AVX512, *BF16, "-mamx-tile", "-mamx-bf16"),
+    "amx": (*AVX512, *BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     "avx512_bf16": (*AVX512, *BF16),
     "avx512_vnni": (*AVX512, VNNI),
     "avx512": AVX512,

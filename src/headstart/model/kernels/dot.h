@@ -31,7 +31,10 @@ struct Floats {  // 16 sums of one row in fp32
     void resume(const float *paused, float *) { value = _mm512_loadu_ps(paused); }
     void pause(float *paused, float *) const { _mm512_storeu_ps(paused, value); }
     void end(float *out) const { _mm512_storeu_ps(out, _mm512_add_ps(_mm512_loadu_ps(out), value)); }
-    void add_scaled(struct Ints whole, Floats scale, float row_scale);
+    void add(float other) { value = _mm512_add_ps(value, _mm512_set1_ps(other)); }
+    void add_scaled(Floats whole, Floats scale, float row_scale) {  // whole * scale * row_scale
+        value = _mm512_fmadd_ps(whole.value, _mm512_mul_ps(scale.value, _mm512_set1_ps(row_scale)), value);
+    }
     void add_product(Floats a, float b) { value = _mm512_fmadd_ps(a.value, _mm512_set1_ps(b), value); }
 };
 
@@ -42,15 +45,9 @@ struct Ints {  // the same in int32
     void resume(const float *paused, float *) { value = _mm512_loadu_si512(paused); }
     void pause(float *paused, float *) const { _mm512_storeu_si512(paused, value); }
     void set(int number) { value = _mm512_set1_epi32(number); }
-    void end(float *out) const {
-        _mm512_storeu_ps(out, _mm512_add_ps(_mm512_loadu_ps(out), _mm512_cvtepi32_ps(value)));
-    }
+    Floats floats() const { return {_mm512_cvtepi32_ps(value)}; }
+    void end(float *out) const { floats().end(out); }
 };
-
-// Adds whole * scale * row_scale.
-inline void Floats::add_scaled(Ints whole, Floats scale, float row_scale) {
-    value = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole.value), _mm512_mul_ps(scale.value, _mm512_set1_ps(row_scale)), value);
-}
 
 // One step of a pass over 32 outputs, two registers wide.
 template <class Op>
@@ -154,7 +151,14 @@ struct Floats {
         _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), low));
         _mm256_storeu_ps(out + 8, _mm256_add_ps(_mm256_loadu_ps(out + 8), high));
     }
-    void add_scaled(struct Ints whole, Floats scale, float row_scale);
+    void add(float other) {
+        low = _mm256_add_ps(low, _mm256_set1_ps(other)), high = _mm256_add_ps(high, _mm256_set1_ps(other));
+    }
+    void add_scaled(Floats whole, Floats scale, float row_scale) {  // whole * scale * row_scale
+        __m256 factor = _mm256_set1_ps(row_scale);
+        low = _mm256_fmadd_ps(whole.low, _mm256_mul_ps(scale.low, factor), low);
+        high = _mm256_fmadd_ps(whole.high, _mm256_mul_ps(scale.high, factor), high);
+    }
     void add_product(Floats a, float b) {
         low = _mm256_fmadd_ps(a.low, _mm256_set1_ps(b), low);
         high = _mm256_fmadd_ps(a.high, _mm256_set1_ps(b), high);
@@ -176,15 +180,9 @@ struct Ints {
         _mm256_storeu_si256((__m256i *)paused + 1, high);
     }
     void set(int number) { low = high = _mm256_set1_epi32(number); }
-    void end(float *out) const { Floats{_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)}.end(out); }
+    Floats floats() const { return {_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)}; }
+    void end(float *out) const { floats().end(out); }
 };
-
-// Adds whole * scale * row_scale.
-inline void Floats::add_scaled(Ints whole, Floats scale, float row_scale) {
-    __m256 factor = _mm256_set1_ps(row_scale);
-    low = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole.low), _mm256_mul_ps(scale.low, factor), low);
-    high = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole.high), _mm256_mul_ps(scale.high, factor), high);
-}
 
 struct FloatPair {
     float even, odd;

@@ -66,9 +66,10 @@ inline void store_group(const int16_t *whole, GroupOfBytes &to) {
     }
 }
 
-// Writes a row as groups. A group with a number that is not finite gets the scale NaN, so all outputs become NaN.
-template <class Group>
-void prepare_groups(const Linear &linear, const bf16 *x, Group *to, long groups) {
+// Calls store(g, integers, their sums, scale) for each group of a row, rounded as in Group. A group with a number that is not
+// finite gets the scale NaN, so all outputs become NaN.
+template <class Group, class Store>
+void round_groups(const Linear &linear, const bf16 *x, long groups, Store store) {
     float factor = row_factor(linear, x), values[GROUP_INPUTS];
     const bf16 *norm = (const bf16 *)linear.norm;
     for (long g = 0; g < groups; g++) {
@@ -85,7 +86,7 @@ void prepare_groups(const Linear &linear, const bf16 *x, Group *to, long groups)
             largest = fabsf(values[i]) > largest ? fabsf(values[i]) : largest;
             poison += values[i] * 0.0f;
         }
-        Scaling scaling = poison != 0 ? Scaling{0.0f, NAN} : scaling_of(largest, to[g]);
+        Scaling scaling = poison != 0 ? Scaling{0.0f, NAN} : scaling_of(largest, Group());
         int16_t whole[GROUP_INPUTS];
 #pragma omp simd
         for (int i = 0; i < GROUP_INPUTS; i++)
@@ -97,10 +98,17 @@ void prepare_groups(const Linear &linear, const bf16 *x, Group *to, long groups)
             for (int i = 0; i < GROUP_INPUTS / 2; i++) sum += whole[part * GROUP_INPUTS / 2 + i];
             sums[part] = sum;
         }
+        store(g, whole, sums, scaling.scale);
+    }
+}
+
+template <class Group>
+void prepare_groups(const Linear &linear, const bf16 *x, Group *to, long groups) {
+    round_groups<Group>(linear, x, groups, [&](long g, const int16_t *whole, const int *sums, float scale) {
         store_group(whole, to[g]);
         to[g].sums[0] = sums[0], to[g].sums[1] = sums[1];
-        to[g].scale = scaling.scale, to[g].scaled_sum = scaling.scale * (float)(sums[0] + sums[1]);
-    }
+        to[g].scale = scale, to[g].scaled_sum = scale * (float)(sums[0] + sums[1]);
+    });
 }
 
 }  // namespace

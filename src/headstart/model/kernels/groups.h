@@ -125,7 +125,7 @@ struct Grouped {
             for (int r = 0; r < R; r++) {
                 const Group &row = x[r * stride].groups[g];
                 Floats sum = sums[r][c].get();
-                sum.add_scaled(whole[r][c], scale, row.scale);
+                sum.add_scaled(whole[r][c].floats(), scale, row.scale);
                 if (Scales::HAS_MIN) sum.add_product(least, row.scaled_sum);
                 sums[r][c].set(sum);
             }

@@ -26,7 +26,7 @@ _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", *_AVX2}
 _VNNI = {"avx512_vnni", *_AVX512}
 _BF16 = {"avx512_bf16", *_VNNI}
 NEEDED = {  # the best first
-    "amx": {"amx_tile", "amx_bf16", *_BF16},
+    "amx": {"amx_tile", "amx_bf16", "amx_int8", *_BF16},
     "avx512_bf16": _BF16,
     "avx512_vnni": _VNNI,
     "avx512": _AVX512,
@@ -43,7 +43,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "headstart_attention": (None, (_pointer,)),
     "headstart_read_block": (None, (_pointer, _int, _int, _pointer)),
     "headstart_write_block": (None, (_pointer, _int, _int, _pointer)),
-    "headstart_tile_dot": (_int, (_pointer, _pointer, _pointer, _long)),
+    "headstart_tile_dot": (_int, (_pointer, _pointer, _pointer, _long, _int)),
     "headstart_read": (ctypes.c_uint64, (_pointer, _long, _int)),
     "headstart_scratch": (_long, (_long, _long, _int)),
     "headstart_chain": (None, (_pointer, _int, _pointer, _pointer, _pointer, _pointer, _long, _int)),

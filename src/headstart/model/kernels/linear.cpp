@@ -8,8 +8,10 @@ namespace {
 
 constexpr long MANY_ROWS = 16;  // from here on, rows are prepared once for all threads; below, once per thread
 
-// Returns the maximum bytes of `count` rows in any format, with their scales: 4 bytes for each input of whole groups.
+// Returns the maximum bytes of `count` rows in any format, with their scales: 4 bytes for each input of whole groups. So
+// many rows are whole AMX tiles.
 inline long prepared_bytes(long in_features, long count) {
+    if (count >= TILED_ROWS) count = (count + 15) / 16 * 16;
     return (count * ((in_features + 31) / 32 * 128 + 4) + 63) / 64 * 64;
 }
 
@@ -90,7 +92,7 @@ struct Call {
 void by_tiles(const Call &call, int link) {
     const Step step = call.step(link);
     const Linear &linear = *step.linear;
-    const Operations &op = operations_of(linear);
+    const Operations &op = operations_of(linear, call.count);
     int me = omp_get_thread_num();
     long count = call.count, size = linear.in_features, row_bytes = op.units(linear) * op.row_bytes;
     long from_bytes = size * op.element_bytes;
@@ -140,7 +142,7 @@ void all_by_tiles(const Call &call) {
 void block_through(const Call &call, int link, long first, long past, char *prepared) {
     const Step step = call.step(link);
     const Linear &linear = *step.linear;
-    const Operations &op = operations_of(linear);
+    const Operations &op = operations_of(linear, past - first);
     long from_bytes = linear.in_features * op.element_bytes, row_bytes = op.units(linear) * op.row_bytes;
     const char *from = (const char *)step.x;
     float *scales = (float *)(prepared + (past - first) * row_bytes);
@@ -156,7 +158,8 @@ void all_by_blocks(const Call &call) {
     long block = MOST_ROWS, widest = 0;
     for (int l = 0; l < call.num_links; l++) {
         const Linear &linear = *call.links[l].linear;
-        block = operations_of(linear).block < block ? operations_of(linear).block : block;
+        const Operations &op = operations_of(linear, call.count);
+        block = op.block < block ? op.block : block;
         widest = linear.in_features > widest ? linear.in_features : widest;
     }
     long blocks = (call.count + block * threads - 1) / (block * threads) * threads;

@@ -4,7 +4,7 @@
 //
 // The packed form is the same for every instruction set: tiles of 32 outputs, and of each tile one record after the
 // other, for a unit of inputs each. A unit of bf16 and int8 is a pair of inputs, whose weights for one output are
-// adjacent, as the dot product instructions need: [N / 32][K / 2][32][2]. A unit of fp32 is one input: [N / 32][K][32].
+// adjacent, as the dot product instructions need: [N / 32][K / 2][32][2]; on AMX tiles int8 has four: [N / 32][K / 4][32][4]. A unit of fp32 is one input: [N / 32][K][32].
 // groups.h describes the units of the other formats. N and K are padded with zeros. A tile of a gated weight (gate rows, then up rows) holds 16 gates and their
 // 16 ups.
 #pragma once
@@ -16,11 +16,12 @@ constexpr int TILE = 32, HALF = 16;
 // The format of a packed weight; mirrored by packed.py. The names from Q4_0 on are those of GGUF.
 enum Format { BF16, INT8, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, FP32, NUM_FORMATS };
 
-// Inputs of a unit of bf16: a pair, or those of one operation on AMX tiles, pair by pair. K is padded to whole units.
+// Inputs of a unit: a pair, or those of one operation on AMX tiles. K is padded to whole units. The weights of INT8_SIDE
+// inputs are adjacent.
 #if defined(AMX_TILES)
-constexpr long BF16_INPUTS = 32;
+constexpr long BF16_INPUTS = 32, INT8_INPUTS = 64, INT8_SIDE = 4;
 #else
-constexpr long BF16_INPUTS = 2;
+constexpr long BF16_INPUTS = 2, INT8_INPUTS = 2, INT8_SIDE = 2;
 #endif
 
 struct Linear {  // mirrored by library.py

@@ -30,6 +30,7 @@ struct Operations {
     void (*multiply)(const Step &step, const PreparedRows &rows, long begin, long end, const char *after, float *sums);
     long element_bytes = sizeof(bf16);  // of x, y and residual
     long block = BLOCK, rows_each = ROWS_EACH, panel_bytes = PANEL_BYTES;  // see sizes.h
+    const Operations *many = nullptr;  // from TILED_ROWS rows on, with the same bits from the same weights, or null
 
     long units(const Linear &linear) const { return (linear.in_features + inputs - 1) / inputs; }
     const char *tile(const Linear &linear, long index) const {
@@ -54,6 +55,7 @@ static inline const Operations &operations_of(long format, long row_bits = 16) {
     return *(row_bits == 8 ? bytes : words)[format];
 }
 
-static inline const Operations &operations_of(const Linear &linear) {
-    return operations_of(linear.format, linear.row_bits);
+static inline const Operations &operations_of(const Linear &linear, long count = 0) {
+    const Operations &found = operations_of(linear.format, linear.row_bits);
+    return found.many && count >= TILED_ROWS ? *found.many : found;
 }

@@ -30,10 +30,11 @@ EXPORT void headstart_pack_fp32(const float *weight, float *out, long tiles, lon
     }
 }
 
-// Packs weight [rows, K] into `out` [tiles, pairs, 32, 2] of int8, and its scales [tiles, 32]: weight = int8 * scale.
+// Packs weight [rows, K] into `out` [tiles, K / INT8_SIDE, 32, INT8_SIDE] of int8, whose K is padded to whole units, and its
+// scales [tiles, 32]: weight = int8 * scale.
 EXPORT void headstart_pack_int8(const bf16 *weight, int8_t *out, float *scales, long tiles, long out_features,
                                 long in_features, int gated, int threads) {
-    long pairs = (in_features + 1) / 2;
+    long padded = (in_features + INT8_INPUTS - 1) / INT8_INPUTS * INT8_INPUTS;
 #pragma omp parallel for num_threads(threads)
     for (long tile = 0; tile < tiles; tile++) {
         for (int c = 0; c < TILE; c++) {
@@ -43,9 +44,9 @@ EXPORT void headstart_pack_int8(const bf16 *weight, int8_t *out, float *scales, 
             for (long i = 0; row >= 0 && i < in_features; i++) largest = fmaxf(largest, fabsf(to_float(from[i])));
             scales[tile * TILE + c] = largest / 127.0f;
             float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
-            for (long i = 0; i < 2 * pairs; i++) {
+            for (long i = 0; i < padded; i++) {
                 float value = row < 0 || i >= in_features ? 0 : rintf(to_float(from[i]) * inverse);
-                out[((tile * pairs + i / 2) * TILE + c) * 2 + i % 2] = (int8_t)value;
+                out[tile * padded * TILE + (i / INT8_SIDE * TILE + c) * INT8_SIDE + i % INT8_SIDE] = (int8_t)value;
             }
         }
     }

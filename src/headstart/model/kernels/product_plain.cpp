@@ -33,11 +33,12 @@ void prepare_bf16(const Linear &linear, const void *row, char *out, float *) {
 #endif
 
 // Rows for int8 weights become int16 with one scale per row: steps of 2^-15 of the row's largest number, finer than
-// bf16 at that number. A row with a number that is not finite gives NaN in all its outputs.
+// bf16 at that number. A row with a number that is not finite gives NaN in all its outputs. For AMX tiles, a unit is the
+// high bytes of its numbers and then their low bytes.
+constexpr long STEP = 64;
 void prepare_int8(const Linear &linear, const void *row, char *out, float *scale) {
     const bf16 *x = (const bf16 *)row, *norm = (const bf16 *)linear.norm;
-    int16_t *to = (int16_t *)out;
-    long size = linear.in_features;
+    long size = linear.in_features, padded = (size + INT8_INPUTS - 1) / INT8_INPUTS * INT8_INPUTS;
     float factor = row_factor(linear, x), largest = 0, poison = 0;
 #pragma omp simd reduction(max : largest) reduction(+ : poison)
     for (long i = 0; i < size; i++) {
@@ -47,13 +48,20 @@ void prepare_int8(const Linear &linear, const void *row, char *out, float *scale
     }
     *scale = poison == 0 ? largest / 32767.0f : NAN;
     float inverse = poison == 0 && largest > 1e-30f ? 32767.0f / largest : 0.0f;
-    if (inverse == 0) {
-        memset(to, 0, (size + 1) / 2 * 2 * sizeof(int16_t));
-        return;
-    }
+    if (inverse == 0 || size < padded) memset(out, 0, padded * sizeof(int16_t));
+    if (inverse == 0) return;
+    for (long k = 0; k < size; k += STEP, out += STEP * sizeof(int16_t)) {
+        long count = size - k < STEP ? size - k : STEP;
 #pragma omp simd
-    for (long i = 0; i < size; i++) to[i] = (int16_t)(int)rintf(element(x, norm, factor, i) * inverse);
-    if (size % 2) to[size] = 0;
+        for (long i = 0; i < count; i++) {
+            int whole = (int)rintf(element(x + k, norm ? norm + k : norm, factor, i) * inverse);
+#if defined(AMX_TILES)
+            out[i] = (char)(whole >> 8), out[STEP + i] = (char)whole;
+#else
+            ((int16_t *)out)[i] = (int16_t)whole;
+#endif
+        }
+    }
 }
 
 void prepare_fp32(const Linear &linear, const void *row, char *out, float *) {
@@ -67,11 +75,10 @@ void prepare_fp32(const Linear &linear, const void *row, char *out, float *) {
 }  // namespace
 
 #if defined(AMX_TILES)
-// A piece of the rows is one piece of their inputs up to amx::PIECE units.
-const Operations BF16_OPERATIONS{BF16_INPUTS, amx::UNIT_BYTES, amx::ROW_UNIT_BYTES, COPIES, prepare_bf16, amx::multiply,
-                                 sizeof(bf16), MOST_ROWS, MOST_EACH, MOST_ROWS * amx::PIECE * amx::ROW_UNIT_BYTES};
+const Operations BF16_OPERATIONS = amx::operations<amx::Floating>(COPIES, prepare_bf16);
+const Operations INT8_OPERATIONS = amx::operations<amx::Integers>(false, prepare_int8);
 #else
 const Operations BF16_OPERATIONS{2, Bf16::WEIGHT_BYTES, sizeof(Bf16::Unit), COPIES, prepare_bf16, multiply<Bf16>};
-#endif
 const Operations INT8_OPERATIONS{2, Int8::WEIGHT_BYTES, sizeof(Int8::Unit), false, prepare_int8, multiply<Int8>};
+#endif
 const Operations FP32_OPERATIONS{1, Fp32::WEIGHT_BYTES, sizeof(Fp32::Unit), true, prepare_fp32, multiply<Fp32>, sizeof(float)};

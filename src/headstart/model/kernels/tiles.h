@@ -134,12 +134,21 @@ struct Passes {
     }
 };
 
+// Pieces of int8 begin with whole operations on AMX tiles, in every variant, so that all give the same bits.
+template <class Op>
+constexpr long PIECE_STEP = 1;
+template <>
+constexpr long PIECE_STEP<Int8> = 32;
+
 // The pieces of a weight's inputs, in units.
 template <class Op>
 struct Pieces {
     long units, count;
     explicit Pieces(long units) : units(units), count((units + Op::PIECE - 1) / Op::PIECE) {}
-    long begin(long piece) const { return units * piece / count; }
+    long begin(long piece) const {
+        long at = (units * piece / count + PIECE_STEP<Op> - 1) / PIECE_STEP<Op> * PIECE_STEP<Op>;
+        return at < units ? at : units;
+    }
     long length(long piece) const { return begin(piece + 1) - begin(piece); }
 };
 
