@@ -46,7 +46,7 @@ test:           ## all of it: setup, check and the test suite
 	wait $$types || { cat $(VENV)/types.log; exit 1; }; exit $$tested
 
 tests: $(DEV)   ## the test suite alone: make tests [ARGS="tests/core -k prefix"]
-	$(PYTEST) --max-file-seconds 60 $(ARGS)
+	$(PYTEST) --max-file-seconds 60 --examples 0.4 $(ARGS)
 
 test-lab: $(DEV) ## the tests of lab/ alone: make test-lab [ARGS="-k fleet"]
 	$(PYTEST) $(ARGS) lab/tests
@@ -59,8 +59,8 @@ format: $(DEV)  ## format and repair what lint can repair
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test-long: $(DEV) ## the minutes-long tests: the whole oracle, fuzzing, planted bugs, a published checkpoint, clients (needs PyPI and npm once)
-	$(PYTEST) -m long --timeout 3600 $(ARGS)
+test-long: $(DEV) ## the minutes-long tests: all examples of properties, the whole oracle, fuzzing, planted bugs, a published checkpoint, clients (needs PyPI and npm once)
+	$(PYTEST) -m "(long or hypothesis) and not gpu" --timeout 3600 $(ARGS)
 
 test-gpu: $(DEV) ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu --timeout 600 $(ARGS)

@@ -53,7 +53,7 @@ import patience  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
-pytest_plugins = ["file_seconds"]
+pytest_plugins = ["fewer_examples", "file_seconds"]
 
 
 def only_loopback(event: str, arguments: tuple[Any, ...]) -> None:
