@@ -5,7 +5,8 @@ TORCH       ?= torch==2.13.0
 # torch's CPU build: 0.2 GB where the registry's default build for Linux brings several GB of CUDA packages.
 # `make setup TORCH_INDEX=` takes the default build; with an NVIDIA GPU that is what happens anyway.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-JOBS        ?= 2
+# Processes that run tests. Many tests wait: a third process keeps two cores busy.
+JOBS        ?= 3
 ARGS        ?=
 
 BIN  := $(VENV)/bin
@@ -14,8 +15,13 @@ DEV  := $(VENV)/.installed-dev
 DIST := $(VENV)/.installed-dist
 # pip's progress bars where somebody looks at them.
 QUIET := $(if $(MAKE_TERMOUT),,--quiet)
-# One compute thread per test process, and no spinning: two processes share the cores instead of fighting for them.
+# One compute thread per test process, and no spinning: processes share the cores instead of fighting for them.
 QUIET_CORES := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0
+# tests/file_seconds.py: whole files to the processes, the longest first.
+PYTEST := $(QUIET_CORES) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+LINT   := $(BIN)/ruff format --check . && $(BIN)/ruff check .
+TYPES  := $(BIN)/pyright --pythonpath $(BIN)/python
+SELF   := $(MAKE) --no-print-directory
 
 .DEFAULT_GOAL := help
 .PHONY: help setup install serve test check tests test-lab test-long test-gpu format bench docs site dist sbom clean
@@ -29,25 +35,32 @@ serve: install  ## install what is missing and serve: make serve [MODEL=Qwen/Qwe
 install: $(RUN) ## .venv with what serving needs
 setup: $(DEV)   ## .venv with what serving, testing and plotting need
 
-test: setup check tests ## all of it: setup, check and the test suite
+# Kernels are compiled beside the installation and types checked beside the tests; both end before this target does.
+# What pip installs is compiled to bytecode when it is imported: most of it never is (for pip, `no` is --no-compile).
+test:           ## all of it: setup, check and the test suite
+	@nice $(PYTHON) tests/build_kernels.py & kernels=$$!; trap "kill $$kernels" INT TERM; \
+	PIP_NO_COMPILE=no $(SELF) setup && wait $$kernels
+	$(LINT)
+	@echo '$(TYPES) &'; $(TYPES) >$(VENV)/types.log 2>&1 & types=$$!; trap "kill $$types" INT TERM; \
+	$(SELF) tests; tested=$$?; \
+	wait $$types || { cat $(VENV)/types.log; exit 1; }; exit $$tested
 
 tests: $(DEV)   ## the test suite alone: make tests [ARGS="tests/core -k prefix"]
-	$(QUIET_CORES) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) --max-file-seconds 60 --examples 0.4 $(ARGS)
 
 test-lab: $(DEV) ## the tests of lab/ alone: make test-lab [ARGS="-k fleet"]
-	$(QUIET_CORES) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) lab/tests
+	$(PYTEST) $(ARGS) lab/tests
 
 check: $(DEV)   ## format, lint and types, changing nothing
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(LINT)
+	$(TYPES)
 
 format: $(DEV)  ## format and repair what lint can repair
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test-long: $(DEV) ## the minutes-long tests: the whole oracle, fuzzing, planted bugs, a published checkpoint, clients (needs PyPI and npm once)
-	$(QUIET_CORES) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m long --timeout 3600 $(ARGS)
+test-long: $(DEV) ## the minutes-long tests: all examples of properties, the whole oracle, fuzzing, planted bugs, a published checkpoint, clients (needs PyPI and npm once)
+	$(PYTEST) -m "(long or hypothesis) and not gpu" --timeout 3600 $(ARGS)
 
 test-gpu: $(DEV) ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu --timeout 600 $(ARGS)
@@ -91,27 +104,32 @@ $(BIN)/python:
 
 # torch comes first and alone, so that nothing below decides which build it is: a wheel that pip's own find-links offers,
 # else the CPU index if it answers, else the registry.
+define INSTALL_TORCH
+@echo "== torch ($(TORCH))"
+@if $(BIN)/pip install --quiet --no-index --no-deps "$(TORCH)" 2>/dev/null; then :; \
+elif [ "$$(uname -s)" = Linux ] && [ -n "$(TORCH_INDEX)" ] && ! command -v nvidia-smi >/dev/null \
+  && $(BIN)/python -c 'import sys, urllib.request as u; u.urlopen(u.Request(sys.argv[1] + "/torch/", method="HEAD"), timeout=3)' "$(TORCH_INDEX)" 2>/dev/null; then \
+  $(BIN)/pip install --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH)"; \
+else \
+  if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
+    echo "== no CPU build of torch ($(if $(TORCH_INDEX),$(TORCH_INDEX) does not answer,TORCH_INDEX is empty)): the registry's default build"; \
+    echo "   brings CUDA packages, 0.5 GB to several GB, which this machine has no use for; for another index: make TORCH_INDEX=URL"; \
+  fi; \
+  $(BIN)/pip install "$(TORCH)"; fi
+endef
+
 $(RUN): pyproject.toml | $(BIN)/python
-	@echo "== torch ($(TORCH))"
-	@if $(BIN)/pip install --quiet --no-index --no-deps "$(TORCH)" 2>/dev/null; then :; \
-	elif [ "$$(uname -s)" = Linux ] && [ -n "$(TORCH_INDEX)" ] && ! command -v nvidia-smi >/dev/null \
-	  && $(BIN)/python -c 'import sys, urllib.request as u; u.urlopen(u.Request(sys.argv[1] + "/torch/", method="HEAD"), timeout=3)' "$(TORCH_INDEX)" 2>/dev/null; then \
-	  $(BIN)/pip install --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH)"; \
-	else \
-	  if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
-	    echo "== no CPU build of torch ($(if $(TORCH_INDEX),$(TORCH_INDEX) does not answer,TORCH_INDEX is empty)): the registry's default build"; \
-	    echo "   brings CUDA packages, 0.5 GB to several GB, which this machine has no use for; for another index: make TORCH_INDEX=URL"; \
-	  fi; \
-	  $(BIN)/pip install "$(TORCH)"; fi
+	$(INSTALL_TORCH)
 	@echo "== headstart"
 	$(BIN)/pip install $(QUIET) -e '.[engine]'
 	@touch $@
 
-$(DEV): pyproject.toml lab/pyproject.toml plugins/pyproject.toml $(RUN)
-	@echo "== tools for tests, checks and plots"
+$(DEV): pyproject.toml lab/pyproject.toml plugins/pyproject.toml | $(BIN)/python
+	$(INSTALL_TORCH)
+	@echo "== headstart and tools for tests, checks and plots"
 	$(BIN)/pip install $(QUIET) -e '.[dev]'
 	$(BIN)/pip install $(QUIET) --no-index --no-deps --no-build-isolation -e lab -e plugins
-	@touch $@
+	@touch $(RUN) $@
 
 $(DIST): pyproject.toml | $(BIN)/python
 	@echo "== tools for packages"

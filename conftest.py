@@ -53,6 +53,8 @@ import patience  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
+pytest_plugins = ["fewer_examples", "file_seconds"]
+
 
 def only_loopback(event: str, arguments: tuple[Any, ...]) -> None:
     """An audit hook: no test connects to another machine, not even to an address that is a hostile example."""
@@ -86,18 +88,11 @@ settings.register_profile(
 settings.register_profile("no-shrink", settings.get_profile("headstart"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile("headstart")
 
-BUILD_KERNELS = """
-from headstart.model.kernels.library import NEEDED, cpu_flags, load
-for variant, needed in NEEDED.items():
-    if needed <= cpu_flags():
-        load(variant)
-"""
-
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Builds the kernels before workers start: once, by all cores, and in no test's time. Cached, it takes a moment."""
     if getattr(session.config.option, "numprocesses", None):
-        subprocess.run([sys.executable, "-c", BUILD_KERNELS], check=False)
+        subprocess.run([sys.executable, str(ROOT / "tests" / "build_kernels.py")], check=False)
 
 
 @pytest.hookimpl(wrapper=True)

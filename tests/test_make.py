@@ -184,3 +184,19 @@ def test_make_takes_the_cpu_build_where_its_index_answers_and_warns_of_nothing(t
 @pytest.mark.parametrize("found", [{"has_wheel": True}, {"has_gpu": True}])
 def test_make_warns_of_nothing_where_a_wheel_or_a_gpu_is_there(found: dict[str, bool], tmp_path: Path) -> None:
     assert "CUDA" not in "".join(installed(tmp_path, "http://127.0.0.1:9", **found))
+
+
+@pytest.mark.parametrize(("types", "tests"), [(0, 0), (1, 0), (0, 1)])
+def test_make_test_checks_types_beside_the_tests_and_fails_with_either(types: int, tests: int, tmp_path: Path) -> None:
+    bin = tmp_path / "venv" / "bin"
+    bin.mkdir(parents=True)
+    for stamp in (".installed", ".installed-dev"):
+        (tmp_path / "venv" / stamp).touch()
+    script(bin / "ruff", "exit 0")
+    script(bin / "pyright", f"echo a report; exit {types}")
+    script(bin / "python", f'case "$*" in *pytest*) echo 12 passed; exit {tests};; esac')
+    make = ["make", "test", f"VENV={tmp_path / 'venv'}", f"PYTHON={bin / 'python'}"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == (2 if types or tests else 0), done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == ("a report" if types else "12 passed")

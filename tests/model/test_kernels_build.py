@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from zipfile import ZipFile
 
+import build_kernels
 import pytest
 
 from headstart.core.errors import ConfigError
@@ -44,6 +45,12 @@ def test_the_best_variant_is_chosen_and_every_other_can_be_forced() -> None:
         kernels = load(variant).kernels
         assert kernels is not None and kernels.variant == variant
     assert load("none").kernels is None
+
+
+@pytest.mark.parametrize("flags", [set[str](), *NEEDED.values(), {"avx512_bf16"}])
+def test_before_the_tests_all_variants_are_built_that_the_processor_can_run(flags: set[str]) -> None:
+    wanted = {name for name, needed in NEEDED.items() if needed <= flags}
+    assert set(build_kernels.variants_for(flags)) == wanted
 
 
 def test_a_variant_this_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

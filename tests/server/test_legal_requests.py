@@ -44,7 +44,7 @@ def check(server: Server, requests: list[Any]) -> None:
 
 
 def test_requests_that_vllm_accepts_are_answered(bundled_server: Server) -> None:
-    check(bundled_server, accepted_by_vllm()[:NUM_REQUESTS:5])
+    check(bundled_server, accepted_by_vllm()[:NUM_REQUESTS:10])
 
 
 @pytest.mark.long

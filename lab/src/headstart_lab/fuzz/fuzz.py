@@ -47,10 +47,11 @@ from headstart_lab.fuzz.fuzz_requests import (
 )
 
 ALLOWED_GROWTH = 150e6, 200e6  # bytes: of one server, of a router and its replicas
-WARMING = 300  # legal requests before memory is compared, so that normal allocations are already made
+WARMING = 300  # legal requests before memory is compared, so that normal allocations are already made; at most these
 GRAMMARS = 16  # and requests with a schema per server: the first starts the process that compiles grammars
 KEYS = ("fuzz-key-one", "fuzz-key-two")
 ADMIN = "fuzz-admin"
+BEARER = {"authorization": f"Bearer {KEYS[0]}"}
 SHARES = {
     "schemathesis": 0.2,
     "mutated": 0.4,
@@ -285,7 +286,6 @@ class Fuzz:
 
     def _one_operation(self, operation: Any, mode: Any, wanted: int, seed: int) -> bool:
         """Send up to `wanted` requests of one operation, and return whether there were any."""
-        session_headers = {"authorization": f"Bearer {KEYS[0]}"}
         left = wanted
 
         @hypothesis.seed(seed)
@@ -305,7 +305,7 @@ class Fuzz:
             if isinstance(case.body, dict) and "max_tokens" in case.body and isinstance(case.body["max_tokens"], int):
                 case.body["max_tokens"] = min(case.body["max_tokens"], 8)
             try:
-                answer = case.call(base_url=self.url, headers=session_headers, timeout=600)
+                answer = case.call(base_url=self.url, headers=BEARER, timeout=600)
             except Exception as error:  # some cases cannot be sent: control characters in a header
                 self.statuses["schemathesis"][0] += 1
                 if "Connection" in type(error).__name__:
@@ -400,14 +400,15 @@ def main() -> int:
     kinds = options.kind or list(SHARES)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        document = openapi_document(log)
+        document = openapi_document(log) if options.replicas > 1 else None
         process, url = start(arguments, log)
         memory = Memory(process.pid)
         try:
+            document = document or requests.get(f"{url}/openapi.json", headers=BEARER, timeout=30).json()
             fill(url, 40_000 * options.replicas)
             idle = memory.poll()
             warming = Fuzz(url, memory, -1)
-            asyncio.run(warming.generated("legal", WARMING, options.at_once))
+            asyncio.run(warming.generated("legal", min(WARMING, options.requests // 4), options.at_once))
             asyncio.run(warming.generated("grammar", GRAMMARS * options.replicas, options.at_once))
             assert warming.statuses["grammar"].keys() == {200}, warming.statuses["grammar"]
             time.sleep(2)
