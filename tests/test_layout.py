@@ -37,14 +37,14 @@ class Budget(NamedTuple):
 BUDGETS = {
     "core": Budget(("core",), 6_950, 6_000),
     "model": Budget(("model",), 12_110, 8_000),
-    "router": Budget(("router",), 4_250, 4_100),
+    "router": Budget(("router",), 4_300, 4_100),
     "gateway": Budget(("gateway",), 11_400, 9_200),
     "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 15_000, 10_100),
     "HTTP, server, engine": Budget(("http", "server", "llm.py", "assembly.py", "engine_checks.py"), 8_771, 7_500),
     "live page": Budget(("page",), 300, 300),
     "store": Budget(("store",), 3_300, 2_300),
     "sim": Budget(("sim",), 2_900, 2_900),
-    "all": Budget(("",), 76_090, 58_900),
+    "all": Budget(("",), 76_160, 58_900),
 }
 REST = Budget(("",), 11_510, 8_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
