@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart.core.cache.block_pool import HISTORY_POOLS, BlockPool
+from headstart.core.cache.eviction import PYTHON, BlockOps
 from headstart.core.cache.hashing import BlockHash, extend_hashes, root_hash
 from headstart.core.request import DEFAULT_RETENTION, Retention
+from headstart.model.kernels.compiled_blocks import compiled_ops
 
 TENANTS = ("", "a", "b")
 BLOCK = 2  # tokens
@@ -77,10 +79,10 @@ class Twin:
 class Driver:
     """Owners take chains and give them back; the model knows who holds what and asked for what."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, ops: BlockOps = PYTHON) -> None:
         size, policy, floor, num_tenants = setting
         self.tenants = TENANTS[:num_tenants]
-        self.pool = BlockPool(size, eviction_policy=policy, tenant_floor=floor)
+        self.pool = BlockPool(size, eviction_policy=policy, tenant_floor=floor, ops=ops)
         self.twin = Twin()
         self.pool.listeners.append(self.twin)
         self.floor = floor * (size - 1)
@@ -277,3 +279,26 @@ def test_long_use_of_the_pool_keeps_its_promises(policy: str, num_tenants: int) 
         rng = Random(seed)
         setting = (rng.randint(5, 14), policy, rng.choice((0.0, 0.5, 1.0)), num_tenants)
         Driver(setting).run((rng.randrange(100), rng.randrange(100), rng.randrange(100)) for _ in range(400))
+
+
+@pytest.mark.skipif(compiled_ops() is None, reason="no compiler")
+@pytest.mark.parametrize("policy", ["lru", "2q", "lhd"])
+@pytest.mark.parametrize("num_tenants", [1, 3])
+def test_compiled_loops_leave_the_same_tables_as_those_in_python(policy: str, num_tenants: int) -> None:
+    ops = compiled_ops()
+    assert ops is not None
+    for seed in range(12):
+        rng = Random(seed)
+        setting = (rng.randint(5, 40), policy, rng.choice((0.0, 0.5, 1.0)), num_tenants)
+        drivers = Driver(setting), Driver(setting, ops)
+        for _ in range(300):
+            act = rng.randrange(100), rng.randrange(100), rng.randrange(100)
+            tables = [tables_after(driver, act) for driver in drivers]
+            assert tables[0] == tables[1], f"seed {seed}"
+
+
+def tables_after(driver: Driver, act: Act) -> tuple[object, ...]:
+    driver.run([act])
+    pool = driver.pool
+    idle = list(pool.in_eviction_order())
+    return idle, pool._refs, pool._scratch, pool._block_hashes, pool._entries, bytes(pool._marks), pool.evictions

@@ -6,18 +6,34 @@ import pytest
 
 from headstart.core.cache.eviction import HOT, EvictionOrder, TwoQueue
 from headstart.core.cache.free_blocks import EVICTION_POLICIES
+from headstart.model.kernels.compiled_blocks import compiled_ops
 
 MakeOrder = Callable[[], EvictionOrder]
+MakeTwoQueue = Callable[..., tuple[EvictionOrder, bytearray]]
+COMPILED = "2q, compiled"
 
 
-@pytest.fixture(params=sorted(EVICTION_POLICIES))
+@pytest.fixture(params=[*sorted(EVICTION_POLICIES), COMPILED])
 def make(request: pytest.FixtureRequest) -> MakeOrder:
+    if request.param == COMPILED:
+        return lambda: _compiled(bytearray(32), 8)
     return lambda: EVICTION_POLICIES[request.param](bytearray(32), 8)
 
 
-def two_queue(max_protected: int = 8) -> tuple[TwoQueue, bytearray]:
-    marks = bytearray(32)
-    return TwoQueue(marks, max_protected), marks
+@pytest.fixture(params=["2q", COMPILED])
+def two_queue(request: pytest.FixtureRequest) -> "MakeTwoQueue":
+    def make(max_protected: int = 8) -> tuple[EvictionOrder, bytearray]:
+        marks = bytearray(32)
+        return (TwoQueue if request.param == "2q" else _compiled)(marks, max_protected), marks
+
+    return make
+
+
+def _compiled(marks: bytearray, max_protected: int) -> EvictionOrder:
+    ops = compiled_ops()
+    if ops is None:
+        pytest.skip("no compiler")
+    return ops.two_queues(marks, len(marks))(max_protected)
 
 
 def drain(order: EvictionOrder) -> list[int]:
@@ -61,7 +77,7 @@ def test_what_is_used_again_goes_last(make: MakeOrder) -> None:
     assert drain(order) == [4, 3, 2, 1]
 
 
-def test_used_again_survives_any_number_used_once() -> None:
+def test_used_again_survives_any_number_used_once(two_queue: MakeTwoQueue) -> None:
     order, _ = two_queue()
     order.add([2, 1])
     order.revive([1, 2])
@@ -71,7 +87,7 @@ def test_used_again_survives_any_number_used_once() -> None:
         assert order.pop() == block
 
 
-def test_heat_spreads_from_the_tail_of_a_chain_to_its_head() -> None:
+def test_heat_spreads_from_the_tail_of_a_chain_to_its_head(two_queue: MakeTwoQueue) -> None:
     order, marks = two_queue()
     marks[2] = HOT  # the middle of a chain 1-2-3: whoever used it used 1 too
     assert order.add([3, 2, 1]) == HOT
@@ -80,13 +96,13 @@ def test_heat_spreads_from_the_tail_of_a_chain_to_its_head() -> None:
     assert drain(order) == [3, 4, 2, 1]
 
 
-def test_heat_comes_in_from_a_part_of_the_chain_that_was_added_before() -> None:
+def test_heat_comes_in_from_a_part_of_the_chain_that_was_added_before(two_queue: MakeTwoQueue) -> None:
     order, marks = two_queue()
     assert order.add([1], HOT) == HOT and marks[1] & HOT
     assert order.add([2]) == 0
 
 
-def test_too_many_protected_blocks_go_back_on_probation_tails_first() -> None:
+def test_too_many_protected_blocks_go_back_on_probation_tails_first(two_queue: MakeTwoQueue) -> None:
     order, marks = two_queue(max_protected=2)
     order.add([4, 3, 2, 1], HOT)
     assert [bool(marks[block] & HOT) for block in (4, 3, 2, 1)] == [False, False, True, True]
@@ -94,7 +110,7 @@ def test_too_many_protected_blocks_go_back_on_probation_tails_first() -> None:
     assert drain(order) == [4, 3, 5, 2, 1]
 
 
-def test_one_that_was_demoted_is_protected_again_when_it_is_used_again() -> None:
+def test_one_that_was_demoted_is_protected_again_when_it_is_used_again(two_queue: MakeTwoQueue) -> None:
     order, marks = two_queue(max_protected=1)
     order.add([2, 1], HOT)
     order.revive([2])
@@ -102,7 +118,7 @@ def test_one_that_was_demoted_is_protected_again_when_it_is_used_again() -> None
     assert marks[2] & HOT and not marks[1] & HOT and drain(order) == [1, 2]
 
 
-def test_nothing_is_protected_from_the_last_resort_of_an_empty_probation() -> None:
+def test_nothing_is_protected_from_the_last_resort_of_an_empty_probation(two_queue: MakeTwoQueue) -> None:
     order, _ = two_queue()
     order.add([2, 1], HOT)
     assert drain(order) == [2, 1]

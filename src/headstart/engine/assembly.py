@@ -27,6 +27,7 @@ from headstart.gguf.gguf_reader import is_gguf
 from headstart.measurement.progress_bar import progress_bar
 from headstart.model.grammar.grammar_compiler import CompiledGrammars
 from headstart.model.kernels.block_hashes import compiled_chain
+from headstart.model.kernels.compiled_blocks import compiled_ops
 from headstart.model.kernels.library import find, kernels
 from headstart.model.model_runner import ModelRunner
 from headstart.model.setup.sizes import Memory, format_bytes, parse_bytes
@@ -107,7 +108,7 @@ def build_engine(
         state_pages=state_pages,
         max_draft_tokens=speculation.num_speculative_tokens if speculation is not None and state_pages else 0,
     )
-    scheduler = scheduler_class(config, store=store, chain=compiled_chain())
+    scheduler = scheduler_class(config, store=store, chain=compiled_chain(), ops=compiled_ops())
     if on_cpu:
         measure_steps(runner, scheduler.step_times, max_tokens=max_model_len)
         if scheduler.speculation is not None:

@@ -1,13 +1,13 @@
 """Filters: the replicas that may serve a request, and for all others the reason why not."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from headstart.router.endpoint import Endpoint
 from headstart.router.routing_request import RoutingRequest
 
 
 def eligible(
-    endpoints: Iterable[Endpoint], request: RoutingRequest, now: float, tried: frozenset[str] = frozenset()
+    endpoints: Collection[Endpoint], request: RoutingRequest, now: float, tried: frozenset[str] = frozenset()
 ) -> tuple[list[Endpoint], dict[str, str]]:
     """Return the replicas that may serve `request`, and the reasons of all others by name.
 
@@ -18,11 +18,15 @@ def eligible(
     ejected: list[Endpoint] = []
     reasons: dict[str, str] = {}
     is_plain = not tried and not request.model and request.subset is None
+    if is_plain:  # the usual case: all may serve it
+        healthy = [
+            endpoint
+            for endpoint in endpoints
+            if now >= (health := endpoint.health).up_at and not (health.absent or health.draining)
+        ]
+        if len(healthy) == len(endpoints):
+            return healthy, reasons
     for endpoint in endpoints:
-        health = endpoint.health
-        if is_plain and now >= health.up_at and not (health.absent or health.draining):
-            found.append(endpoint)
-            continue
         reason = _reason(endpoint, request, now, tried)
         if reason is None:
             found.append(endpoint)

@@ -3,13 +3,16 @@
 A price needs the state of every replica, and between two prices few of them change.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 MAX_CHANGED = 65_536  # loads that changed; more than that: replicas that were removed, so nothing is kept
+
+Prices = Callable[[int, int, int, int, int, int], None]
+"""The loop of `price_all` in compiled code: the number of replicas, and the addresses of its arguments and results."""
 
 
 class StateRow(Protocol):
@@ -40,7 +43,7 @@ class LoadRows:
         if loads != self._loads:
             self._loads = list(loads)
             self._numbers = {load: number for number, load in enumerate(loads)}
-            self._array = np.array([load.row for load in loads], dtype=np.float64)
+            self._array = np.array([load.row for load in loads], dtype=np.float64, order="F")  # read by columns
         else:
             for load in self._changed:
                 number = self._numbers.get(load)

@@ -6,9 +6,11 @@ A full cache makes requests wait for blocks: those of a prompt and of an answer 
 in flight. Each stream releases its share of that after the time of such an answer. The backlog is the wait, if that is
 longer than the queue of prefills.
 
-`price_all` uses arrays, `price_one` plain numbers, which is cheaper for few replicas: a test holds their results equal.
+`price_all` uses arrays, or compiled code (model/kernels/hashes/prices.cpp), `price_one` plain numbers, which is cheaper
+for few replicas: a test holds their results equal.
 """
 
+from array import array
 from collections.abc import Sequence
 from math import ceil, inf
 from typing import NamedTuple, Protocol, TypeVar
@@ -22,6 +24,7 @@ from headstart.router.step_rates import StepRates
 EVICTED = 0.75  # share of evicted tokens that will be recomputed; 0.25 to 1.5 were tried
 STALE_STEPS = 3.0  # a running step that lasts this many times its expectation, and
 STALE_MS = 20.0  # so much longer, is not one: its end was not seen
+IS_PACED = 10  # its place in Load.row
 DECODE = 0.06  # share of the delay of decodes, own and others', that counts as delay of a first token
 
 Array = NDArray[np.float64]
@@ -81,12 +84,22 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     rates, output = learner.rates, learner.mean_output
     loads = [endpoint.load for endpoint in endpoints]
     state = learner.rows.of(loads).T
-    tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started = state[:10]
-    is_paced, foreign, foreign_at, mean_prefill_ms, room, size, began_at, now_tokens, now_pairs, *rest = state[10:]
-    rest_tokens, rest_pairs, step_tokens, chain = rest
     if learner.is_contradicted:
         rates = StepRates(0.0, 0.0, 0.0, rates.token, 0.0)
     own = np.maximum(prompt_tokens - np.asarray(hit_tokens, dtype=np.float64), 1.0)
+    pace: Array = np.ones(len(loads))
+    for index in np.flatnonzero(state[IS_PACED]) if not learner.is_contradicted else ():
+        pace[index] = learner.factor(loads[index].pace, now)
+    if learner.prices is not None:
+        limits = (STALE_STEPS, STALE_MS, MAX_AGE, LATENESS, GRACE_MS, DECODE)
+        numbers = array("d", (*rates, output, prompt_tokens, now, not learner.is_contradicted, *limits))
+        costs = np.empty((len(Costs._fields), len(loads)))
+        at, own_at, pace_at, to = (part.ctypes.data for part in (state, own, pace, costs))
+        learner.prices(len(loads), at, own_at, pace_at, numbers.buffer_info()[0], to)
+        return Costs(*costs)
+    tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started = state[:IS_PACED]
+    foreign, foreign_at, mean_prefill_ms, room, size, began_at, now_tokens, now_pairs, *rest = state[IS_PACED + 1 :]
+    rest_tokens, rest_pairs, step_tokens, chain = rest
     step = rates.step + rates.stream * streams + rates.resident * (resident + streams * (output / 2))
     steps = np.ceil(tokens / step_tokens)
     head = rates.token * head_tokens + rates.pair * head_pairs + np.ceil(head_tokens / step_tokens) * step
@@ -95,10 +108,7 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     backlog = rates.token * tokens + rates.pair * pairs + steps * step
     backlog = np.maximum(backlog - np.where(is_busy, np.minimum(np.maximum(elapsed, 0.0), head), 0.0), 0.0)
     backlog += np.where(~is_busy & (streams > 0), 0.5 * step, 0.0)
-    pace: Array = np.ones(len(loads))
     if not learner.is_contradicted:
-        for index in np.flatnonzero(is_paced):
-            pace[index] = learner.factor(loads[index].pace, now)
         running: Array = step + rates.token * now_tokens + rates.pair * now_pairs
         elapsed: Array = 1e3 * (now - began_at) / pace
         is_seen: NDArray[np.bool_] = (began_at > -inf) & ((streams > 0) | is_busy)

@@ -13,7 +13,7 @@ from statistics import median
 from typing import NamedTuple
 from weakref import WeakSet
 
-from headstart.router.load_rows import LoadRows
+from headstart.router.load_rows import LoadRows, Prices
 from headstart.router.step_rates import StepRates
 
 DECAY = 0.998  # weight of a sample relative to the next one: half after 350
@@ -62,6 +62,7 @@ class RateLearner:
         self.is_fixed = is_fixed
         self._is_young = prior is None
         self.rows = LoadRows()  # of the loads that share this learner
+        self.prices: Prices | None = None  # compiled (pricing.py)
         self.num_samples = 0
         self.residual = 0.0  # decaying mean of |log(measured / expected)|
         self.mean_output = MEAN_OUTPUT  # decaying mean of the tokens of an answer

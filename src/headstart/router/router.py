@@ -5,6 +5,7 @@ returns: `failed` when the replica could not serve it (then it picks again), `fi
 reported usage. Each call is short, none waits, and only one may run at a time. Time is the caller's, in seconds.
 """
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,8 +19,9 @@ from headstart.router.index.cached_tokens import cached_blocks
 from headstart.router.index.first_blocks import UNLISTED, FirstBlocks
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.load import Flight
+from headstart.router.load_rows import Prices
 from headstart.router.policies.cost import CostPolicy, price_of
-from headstart.router.policies.policy import Candidate, Policy, View
+from headstart.router.policies.policy import Candidates, Policy, View
 from headstart.router.rate_learner import RateLearner
 from headstart.router.routing_decision import Comparison, InFlight, RoutingDecision
 from headstart.router.routing_request import RoutingRequest, Usage
@@ -45,7 +47,7 @@ class Router:
     """The replicas and the policy that chooses among them. `shadow_policies` decide too, without effect.
 
     `log` is called with every decision when its request has ended. `match_all` is that of compiled pools; without it
-    indexes are asked one by one.
+    indexes are asked one by one. `prices`: the loop of pricing.py in compiled code, if there is any.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Router:
         shadow_policies: Iterable[Policy] = (),
         log: Callable[[DecisionRecord], None] | None = None,
         match_all: MatchAll | None = None,
+        prices: Prices | None = None,
     ) -> None:
         self.policy: Policy = policy or CostPolicy()
         self.endpoints: dict[str, Endpoint] = {}
@@ -65,24 +68,21 @@ class Router:
         self.num_reported = 0
         self._learners: dict[frozenset[str], RateLearner] = {}  # by models
         self._first_blocks = FirstBlocks()
-        self._without_hit: dict[
-            str, Candidate
-        ] = {}  # by endpoint; made once: most replicas of a large fleet have no hit
         self._match_all = match_all
+        self._prices = prices
         self._log = log
         self._count = 0
 
     def add(self, endpoint: Endpoint) -> None:
         """Add a replica, or replace the one of that name. Replicas of the same models learn their rates together."""
         self.endpoints[endpoint.name] = endpoint
-        self._without_hit[endpoint.name] = Candidate(endpoint, 0, 0)
         endpoint.load.learner = self._learners.setdefault(endpoint.models, endpoint.load.learner)
+        endpoint.load.learner.prices = self._prices
         self._list(endpoint.index)
 
     def remove(self, name: str) -> None:
         """Remove a replica and its state; requests in flight there may still end."""
         self.endpoints.pop(name, None)
-        self._without_hit.pop(name, None)
 
     # ------------------------------------------------------------------------------------------------------ deciding
 
@@ -251,9 +251,8 @@ class Router:
             for index in indexes:
                 self._list(index)
             numbers = [index.number for index in indexes]
-        candidates = [self._without_hit[one.name] for one in endpoints]
+        hit_blocks, hit_tokens = array("q", bytes(8 * len(endpoints))), array("q", bytes(8 * len(endpoints)))
         sizes = {one.block_size for one in endpoints}
-        found: list[int] = []
         for size in sizes:
             block_hashes, unit = prompt.block_hashes(size), _hit_unit(size, sizes)
             holders = self._first_blocks.holders(block_hashes)
@@ -265,17 +264,12 @@ class Router:
             hits = self._match([indexes[place] for place in places], block_hashes, now)
             for place, blocks in zip(places, hits, strict=True):
                 blocks -= blocks % unit
-                if blocks:
-                    candidates[place] = Candidate(endpoints[place], blocks, min(blocks * size, limit))
-                    found.append(place)
-        best = candidates[0]
-        for place in found if len(sizes) == 1 else sorted(found):
-            if candidates[place].hit_tokens > best.hit_tokens:
-                best = candidates[place]
-        size = best.endpoint.block_size
-        block_hashes, new = prompt.block_hashes(size), best.hit_blocks + max(HIT_TOKENS // size, 1)
+                hit_blocks[place], hit_tokens[place] = blocks, min(blocks * size, limit)
+        best = hit_tokens.index(max(hit_tokens))
+        size = endpoints[best].block_size
+        block_hashes, new = prompt.block_hashes(size), hit_blocks[best] + max(HIT_TOKENS // size, 1)
         key = block_hashes[min(new, len(block_hashes)) - 1] if block_hashes else prompt.tail_key()
-        return View(request, tuple(candidates), key, now)
+        return View(request, Candidates(endpoints, hit_blocks, hit_tokens), key, now)
 
     def _match(self, indexes: list[PrefixIndex], block_hashes: list[BlockHash], now: float) -> Sequence[int]:
         """Return how many leading blocks each index has."""

@@ -11,7 +11,7 @@ from headstart.router.endpoint import Endpoint
 from headstart.router.index.prefix_index import PrefixIndex, Reservation
 from headstart.router.load import Flight
 from headstart.router.policies.cost import cost_of
-from headstart.router.policies.policy import Candidate, Choice, Policy, View
+from headstart.router.policies.policy import Candidate, Candidates, Choice, Policy, View
 
 
 class Comparison(NamedTuple):
@@ -134,5 +134,6 @@ class InFlight(RoutingDecision):
         """Forget the other candidates, of which there may be 1,000: an answered request is sent nowhere else."""
         candidate = self.candidate
         score = self.choice.scores[self.choice.ranked.index(candidate)]
-        self.view = self.view._replace(candidates=(candidate,))
-        self.choice = Choice((candidate,), (score,), self.choice.reason)
+        alone = Candidates((candidate.endpoint,), (candidate.hit_blocks,), (candidate.hit_tokens,))
+        self.view = self.view._replace(candidates=alone)
+        self.choice = Choice(alone, (score,), self.choice.reason)

@@ -30,6 +30,7 @@ from headstart.measurement.machine import ContentionLog, uncontended
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Report, Sheet, spread
 from headstart.model.kernels.block_hashes import compiled_chain
+from headstart.model.kernels.compiled_blocks import compiled_ops
 from headstart.workload.request_record import median
 from headstart.workload.synthetic import random_tokens, rotations
 from headstart_lab.runners.null_executor import NullExecutor
@@ -163,6 +164,7 @@ def _engine(num_blocks: int) -> tuple[Engine, _Stopwatch]:
     scheduler = Scheduler(
         SchedulerConfig(num_blocks, BLOCK_SIZE, limits, policy="fcfs", eviction_policy="lru", tenant_floor=0.0),
         chain=compiled_chain(),
+        ops=compiled_ops(),
     )
     watch = _Stopwatch(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
     return Engine(scheduler, watch), watch
@@ -212,7 +214,7 @@ def _warm_pass(rng: Random, passes: int = 32) -> tuple[float, float, float, floa
     num_blocks = 2 * WARM_PROMPTS * (WARM_TOKENS // BLOCK_SIZE + 1)
     config = SchedulerConfig(num_blocks, BLOCK_SIZE, limits, tenant_floor=0.0)  # as `serve` has them
     watch = _Stopwatch(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
-    engine = Engine(Scheduler(config, chain=compiled_chain()), watch)
+    engine = Engine(Scheduler(config, chain=compiled_chain(), ops=compiled_ops()), watch)
     prompts = rotations(random_tokens(WARM_TOKENS, VOCAB_SIZE, rng), WARM_PROMPTS)
     times: list[tuple[float, float, float, float]] = []
     for number in range(passes + 2):  # the first two compute the prompts, and make their blocks protected ones

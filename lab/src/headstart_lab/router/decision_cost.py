@@ -115,7 +115,7 @@ def run_pick(seed: int, config: PickConfig = PickConfig(), bar: Bar = QUIET) -> 
 def full_router(config: PickConfig, rng: Random, bar: Bar = QUIET) -> tuple[Router, list[list[BlockHash]], int]:
     """Return a router with full approximate indexes, chains cached on half of the replicas, and the index bytes."""
     pools = compiled_pools() if config.compiled else None
-    router = Router(match_all=None if pools is None else pools.match_all)
+    router = Router() if pools is None else Router(match_all=pools.match_all, prices=pools.prices)
     length = config.long_prompt // BLOCK_SIZE
     gc.collect()
     size = _resident_bytes()

@@ -12,10 +12,9 @@ is not free either.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from itertools import takewhile
 from typing import NamedTuple, Protocol
 
-from headstart.core.cache.eviction import HOT, SEEN, picker
+from headstart.core.cache.eviction import HOT, PYTHON, SEEN, BlockOps, Entries
 from headstart.core.cache.free_blocks import FreeBlocks
 from headstart.core.cache.hashing import BlockHash, is_page
 from headstart.core.cache.history import Evicted, EvictionHistory
@@ -66,9 +65,11 @@ class BlockPool:
         tenant_floor: float = 0.0,
         history_pools: int = HISTORY_POOLS,
         max_blocks: int = 0,
+        ops: BlockOps = PYTHON,
     ) -> None:
         assert num_blocks >= 2, f"a pool of {num_blocks} blocks has none to hand out: block 0 is reserved"
         self.num_blocks = num_blocks
+        self._ops = ops
         self.listeners: list[BlockListener] = []
         self.planners: list[BlockListener] = []  # they are told of blocks published ahead, too
         self.page_listeners: list[BlockListener] = []  # told of pages of checkpoints, too: published by checkpoints.py
@@ -82,10 +83,10 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._versions = [0] * num_blocks
         self._block_hashes: list[BlockHash | None] = [None] * num_blocks
-        self._entries: dict[BlockHash, tuple[int, BlockHash, bytes]] = {}  # block hash -> (block, parent hash, tokens)
+        self._entries: Entries = {}  # block hash -> (block, parent hash, tokens)
         self._scratch = list(range(num_blocks - 1, 0, -1))
         size = max(num_blocks, max_blocks)
-        self._idle = FreeBlocks(num_blocks, eviction_policy, tenant_floor, size)
+        self._idle = FreeBlocks(num_blocks, eviction_policy, tenant_floor, size, ops)
         self._marks, self._tenants = self._idle.marks, self._idle.tenants
         self._model = self._idle.model
         self._pins: dict[BlockHash, int] = {}
@@ -136,20 +137,13 @@ class BlockPool:
 
     # ------------------------------------------------------------------------------------------------- questions
 
-    def lookup(self, block_hashes: Sequence[BlockHash], root: BlockHash, tokens: bytes, stride: int) -> list[int]:
+    def lookup(self, block_hashes: list[BlockHash], root: BlockHash, tokens: bytes, stride: int) -> list[int]:
         """Return the blocks of the longest published prefix of `block_hashes`. Changes nothing.
 
         `tokens` are the packed token ids of those blocks, `stride` bytes per block. The tokens and the parent hash of
         each entry are compared too: a hash collision is a miss, never a wrong hit.
         """
-        found = list(takewhile(bool, map(self._entries.get, block_hashes)))
-        while found:
-            blocks, parents, contents = zip(*found, strict=True)
-            as_named = parents[0] == root and parents[1:] == tuple(block_hashes[: len(found) - 1])
-            if as_named and b"".join(contents) == tokens[: len(found) * stride]:
-                return list(blocks)
-            found.pop()  # a hash collision, never observed
-        return []
+        return self._ops.find(self._entries, block_hashes, root, tokens, stride)
 
     def contains(self, block_hash: BlockHash) -> bool:
         """Return whether a block with this hash is published."""
@@ -221,16 +215,7 @@ class BlockPool:
 
     def acquire(self, block_ids: Sequence[int]) -> None:
         """Add one reference to each of these published blocks."""
-        refs, pick = self._refs, picker(block_ids)
-        assert all(pick(self._block_hashes)), "a block is not published and cannot be shared"
-        unused = block_ids  # a hit on idle blocks only is the common case; setting a count is cheaper than adding
-        if any(pick(refs)):
-            unused = [block for block in block_ids if not refs[block]]
-            for block in block_ids:
-                refs[block] += 1
-        else:
-            for block in block_ids:
-                refs[block] = 1
+        unused = self._ops.hold(self._refs, self._block_hashes, block_ids)
         if unused and self._idle_pinned:
             pinned = self._idle_pinned.intersection(unused)
             self._idle_pinned -= pinned
@@ -279,29 +264,12 @@ class BlockPool:
 
         `retention` is what the releasing request asks for its published blocks.
         """
-        refs, block_hashes, scratch = self._refs, self._block_hashes, self._scratch
-        idle: list[int] = []
-        held: list[int] = []
-        rest = block_ids[::-1]
-        head = rest[1:]  # all but the last block, which is often the only one without a hash
-        pick = picker(head)
-        if pick(refs).count(1) < len(head) or not all(pick(block_hashes)):
-            head = ()
-        for block in rest[:1] if head else rest:
-            count = refs[block] - 1
-            assert count >= 0, f"block {block} is released twice"
-            refs[block] = count
-            if block_hashes[block] is not None:
-                (held if count else idle).append(block)
-            elif not count:
-                scratch.append(block)
-        for block in head:  # the common case: published, and not another's
-            refs[block] = 0
-        idle += head
+        block_hashes = self._block_hashes
+        idle, held = self._ops.drop(self._refs, block_hashes, self._scratch, block_ids)
         if idle and self._pins:
             pinned = [block for block in idle if block_hashes[block] in self._pins]
             self._idle_pinned.update(pinned)
-            held = pinned + held
+            held = [*pinned, *held]
             idle = [block for block in idle if block not in self._idle_pinned] if pinned else idle
         hot = self._idle.add(idle, retention, self.now) if idle else 0
         if held:

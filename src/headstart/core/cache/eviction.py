@@ -1,6 +1,5 @@
-"""Eviction orders of idle blocks: `lru`, and `2q`, which is resistant to scans of prompts used once.
-
-A third, `lhd`, is in hit_density.py.
+"""Eviction orders of idle blocks: `lru`, and `2q`, which is resistant to scans of prompts used once; a third, `lhd`, is
+in hit_density.py. BlockOps: the loops over the blocks of a chain, which may be compiled.
 
 An order holds the idle blocks of one class (one tenant, one retention priority); every operation is O(1) per block.
 Further state of a block is in `marks`, one byte per block of the pool, shared by all orders and the pool.
@@ -9,34 +8,19 @@ Blocks are added tails first, so a chain loses its tail before its head.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from operator import itemgetter
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
+from typing import Protocol
 
-T = TypeVar("T")
+from headstart.core.cache.hashing import BlockHash
+
+Entries = dict[BlockHash, tuple[int, BlockHash, bytes]]
+"""Block hash -> block, parent hash, tokens."""
+
 HOT = 1  # used again after it had been idle or evicted: not used only once
 SEEN = 2  # released by a request without retention hints: hints of others cannot lower its priority
 
-_REVIVED = HOT | SEEN
-
 PROTECTED_SHARE = 0.5  # of the pool; decided in benchmarks/eviction
-
-
-class Picker(Protocol):
-    """A function from a table to its entries for some blocks."""
-
-    def __call__(self, table: Sequence[T], /) -> tuple[T, ...]: ...
-
-
-def picker(blocks: Sequence[int]) -> Picker:
-    """Return the picker of these blocks, which is several times as fast as a loop."""
-    if len(blocks) > 1:
-        return itemgetter(*blocks)
-
-    def pick(table: Sequence[T], /) -> tuple[T, ...]:
-        return tuple([table[block] for block in blocks])
-
-    return pick
 
 
 class EvictionOrder(Protocol):
@@ -131,11 +115,6 @@ class TwoQueue:
 
     def add(self, blocks: Sequence[int], hot: int = 0) -> int:
         marks, probation, protected = self._marks, self._probation, self._protected
-        if blocks and picker(blocks)(marks).count(_REVIVED) == len(blocks):  # a chain that is used again and again
-            hot = HOT
-            for block in blocks:
-                protected[block] = None
-            blocks = ()
         for block in blocks:
             if hot or marks[block] & HOT:
                 hot = HOT
@@ -154,16 +133,12 @@ class TwoQueue:
 
     def revive(self, blocks: Sequence[int]) -> None:
         marks, probation, protected = self._marks, self._probation, self._protected
-        if picker(blocks)(marks).count(_REVIVED) == len(blocks):
-            for block in blocks:
-                del protected[block]
-            return
         for block in blocks:
             if marks[block] & HOT:
                 del protected[block]
             else:
                 del probation[block]
-            marks[block] = _REVIVED
+            marks[block] = HOT | SEEN
 
     def pop(self) -> int:
         return (self._probation or self._protected).popitem(last=False)[0]
@@ -181,3 +156,59 @@ class TwoQueue:
     def __iter__(self) -> Iterator[int]:
         yield from self._probation
         yield from self._protected
+
+
+class BlockOps:
+    """The loops over the blocks of one chain, on a pool's own tables, in Python.
+
+    Compiled code that does the same is an argument of the scheduler (model/kernels/compiled_blocks.py).
+    """
+
+    def find(
+        self, entries: Entries, block_hashes: list[BlockHash], root: BlockHash, tokens: bytes, stride: int
+    ) -> list[int]:
+        """Return the blocks of the longest prefix of `block_hashes` that is in `entries`, with parents and tokens."""
+        found = list(takewhile(bool, map(entries.get, block_hashes)))
+        while found:
+            blocks, parents, contents = zip(*found, strict=True)
+            as_named = parents[0] == root and parents[1:] == tuple(block_hashes[: len(found) - 1])
+            if as_named and b"".join(contents) == tokens[: len(found) * stride]:
+                return list(blocks)
+            found.pop()  # a hash collision, never observed
+        return []
+
+    def hold(self, refs: list[int], published: list[BlockHash | None], blocks: Sequence[int]) -> Sequence[int]:
+        """Add one reference to each of these published blocks; return those that had none."""
+        unused: list[int] = []
+        for block in blocks:
+            assert published[block] is not None, "a block is not published and cannot be shared"
+            if not refs[block]:
+                unused.append(block)
+            refs[block] += 1
+        return unused
+
+    def drop(
+        self, refs: list[int], published: list[BlockHash | None], scratch: list[int], blocks: Sequence[int]
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Drop one reference to each block; return the published ones that are idle now, and those that are not.
+
+        Both tails first. Others without references are added to `scratch`.
+        """
+        idle: list[int] = []
+        held: list[int] = []
+        for block in reversed(blocks):
+            count = refs[block] - 1
+            assert count >= 0, f"block {block} is released twice"
+            refs[block] = count
+            if published[block] is not None:
+                (held if count else idle).append(block)
+            elif not count:
+                scratch.append(block)
+        return idle, held
+
+    def two_queues(self, marks: bytearray, num_blocks: int) -> Callable[[int], EvictionOrder]:
+        """Return what makes the orders 2q of a pool of at most so many blocks, each from its `max_protected`."""
+        return lambda max_protected: TwoQueue(marks, max_protected)
+
+
+PYTHON = BlockOps()

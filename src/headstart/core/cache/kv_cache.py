@@ -120,12 +120,15 @@ class KVCache:
         if not enough and new > self.num_available(seq, hit, last_resort=last_resort) + own:
             return False
         if hit.block_ids:
-            self.pool.acquire(hit.block_ids + hit.state)
+            found = array("i", hit.block_ids)
+            self.pool.acquire(found)
+            if hit.state:
+                self.pool.acquire(hit.state)
             if dropped:
                 assert own <= 1, "only a partial block may go"
                 self.pool.release(dropped)
             self._begin_from(seq, hit)
-            seq.block_ids[hit.start_block :] = array("i", hit.block_ids)
+            seq.block_ids[hit.start_block :] = found
             seq.num_computed_tokens = hit.num_tokens
             seq.num_published_blocks = len(seq.block_ids)
             seq.taken.append(range(hit.start_block, len(seq.block_ids)))

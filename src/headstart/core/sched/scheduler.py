@@ -23,6 +23,7 @@ from headstart.core.batch import (
 )
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.block_store import BlockStore
+from headstart.core.cache.eviction import PYTHON, BlockOps
 from headstart.core.cache.hashing import HashChain
 from headstart.core.cache.kv_cache import NO_HIT, Hit, KVCache
 from headstart.core.cache.pinned_prefixes import Demand, PinnedPrefixes
@@ -46,13 +47,21 @@ class Scheduler:
     """The scheduler of one pool of KV blocks."""
 
     def __init__(
-        self, config: SchedulerConfig, *, store: BlockStore | None = None, chain: HashChain | None = None
+        self,
+        config: SchedulerConfig,
+        *,
+        store: BlockStore | None = None,
+        chain: HashChain | None = None,
+        ops: BlockOps | None = None,
     ) -> None:
-        """Build a scheduler. `chain` computes block hashes (core/cache/hashing.py); None: in Python."""
+        """Build a scheduler. `chain` computes block hashes (core/cache/hashing.py); None: in Python. So do `ops`."""
         self.limits = limits = config.limits
         self.block_size = config.block_size
         self.pool = BlockPool(
-            config.num_blocks, eviction_policy=config.eviction_policy, tenant_floor=config.tenant_floor
+            config.num_blocks,
+            eviction_policy=config.eviction_policy,
+            tenant_floor=config.tenant_floor,
+            ops=ops or PYTHON,
         )
         self.cache = KVCache(
             self.pool,

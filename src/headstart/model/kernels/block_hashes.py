@@ -6,8 +6,7 @@ processor without SHA instructions, or with HEADSTART_KERNELS=none, there is non
 
 import ctypes
 import os
-from functools import cache, lru_cache
-from struct import Struct
+from functools import cache
 
 from headstart.core.cache.hashing import HashChain, hash_chain
 from headstart.model.kernels.build import HASHES, BuildError, build, cache_folder, packaged
@@ -19,19 +18,15 @@ LEAST_BLOCKS = 3  # with fewer, the call costs more than it saves
 class CompiledChain:
     """A HashChain: `parent`, the bytes of blocks, and the bytes per block -> the hashes of the blocks."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._hashes = library.headstart_block_hashes
-        self._hashes.restype = ctypes.c_int
-        self._hashes.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_long, ctypes.c_long, ctypes.c_char_p]
+    def __init__(self, library: ctypes.PyDLL) -> None:
+        self._chain = library.headstart_hash_chain
+        self._chain.restype, self._chain.argtypes = (
+            ctypes.py_object,
+            [ctypes.py_object, ctypes.py_object, ctypes.c_long],
+        )
 
     def __call__(self, parent: bytes, raw: bytes, stride: int) -> list[bytes]:
-        num = len(raw) // stride
-        if num < LEAST_BLOCKS:
-            return hash_chain(parent, raw, stride)
-        hashes = ctypes.create_string_buffer(num * HASH_BYTES)
-        if not self._hashes(parent, raw, stride, num, hashes):
-            return hash_chain(parent, raw, stride)
-        return list(_parts(num).unpack(hashes))
+        return (self._chain if len(raw) >= LEAST_BLOCKS * stride else hash_chain)(parent, raw, stride)
 
 
 @cache
@@ -40,7 +35,7 @@ def compiled_chain() -> HashChain | None:
     path = library_path()
     if path is None:
         return None
-    library = ctypes.CDLL(path)
+    library = ctypes.PyDLL(path)
     return CompiledChain(library) if library.headstart_has_sha() else None
 
 
@@ -55,8 +50,3 @@ def library_path() -> str | None:
     except (BuildError, OSError):
         return None
     return path
-
-
-@lru_cache(maxsize=256)
-def _parts(num: int) -> Struct:
-    return Struct(f"{HASH_BYTES}s" * num)

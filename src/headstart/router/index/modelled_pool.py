@@ -13,6 +13,7 @@ from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.index.discards import Discard
 from headstart.router.index.prefix_index import Reservation
+from headstart.router.load_rows import Prices
 
 LOOKED_AT = 64  # number of next evicted blocks whose value is estimated
 KEPT = 2  # the request that was to compute it has failed, probably after that
@@ -134,6 +135,11 @@ class Pools(Protocol):
     def __call__(
         self, capacity: int, max_blocks: int, eviction_policy: str, former: CacheModel | None = None
     ) -> CacheModel: ...
+
+    @property
+    def prices(self) -> Prices:
+        """The loop of pricing.py, in the same library."""
+        ...
 
     def match_all(self, handles: Sequence[int], block_hashes: list[BlockHash]) -> Sequence[int]:
         """Return the number of leading blocks that each pool has."""

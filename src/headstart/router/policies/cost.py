@@ -9,6 +9,8 @@ rendezvous hashing decides, bounded by load (Mirrokni et al., 2018), so that ind
 prefix at the same replica.
 """
 
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,15 +29,15 @@ class _Evictions:
     """The price of evictions at each replica, computed where it matters."""
 
     def __init__(self, view: View) -> None:
-        self._view = view
+        self._candidates, self._prompt_tokens = view.candidates, view.prompt_tokens
         self._known: dict[int, float] = {}
 
     def of(self, index: int) -> float:
         """Return the milliseconds."""
         found = self._known.get(index)
         if found is None:
-            candidate = self._view.candidates[index]
-            found = self._known[index] = candidate.endpoint.eviction_ms(self._view.prompt_tokens, candidate.hit_tokens)
+            endpoint, hit_tokens = self._candidates.endpoints[index], self._candidates.hit_tokens[index]
+            found = self._known[index] = endpoint.eviction_ms(self._prompt_tokens, hit_tokens)
         return found
 
 
@@ -57,20 +59,21 @@ class CostPolicy:
 
     def choose_among_few(self, view: View) -> Choice:
         """Choose by plain numbers, which are cheaper than arrays for few candidates."""
-        tokens, now = view.prompt_tokens, view.now
-        costs = [price_one(endpoint, tokens, hit, now) for endpoint, _, hit in view.candidates]
+        tokens, now, hit_tokens = view.prompt_tokens, view.now, view.candidates.hit_tokens
+        pairs = zip(view.candidates.endpoints, hit_tokens, strict=True)
+        costs = [price_one(endpoint, tokens, hit, now) for endpoint, hit in pairs]
         prices = [cost.price for cost in costs]
-        copies = _copies(view, max(range(len(costs)), key=lambda index: view.candidates[index].hit_tokens))
+        copies = _copies(view, hit_tokens.index(max(hit_tokens)))
         if copies is not None:
             prices = [price + copy for price, copy in zip(prices, copies, strict=True)]
         evictions = _Evictions(view)
         best = _best(prices, _order(prices), [cost.factor for cost in costs], evictions)
-        least, hits = costs[best], view.candidates[best].hit_tokens
+        least, hits = costs[best], hit_tokens[best]
         slack = self.slack * least.prefill
         equals = [
             index
-            for index, (cost, candidate) in enumerate(zip(costs, view.candidates, strict=True))
-            if candidate.hit_tokens >= hits
+            for index, (cost, hit) in enumerate(zip(costs, hit_tokens, strict=True))
+            if hit >= hits
             and cost.prefill <= SAME_RATE * least.prefill
             and cost.backlog <= least.backlog + slack
             and cost.decode <= least.decode * (1.0 + self.slack) + DECODE_SLACK * slack
@@ -81,14 +84,13 @@ class CostPolicy:
 
     def choose_among_many(self, view: View) -> Choice:
         """Choose by arrays, which are cheaper for many candidates. The choice is the same."""
-        endpoints, _, hit_tokens = zip(*view.candidates, strict=True)
-        hits = np.array(hit_tokens, dtype=np.float64)
-        costs = price_all(endpoints, view.prompt_tokens, hits, view.now)
+        hits = np.array(view.candidates.hit_tokens, dtype=np.float64)
+        costs = price_all(view.candidates.endpoints, view.prompt_tokens, hits, view.now)
         prices, copies = costs.price, _copies(view, int(hits.argmax()))
         if copies is not None:
             prices += np.array(copies)
         evictions = _Evictions(view)
-        best = _best(prices, prices.argsort(kind="stable").tolist(), costs.factor, evictions)
+        best = _best(prices, _ascending(prices), costs.factor, evictions)
         slack = self.slack * costs.prefill[best]
         mask = (hits >= hits[best]) & (costs.prefill <= SAME_RATE * costs.prefill[best])
         mask &= costs.backlog <= costs.backlog[best] + slack
@@ -110,9 +112,18 @@ def _copies(view: View, longest: int) -> list[float] | None:
     leader = endpoint.load.leader_of(block_hashes, hit) if hit == len(block_hashes) else None
     if leader is None:
         return None
-    busy = sum(one.endpoint.load.num_pending > 0 for one in view.candidates) / len(view.candidates)
+    busy = sum(one.load.num_pending > 0 for one in view.candidates.endpoints) / len(view.candidates)
     ms, cached = busy * endpoint.load.rates.token, leader.cached_tokens
-    return [ms * max(candidate.hit_tokens - max(one.hit_tokens, cached), 0) for one in view.candidates]
+    return [ms * max(candidate.hit_tokens - max(other, cached), 0) for other in view.candidates.hit_tokens]
+
+
+def _ascending(prices: NDArray[np.float64]) -> Iterator[int]:
+    """Iterate over the indices from the lowest price on; few are asked for. Equal prices are in their order."""
+    rest = prices.copy()
+    for _ in range(len(rest)):
+        index = int(rest.argmin())
+        yield index
+        rest[index] = np.inf
 
 
 def _order(prices: list[float]) -> list[int]:
@@ -121,7 +132,7 @@ def _order(prices: list[float]) -> list[int]:
 
 def _best(
     prices: "list[float] | NDArray[np.float64]",
-    order: list[int],
+    order: Iterable[int],
     factors: "list[float] | NDArray[np.float64]",
     evictions: _Evictions,
 ) -> int:
@@ -141,17 +152,17 @@ def _placed(view: View, equals: list[int], best: int, slack: float, evictions: _
     if len(equals) < 2:
         return best
     limit = evictions.of(best) + slack
-    ranks = weights(view.key, [view.candidates[i].endpoint.digest for i in equals])
-    order: list[int] = ranks.argsort()[::-1].tolist()
-    return next(equals[place] for place in order if evictions.of(equals[place]) <= limit)  # `best` at the latest
+    ranks = weights(view.key, [view.candidates.endpoints[i].digest for i in equals])
+    while evictions.of(first := equals[ranks.argmax()]) > limit:  # `best` at the latest
+        ranks[ranks.argmax()] = 0
+    return first
 
 
 def _choice(view: View, order: list[int], prices: list[float], first: int, best: int) -> Choice:
     order.remove(first)
     order.insert(0, first)
     reason = "least cost" if first == best else "placed by its first new block"
-    ranked = tuple(map(view.candidates.__getitem__, order))
-    return Choice(ranked, tuple(map(prices.__getitem__, order)), reason)
+    return Choice(view.candidates.in_order(order), tuple(map(prices.__getitem__, order)), reason)
 
 
 def cost_of(view: View, name: str) -> Cost:

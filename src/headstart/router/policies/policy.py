@@ -1,6 +1,7 @@
 """Policy: the seam between the state of the replicas and their ranking."""
 
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, overload
 
 from headstart.router.endpoint import Endpoint
 from headstart.router.policies.rendezvous import weights
@@ -19,11 +20,55 @@ class Candidate(NamedTuple):
         return self.endpoint.name
 
 
+class Candidates(Sequence[Candidate]):
+    """Candidates in an order; each is made when it is asked for. The columns are in the order of the fleet."""
+
+    __slots__ = ("_order", "endpoints", "hit_blocks", "hit_tokens")
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        hit_blocks: Sequence[int],
+        hit_tokens: Sequence[int],
+        order: Sequence[int] | None = None,
+    ) -> None:
+        self.endpoints, self.hit_blocks, self.hit_tokens = endpoints, hit_blocks, hit_tokens
+        self._order = range(len(endpoints)) if order is None else order
+
+    def in_order(self, order: Sequence[int]) -> "Candidates":
+        """Return the candidates of these positions in the fleet, in this order."""
+        return Candidates(self.endpoints, self.hit_blocks, self.hit_tokens, order)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return map(self._of, self._order)
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Candidates": ...
+    def __getitem__(self, index: int | slice) -> "Candidate | Candidates":
+        if isinstance(index, slice):
+            return self.in_order(self._order[index])
+        return self._of(self._order[index])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Candidates) and tuple(self) == tuple(other)
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def _of(self, place: int) -> Candidate:
+        return Candidate(self.endpoints[place], self.hit_blocks[place], self.hit_tokens[place])
+
+
 class View(NamedTuple):
     """The input of a policy. `key` is the hash of the prompt's first block that no replica has."""
 
     request: RoutingRequest
-    candidates: tuple[Candidate, ...]
+    candidates: Candidates
     key: bytes
     now: float
 
@@ -38,7 +83,7 @@ class Choice(NamedTuple):
     `scores` are the policy's own numbers of `ranked`; `memo` is passed back to the policy by `picked`.
     """
 
-    ranked: tuple[Candidate, ...]
+    ranked: Sequence[Candidate]
     scores: tuple[float, ...]
     reason: str
     memo: object = None
@@ -65,6 +110,6 @@ def by_number(view: View, numbers: list[float], reason: str, memo: object = None
     best = numbers[order[0]]
     ties = [i for i in order if numbers[i] == best]
     if len(ties) > 1:
-        ranks = weights(view.key, [view.candidates[i].endpoint.digest for i in ties])
+        ranks = weights(view.key, [view.candidates.endpoints[i].digest for i in ties])
         order[: len(ties)] = [ties[place] for place in ranks.argsort()[::-1]]
-    return Choice(tuple(view.candidates[i] for i in order), tuple(numbers[i] for i in order), reason, memo)
+    return Choice(view.candidates.in_order(order), tuple(numbers[i] for i in order), reason, memo)

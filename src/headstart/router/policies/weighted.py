@@ -61,5 +61,4 @@ class WeightedPolicy:
         """Draw a random order in proportion to the sums (Efraimidis and Spirakis, 2006)."""
         draws = [log(1.0 - rng.random()) / total if total > 0 else float("-inf") for total in sums]
         order = sorted(range(len(sums)), key=draws.__getitem__, reverse=True)
-        ranked = tuple(view.candidates[i] for i in order)
-        return Choice(ranked, tuple(sums[i] for i in order), "drawn by score", memo)
+        return Choice(view.candidates.in_order(order), tuple(sums[i] for i in order), "drawn by score", memo)
