@@ -34,7 +34,7 @@ NAV: dict[str, tuple[str, ...]] = {
         ),
     ),
     "Other engines": ("plugins.md", "plugins-vllm.md"),
-    "Measured": ("routing-figures.md", "benchmarks.md", "benchmarks-avx2.md", "simulation.md", "experiments.md"),
+    "Measured": ("routing-figures.md", "benchmarks.md", "benchmarks-avx2.md", "simulation.md"),
     "Inside": ("architecture.md", "routing-decisions.md", "invariants.md", "kernels.md", "reliability.md"),
 }
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
