@@ -21,7 +21,7 @@ NAV: dict[str, tuple[str, ...]] = {
         "responses-and-messages.md",
         "json-schema-support.md",
     ),
-    "Reuse": ("prompts.md", "prefix-caching.md", "store.md", "speculation.md", "live-page.md"),
+    "Reuse": ("prompts.md", "prefix-caching.md", "cache-misses.md", "store.md", "speculation.md", "live-page.md"),
     "Operate": (
         *("configuration.md", "sizing.md", "security.md", "models.md", "cuda.md", "metrics.md", "traces.md"),
         *(
