@@ -18,6 +18,7 @@ NAV: dict[str, tuple[str, ...]] = {
         "agents.md",
         "ollama.md",
         "api.md",
+        "structured-output.md",
         "responses-and-messages.md",
         "json-schema-support.md",
     ),
