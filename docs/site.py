@@ -18,10 +18,11 @@ NAV: dict[str, tuple[str, ...]] = {
         "agents.md",
         "ollama.md",
         "api.md",
+        "structured-output.md",
         "responses-and-messages.md",
         "json-schema-support.md",
     ),
-    "Reuse": ("prompts.md", "prefix-caching.md", "store.md", "speculation.md", "live-page.md"),
+    "Reuse": ("prompts.md", "prefix-caching.md", "cache-misses.md", "store.md", "speculation.md", "live-page.md"),
     "Operate": (
         *("configuration.md", "sizing.md", "security.md", "models.md", "cuda.md", "metrics.md", "traces.md"),
         *(
@@ -34,8 +35,8 @@ NAV: dict[str, tuple[str, ...]] = {
         ),
     ),
     "Other engines": ("plugins.md", "plugins-vllm.md"),
-    "Measured": ("benchmarks.md", "benchmarks-avx2.md", "simulation.md", "experiments.md"),
-    "Inside": ("architecture.md", "invariants.md", "kernels.md", "reliability.md"),
+    "Measured": ("routing-figures.md", "benchmarks.md", "benchmarks-avx2.md", "simulation.md"),
+    "Inside": ("architecture.md", "routing-decisions.md", "invariants.md", "kernels.md", "reliability.md"),
 }
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 

@@ -212,3 +212,21 @@ def test_files_that_contributing_names_exist() -> None:
     assert len(named) > 30
     for name in set(named) - {"headstart.toml"}:
         assert (ROOT / name).exists() or any(path.endswith(f"/{name}") for path in known), name
+
+
+def test_tests_that_the_reliability_page_names_exist() -> None:
+    named = set(re.findall(r"`(test_\w+\.py)`", (ROOT / "docs" / "reliability.md").read_text("utf-8")))
+    known = {path.name for folder in ("tests", "lab/tests", "plugins/tests") for path in (ROOT / folder).rglob("*.py")}
+    assert len(named) > 100
+    assert sorted(named - known) == []
+
+
+def test_no_page_is_too_long_to_read() -> None:
+    """Generated tables do not count. Figures belong into benchmarks/, history into git; else make two pages."""
+    words = {
+        page.relative_to(ROOT).as_posix(): len(
+            re.sub(r"<!-- generated.*?end -->", "", page.read_text("utf-8"), flags=re.DOTALL).split()
+        )
+        for page in PAGES
+    }
+    assert {name: count for name, count in words.items() if count > 5_500} == {}

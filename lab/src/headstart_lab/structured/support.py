@@ -41,7 +41,7 @@ invalid by the standard. *Rejects valid*: instances that satisfy the schema, and
 tried (spaces, escapes, order of properties); a model cannot give such an answer. Formats are always asserted, also in
 draft 2020-12, whose default is to ignore them. A refusal is a 400 that names a keyword of the schema. The table shows
 `strict: true`, where only `uniqueItems` is dropped, and named in a header; without it a `response_format` or a tool is
-refused for fewer, since all keywords that only narrow are dropped ([API](api.md#structured-output)).
+refused for fewer, since all keywords that only narrow are dropped ([API](structured-output.md)).
 
 Before llguidance reads a schema, the server rewrites it to one that allows the same or a part of it: counts such as 2.0
 become integers; bounds of numbers are rounded inwards to 15 digits, 15 decimals and 2^53, beyond which parsers of JSON
@@ -51,7 +51,7 @@ which pydantic writes for a `Decimal`, becomes a second pattern. What cannot be 
 2^53 from the wrong side, bounds that need rounding beside `oneOf`, `$id` beside `$ref` without `$schema` (drafts
 differ in it), a `$ref` into `const`, `enum`, `default` or `examples`, control characters in `const`, `enum` and
 `pattern`, and `minProperties` above the number of required properties and one (further names can be equal). Limits of
-size: [API](api.md#structured-output).
+size: [API](structured-output.md).
 
 ## Schemas that llguidance alone accepts, and the server refuses
 
