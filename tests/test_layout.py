@@ -202,7 +202,6 @@ KNOWN_SPLINTERS: set[str] = {
     "model/weights/gguf/gguf_tensors.py",
     "router/health.py",
     "router/index/cached_tokens.py",
-    "router/load_rows.py",
     "router/policies/weighted.py",
     "sim/shared_cores.py",
 }
