@@ -24,7 +24,7 @@ from headstart.engine.engine_client import Build, EngineClient
 from headstart.engine.wire import Outbox
 from headstart.http.logs import Log
 from headstart.server.app import build_app
-from headstart.server.prefix_warmup import warm_prefixes
+from headstart.server.run_server import warm_prefixes
 from headstart.server.server_state import ServerState
 from headstart_lab.router.failover_processes import quiet_ports
 

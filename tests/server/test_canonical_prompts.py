@@ -13,9 +13,8 @@ from headstart.config.options import PROMPT_RULES, ServerOptions, check_values
 from headstart.core.errors import ConfigError
 from headstart.openai.bounds import Bounds
 from headstart.openai.canonical.canonical_body import CHAT, MESSAGES, RESPONSES, canonical_body
-from headstart.openai.canonical.canonical_messages import KEEPING_VARIABLES, canonical_messages
+from headstart.openai.canonical.canonical_messages import KEEPING_VARIABLES, canonical_json, canonical_messages
 from headstart.openai.canonical.prompt_rules import PLACEMENT_TEXTS, RULE_TEXTS, RULES_HEADER
-from headstart.openai.canonical.stable_json import canonical_json
 from headstart.openai.canonical.stable_tools import sorted_schema, sorted_tools, tool_name
 from headstart.openai.request_bodies import parse_chat
 

@@ -17,8 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from headstart.bundled import bundled_model
 from headstart.core.request import CacheMode
-from headstart.openai.tokenizer.segment_memory import SegmentMemory
-from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
+from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer, SegmentMemory
 from headstart.openai.tokenizer.tenant_cache import Scope
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tokenizer.word_borders import BORDER, _ends_words, has_safe_borders

@@ -15,7 +15,7 @@ from headstart.openai.forms.carried_text import carried_text, part_text
 from headstart.openai.forms.treatments import UNREADABLE, ApiName, Place, Treatment, treatment
 from headstart.openai.responses import Json
 from headstart.openai.tools.call_arguments import call_arguments
-from headstart.openai.value_checks import bad_value, check_list, check_text, missing, shown
+from headstart.openai.value_checks import bad_value, check_list, check_string, check_text, missing, shown
 
 MAX_MESSAGES = 100_000
 MAX_BLOCKS = 4096
@@ -118,7 +118,7 @@ def _read_user(
             if parts is not None:
                 _add_text(parts, text)
         else:
-            call_id = _string(f"{at}.tool_use_id", block.get("tool_use_id"), MAX_ID_CHARS)
+            call_id = check_string(f"{at}.tool_use_id", block.get("tool_use_id"), MAX_ID_CHARS)
             into.append(name, {"role": "tool", "tool_call_id": call_id, "content": _result(at, block, into, bounds)})
             parts = None
         into.mark(at, block)
@@ -132,7 +132,7 @@ def _read_assistant(name: str, blocks: "list[Any] | tuple[Any, ...]", into: Read
         block = _typed(at, item)
         match block["type"]:
             case "thinking":
-                text = _string(f"{at}.thinking", block.get("thinking"))
+                text = check_string(f"{at}.thinking", block.get("thinking"))
                 message["reasoning_content"] = message.get("reasoning_content", "") + text
             case "tool_use":
                 message.setdefault("tool_calls", []).append(_call(at, block))
@@ -146,10 +146,10 @@ def _read_assistant(name: str, blocks: "list[Any] | tuple[Any, ...]", into: Read
 def _call(name: str, block: Mapping[str, Any]) -> Json:
     arguments = call_arguments(block.get("input"))
     return {
-        "id": _string(f"{name}.id", block.get("id"), MAX_ID_CHARS),
+        "id": check_string(f"{name}.id", block.get("id"), MAX_ID_CHARS),
         "type": "function",
         "function": {
-            "name": _string(f"{name}.name", block.get("name")),
+            "name": check_string(f"{name}.name", block.get("name")),
             "arguments": msgspec.json.encode(arguments).decode(),
         },
     }
@@ -202,13 +202,4 @@ def _add_text(parts: list[Json], text: str | None) -> None:
 
 
 def _text(name: str, block: Mapping[str, Any]) -> str:
-    return _string(f"{name}.text", block.get("text"))
-
-
-def _string(name: str, value: object, max_chars: int | None = None) -> str:
-    if value is None:
-        raise missing(name)
-    if not isinstance(value, str) or (max_chars is not None and len(value) > max_chars):
-        limit = "" if max_chars is None else f" of at most {max_chars} characters"
-        bad_value(name, f"is {shown(value)}", f"it must be a string{limit}")
-    return check_text(name, value)
+    return check_string(f"{name}.text", block.get("text"))

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from headstart.core.errors import InvalidRequestError, prompt_overflow
 from headstart.openai.bounds import Bounds
-from headstart.openai.canonical.canonical_chat import canonical_chat
+from headstart.openai.canonical.canonical_messages import canonical_chat
 from headstart.openai.canonical.prompt_rules import PromptRules
 from headstart.openai.forms.carried_text import part_text
 from headstart.openai.generation_fields import AddGenerationPrompt, ChatFields, CompletionFields, Model, TokenId
@@ -21,7 +21,15 @@ from headstart.openai.generation_params import GenerationParams, generation_para
 from headstart.openai.request_model import RequestModel, Text, checked, validated
 from headstart.openai.tools.call_arguments import call_arguments
 from headstart.openai.tools.tool_fields import Tools
-from headstart.openai.value_checks import bad_value, check_int, check_text, check_token_ids, missing, shown
+from headstart.openai.value_checks import (
+    bad_value,
+    check_int,
+    check_string,
+    check_text,
+    check_token_ids,
+    missing,
+    shown,
+)
 
 MAX_TOOL_CALLS = 4096  # of a message: an answer may have as many as its tokens allow
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -266,17 +274,10 @@ def _message(name: str, value: object, bounds: Bounds) -> Message:
         if text is None and key == "reasoning_content":
             text = value.get("reasoning")  # vLLM's newer name
         if text is not None:
-            message[key] = _text(f"{name}.{key}", text, max_chars)
+            message[key] = check_string(f"{name}.{key}", text, max_chars)
     if tool_calls:
         message["tool_calls"] = tool_calls
     return message
-
-
-def _text(name: str, value: object, max_chars: int | None) -> str:
-    if not isinstance(value, str) or (max_chars is not None and len(value) > max_chars):
-        limit = "" if max_chars is None else f" of at most {max_chars} characters"
-        bad_value(name, f"is {shown(value)}", f"it must be a string{limit}")
-    return check_text(name, value)
 
 
 def _content(name: str, value: object, bounds: Bounds) -> str | list[dict[str, str]] | None:
@@ -321,6 +322,6 @@ def _tool_calls(name: str, value: object) -> list[dict[str, Any]]:
             check_text(name, arguments)
         function_name = check_text(name, function["name"])
         called = {"name": function_name, "arguments": call_arguments(arguments)}
-        call_id = None if call.get("id") is None else _text(f"{name}[{index}].id", call["id"], 256)
+        call_id = None if call.get("id") is None else check_string(f"{name}[{index}].id", call["id"], 256)
         calls.append({"id": call_id, "type": "function", "function": called})
     return calls

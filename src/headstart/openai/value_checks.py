@@ -59,6 +59,16 @@ def check_text(name: str, text: str) -> str:
     return text
 
 
+def check_string(name: str, value: object, max_chars: int | None = None) -> str:
+    """Return a required string. Raises InvalidRequestError."""
+    if value is None:
+        raise missing(name)
+    if not isinstance(value, str) or (max_chars is not None and len(value) > max_chars):
+        limit = "" if max_chars is None else f" of at most {max_chars} characters"
+        bad_value(name, f"is {shown(value)}", f"it must be a string{limit}")
+    return check_text(name, value)
+
+
 def check_int(name: str, value: object, low: int, high: int) -> int:
     """Return `value` if it is an integer in [low, high], else raise InvalidRequestError."""
     if isinstance(value, bool) or not isinstance(value, int):

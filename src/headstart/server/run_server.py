@@ -4,12 +4,15 @@ import asyncio
 import secrets
 import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import uvloop
 from prometheus_client import disable_created_metrics
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from headstart.allocator import give_memory_back, trim_regularly
 from headstart.config.options import EngineOptions, ServerOptions
@@ -34,11 +37,12 @@ from headstart.http.lifecycle import (
 )
 from headstart.http.logs import Log
 from headstart.http.protocol.connections import ConnectionTable, connection_cap
+from headstart.openai.responses import Json
 from headstart.server.app import build_app
 from headstart.server.banner import banner, store_text
 from headstart.server.cache_api.live_figures import LiveFigures
-from headstart.server.prefix_warmup import warm_prefixes
-from headstart.server.server_state import ServerState
+from headstart.server.prefix_requests import POLL_SECONDS, WARMING
+from headstart.server.server_state import Model, ServerState
 from headstart.server.statistics import write_statistics
 from headstart.store.files import read_secret
 from headstart.store.tiers.tier import derive, places, read_shared_secret
@@ -205,3 +209,45 @@ class _Run:
     async def _until_stopped(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Return the result of `work`, or None if a signal arrived first."""
         return await first_of(work, self._shutdown.begun.wait())
+
+
+async def warm_prefixes(state: ServerState, model: Model) -> int:
+    """Pin and compute the entries; return how many are computed. Failed entries are logged and do not stop the server.
+
+    Raises EngineDeadError.
+    """
+    entries, engine, log = state.options.prefixes, state.engine, state.log
+    if not entries:
+        return 0
+    start = time.monotonic()
+    with _bar() as bar:
+        task = bar.add_task("warming prefixes", total=None)
+        await state.prefixes.load(entries, model.tokenizer, model.bounds)
+        while True:
+            listed = await state.prefixes.listed()
+            total = sum(entry["tokens"] for entry in listed)
+            bar.update(task, total=total, completed=min(engine.stats.counters.computed_tokens, total))
+            if all(entry["state"] != WARMING for entry in listed):
+                break
+            await asyncio.sleep(POLL_SECONDS)
+    for entry in listed:
+        log.line(f"headstart: {_line(entry)}")
+    warm = [entry for entry in listed if not entry["error"]]
+    log.line(f"headstart: {len(warm)} of {len(listed)} prefixes are warm after {time.monotonic() - start:.1f} s")
+    return len(warm)
+
+
+def _line(entry: Json) -> str:
+    if entry["error"]:
+        return f"prefix {entry['name']!a} is not there: {entry['error']}"
+    whose = f"for tenant {entry['tenant']}" if entry["tenant"] else "public"
+    return f"prefix {entry['name']!a}: {entry['tokens']:,} tokens in {entry['blocks']:,} pinned blocks, {whose}"
+
+
+@contextmanager
+def _bar() -> Generator[Progress]:
+    """Yield a progress bar on stderr that is removed at the end; disabled if stderr is not a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield progress

@@ -1,14 +1,17 @@
-"""The rules for messages of a chat, as sent or validated: contents are texts or lists of parts."""
+"""The rules for chats, and for their messages as sent or validated: contents are texts or lists of parts."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from headstart.openai.canonical.nonces import without_nonces, without_token_counts
-from headstart.openai.canonical.prompt_rules import PromptRules
-from headstart.openai.canonical.stable_json import canonical_json
+from headstart.openai.canonical.prompt_rules import AppliedRules, PromptRules, applied_rules
+from headstart.openai.canonical.stable_tools import sorted_schema, sorted_tools
 from headstart.openai.chat.template_forms import SYSTEM_ROLES, ContentForms
+from headstart.openai.tools.tool_fields import Tool
 from headstart.reuse.causes import num_times
 
 Message = Mapping[str, Any]
@@ -211,3 +214,97 @@ def _joined_content(one: Any, other: Any) -> Any:
     parts: list[Any] = [{"type": "text", "text": one}] if isinstance(one, str) else one
     more: list[Any] = [{"type": "text", "text": other}] if isinstance(other, str) else other
     return [*parts, {"type": "text", "text": "\n\n"}, *more]
+
+
+class _Number(str):
+    """A number as it was written, so that it loses no digit."""
+
+    __slots__ = ()
+
+
+def canonical_json(text: str) -> str:
+    """Return a JSON object or list in its one form; the text itself if it is neither, or has a key twice."""
+    if not text.lstrip().startswith(("{", "[")):
+        return text
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_unique, parse_int=_Number, parse_float=_Number, parse_constant=_refuse
+        )
+        pieces: list[str] = []
+        _write(value, pieces)
+    except (ValueError, RecursionError):
+        return text
+    return "".join(pieces)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice")
+    return found
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _write(value: Any, pieces: list[str]) -> None:
+    if isinstance(value, dict):
+        found = cast("dict[str, Any]", value)
+        for index, key in enumerate(sorted(found)):
+            pieces.append(f"{',' if index else '{'}{json.dumps(key, ensure_ascii=False)}:")
+            _write(found[key], pieces)
+        pieces.append("}" if found else "{}")
+    elif isinstance(value, list):
+        pieces.append("[")
+        for index, item in enumerate(cast("list[Any]", value)):
+            if index:
+                pieces.append(",")
+            _write(item, pieces)
+        pieces.append("]")
+    else:
+        pieces.append(str(value) if isinstance(value, _Number) else json.dumps(value, ensure_ascii=False))
+
+
+TemplateOptions = tuple[tuple[str, str | int | bool], ...]
+
+
+class CanonicalChat(NamedTuple):
+    """A chat after the rules, and those that applied."""
+
+    messages: list[dict[str, Any]]
+    tools: tuple[Tool, ...]
+    options: TemplateOptions
+    applied: AppliedRules
+
+
+def canonical_chat(
+    messages: Sequence[dict[str, Any]], tools: tuple[Tool, ...], options: TemplateOptions, rules: PromptRules
+) -> CanonicalChat:
+    """Return the chat after the rules. What no rule changes is unchanged."""
+    counts: Counter[str] = Counter()
+    found = [dict(message) for message in canonical_messages(messages, rules, counts)]
+    if "schemas" in rules:
+        tools = tuple(_with_sorted_schema(tool, counts) for tool in tools)
+    if "tools" in rules:
+        ordered = tuple(sorted_tools(tools, lambda tool: tool.name))
+        counts["tools"] += ordered != tools
+        tools = ordered
+    if "keep_reasoning" in rules:
+        options = _keeping(options, counts)
+    return CanonicalChat(found, tools, options, applied_rules(counts))
+
+
+def _with_sorted_schema(tool: Tool, counts: Counter[str]) -> Tool:
+    definition = sorted_schema(tool.definition)
+    if definition is tool.definition:
+        return tool
+    counts["schemas"] += 1
+    return replace(tool, parameters=definition["function"]["parameters"], definition=definition)
+
+
+def _keeping(options: TemplateOptions, counts: Counter[str]) -> TemplateOptions:
+    known = {name for name, _ in options}
+    added = tuple((name, value) for name, value in KEEPING_VARIABLES.items() if name not in known)
+    counts["keep_reasoning"] += bool(added)
+    return (*options, *added)

@@ -12,7 +12,7 @@ from headstart.openai.forms.treatments import ApiName, Place, Treatment, treatme
 from headstart.openai.responses import Json
 from headstart.openai.responses_api.call_forms import CALL_FORMS, OUTPUTS, function_name
 from headstart.openai.responses_api.item_references import REFERENCE
-from headstart.openai.value_checks import bad_value, check_list, check_text, missing, shown, unsupported
+from headstart.openai.value_checks import bad_value, check_list, check_string, check_text, missing, shown, unsupported
 
 MAX_ITEMS = 4096
 MAX_PARTS = 1024
@@ -125,7 +125,7 @@ def read_item(name: str, item: object, bounds: Bounds) -> Json:
             return _with_id(name, item, _call(name, item))
         case str() as kind if kind in OUTPUTS:
             sent = item["id"] if item.get("call_id") is None and "id" in item else item.get("call_id")
-            call_id = _string(f"{name}.call_id", sent, MAX_ID_CHARS)
+            call_id = check_string(f"{name}.call_id", sent, MAX_ID_CHARS)
             return _with_id(name, item, {"type": kind, "call_id": call_id, "output": _output(name, item, bounds)})
         case "reasoning":
             read = {"type": "reasoning", "summary": [], "content": _reasoning(name, item)}
@@ -133,7 +133,7 @@ def read_item(name: str, item: object, bounds: Bounds) -> Json:
                 bounds.skip(Place.ITEM, "reasoning")
             return _with_id(name, item, read)
         case "item_reference":
-            return {"type": REFERENCE, "id": _string(f"{name}.id", item.get("id"), MAX_ID_CHARS)}
+            return {"type": REFERENCE, "id": check_string(f"{name}.id", item.get("id"), MAX_ID_CHARS)}
         case str() as kind:
             return _with_id(name, item, _other(name, kind, item, bounds))
         case kind:
@@ -144,15 +144,15 @@ def _call(name: str, item: Mapping[str, Any]) -> Json:
     """Return a call that a client executes, with its name, if it has one, and its payload."""
     own_name, form = CALL_FORMS[item["type"]]
     sent = item.get("id") if item.get("call_id") is None and own_name else item.get("call_id")
-    call: Json = {"type": item["type"], "call_id": _string(f"{name}.call_id", sent)}
+    call: Json = {"type": item["type"], "call_id": check_string(f"{name}.call_id", sent)}
     if not own_name:
-        call["name"] = _string(f"{name}.name", item.get("name"))
+        call["name"] = check_string(f"{name}.name", item.get("name"))
         payload = item.get(form.payload)
         if payload is None and item["type"] == "function_call":
             payload = ""  # as it is sent by those who had an answer cut
-        call[form.payload] = _string(f"{name}.{form.payload}", payload)
+        call[form.payload] = check_string(f"{name}.{form.payload}", payload)
         if item.get("namespace") is not None:
-            call["namespace"] = _string(f"{name}.namespace", item["namespace"])
+            call["namespace"] = check_string(f"{name}.namespace", item["namespace"])
         return call
     payload = item.get(form.payload)
     if not isinstance(payload, Mapping):
@@ -178,7 +178,7 @@ def _other(name: str, kind: str, item: Mapping[str, Any], bounds: Bounds) -> Jso
 def _with_id(name: str, item: Mapping[str, Any], read: Json) -> Json:
     """Return the canonical item with the id that the client sent, if any."""
     if item.get("id") is not None:
-        read["id"] = _string(f"{name}.id", item["id"], MAX_ID_CHARS)
+        read["id"] = check_string(f"{name}.id", item["id"], MAX_ID_CHARS)
     return read
 
 
@@ -207,7 +207,7 @@ def _part(name: str, part: object, kind: str, bounds: Bounds) -> Json:
         bad_value(f"{name}.type", f"is {shown(part.get('type'))}", 'it must be "input_text" or "output_text"')
     if part["type"] in _TEXT_PARTS:
         key = "refusal" if part["type"] == "refusal" else "text"
-        read: Json = {"type": kind, "text": _string(f"{name}.{key}", part.get(key))}
+        read: Json = {"type": kind, "text": check_string(f"{name}.{key}", part.get(key))}
     else:
         read = {"type": kind, "text": part_text(name, part, bounds)}
     if part.get("prompt_cache_breakpoint") is not None:
@@ -235,16 +235,7 @@ def _reasoning(name: str, item: Mapping[str, Any]) -> list[Json]:
         read: list[Json] = []
         for index, part in enumerate(check_list(f"{name}.{key}", item.get(key) or (), MAX_PARTS, "parts")):
             text = part.get("text") if isinstance(part, Mapping) else None
-            read.append({"type": "reasoning_text", "text": _string(f"{name}.{key}[{index}].text", text)})
+            read.append({"type": "reasoning_text", "text": check_string(f"{name}.{key}[{index}].text", text)})
         if read:
             return read
     return []
-
-
-def _string(name: str, value: object, max_chars: int | None = None) -> str:
-    if value is None:
-        raise missing(name)
-    if not isinstance(value, str) or (max_chars is not None and len(value) > max_chars):
-        limit = "" if max_chars is None else f" of at most {max_chars} characters"
-        bad_value(name, f"is {shown(value)}", f"it must be a string{limit}")
-    return check_text(name, value)
