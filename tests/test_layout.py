@@ -44,10 +44,10 @@ BUDGETS = {
     "HTTP, server, engine": Budget(("http", "server", "engine"), 8_540, 7_500),
     "live page": Budget(("page",), 260, 300),
     "store": Budget(("store",), 3_250, 2_300),
-    "sim": Budget(("sim",), 2_860, 2_900),
-    "all": Budget(("",), 75_250, 58_900),
+    "sim": Budget(("sim",), 2_790, 2_900),
+    "all": Budget(("",), 75_130, 58_900),
 }
-REST = Budget(("",), 9_240, 6_800)  # what no other budget but that of all includes
+REST = Budget(("",), 9_180, 6_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
 
 
@@ -85,7 +85,7 @@ def test_every_folder_keeps_to_its_lines() -> None:
 
 
 def test_a_line_too_many_and_a_budget_too_large_are_found() -> None:
-    budgets = {"core": Budget(("core",), 7_090, 2), "all": Budget(("",), 75_250, 2)}
+    budgets = {"core": Budget(("core",), 7_090, 2), "all": Budget(("",), 75_130, 2)}
     lines = lines_by_budget({"core/x.py": "a\nb\nc\n", "server/apis/x.py": "a\n"}, budgets)
     assert lines == {"core": 3, "all": 4, "the rest": 1}
     assert over_budget(lines, budgets) == [
@@ -191,10 +191,8 @@ def splinters(sources: Mapping[str, str], others: Mapping[str, str]) -> set[str]
 
 
 KNOWN_SPLINTERS: set[str] = {
-    "config/config_tables.py",
     "core/grammars.py",
     "core/sched/queued_block_refs.py",
-    "gguf/pre_tokenizers.py",
     "http/protocol/http_refusals.py",
     "http/protocol/write_watch.py",
     "model/layers/quantise.py",
@@ -209,7 +207,6 @@ KNOWN_SPLINTERS: set[str] = {
     "router/load_rows.py",
     "router/policies/weighted.py",
     "server/prefix_warmup.py",
-    "sim/shared_cores.py",
 }
 
 

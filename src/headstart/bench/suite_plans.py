@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from headstart.bench.rate import Load
+from headstart.bench.rate_report import Load
 from headstart.bench.suite import Build
 from headstart.core.errors import ConfigError
 from headstart.measurement.report import Chart, Report
