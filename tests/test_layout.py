@@ -45,7 +45,7 @@ BUDGETS = {
     "live page": Budget(("page",), 260, 300),
     "store": Budget(("store",), 3_250, 2_300),
     "sim": Budget(("sim",), 2_790, 2_900),
-    "all": Budget(("",), 75_130, 58_900),
+    "all": Budget(("",), 75_120, 58_900),
 }
 REST = Budget(("",), 9_180, 6_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
@@ -85,7 +85,7 @@ def test_every_folder_keeps_to_its_lines() -> None:
 
 
 def test_a_line_too_many_and_a_budget_too_large_are_found() -> None:
-    budgets = {"core": Budget(("core",), 7_090, 2), "all": Budget(("",), 75_130, 2)}
+    budgets = {"core": Budget(("core",), 7_090, 2), "all": Budget(("",), 75_120, 2)}
     lines = lines_by_budget({"core/x.py": "a\nb\nc\n", "server/apis/x.py": "a\n"}, budgets)
     assert lines == {"core": 3, "all": 4, "the rest": 1}
     assert over_budget(lines, budgets) == [
@@ -107,15 +107,8 @@ def public_classes(sources: Mapping[str, str]) -> Counter[str]:
 SHARED_NAMES: dict[str, int] = {
     "Answer": 2,
     "Call": 2,
-    "Change": 2,
-    "Comparison": 2,
-    "Entry": 2,
-    "Eviction": 2,
     "Group": 2,
-    "Health": 2,
     "InFlight": 2,
-    "Load": 2,
-    "Message": 2,
     "Metrics": 2,
     "News": 2,
     "Plan": 4,
@@ -125,8 +118,7 @@ SHARED_NAMES: dict[str, int] = {
     "Run": 2,
     "Scenario": 2,
     "Scoring": 2,
-    "Seen": 2,
-    "Shape": 4,
+    "Shape": 3,
     "Status": 3,
     "ToolChoice": 2,
 }
