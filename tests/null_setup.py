@@ -11,7 +11,7 @@ from headstart.core.engine import Engine, EngineInfo
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.engine.engine_checks import limits_of
-from headstart.measurement.engines import Setup
+from headstart.measurement.runner import Setup
 from headstart.model.weights.init_model import init_model
 from headstart_lab.runners.null_executor import NullExecutor
 

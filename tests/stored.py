@@ -13,10 +13,10 @@ from headstart.core.cache.block_store import BlockKey, Data, Loaded
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.disk import DiskStore
 from headstart.store.files import FileEntry, Files, Space
-from headstart.store.format import Shape
+from headstart.store.format import BlockShape
 
 BLOCK_SIZE, BLOCK_BYTES = 4, 4096
-SHAPE = Shape(hashlib.sha256(b"model").digest(), BLOCK_SIZE, BLOCK_BYTES)
+SHAPE = BlockShape(hashlib.sha256(b"model").digest(), BLOCK_SIZE, BLOCK_BYTES)
 MAX_BYTES = 64 << 20
 PATIENCE = 300.0  # seconds until a test gives up waiting for a thread
 

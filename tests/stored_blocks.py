@@ -9,9 +9,9 @@ from headstart.core.cache.block_store import BlockKey
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.catalog import Catalog
 from headstart.store.files import Files
-from headstart.store.format import Shape
+from headstart.store.format import BlockShape
 
-SHAPE = Shape(hashlib.sha256(b"a model").digest(), block_size=4, block_bytes=64)
+SHAPE = BlockShape(hashlib.sha256(b"a model").digest(), block_size=4, block_bytes=64)
 SMALL = 64 << 10
 """Bytes: a folder of this size has segments of 66 blocks of SHAPE, so that four fit."""
 Block = tuple[BlockKey, bytes]
@@ -66,7 +66,7 @@ def read(catalog: Catalog, blocks: Sequence[Block]) -> tuple[int, str | None]:
     return num_blocks, miss
 
 
-def fill(folder: Path, blocks: Sequence[Block], max_bytes: int = SMALL, shape: Shape = SHAPE) -> Path:
+def fill(folder: Path, blocks: Sequence[Block], max_bytes: int = SMALL, shape: BlockShape = SHAPE) -> Path:
     """Writes these as a process of its own would; returns the new segment file. They must fit into one."""
     before = set(segment_files(folder))
     writer = Catalog(folder, shape, max_bytes)

@@ -17,7 +17,7 @@ from headstart.core.engine import Engine
 from headstart.core.request import Request
 from headstart.model.weights.model_loader import LoadedModel, load_model
 from headstart.store.disk import DiskStore
-from headstart.store.format import HEADER_BYTES, Shape, decode_block_hashes, decode_header
+from headstart.store.format import HEADER_BYTES, BlockShape, decode_block_hashes, decode_header
 
 WAIT = 60.0
 
@@ -32,7 +32,7 @@ def requests_of(rng: Random) -> list[Request]:
 
 
 def stored_engine(loaded: LoadedModel, folder: Path, num_blocks: int = 900) -> Engine:
-    shape = Shape(loaded.fingerprint, SIZE, SIZE * loaded.kv_bytes_per_token)
+    shape = BlockShape(loaded.fingerprint, SIZE, SIZE * loaded.kv_bytes_per_token)
     return engine_of(loaded, num_blocks, store=DiskStore(folder, shape, 1 << 30))
 
 

@@ -41,13 +41,13 @@ BUDGETS = {
     "router": Budget(("router",), 4_300, 4_100),
     "gateway": Budget(("gateway",), 11_170, 9_200),
     "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 14_130, 10_100),
-    "HTTP, server, engine": Budget(("http", "server", "engine"), 8_525, 7_500),
+    "HTTP, server, engine": Budget(("http", "server", "engine"), 8_530, 7_500),
     "live page": Budget(("page",), 260, 300),
     "store": Budget(("store",), 3_250, 2_300),
-    "sim": Budget(("sim",), 2_860, 2_900),
-    "all": Budget(("",), 75_205, 58_900),
+    "sim": Budget(("sim",), 2_790, 2_900),
+    "all": Budget(("",), 75_070, 58_900),
 }
-REST = Budget(("",), 9_240, 6_800)  # what no other budget but that of all includes
+REST = Budget(("",), 9_170, 6_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
 
 
@@ -107,15 +107,8 @@ def public_classes(sources: Mapping[str, str]) -> Counter[str]:
 SHARED_NAMES: dict[str, int] = {
     "Answer": 2,
     "Call": 2,
-    "Change": 2,
-    "Comparison": 2,
-    "Entry": 2,
-    "Eviction": 2,
     "Group": 2,
-    "Health": 2,
     "InFlight": 2,
-    "Load": 2,
-    "Message": 2,
     "Metrics": 2,
     "News": 2,
     "Plan": 4,
@@ -125,8 +118,7 @@ SHARED_NAMES: dict[str, int] = {
     "Run": 2,
     "Scenario": 2,
     "Scoring": 2,
-    "Seen": 2,
-    "Shape": 4,
+    "Shape": 3,
     "Status": 3,
     "ToolChoice": 2,
 }
@@ -191,10 +183,8 @@ def splinters(sources: Mapping[str, str], others: Mapping[str, str]) -> set[str]
 
 
 KNOWN_SPLINTERS: set[str] = {
-    "config/config_tables.py",
     "core/grammars.py",
     "core/sched/queued_block_refs.py",
-    "gguf/pre_tokenizers.py",
     "http/protocol/http_refusals.py",
     "http/protocol/write_watch.py",
     "model/layers/quantise.py",

@@ -1,6 +1,6 @@
 """The highest Poisson rate of every peer, all with the same draw of arrivals; the searches are interleaved.
 
-A search is a function of the points measured so far (`headstart.bench.load_search`): it restarts for every point and
+A search is a function of the points measured so far (`headstart.bench.rate_report`): it restarts for every point and
 stops at the first rate that is not in the journal. So peers take turns, and a killed run resumes where it stopped.
 """
 
@@ -12,8 +12,7 @@ from journal import Entry, find
 from peer import GivenUpError, Peer
 from roster import ROSTER
 
-from headstart.bench.load_search import highest_rate
-from headstart.bench.rate import RateConfig, behind_prefix, measure_rate
+from headstart.bench.rate_report import RateConfig, behind_prefix, highest_rate, measure_rate
 from headstart.workload.request_record import percentile
 from headstart.workload.slo import SHARE, Slo
 from headstart_lab.comparison import Outcome, unloaded_e2e

@@ -25,7 +25,7 @@ from processor import multiplies_bf16
 from roster import HERE, ROSTER, SPIN_COUNT, variables_of
 from table import draw_all
 
-from headstart.bench.bench_models import find_model
+from headstart.bench.cli.cli_run import find_model
 from headstart.measurement.machine import describe_machine
 
 ARCHITECTURE = "llama-100m"

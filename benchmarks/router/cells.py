@@ -6,8 +6,8 @@ from pathlib import Path
 from random import Random
 
 from headstart.sim.profile import REFERENCE, Profile
-from headstart.sim.profiles.datasheet import datasheet_profile
-from headstart.sim.scenarios.scenario import Event, Scenario
+from headstart.sim.profile_file import datasheet_profile
+from headstart.sim.scenario import Event, Scenario
 from headstart.sim.sim_request import SimRequest
 from headstart.sim.sim_store import Offload
 from headstart.sim.sim_workload import read_requests, synthetic, window

@@ -28,7 +28,7 @@ from headstart.router.router import Router
 from headstart.router.step_rates import StepRates
 from headstart.sim.sim_fleet import FleetOptions
 from headstart.sim.sim_report import report
-from headstart.sim.simulation import Simulation
+from headstart.sim.sweep import Simulation
 
 OUT = Path(__file__).with_name("policies.json")
 QUICK_OUT = Path(__file__).with_name("policies_quick.json")

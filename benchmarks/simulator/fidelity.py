@@ -26,11 +26,11 @@ import psutil
 from headstart.bench.endpoint_runner import EndpointRunner
 from headstart.bench.streamed_request import Target
 from headstart.sim.profile import Profile
-from headstart.sim.profiles.profile_file import read_profile
+from headstart.sim.profile_file import read_profile
 from headstart.sim.sim_report import report
 from headstart.sim.sim_request import from_job
-from headstart.sim.simulation import Simulation
 from headstart.sim.step_cost import SumCost
+from headstart.sim.sweep import Simulation
 from headstart.workload.jobs import Job
 from headstart.workload.request_record import RequestRecord, summarize
 from headstart.workload.synthetic import random_tokens, unit_arrivals

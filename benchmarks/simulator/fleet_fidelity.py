@@ -10,7 +10,7 @@ folder or a shape. The requests are those of `headstart bench fleet` with the sa
 
 Cores are shared as follows; nothing of it is fitted to a fleet. A core is slower while the other one is busy, by the
 ratio of both profiles for one request of the workload. Front ends, router and client take their measured CPU time per
-request and per token, as a constant share of both cores. Steps share the rest equally (sim/shared_cores.py).
+request and per token, as a constant share of both cores. Steps share the rest equally (sim/sim_fleet.py).
 """
 
 import argparse
@@ -30,18 +30,18 @@ from typing import Any
 import psutil
 from fidelity import simulated, tpot, ttft, with_overhead
 
-from headstart.bench.bench_models import find_model
+from headstart.bench.cli.cli_run import find_model
 from headstart.bench.streamed_request import Target
 from headstart.engine.assembly import build_engine
-from headstart.measurement.engines import Setup
 from headstart.measurement.machine import describe_machine, describe_versions
 from headstart.measurement.progress_bar import progress_bar
+from headstart.measurement.runner import Setup
 from headstart.sim.profile import Profile
-from headstart.sim.profiles.profile_file import read_profile
+from headstart.sim.profile_file import read_profile
 from headstart.sim.sim_fleet import FleetOptions
 from headstart.sim.sim_request import from_job
-from headstart.sim.simulation import Simulation
 from headstart.sim.step_cost import StepWork
+from headstart.sim.sweep import Simulation
 from headstart.workload.jobs import Job
 from headstart.workload.request_record import RequestRecord, percentile
 from headstart_lab.router.fleet import WARM_UPS, measure_fleet, replica_launch, send_all

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headstart.measurement.engines import Setup
+from headstart.measurement.runner import Setup
 from headstart_lab.runners.served_replica import Answer, Launch
 
 Known = set[tuple[str, bytes]]  # key, prompt

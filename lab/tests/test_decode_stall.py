@@ -5,7 +5,7 @@ import pytest
 
 from headstart.core.batch import Batch, StepResult
 from headstart.core.sched.step_time import DECODE_STEPS, LEAST_TOKENS
-from headstart.measurement.engines import Setup
+from headstart.measurement.runner import Setup
 from headstart_lab.engine.decode_stall import StallConfig, run_stall
 from headstart_lab.runners.null_executor import NullExecutor
 from headstart_lab.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from headstart.measurement.engines import Setup
+from headstart.measurement.runner import Setup
 from headstart_lab.engine.int8 import QUICK, Difference, Int8Config, run_int8
 
 

@@ -1,6 +1,6 @@
 from collections.abc import Callable
 
-from headstart.measurement.engines import Setup
+from headstart.measurement.runner import Setup
 from headstart_lab.engine.repeat import run_repeated_prompt
 from headstart_lab.runners.null_executor import NullExecutor
 

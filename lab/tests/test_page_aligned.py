@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from headstart.measurement.engines import Setup
+from headstart.measurement.runner import Setup
 from headstart_lab.engine.aligned_prefill import BLOCK_SIZE, LIMITS, MODES, Mix, budget_lost, steps
 from headstart_lab.engine.page_aligned import AlignedConfig, run_page_aligned
 from headstart_lab.runners.null_executor import NullExecutor

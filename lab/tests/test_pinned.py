@@ -1,6 +1,6 @@
 from collections.abc import Callable
 
-from headstart.measurement.engines import Setup
+from headstart.measurement.runner import Setup
 from headstart_lab.engine.pinned import run_pinned
 from headstart_lab.runners.null_executor import NullExecutor
 

@@ -10,10 +10,10 @@ from server.harness import wait_for
 
 from headstart.cli import main as cli
 from headstart.sim.profile import Profile
-from headstart.sim.profiles.profile_file import write_profile
+from headstart.sim.profile_file import write_profile
 from headstart.sim.sim_workload import read_decisions
-from headstart.sim.simulation import Simulation
 from headstart.sim.step_cost import SumCost
+from headstart.sim.sweep import Simulation
 from headstart.workload.synthetic import random_tokens
 from headstart_lab.runners.served_replica import Launch, replica
 

@@ -5,7 +5,7 @@ import pytest
 
 from headstart.config.options import EngineOptions
 from headstart.core.errors import ConfigError
-from headstart.measurement.engines import Setup
+from headstart.measurement.runner import Setup
 from headstart_lab.engine.burst_forms import Form, check_form, every_form, parse_tree
 from headstart_lab.engine.shared_burst import run_twins
 from headstart_lab.runners.null_executor import NullExecutor

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headstart.engine.assembly import build_engine
-from headstart.measurement.engines import Setup
+from headstart.measurement.runner import Setup
 from headstart.workload.synthetic import Shape
 from headstart_lab.runners.null_executor import NullExecutor
 from headstart_lab.store.write_behind import QUICK, Workload, run_write_behind

@@ -15,11 +15,10 @@ from headstart.bench import rate_report, rotations
 from headstart.bench.cli import cli_run
 from headstart.bench.cli.bench_cli import app
 from headstart.bench.endpoint_runner import EndpointRunner
-from headstart.bench.rate import Load, RateConfig, RateSearch, measure_rate
-from headstart.measurement.engines import Setup
+from headstart.bench.rate_report import Load, RateConfig, RateSearch, measure_rate
 from headstart.measurement.progress_bar import Bar
 from headstart.measurement.report import Report
-from headstart.measurement.runner import Runner
+from headstart.measurement.runner import Runner, Setup
 from headstart.workload.slo import Slo
 from headstart_lab.runners.null_executor import NullExecutor
 
@@ -98,8 +97,8 @@ def test_every_verb_ends_with_its_keys_and_exit_code_zero(
 
 
 def test_intent_ends_with_its_keys(monkeypatch: pytest.MonkeyPatch, make_setup: MakeSetup) -> None:
-    tiny = "headstart.bench.intent_load.QUICK"
-    from headstart.bench.intent_load import IntentConfig
+    tiny = "headstart.bench.intent_report.QUICK"
+    from headstart.bench.intent_report import IntentConfig
 
     monkeypatch.setattr(tiny, IntentConfig(runs=1, requests=2, seconds=0.01, min_requests=3, precision=8.0))
     code, document = run_verb(monkeypatch, make_setup(), "intent", "--model", "null", "--quick")

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.bench.bench_models import find_model
+from headstart.bench.cli.cli_run import find_model
 from headstart.core.errors import ConfigError
 
 

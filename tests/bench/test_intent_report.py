@@ -5,11 +5,10 @@ from random import Random
 
 import pytest
 
-from headstart.bench.intent_load import IntentConfig, Side
-from headstart.bench.intent_report import run_intent
+from headstart.bench.intent_report import IntentConfig, Side, run_intent
 from headstart.core.engine import Engine
 from headstart.core.request import Request
-from headstart.measurement.engines import Setup
+from headstart.measurement.runner import Setup
 from headstart.workload.request_record import RequestRecord, percentile
 from headstart.workload.slo import Slo, TooManyLate
 from headstart.workload.synthetic import INTENT

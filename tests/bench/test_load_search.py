@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.bench.load_search import highest_rate
+from headstart.bench.rate_report import highest_rate
 
 
 @given(st.floats(0.05, 200), st.floats(0.05, 200))

@@ -6,12 +6,10 @@ from random import Random
 import pytest
 
 from headstart.bench.measure import measure
-from headstart.bench.rate import RateConfig, behind_prefix, measure_rate, search_rate
+from headstart.bench.rate_report import RateConfig, behind_prefix, measure_rate, search_rate
 from headstart.core.request import Request
-from headstart.measurement.engine_runner import EngineRunner
-from headstart.measurement.engines import Setup
-from headstart.measurement.inprocess import drive
-from headstart.measurement.runner import Trial
+from headstart.measurement.inprocess import EngineRunner, drive
+from headstart.measurement.runner import Setup, Trial
 from headstart.workload import scenarios
 from headstart.workload.jobs import Sampling
 from headstart.workload.request_record import RequestRecord

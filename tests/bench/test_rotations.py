@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 
 from headstart.bench.rotations import RotationsConfig, run_rotations
-from headstart.measurement.engines import Setup
+from headstart.measurement.runner import Setup
 from headstart_lab.runners.null_executor import NullExecutor
 
 MakeSetup = Callable[..., Setup]

@@ -17,10 +17,10 @@ from headstart.core.cache.block_store import BlockKey
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.catalog import Catalog
 from headstart.store.files import read_secret
-from headstart.store.format import Shape
+from headstart.store.format import BlockShape
 
 BLOCK_BYTES = 5000
-SHAPE = Shape(b"m" * 32, 16, BLOCK_BYTES)
+SHAPE = BlockShape(b"m" * 32, 16, BLOCK_BYTES)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "kv"
 
 
-def fill(folder: Path, shape: Shape, num_blocks: int) -> None:
+def fill(folder: Path, shape: BlockShape, num_blocks: int) -> None:
     catalog = Catalog(folder, shape, 64 << 20)
     catalog.refresh()
     assert catalog.append(blocks(num_blocks)) == num_blocks

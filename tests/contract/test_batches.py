@@ -16,7 +16,7 @@ from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.model.model_runner import ModelRunner
 from headstart.model.weights.model_loader import LoadedModel, load_model
-from headstart.sim.sim_executor import SimExecutor
+from headstart.sim.sim_replica import SimExecutor
 from headstart.sim.step_cost import SumCost
 
 BLOCK = 16

@@ -21,7 +21,7 @@ from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.model.model_runner import ModelRunner
 from headstart.model.weights.model_loader import load_model
-from headstart.sim.sim_executor import SimExecutor
+from headstart.sim.sim_replica import SimExecutor
 from headstart.sim.step_cost import SumCost
 from headstart_lab.runners.null_executor import NullExecutor
 from headstart_lab.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor

@@ -5,11 +5,11 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.gateway.recent_routings import CHUNK, RecentRoutings, Seen
+from headstart.gateway.recent_routings import CHUNK, RecentRoutings, RoutedRequest
 
 
-def seen(request_id: str, prompt: "str | array[int]", tenant: str = "a", adapter: str | None = None) -> Seen:
-    return Seen(request_id, tenant, prompt, adapter=adapter)
+def seen(request_id: str, prompt: "str | array[int]", tenant: str = "a", adapter: str | None = None) -> RoutedRequest:
+    return RoutedRequest(request_id, tenant, prompt, adapter=adapter)
 
 
 def test_the_nearest_is_the_one_with_the_longest_common_prefix() -> None:

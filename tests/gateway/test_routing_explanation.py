@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.gateway.proxy.request_reader import conversation
-from headstart.gateway.recent_routings import RecentRoutings, Seen
+from headstart.gateway.recent_routings import RecentRoutings, RoutedRequest
 from headstart.gateway.routing_explanation import Json, explain, explain_prompt
 from headstart.http.http_errors import HttpError
 from headstart.reuse.causes import KINDS, kind_of, message_at, messages_of
@@ -23,11 +23,11 @@ def chat(*messages: tuple[str, str], **fields: object) -> str:
     return conversation({"messages": [{"role": role, "content": reported} for role, reported in messages], **fields})
 
 
-def seen(request_id: str, prompt: "str | array[int]", at: float = 0.0, **fields: Any) -> Seen:
-    return Seen(request_id, "a", prompt, at, **{"endpoint": "http://one", **fields})
+def seen(request_id: str, prompt: "str | array[int]", at: float = 0.0, **fields: Any) -> RoutedRequest:
+    return RoutedRequest(request_id, "a", prompt, at, **{"endpoint": "http://one", **fields})
 
 
-def explained(first: Seen, second: Seen, cached: int | None, *others: Seen) -> Json:
+def explained(first: RoutedRequest, second: RoutedRequest, cached: int | None, *others: RoutedRequest) -> Json:
     """The second, after the first and the others were answered."""
     recent = RecentRoutings()
     for one in (first, *others):
@@ -262,7 +262,7 @@ def test_nobody_ever_reads_another_tenants_text(sent: list[tuple[bool, str, str,
     for number, (is_first, text, endpoint, cached) in enumerate(sent):
         tenant = "µ" if is_first else "ж"
         prompt = text.translate({ord(old): new for old, new in zip("ab", letters[tenant], strict=True)})
-        one = Seen(f"{tenant}{number}", tenant, prompt, float(number), endpoint=tenant + endpoint, why=tenant)
+        one = RoutedRequest(f"{tenant}{number}", tenant, prompt, float(number), endpoint=tenant + endpoint, why=tenant)
         recent.add(one)
         if cached is not None:
             recent.reported(one.request_id, cached, at=number + 0.5)

@@ -14,8 +14,7 @@ from transformers import Qwen2Tokenizer
 from transformers.tokenization_utils_base import generate_merges
 
 from headstart.core.errors import ConfigError
-from headstart.gguf.pre_tokenizers import PRE_TOKENIZERS
-from headstart.gguf.tokenizer_json import tokenizer_json
+from headstart.gguf.tokenizer_json import PRE_TOKENIZERS, tokenizer_json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 TEXTS = [

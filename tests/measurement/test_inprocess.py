@@ -7,8 +7,8 @@ import pytest
 
 from headstart.core.engine import Engine
 from headstart.core.request import SamplingParams
-from headstart.measurement.engines import Setup
 from headstart.measurement.inprocess import drive, make_requests
+from headstart.measurement.runner import Setup
 from headstart.workload.jobs import Job, Waits
 from headstart_lab.runners.null_executor import NullExecutor
 from headstart_lab.runners.virtual_time import VirtualClock

@@ -12,7 +12,7 @@ from headstart.openai.tools.tool_fields import Tool, ToolParams
 from headstart.reuse.cache_comparison import (
     CacheComparison,
     CacheDiagnosis,
-    Change,
+    PromptChange,
     PromptShape,
     compare_prompts,
     fingerprint,
@@ -67,28 +67,28 @@ def test_the_next_turn_continues_the_earlier_prompt() -> None:
     [
         (
             ([RULES, ASKED], params(TOOLS)), ([RULES, ASKED], params(TOOLS[::-1])),
-            Change.TOOLS_REORDERED, "tools", "tools_changed", "tools_changed",
+            PromptChange.TOOLS_REORDERED, "tools", "tools_changed", "tools_changed",
         ),
         (
             ([RULES, ASKED], params(TOOLS)), ([RULES, ASKED], params(TOOLS[:1])),
-            Change.TOOLS_CHANGED, "tools", "tools_changed", "tools_changed",
+            PromptChange.TOOLS_CHANGED, "tools", "tools_changed", "tools_changed",
         ),
         (
             ([RULES, ASKED], params()), ([{**RULES, "content": "Now. " + RULES["content"]}, ASKED, ANSWER], params()),
-            Change.SYSTEM_CHANGED, "messages[0]", "input_changed", "system_changed",
+            PromptChange.SYSTEM_CHANGED, "messages[0]", "input_changed", "system_changed",
         ),
         (
             ([RULES, ASKED], params()), ([RULES, {**ASKED, "content": "Which lake?"}, ANSWER, MORE], params()),
-            Change.MESSAGES_CHANGED, "messages[1]", "input_changed", "messages_changed",
+            PromptChange.MESSAGES_CHANGED, "messages[1]", "input_changed", "messages_changed",
         ),
         (
             ([RULES, ASKED, ANSWER, MORE], params()), ([RULES, MORE], params()),
-            Change.MESSAGES_DROPPED, "messages[1]", "context_compacted", "messages_changed",
+            PromptChange.MESSAGES_DROPPED, "messages[1]", "context_compacted", "messages_changed",
         ),
     ],
 )  # fmt: skip
 def test_changes_have_their_names_in_both_dialects(
-    before: Any, now: Any, change: Change, field: str, openai: str, anthropic: str
+    before: Any, now: Any, change: PromptChange, field: str, openai: str, anthropic: str
 ) -> None:
     found = compare(before, now)
     assert (found.change, found.field) == (change, field)
@@ -104,7 +104,7 @@ def test_changes_have_their_names_in_both_dialects(
 def test_changes_without_a_name_in_a_dialect_are_unavailable_there() -> None:
     before, now = ([RULES, ASKED], params(template_options=(("tone", "dry"),))), ([RULES, ASKED, ANSWER], params())
     found = compare(before, now, extra_before="dry", extra_now="warm")
-    assert found.change is Change.TEMPLATE_OPTIONS_CHANGED
+    assert found.change is PromptChange.TEMPLATE_OPTIONS_CHANGED
     told = CacheDiagnosis(found, 16, num_cached=0, num_evicted=0)
     assert told.openai() == {"type": "unavailable"} and told.cause == "template_options_changed"
     assert message_diagnostics(found, 16) == {"cache_miss_reason": {"type": "unavailable"}}
@@ -114,7 +114,7 @@ def test_the_effort_of_reasoning_is_a_reason_of_its_own() -> None:
     before = ([RULES, ASKED], params(template_options=(("reasoning_effort", "low"), ("enable_thinking", True))))
     found = compare(before, ([RULES, ASKED], params(template_options=(("reasoning_effort", "high"),))),
                     extra_before="low", extra_now="high")  # fmt: skip
-    assert found.change is Change.REASONING_EFFORT_CHANGED
+    assert found.change is PromptChange.REASONING_EFFORT_CHANGED
     assert CacheDiagnosis(found, 16, 0, 0).openai()["reason"] == "reasoning_effort_changed"
 
 
@@ -126,18 +126,18 @@ def test_a_change_that_the_template_does_not_show_is_none() -> None:
 def test_a_template_that_changes_earlier_turns_is_named() -> None:
     before = ([RULES, ASKED], params())
     found = compare(before, ([RULES, ASKED, ANSWER, MORE], params()), extra_now="today")
-    assert found.change is Change.RENDERED_DIFFERENTLY and found.num_common == 0
+    assert found.change is PromptChange.RENDERED_DIFFERENTLY and found.num_common == 0
 
 
 def test_nothing_is_told_about_prompts_of_another_salt() -> None:
     found = compare(([RULES, ASKED], params(cache_salt="a")), ([RULES, ASKED], params(cache_salt="b")))
-    assert found.change is Change.CACHE_SALT_CHANGED
+    assert found.change is PromptChange.CACHE_SALT_CHANGED
     assert (found.num_common, found.num_compared) == (0, 0)
 
 
 def test_an_earlier_prompt_that_was_not_published_is_named() -> None:
     found = compare(([RULES, ASKED], params(cache=CacheMode.READ_ONLY)), ([RULES, ASKED, ANSWER], params()))
-    assert found.change is Change.NOT_PUBLISHED
+    assert found.change is PromptChange.NOT_PUBLISHED
     assert CacheDiagnosis(found, 16, 0, 0).own()["cause"] == "not_published"
 
 

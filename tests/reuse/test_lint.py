@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headstart.cli.main import main
 from headstart.reuse.causes import CAUSES
 from headstart.reuse.log_report import report_log
-from headstart.reuse.logged_prompt import LoggedPrompt, Message, read_log
+from headstart.reuse.logged_prompt import LoggedMessage, LoggedPrompt, read_log
 from headstart.reuse.miss_ratios import miss_ratios
 from headstart.reuse.prompt_changes import compare
 from headstart.reuse.text_changes import text_changes
@@ -139,7 +139,7 @@ def test_equal_text_is_never_longer_than_the_text(this: str, that: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), TEXTS.map("".join)), max_size=5))
 def test_a_prompt_differs_from_itself_in_nothing(messages: list[tuple[str, str]]) -> None:
-    prompt = LoggedPrompt(1, ("{}",), tuple(Message(role, text) for role, text in messages))
+    prompt = LoggedPrompt(1, ("{}",), tuple(LoggedMessage(role, text) for role, text in messages))
     assert compare(prompt, prompt).changes == []
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from headstart.router.rate_learner import Interval, Pace, RateLearner
 from headstart.router.step_rates import STEP_TOKENS, StepRates, Work
 from headstart.sim.profile import REFERENCE, Profile
-from headstart.sim.profiles.datasheet import datasheet_profile
+from headstart.sim.profile_file import datasheet_profile
 from headstart.sim.step_cost import StepWork
 
 

@@ -7,7 +7,7 @@ from tokenizer_folders import BYTE_LEVEL, build
 
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.reuse.reuse_explainer import Eviction, Explanation, NearMatch, Reason
+from headstart.reuse.reuse_explainer import ExplainedEviction, Explanation, NearMatch, Reason
 from headstart.server.cache_api.explanation_text import explanation_answer
 
 TOKENIZER = Tokenizer(build(BYTE_LEVEL))
@@ -25,7 +25,7 @@ def told(reason: Reason, **fields: Any) -> str:
 
 @pytest.mark.parametrize("reason", Reason)
 def test_every_reason_is_told_in_whole_sentences(reason: Reason) -> None:
-    message = told(reason, near=NEAR, eviction=Eviction("capacity", "cmpl-3", False, 5.0)).split("\n")[0]
+    message = told(reason, near=NEAR, eviction=ExplainedEviction("capacity", "cmpl-3", False, 5.0)).split("\n")[0]
     assert message.startswith("32 of 100 prompt tokens were cached (16 pinned, 16 shared). ")
     assert message.endswith(".") and "None" not in message and "{" not in message
 
@@ -61,14 +61,17 @@ def test_a_pinned_prefix_goes_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("eviction", "said"),
     [
-        (Eviction("capacity", "cmpl-3", False, 5.0), "evicted to make room for request cmpl-3 5 s ago"),
-        (Eviction("capacity", None, True, 600.0), "evicted to make room for another tenant 10 min ago"),
-        (Eviction("capacity", None, False, 7200.0), "evicted to make room 2 h ago"),
-        (Eviction("reset", None, False, 5.0), "dropped when the prefix cache was reset 5 s ago"),
-        (Eviction("failed", None, False, 5.0), "dropped because a request that used them failed in the engine 5 s ago"),
+        (ExplainedEviction("capacity", "cmpl-3", False, 5.0), "evicted to make room for request cmpl-3 5 s ago"),
+        (ExplainedEviction("capacity", None, True, 600.0), "evicted to make room for another tenant 10 min ago"),
+        (ExplainedEviction("capacity", None, False, 7200.0), "evicted to make room 2 h ago"),
+        (ExplainedEviction("reset", None, False, 5.0), "dropped when the prefix cache was reset 5 s ago"),
+        (
+            ExplainedEviction("failed", None, False, 5.0),
+            "dropped because a request that used them failed in the engine 5 s ago",
+        ),
     ],
 )
-def test_an_eviction_says_why_for_whom_and_when(eviction: Eviction, said: str) -> None:
+def test_an_eviction_says_why_for_whom_and_when(eviction: ExplainedEviction, said: str) -> None:
     assert f"The blocks from token 33 on were {said}." in told(Reason.EVICTED, eviction=eviction)
 
 

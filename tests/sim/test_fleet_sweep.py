@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headstart.cli import main as cli
-from headstart.sim.profiles.profile_file import read_profile
+from headstart.sim.profile_file import read_profile
 
 SYNTHETIC = ["--synthetic", "decode-heavy", "--rate", "14", "--requests", "60", "--blocks", "200"]
 

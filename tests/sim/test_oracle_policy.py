@@ -10,7 +10,7 @@ from sim.fleets import BLOCK, profile, requests
 from headstart.sim.oracle_policy import OraclePolicy
 from headstart.sim.sim_fleet import VirtualFleet
 from headstart.sim.sim_request import SimRequest
-from headstart.sim.simulation import Simulation
+from headstart.sim.sweep import Simulation
 
 
 def run(asked: list[SimRequest], *, replicas: int = 2, blocks: int = 64) -> tuple[VirtualFleet, dict[str, float]]:

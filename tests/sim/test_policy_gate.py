@@ -16,7 +16,7 @@ from headstart.sim.profile import REFERENCE, Profile
 from headstart.sim.sim_report import FleetReport, report
 from headstart.sim.sim_request import SimRequest
 from headstart.sim.sim_workload import read_requests, synthetic
-from headstart.sim.simulation import Simulation
+from headstart.sim.sweep import Simulation
 
 SAMPLE = Path(__file__).parent / "data" / "conversation_sample.jsonl"
 SAMPLED = read_requests(SAMPLE)

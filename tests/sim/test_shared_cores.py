@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sim.fleets import check_conservation, fleet, profile, replica_of, requests
 
-from headstart.sim.shared_cores import Act, SharedCores
-from headstart.sim.sim_fleet import FleetOptions
+from headstart.sim.sim_fleet import Act, FleetOptions, SharedCores
 from headstart.sim.sim_request import SimRequest
 
 ONE, TWO = (1.0,), (1.0, 1.0)

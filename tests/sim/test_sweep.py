@@ -5,11 +5,10 @@ from collections.abc import Sequence
 import pytest
 from sim.fleets import profile, requests
 
-from headstart.sim.reports.fleet_plan import PlanLimits, smallest_fleet
+from headstart.sim.fleet_plan import PlanLimits, smallest_fleet
 from headstart.sim.sim_report import report
 from headstart.sim.sim_request import SimRequest
-from headstart.sim.simulation import Simulation
-from headstart.sim.sweep import Grid, PointResult, SweepOptions, run_sweep
+from headstart.sim.sweep import Grid, PointResult, Simulation, SweepOptions, run_sweep
 from headstart.workload.slo import Slo
 
 

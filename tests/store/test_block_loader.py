@@ -10,7 +10,7 @@ from stored import BLOCK_BYTES, MAX_BYTES, PATIENCE, SHAPE, Clock, Disk, content
 
 from headstart.core.cache.block_store import BlockKey
 from headstart.store import block_loader as loader
-from headstart.store.block_loader import Load, Loader, Piece
+from headstart.store.block_loader import BlockLoad, Loader, Piece
 from headstart.store.catalog import Catalog
 
 
@@ -26,9 +26,9 @@ class Bench:
         self.thread.start()
         self._num = 0
 
-    def ask(self, wanted: list[BlockKey]) -> Load:
+    def ask(self, wanted: list[BlockKey]) -> BlockLoad:
         self._num += 1
-        load = Load(self._num, wanted, self.clock(), len(wanted), len(wanted))
+        load = BlockLoad(self._num, wanted, self.clock(), len(wanted), len(wanted))
         self.loader.submit(load)
         return load
 

@@ -19,7 +19,7 @@ import pytest
 from stored_blocks import SHAPE, Block, Watched, chain, fill, opened, read, segment_files
 from xxhash import xxh3_128_digest
 
-from headstart.store.format import HEADER_BYTES, Header, Shape, decode_header
+from headstart.store.format import HEADER_BYTES, BlockShape, Header, decode_header
 from headstart.store.segment import segment_id
 
 NUM = 6  # blocks in each segment
@@ -305,7 +305,7 @@ def test_a_future_version_is_left_alone(folder: Folder, value: int) -> None:
     "shape",
     [SHAPE._replace(fingerprint=b"o" * 32), SHAPE._replace(block_size=8), SHAPE._replace(block_bytes=128)],
 )
-def test_another_models_blocks_are_counted_but_not_read(folder: Folder, shape: Shape) -> None:
+def test_another_models_blocks_are_counted_but_not_read(folder: Folder, shape: BlockShape) -> None:
     folder.first.unlink()
     blocks = [
         (key._replace(tokens=b"\1\2\3\4" * shape.block_size), (content * 2)[: shape.block_bytes])

@@ -11,10 +11,10 @@ from headstart.store.format import (
     HEADER_BYTES,
     MAGIC,
     MAX_SEGMENT_BYTES,
-    Entry,
+    BlockEntry,
+    BlockShape,
     FormatError,
     Header,
-    Shape,
     checksum,
     decode_block_hashes,
     decode_entry,
@@ -25,7 +25,7 @@ from headstart.store.format import (
 
 OWN_ID = b"\x01\x23\x45\x67\x89\xab\xcd\xef"
 HEADER = Header(SHAPE, 10, OWN_ID)
-ENTRY = Entry(key_of(3), checksum(content_of(3)))
+ENTRY = BlockEntry(key_of(3), checksum(content_of(3)))
 
 
 def raises(reason: str) -> "pytest.RaisesExc[FormatError]":
@@ -39,7 +39,7 @@ def test_a_header_comes_back_as_it_was() -> None:
 
 def test_the_bytes_of_a_header_are_fixed() -> None:
     """Files outlive the program: who changes this changes the version."""
-    raw = encode_header(Header(Shape(b"f" * 32, 16, 196_608), 40, OWN_ID))
+    raw = encode_header(Header(BlockShape(b"f" * 32, 16, 196_608), 40, OWN_ID))
     assert raw[:48].hex() == (
         "686561646b760d0a" + "01000000" + "00010000" + "a8000000" + "10000000"
         "0000030000000000" + "2800000000000000" + "0020000000000000"
@@ -85,7 +85,7 @@ def test_lengths_that_agree_with_each_other_but_are_beyond_reason_are_refused(he
 
 
 def test_only_a_single_block_may_be_longer_than_a_segment() -> None:
-    large = Shape(b"f" * 32, 16, MAX_SEGMENT_BYTES)
+    large = BlockShape(b"f" * 32, 16, MAX_SEGMENT_BYTES)
     assert Header(large, 1, OWN_ID).is_sound() and not Header(large, 2, OWN_ID).is_sound()
 
 
@@ -138,7 +138,7 @@ def test_empty_short_and_discarded_entries_are_told_apart() -> None:
 
 
 def test_names_are_read_up_to_the_last_entry_and_damaged_ones_have_none() -> None:
-    entries = [encode_entry(HEADER, 2 + place, Entry(key_of(place), checksum(b""))) for place in range(5)]
+    entries = [encode_entry(HEADER, 2 + place, BlockEntry(key_of(place), checksum(b""))) for place in range(5)]
     entries[1] = encode_entry(HEADER, 3, ENTRY, discarded=True)
     entries[2] = b"x" * SHAPE.entry_bytes
     entries[3] = bytes(SHAPE.entry_bytes)

@@ -9,9 +9,9 @@ from stored_blocks import SHAPE, age, chain, content_of, fill, name_of, opened, 
 
 from headstart.store import inspect
 from headstart.store.files import Files
-from headstart.store.format import Shape
+from headstart.store.format import BlockShape
 
-OTHER = Shape(b"o" * 32, SHAPE.block_size, SHAPE.block_bytes)
+OTHER = BlockShape(b"o" * 32, SHAPE.block_size, SHAPE.block_bytes)
 
 
 @pytest.fixture

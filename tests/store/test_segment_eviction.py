@@ -12,7 +12,7 @@ from headstart.core.cache.block_store import Data
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.catalog import Catalog
 from headstart.store.files import Files, Space
-from headstart.store.format import Shape
+from headstart.store.format import BlockShape
 
 PER_SEGMENT = 66
 SEGMENT_BYTES = 8192 + PER_SEGMENT * 64
@@ -132,7 +132,7 @@ def test_where_all_is_kept_there_is_no_room_and_nothing_is_lost(folder: Path) ->
 
 
 def test_other_models_segments_give_way_as_well(folder: Path) -> None:
-    other = Shape(b"o" * 32, SHAPE.block_size, SHAPE.block_bytes)
+    other = BlockShape(b"o" * 32, SHAPE.block_size, SHAPE.block_bytes)
     theirs = [fill(folder, chain(66, seed=seed), shape=other) for seed in range(5)]
     for seconds, path in enumerate(theirs):
         age(path, 1000 - seconds)

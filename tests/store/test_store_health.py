@@ -2,17 +2,17 @@
 
 import errno
 
-from headstart.store.store_health import Health, reason_of
+from headstart.store.store_health import SideHealth, reason_of
 
 
 class Told(list[str]):
     """The lines a health wrote."""
 
-    def health(self, max_errors: int = 1) -> Health:
-        return Health("writing", max_errors=max_errors, say=self.append)
+    def health(self, max_errors: int = 1) -> SideHealth:
+        return SideHealth("writing", max_errors=max_errors, say=self.append)
 
 
-def pauses(health: Health, now: float, num: int) -> list[float]:
+def pauses(health: SideHealth, now: float, num: int) -> list[float]:
     """Fails as soon as it may be tried, `num` times; returns how long each pause was."""
     found: list[float] = []
     for _ in range(num):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headstart.core.errors import ConfigError
 from headstart.sim.profile import SERIAL
 from headstart.sim.sim_request import from_trace
-from headstart.sim.simulation import Simulation
+from headstart.sim.sweep import Simulation
 from headstart.workload.block_paths import block_paths, overlapped
 from headstart.workload.recorded.agent_sessions import IdRuns, read_sessions
 from headstart.workload.recorded.trace_files import TraceOptions, read_trace_file

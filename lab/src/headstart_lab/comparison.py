@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 
 from headstart.bench.measure import Measured, PhaseResult, measure
-from headstart.bench.rate import DEFAULTS, RateConfig, behind_prefix, search_rate
+from headstart.bench.rate_report import DEFAULTS, RateConfig, behind_prefix, search_rate
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.runner import Runner
 from headstart.workload import scenarios

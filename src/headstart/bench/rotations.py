@@ -15,11 +15,11 @@ from headstart.core.cache.kv_cache import NO_HIT, Hit
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.request import SamplingParams, Sequence
 from headstart.core.sched.scheduler import Scheduler
-from headstart.measurement.engines import Setup, describe
 from headstart.measurement.inprocess import Run, Step, Tokens, drive, make_requests
 from headstart.measurement.machine import ContentionLog, uncontended
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Chart, Report, Sheet, spread
+from headstart.measurement.runner import Setup, describe
 from headstart.workload.request_record import median
 from headstart.workload.synthetic import random_tokens, rotations
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from headstart.bench.rate import Load
+from headstart.bench.rate_report import Load
 from headstart.bench.suite import Build
 from headstart.core.errors import ConfigError
 from headstart.measurement.report import Chart, Report
 from headstart.reuse.log_report import report_log
-from headstart.reuse.logged_prompt import LoggedPrompt, Message
+from headstart.reuse.logged_prompt import LoggedMessage, LoggedPrompt
 from headstart.workload import scenarios
 from headstart.workload.jobs import GREEDY, Sampling, make_jobs
 from headstart.workload.scenarios import Phase, Scenario
@@ -145,7 +145,7 @@ def avoidable_share(trace: Trace) -> float | None:
     texts = [request.text for request in trace.requests if request.text]
     if not texts:
         return None
-    prompts = [LoggedPrompt(line, (), (Message("user", text),)) for line, text in enumerate(texts, 1)]
+    prompts = [LoggedPrompt(line, (), (LoggedMessage("user", text),)) for line, text in enumerate(texts, 1)]
     return round(report_log(prompts).avoidable_share, 4)
 
 

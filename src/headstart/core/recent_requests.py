@@ -23,7 +23,7 @@ MAX_PREFIXES = 64
 
 
 @dataclass(slots=True, eq=False)
-class Seen:
+class AdmittedRequest:
     """One request and its outcome. `admitted` and `answered` are numbers of steps."""
 
     seq: Sequence
@@ -46,10 +46,10 @@ class RecentRequests:
     def __init__(self, max_requests: int = MAX_REQUESTS, max_tokens: int = MAX_TOKENS) -> None:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
-        self._seen: dict[str, Seen] = {}  # in order of admission
-        self._prefixes: dict[str, Seen] = {}  # requests that compute pinned prefixes; not in _seen
+        self._seen: dict[str, AdmittedRequest] = {}  # in order of admission
+        self._prefixes: dict[str, AdmittedRequest] = {}  # requests that compute pinned prefixes; not in _seen
         self._queued: set[str] = set()  # not admitted yet
-        self._open: dict[str, Seen] = {}  # admitted, no token yet
+        self._open: dict[str, AdmittedRequest] = {}  # admitted, no token yet
         self._num_tokens = 0
         self._num_admitted = 0
         self._num_steps = 0
@@ -57,11 +57,11 @@ class RecentRequests:
     def __len__(self) -> int:
         return len(self._seen) + len(self._prefixes)
 
-    def __iter__(self) -> Iterator[Seen]:
+    def __iter__(self) -> Iterator[AdmittedRequest]:
         """Iterate newest first, requests of pinned prefixes last."""
         return chain(reversed(self._seen.values()), reversed(self._prefixes.values()))
 
-    def find(self, request_id: str) -> Seen | None:
+    def find(self, request_id: str) -> AdmittedRequest | None:
         """Return the request with that id; None if it was not admitted or has been dropped since."""
         return self._seen.get(request_id) or self._prefixes.get(request_id)
 
@@ -113,7 +113,7 @@ class RecentRequests:
         request_id = seq.request.request_id
         self._forget(request_id)
         self._queued.discard(request_id)
-        seen = Seen(seq, self._num_admitted, start, self._num_steps, evicted)
+        seen = AdmittedRequest(seq, self._num_admitted, start, self._num_steps, evicted)
         self._num_admitted += 1
         self._open[request_id] = seen
         if request_id.startswith(REQUEST_PREFIX):
@@ -124,7 +124,7 @@ class RecentRequests:
         while len(self._seen) > self.max_requests or (self._num_tokens > self.max_tokens and len(self._seen) > 1):
             self._forget(next(iter(self._seen)))
 
-    def _add_prefix(self, seen: Seen) -> None:
+    def _add_prefix(self, seen: AdmittedRequest) -> None:
         """Add a prefix request, replacing the earlier one of the same prefix."""
         self.forget_prefix(_prefix_name(seen.request_id))
         if len(self._prefixes) >= MAX_PREFIXES:

@@ -49,7 +49,7 @@ from headstart.openai.sampling_defaults import read_sampling_defaults
 from headstart.openai.structured.grammar_limits import parser_limits
 from headstart.store.disk import DiskStore, TierStore
 from headstart.store.files import prepare_folder
-from headstart.store.format import Shape
+from headstart.store.format import BlockShape
 from headstart.store.tiers.chained_store import ChainedStore
 from headstart.store.tiers.tier import Places, places, read_shared_secret
 
@@ -90,7 +90,7 @@ def build_engine(
     with out_of_memory_refused(pool, "end other processes, or lower --gpu-memory-utilization", found):
         runner = _make_runner(options, loaded, plan.num_blocks, grammars)
     on_cpu = loaded.device.type == "cpu"
-    store = _open_store(options, store_places, Shape(loaded.fingerprint, options.block_size, runner.block_bytes))
+    store = _open_store(options, store_places, BlockShape(loaded.fingerprint, options.block_size, runner.block_bytes))
     speculation = parse_speculative_config(options.speculative_config)
     state_pages = -(-loaded.state_bytes // (loaded.kv_bytes_per_token * options.block_size))
     config = SchedulerConfig(
@@ -259,7 +259,7 @@ def _store_places(options: EngineOptions) -> Places:
     return found
 
 
-def _open_store(options: EngineOptions, found: Places, shape: Shape) -> BlockStore | None:
+def _open_store(options: EngineOptions, found: Places, shape: BlockShape) -> BlockStore | None:
     """Open the tiers of --kv-store: a folder alone, a server alone, or one after the other. Raises ConfigError."""
     stores: list[BlockStore] = []
     if found.folder is not None:

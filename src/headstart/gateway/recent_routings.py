@@ -23,7 +23,7 @@ BYTES_PER_HASH = 200
 
 
 @dataclass(slots=True, eq=False)
-class Seen:
+class RoutedRequest:
     """One request as the router saw it. Times in seconds on the event loop's clock."""
 
     request_id: str
@@ -51,7 +51,7 @@ class Seen:
 class Nearest(NamedTuple):
     """An earlier request and the number of leading characters (or token ids) in common."""
 
-    seen: Seen
+    seen: RoutedRequest
     common: int
 
 
@@ -64,17 +64,17 @@ class RecentRoutings:
         self.chunk = chunk
         self.num_bytes = 0  # of all entries, approximately
         self._order = 0
-        self._seen: dict[str, tuple[int, Seen, list[bytes]]] = {}  # oldest first; its number, and its hashes
+        self._seen: dict[str, tuple[int, RoutedRequest, list[bytes]]] = {}  # oldest first; its number, and its hashes
         self._by_hash: dict[bytes, dict[str, None]] = {}  # hash -> ids of the requests that begin with it, oldest first
 
     def __len__(self) -> int:
         return len(self._seen)
 
-    def __iter__(self) -> Iterator[Seen]:
+    def __iter__(self) -> Iterator[RoutedRequest]:
         """Iterate over the requests, oldest first."""
         return (seen for _, seen, _ in self._seen.values())
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: RoutedRequest) -> None:
         """Add a sent request, replacing an older one of the same id; drop the oldest ones if a bound is exceeded."""
         self._forget(seen.request_id)
         hashes = _prefix_hashes(seen.tenant, seen.prompt, self.chunk)
@@ -94,13 +94,13 @@ class RecentRoutings:
             seen.cached_tokens, seen.reported_at = cached_tokens, at
             seen.prompt_tokens = prompt_tokens or seen.prompt_tokens
 
-    def find(self, request_id: str, tenant: str | None) -> Seen | None:
+    def find(self, request_id: str, tenant: str | None) -> RoutedRequest | None:
         """Return a tenant's request, None if there is none; `tenant` None: of any tenant."""
         found = self._seen.get(request_id)
         return found[1] if found is not None and tenant in (None, found[1].tenant) else None
 
     def nearest(
-        self, asked: Seen, *, scope: tuple[bytes, str, str | None] | None = None, endpoint: str | None = None
+        self, asked: RoutedRequest, *, scope: tuple[bytes, str, str | None] | None = None, endpoint: str | None = None
     ) -> Nearest | None:
         """Return the same tenant's request with the longest common prefix; of equals the newest, the same scope first.
 
@@ -115,7 +115,7 @@ class RecentRoutings:
             else (self._order, _prefix_hashes(asked.tenant, asked.prompt, self.chunk))
         )
 
-        def others(prefix: bytes) -> list[tuple[int, Seen]]:
+        def others(prefix: bytes) -> list[tuple[int, RoutedRequest]]:
             found = (self._seen[request_id] for request_id in self._by_hash.get(prefix, ()))
             return [
                 (number, seen)
@@ -135,7 +135,7 @@ class RecentRoutings:
         if not low:
             return None
         start = (low - 1) * self.chunk
-        best: tuple[int, bool, int, Seen] | None = None
+        best: tuple[int, bool, int, RoutedRequest] | None = None
         for number, seen in others(hashes[low - 1]):
             common = start + common_prefix_length(
                 asked.prompt[start : start + self.chunk], seen.prompt[start : start + self.chunk]
@@ -165,7 +165,7 @@ class RecentRoutings:
                 del self._by_hash[prefix]
 
 
-def _bytes_of(seen: Seen, hashes: list[bytes]) -> int:
+def _bytes_of(seen: RoutedRequest, hashes: list[bytes]) -> int:
     return ENTRY_BYTES + sys.getsizeof(seen.prompt) + BYTES_PER_HASH * len(hashes)
 
 

@@ -14,7 +14,7 @@ from headstart.apis.api_table import generation_api
 from headstart.core.errors import NoReplicaError
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.request_reader import ReadRequest
-from headstart.gateway.recent_routings import MAX_REQUESTS, Nearest, RecentRoutings, Seen
+from headstart.gateway.recent_routings import MAX_REQUESTS, Nearest, RecentRoutings, RoutedRequest
 from headstart.http.auth import Principal
 from headstart.http.http_errors import HttpError
 from headstart.reuse.causes import KINDS, kind_of, message_at, messages_of
@@ -47,7 +47,9 @@ def explain(
     return _Case(recent, seen, now, shows_replicas).answer(request_id)
 
 
-def explain_prompt(recent: RecentRoutings, asked: Seen, *, now: float = 0.0, shows_replicas: bool = True) -> Json:
+def explain_prompt(
+    recent: RecentRoutings, asked: RoutedRequest, *, now: float = 0.0, shows_replicas: bool = True
+) -> Json:
     """Return the same for a prompt that is not sent; `asked` holds the router's prediction and its replica."""
     return _Case(recent, replace(asked, cached_tokens=None), now, shows_replicas).answer(None)
 
@@ -57,7 +59,7 @@ class _Case:
     """One request to explain."""
 
     recent: RecentRoutings
-    seen: Seen
+    seen: RoutedRequest
     now: float
     shows_replicas: bool
 
@@ -91,7 +93,7 @@ class _Case:
         seen = self.seen
         return seen.predicted_tokens if seen.cached_tokens is None else seen.cached_tokens
 
-    def _reason(self, near: Nearest | None) -> tuple[str, Seen | None]:
+    def _reason(self, near: Nearest | None) -> tuple[str, RoutedRequest | None]:
         """Return why no more was reused, and the request that shows it, if that is not the nearest one."""
         seen, reused = self.seen, self._reused
         if near is None:
@@ -131,18 +133,18 @@ class _Case:
         return tokens - slack > (self._reused or 0)
 
 
-def _is_counted(seen: Seen) -> bool:
+def _is_counted(seen: RoutedRequest) -> bool:
     return bool(seen.prompt_tokens) or not isinstance(seen.prompt, str)
 
 
-def _total(seen: Seen) -> int:
+def _total(seen: RoutedRequest) -> int:
     """Return the tokens of a prompt, counted or estimated."""
     if not isinstance(seen.prompt, str):
         return len(seen.prompt)
     return seen.prompt_tokens or -(-len(seen.prompt) // int(CHARS_PER_TOKEN))
 
 
-def _tokens_of(seen: Seen, common: int) -> int:
+def _tokens_of(seen: RoutedRequest, common: int) -> int:
     """Return the estimated tokens of the leading characters; no more than bytes: templates add tokens elsewhere."""
     prompt = seen.prompt
     if not isinstance(prompt, str):
@@ -151,7 +153,7 @@ def _tokens_of(seen: Seen, common: int) -> int:
     return tokens if tokens <= common else min(tokens, len(prompt[:common].encode("utf-8", "surrogatepass")))
 
 
-def _near_match(seen: Seen, near: Nearest) -> Json:
+def _near_match(seen: RoutedRequest, near: Nearest) -> Json:
     this, that, at = seen.prompt, near.seen.prompt, near.common
     found: Json = {
         "request_id": near.seen.request_id,
@@ -185,7 +187,7 @@ def _message(text: str, at: int) -> Json | None:
     return {"index": index, "role": messages[index].role, "offset": max(at - messages[index].start, 0)}
 
 
-def _other(other: Seen, now: float) -> Json:
+def _other(other: RoutedRequest, now: float) -> Json:
     return {
         "request_id": other.request_id,
         "endpoint": other.endpoint or None,
@@ -323,10 +325,10 @@ class RequestHistory:
 
 def _seen(
     request_id: str, path: str, reading: ReadRequest, principal: Principal, decision: RoutingDecision | None
-) -> Seen:
+) -> RoutedRequest:
     prompt = reading.text if reading.text is not None else reading.request.prompt.token_ids
     exact = reading.request.prompt.exact
-    seen = Seen(
+    seen = RoutedRequest(
         request_id,
         principal.tenant,
         prompt,

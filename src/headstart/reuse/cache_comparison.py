@@ -107,7 +107,7 @@ def _num_equal(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
     return int(different[0]) if len(different) else size
 
 
-class Change(Enum):
+class PromptChange(Enum):
     """A difference between two prompts that ends the reuse of the earlier one."""
 
     TOOLS_CHANGED = "tools_changed"
@@ -124,13 +124,13 @@ class Change(Enum):
 
 
 API_REASONS = {  # in OpenAI's APIs, in Anthropic's; both are closed sets, in which the other changes are `unavailable`
-    Change.TOOLS_CHANGED: ("tools_changed", "tools_changed"),
-    Change.TOOLS_REORDERED: ("tools_changed", "tools_changed"),
-    Change.SYSTEM_CHANGED: ("input_changed", "system_changed"),
-    Change.MESSAGES_CHANGED: ("input_changed", "messages_changed"),
-    Change.PROMPT_CHANGED: ("input_changed", "messages_changed"),
-    Change.MESSAGES_DROPPED: ("context_compacted", "messages_changed"),
-    Change.REASONING_EFFORT_CHANGED: ("reasoning_effort_changed", None),
+    PromptChange.TOOLS_CHANGED: ("tools_changed", "tools_changed"),
+    PromptChange.TOOLS_REORDERED: ("tools_changed", "tools_changed"),
+    PromptChange.SYSTEM_CHANGED: ("input_changed", "system_changed"),
+    PromptChange.MESSAGES_CHANGED: ("input_changed", "messages_changed"),
+    PromptChange.PROMPT_CHANGED: ("input_changed", "messages_changed"),
+    PromptChange.MESSAGES_DROPPED: ("context_compacted", "messages_changed"),
+    PromptChange.REASONING_EFFORT_CHANGED: ("reasoning_effort_changed", None),
 }
 
 
@@ -143,7 +143,7 @@ class CacheComparison:
     num_tokens: int  # of the prompt
     num_compared: int = 0  # of the earlier prompt
     num_common: int = 0  # leading ones in common
-    change: Change | None = None  # None: the earlier prompt is a prefix of this one
+    change: PromptChange | None = None  # None: the earlier prompt is a prefix of this one
     field: str | None = None  # where the change is, as in a chat: "tools", "messages[3]"
 
     def num_reusable(self, block_size: int) -> int:
@@ -165,17 +165,19 @@ def compare_prompts(
         return CacheComparison(compared_id, is_found=False, num_tokens=num_tokens)
     before = earlier.shape
     if before.domain != shape.domain:  # nothing is told about prompts of another salt
-        return CacheComparison(compared_id, is_found=True, num_tokens=num_tokens, change=Change.CACHE_SALT_CHANGED)
+        return CacheComparison(
+            compared_id, is_found=True, num_tokens=num_tokens, change=PromptChange.CACHE_SALT_CHANGED
+        )
     num_common = num_common_tokens(earlier, token_ids)  # type: ignore[arg-type]
     change, field = _change(before, shape)
     if num_common >= min(earlier.num_tokens, num_tokens):
         change = field = None
     elif change is None and not before.is_chat:
-        change = Change.PROMPT_CHANGED
+        change = PromptChange.PROMPT_CHANGED
     elif change is None and num_common < min(earlier.num_tokens - END_TOKENS, num_tokens):
-        change = Change.RENDERED_DIFFERENTLY
+        change = PromptChange.RENDERED_DIFFERENTLY
     if change is None and not before.is_published:
-        change = Change.NOT_PUBLISHED
+        change = PromptChange.NOT_PUBLISHED
     return CacheComparison(
         compared_id=compared_id,
         is_found=True,
@@ -187,24 +189,24 @@ def compare_prompts(
     )
 
 
-def _change(before: PromptShape, now: PromptShape) -> tuple[Change | None, str | None]:
+def _change(before: PromptShape, now: PromptShape) -> tuple[PromptChange | None, str | None]:
     """Return the first change, in the order of a prompt: tools, system prompt, messages; then the options."""
     if before.tools != now.tools:
         is_same_set = sorted(before.tools) == sorted(now.tools)
-        return Change.TOOLS_REORDERED if is_same_set else Change.TOOLS_CHANGED, "tools"
+        return PromptChange.TOOLS_REORDERED if is_same_set else PromptChange.TOOLS_CHANGED, "tools"
     if before.system != now.system:
-        return Change.SYSTEM_CHANGED, "messages[0]"
+        return PromptChange.SYSTEM_CHANGED, "messages[0]"
     if before.effort != now.effort:
-        return Change.REASONING_EFFORT_CHANGED, "reasoning_effort"
+        return PromptChange.REASONING_EFFORT_CHANGED, "reasoning_effort"
     if before.options != now.options:
-        return Change.TEMPLATE_OPTIONS_CHANGED, "chat_template_kwargs"
+        return PromptChange.TEMPLATE_OPTIONS_CHANGED, "chat_template_kwargs"
     at = common_prefix_length(before.messages, now.messages)
     if at == len(before.messages):
         return None, None
     field = f"messages[{now.num_system + at}]"
     is_shorter = len(now.messages) < len(before.messages)
     was_later = at < len(now.messages) and now.messages[at] in before.messages[at + 1 :]
-    return Change.MESSAGES_DROPPED if is_shorter or was_later else Change.MESSAGES_CHANGED, field
+    return PromptChange.MESSAGES_DROPPED if is_shorter or was_later else PromptChange.MESSAGES_CHANGED, field
 
 
 @dataclass(frozen=True, slots=True)

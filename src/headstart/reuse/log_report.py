@@ -21,7 +21,7 @@ from headstart.reuse.causes import CAUSES, RuleOf, no_rule, remedy
 from headstart.reuse.logged_prompt import CHARS_PER_TOKEN, IdPrompt, LoggedPrompt
 from headstart.reuse.miss_ratios import MissRatio, miss_ratios
 from headstart.reuse.near_prompts import NearPrompts
-from headstart.reuse.prompt_changes import BLOCK_TOKENS, Comparison, PlacedChange, avoidable_text, compare
+from headstart.reuse.prompt_changes import BLOCK_TOKENS, PlacedChange, PromptComparison, avoidable_text, compare
 
 CANDIDATES = 3  # earlier prompts that a prompt is compared with
 UNKNOWN = "There is no text in these requests: causes, and what of the prefill was avoidable, cannot be known."
@@ -142,7 +142,7 @@ def report_log(
 
 def best_match(
     prompt: LoggedPrompt, prompts: Sequence[LoggedPrompt], candidates: Sequence[int]
-) -> tuple[int, Comparison] | None:
+) -> tuple[int, PromptComparison] | None:
     """Return the earlier prompt with most equal text, and the comparison with it."""
     found = [(index, compare(prompt, prompts[index])) for index in candidates]
     return max(found, key=lambda pair: pair[1].num_same, default=None)
@@ -152,7 +152,7 @@ def _charge(
     costs: dict[str, CauseCost],
     prompt: LoggedPrompt,
     against: int,
-    comparison: Comparison,
+    comparison: PromptComparison,
     reused: int,
     rule_of: RuleOf,
 ) -> int:

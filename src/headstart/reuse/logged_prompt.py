@@ -53,7 +53,7 @@ class LogEntry(NamedTuple):
 NOTHING = LogEntry({})
 
 
-class Message(NamedTuple):
+class LoggedMessage(NamedTuple):
     """One message; `calls` are its tool calls as texts."""
 
     role: str
@@ -73,8 +73,8 @@ class LoggedPrompt:
 
     line: int
     tools: tuple[str, ...]
-    messages: tuple[Message, ...]
-    answer: Message | None = None
+    messages: tuple[LoggedMessage, ...]
+    answer: LoggedMessage | None = None
     group: str = ""  # prompts of different groups share no cache: the request's cache_salt
 
     @property
@@ -171,22 +171,22 @@ def prompt_of(number: int, entry: object) -> LoggedPrompt | None:
     return LoggedPrompt(number, tuple(map(_json, tools)), messages, answer, _salt(body))
 
 
-def _messages(body: Mapping[str, Any]) -> Iterator[Message]:
+def _messages(body: Mapping[str, Any]) -> Iterator[LoggedMessage]:
     """Yield the messages of a body, with a system prompt of its own first."""
     for key in ("system", "instructions"):
         if body.get(key):
-            yield Message("system", _text(body[key]))
+            yield LoggedMessage("system", _text(body[key]))
     items = body.get("messages", body.get("input", body.get("prompt")))
     if isinstance(items, str):
-        yield Message("user", items)
+        yield LoggedMessage("user", items)
     for item in as_list(items):
         if isinstance(item, str):
-            yield Message("user", item)
+            yield LoggedMessage("user", item)
         elif as_object(item):
             yield _message(as_object(item))
 
 
-def _message(item: Mapping[str, Any]) -> Message:
+def _message(item: Mapping[str, Any]) -> LoggedMessage:
     """Return a message of any of the APIs, or an item of Responses."""
     role = str(
         item.get("role") or {"function_call": "assistant", "reasoning": "assistant"}.get(item.get("type", ""), "tool")
@@ -206,10 +206,10 @@ def _message(item: Mapping[str, Any]) -> Message:
     if text.startswith(_THINK[0]) and _THINK[1] in text:
         thought, _, text = text.partition(_THINK[1])
         reasoning, text = reasoning + thought.removeprefix(_THINK[0]).strip(), text.lstrip()
-    return Message(role, text, reasoning, tuple(calls))
+    return LoggedMessage(role, text, reasoning, tuple(calls))
 
 
-def _answer(response: Mapping[str, Any]) -> Message | None:
+def _answer(response: Mapping[str, Any]) -> LoggedMessage | None:
     """Return the message of a chat's answer, if the log has it."""
     choices = as_list(response.get("choices"))
     message = as_object(as_object(choices[0]).get("message")) if choices else {}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headstart.reuse.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt, Message
+from headstart.reuse.logged_prompt import CHARS_PER_TOKEN, LoggedMessage, LoggedPrompt
 from headstart.reuse.text_changes import MIN_ALIKE, Change, text_changes, tool_changes
 
 VALUES = frozenset({"timestamp", "uuid", "identifier", "number", "token_count"})  # change with each request
@@ -32,7 +32,7 @@ class PlacedChange(NamedTuple):
     line: str = ""  # the line of a system prompt that it begins in, cut
 
 
-class Comparison(NamedTuple):
+class PromptComparison(NamedTuple):
     """The equal characters before the first change, and the changes."""
 
     num_before: int
@@ -64,15 +64,15 @@ class _Walk:
         )
 
 
-def compare(this: LoggedPrompt, that: LoggedPrompt) -> Comparison:
+def compare(this: LoggedPrompt, that: LoggedPrompt) -> PromptComparison:
     """Return the changes from an earlier prompt `that` to `this`."""
     walk = _Walk()
     if _compare_tools(walk, this, that):
         _compare_messages(walk, this.messages, _known(that))
-    return Comparison(walk.num_before, walk.changes)
+    return PromptComparison(walk.num_before, walk.changes)
 
 
-def _known(that: LoggedPrompt) -> tuple[Message, ...]:
+def _known(that: LoggedPrompt) -> tuple[LoggedMessage, ...]:
     """Return the messages of a prompt with the answer, which the next one is expected to send back."""
     return that.messages if that.answer is None else (*that.messages, that.answer)
 
@@ -91,7 +91,7 @@ def _compare_tools(walk: _Walk, this: LoggedPrompt, that: LoggedPrompt) -> bool:
     return True
 
 
-def _compare_messages(walk: _Walk, this: Sequence[Message], that: Sequence[Message]) -> None:
+def _compare_messages(walk: _Walk, this: Sequence[LoggedMessage], that: Sequence[LoggedMessage]) -> None:
     i = j = 0
     while i < len(this) and j < len(that):
         own, other = this[i], that[j]
@@ -110,7 +110,7 @@ def _compare_messages(walk: _Walk, this: Sequence[Message], that: Sequence[Messa
         i, j = i + 1, j + 1
 
 
-def _compare_message(walk: _Walk, path: str, own: Message, other: Message, *, is_last: bool) -> bool:
+def _compare_message(walk: _Walk, path: str, own: LoggedMessage, other: LoggedMessage, *, is_last: bool) -> bool:
     """Compare two messages of one place; return whether what follows them can be compared."""
     if own.reasoning != other.reasoning:
         if own.reasoning and other.reasoning:
@@ -133,7 +133,7 @@ def _compare_message(walk: _Walk, path: str, own: Message, other: Message, *, is
     return True
 
 
-def _compare_text(walk: _Walk, path: str, own: Message, other: Message, *, is_last: bool) -> bool:
+def _compare_text(walk: _Walk, path: str, own: LoggedMessage, other: LoggedMessage, *, is_last: bool) -> bool:
     """Compare two contents; return whether what follows them can be compared."""
     if own.content == other.content:
         walk.same(len(own.content))
@@ -180,7 +180,7 @@ class AvoidableText:
 NOTHING = AvoidableText(0, {})
 
 
-def avoidable_text(comparison: Comparison, reused: int) -> AvoidableText:
+def avoidable_text(comparison: PromptComparison, reused: int) -> AvoidableText:
     """Return the avoidable text of a prompt of which `reused` characters were reused, compared with an earlier one."""
     avoidable = comparison.num_same - max(reused, comparison.num_before)
     if avoidable < MIN_CHARS:

@@ -13,7 +13,7 @@ from headstart.common_prefix import common_prefix_length
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.cache.history import Evicted
 from headstart.core.cache.pinned_prefixes import REQUEST_PREFIX
-from headstart.core.recent_requests import RecentRequests, Seen
+from headstart.core.recent_requests import AdmittedRequest, RecentRequests
 from headstart.core.request import CacheMode, Request, Sequence
 from headstart.core.sched.scheduler import Scheduler
 
@@ -63,7 +63,7 @@ class NearMatch(NamedTuple):
     repeated_tokens: int = 0  # tokens behind the divergence that both have, at any offset
 
 
-class Eviction(NamedTuple):
+class ExplainedEviction(NamedTuple):
     """The eviction of the first missing block."""
 
     cause: str  # "capacity", "failed", "reset"
@@ -88,7 +88,7 @@ class Explanation:
     now: PromptTokenBreakdown  # for the same prompt, sent now
     then: PromptTokenBreakdown | None = None  # of the past request; None: not computed yet, or there is none
     near: NearMatch | None = None
-    eviction: Eviction | None = None
+    eviction: ExplainedEviction | None = None
 
     def as_dict(self) -> dict[str, object]:
         """Return plain values only."""
@@ -131,7 +131,7 @@ class _Case:
     recent: RecentRequests
     seq: Sequence
     position: int
-    seen: Seen | None  # the entry of a past request, else None
+    seen: AdmittedRequest | None  # the entry of a past request, else None
     viewer: Viewer
     now: float
 
@@ -168,7 +168,7 @@ class _Case:
         """Tokens that another request must have in common for its blocks to be of use."""
         return (self._index + 1) * self._size
 
-    def _find_reason(self) -> tuple[Reason, NearMatch | None, Eviction | None]:
+    def _find_reason(self) -> tuple[Reason, NearMatch | None, ExplainedEviction | None]:
         own = self._own_reason()
         if own is not None:
             return own, None, None
@@ -231,15 +231,15 @@ class _Case:
             return self.seen.evicted
         return self.scheduler.pool.eviction_of(self.seq.block_hashes[self._index])
 
-    def _eviction(self, evicted: Evicted) -> Eviction:
+    def _eviction(self, evicted: Evicted) -> ExplainedEviction:
         by = self.recent.find(evicted.by)
         visible = self.viewer.is_admin or (by is not None and self.viewer.may_see(by.seq))
         another = by is not None and by.seq.request.tenant != self.seq.request.tenant
-        return Eviction(
+        return ExplainedEviction(
             evicted.cause, evicted.by or None if visible else None, another, max(self.now - evicted.at, 0.0)
         )
 
-    def _nearest(self, *, isolated: bool) -> "tuple[Seen | None, int]":
+    def _nearest(self, *, isolated: bool) -> "tuple[AdmittedRequest | None, int]":
         """Return the recent request with most leading tokens in common, the newest of equals, and their number.
 
         Only requests that were admitted earlier and are visible count; `isolated`: only those of other domains and
@@ -257,7 +257,7 @@ class _Case:
                 found, best = seen, prompt[: common_prefix_length(prompt, tokens) // _ITEM * _ITEM]
         return found, len(best) // _ITEM
 
-    def _would_have_helped(self, near: Seen, common: int) -> bool:
+    def _would_have_helped(self, near: AdmittedRequest, common: int) -> bool:
         """Return whether it computed the missing block: all its tokens but the last one of its output."""
         return min(common, len(near.seq.token_ids) - 1) >= self._needed
 
@@ -267,7 +267,7 @@ class _Case:
         public = not other.domain and other.request_id.startswith(REQUEST_PREFIX)
         return own.adapter == other.adapter and (public or own.domain == other.domain)
 
-    def _reason_of_equal(self, near: Seen) -> Reason:
+    def _reason_of_equal(self, near: AdmittedRequest) -> Reason:
         """Return why a past request with every token of the missing block was of no use."""
         if not self.scheduler.cache.writes(near.seq):
             return Reason.NOT_KEPT

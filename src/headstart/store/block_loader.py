@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from headstart.core.cache.block_store import BlockKey
 from headstart.store.segment import ReadResult
-from headstart.store.store_health import Health, reason_of, say
+from headstart.store.store_health import SideHealth, reason_of, say
 from headstart.store.tiers.tier import Tier
 
 PIECE_BYTES = 2 << 20
@@ -28,7 +28,7 @@ LOOK_SECONDS = 0.05  # between two checks of whether a pause is over, or a load 
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class BlockLoad:
     """One load. Only the engine's thread changes it."""
 
     load_id: int
@@ -43,7 +43,7 @@ class Load:
 class Piece(NamedTuple):
     """The next blocks of a load, at the start of `buffer`; `miss`: the reason if the load ends early."""
 
-    load: Load
+    load: BlockLoad
     buffer: bytearray | None
     num_blocks: int
     is_last: bool
@@ -56,7 +56,7 @@ class Loader:
     """The thread's body, and its queues to the engine's thread, none of which blocks that thread."""
 
     def __init__(self, catalog: Tier, block_bytes: int, clock: Callable[[], float]) -> None:
-        self.health = Health("reading", max_errors=MAX_ERRORS)
+        self.health = SideHealth("reading", max_errors=MAX_ERRORS)
         self.done: deque[Piece] = deque()
         self.has_done = Event()
         self.num_read = 0  # blocks of all loads that are read or given up
@@ -64,13 +64,13 @@ class Loader:
         self._piece_blocks = max(1, PIECE_BYTES // block_bytes)
         self._num_buffers = max(2, LENT_BYTES // (self._piece_blocks * block_bytes))
         self._num_made = 0
-        self._requests: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[BlockLoad | None] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
         self._last_failed: BlockKey | None = None
         self._reading_since = self._idle_since = float("inf")
         self._is_ending = False
 
-    def submit(self, load: Load) -> None:
+    def submit(self, load: BlockLoad) -> None:
         """Start a load; its pieces arrive in `done`, one of them the last, even if the load is cancelled."""
         self._requests.put(load)
 
@@ -114,7 +114,7 @@ class Loader:
                 self._serve(load)
                 self._idle_since = self._clock()
 
-    def _serve(self, load: Load) -> None:
+    def _serve(self, load: BlockLoad) -> None:
         """Hand over all pieces of a load; in every case one of them is the last."""
         latency = max(0.0, self._clock() - max(load.requested_at, self._idle_since))
         num, miss = 0, "io" if self.health.reason else None
@@ -152,7 +152,7 @@ class Loader:
         if self._last_failed is not None and self.health.may_try(self._clock()):
             self._read([self._last_failed], bytearray(self._block_bytes))
 
-    def _buffer(self, load: Load) -> bytearray | None:
+    def _buffer(self, load: BlockLoad) -> bytearray | None:
         """Return a free buffer as soon as there is one; None if the load was cancelled meanwhile."""
         while not load.is_cancelled and not self._is_ending:
             is_allowed = self._num_made < self._num_buffers

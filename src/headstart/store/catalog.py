@@ -21,7 +21,7 @@ from headstart.core.errors import ConfigError
 from headstart.store import segment as segments
 from headstart.store.files import FileEntry, Files, prepare_folder
 from headstart.store.folder import CORRUPT, STALE_SECONDS, Folder, Index
-from headstart.store.format import MAX_SEGMENT_BYTES, MAX_SLOTS, Header, Shape
+from headstart.store.format import MAX_SEGMENT_BYTES, MAX_SLOTS, BlockShape, Header
 from headstart.store.segment import ReadResult, Segment, SegmentWriter
 
 MIN_SEGMENT_BYTES = 8 << 20
@@ -33,7 +33,7 @@ MAX_PINNED_SHARE = 7 / 8
 """A segment with a larger share of pinned blocks is not worth evicting."""
 
 
-class Eviction:
+class SegmentEviction:
     """Keeps the files of one folder within a number of bytes. One thread of one process at a time, under a file lock.
 
     Of a victim's blocks the pinned ones are moved, always, and those used since they were written, as far as they fit
@@ -141,7 +141,7 @@ class Catalog:
     def __init__(
         self,
         folder: Path,
-        shape: Shape,
+        shape: BlockShape,
         max_bytes: int,
         files: Files | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -157,7 +157,7 @@ class Catalog:
         self._shape, self._files = shape, files or Files()
         self._index = Index()
         self._folder = Folder(folder.resolve(), shape, self._files, self._index, clock)
-        self._eviction = Eviction(self._folder, self._index, self._files, max_bytes, self._write)
+        self._eviction = SegmentEviction(self._folder, self._index, self._files, max_bytes, self._write)
         self._writer: SegmentWriter | None = None
         self._unmarked: list[tuple[Segment, int]] = []  # discarded here, but not yet marked for other processes
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from headstart.core.cache.block_store import BlockKey, BlockSource, Data, Loaded, StoreStats
 from headstart.core.cache.hashing import BlockHash
-from headstart.store.block_loader import LOOK_SECONDS, Load, Loader, Piece
+from headstart.store.block_loader import LOOK_SECONDS, BlockLoad, Loader, Piece
 from headstart.store.catalog import Catalog
 from headstart.store.files import Files
-from headstart.store.format import Shape
+from headstart.store.format import BlockShape
 from headstart.store.tiers.tier import Tier
 from headstart.store.writer import Offer, Writer
 
@@ -38,7 +38,7 @@ class TierStore:
         self._loader = loader = Loader(catalog, block_bytes, clock)
         writer.look()
         self._estimate = LoadEstimate()
-        self._loads: dict[int, Load] = {}  # loads that are awaited
+        self._loads: dict[int, BlockLoad] = {}  # loads that are awaited
         self._num_loads, self._num_requested = 0, 0  # loads and blocks, in total
         self._lent: dict[int, bytearray] = {}  # by id: buffers in use by the engine
         self._distrusted: set[BlockHash] | None = set()  # distrusted until the writer has dropped them; None: all are
@@ -78,7 +78,7 @@ class TierStore:
         self._num_loads += 1
         self._num_requested += len(keys)
         waiting = self._num_requested - self._loader.num_read
-        load = self._loads[self._num_loads] = Load(self._num_loads, keys, now, waiting, len(keys))
+        load = self._loads[self._num_loads] = BlockLoad(self._num_loads, keys, now, waiting, len(keys))
         if self._is_closed:
             self._end_load(load)
         else:
@@ -201,7 +201,7 @@ class TierStore:
             del self._loads[load.load_id]
         return Loaded(load.load_id, data, is_last)
 
-    def _end_load(self, load: Load) -> None:
+    def _end_load(self, load: BlockLoad) -> None:
         """End a load of a closed store: blocks not yet handed out are not delivered."""
         load.is_cancelled, load.num_wanted = True, load.num_given
         self._loader.hand_over(Piece(load, None, 0, True, None, 0.0, 0.0))
@@ -211,7 +211,7 @@ class TierStore:
         for load in self._loads.values():
             self._cut(load)
 
-    def _cut(self, load: Load) -> None:
+    def _cut(self, load: BlockLoad) -> None:
         """Cut a load before its first block that must not be loaded."""
         keys = load.keys[load.num_given : load.num_wanted]
         for place, key in enumerate(keys if self._distrusted_until > self._writer.num_settled else ()):
@@ -232,7 +232,7 @@ class DiskStore(TierStore):
     def __init__(
         self,
         folder: Path,
-        shape: Shape,
+        shape: BlockShape,
         max_bytes: int,
         *,
         files: Files | None = None,

@@ -16,7 +16,7 @@ from headstart.core.cache.block_store import BlockKey
 from headstart.core.cache.hashing import BlockHash
 from headstart.store import segment as segments
 from headstart.store.files import FileEntry, Files
-from headstart.store.format import MAX_SLOTS, FormatError, Header, Shape
+from headstart.store.format import MAX_SLOTS, BlockShape, FormatError, Header
 from headstart.store.segment import Segment, segment_id
 
 TOUCH_SECONDS = 1.0
@@ -148,7 +148,7 @@ class Index:
 class Folder:
     """The segment files of a folder. All methods except `touch` are for one thread at a time."""
 
-    def __init__(self, path: Path, shape: Shape, files: Files, index: Index, clock: Callable[[], float]) -> None:
+    def __init__(self, path: Path, shape: BlockShape, files: Files, index: Index, clock: Callable[[], float]) -> None:
         self.path, self._shape, self._files, self._index, self._clock = path, shape, files, index, clock
         self.known: dict[str, Segment] = {}  # segments of this shape, by file name
         self.others: dict[str, FileEntry] = {}  # all other segment files: not readable, but they take space

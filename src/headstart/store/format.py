@@ -44,7 +44,7 @@ class FormatError(Exception):
         self.reason: Reason = reason
 
 
-class Shape(NamedTuple):
+class BlockShape(NamedTuple):
     """The common properties of all blocks in one segment: the model, tokens per block, and bytes per block."""
 
     fingerprint: bytes  # 32 bytes
@@ -59,7 +59,7 @@ class Shape(NamedTuple):
 class Header(NamedTuple):
     """One segment: the shape of its blocks, how many it can hold, and its id, 8 random bytes."""
 
-    shape: Shape
+    shape: BlockShape
     num_slots: int
     segment_id: bytes
 
@@ -96,7 +96,7 @@ class Header(NamedTuple):
         )
 
 
-class Entry(NamedTuple):
+class BlockEntry(NamedTuple):
     """One stored block: its identity, and the checksum of its content."""
 
     key: BlockKey
@@ -136,7 +136,7 @@ def decode_header(raw: bytes, segment_id: bytes) -> Header:
         raise FormatError("version")
     if xxh3_128_digest(raw[:-_CHECKSUM_BYTES]) != raw[-_CHECKSUM_BYTES:]:
         raise FormatError("checksum")
-    header = Header(Shape(fingerprint, block_size, block_bytes), num_slots, own)
+    header = Header(BlockShape(fingerprint, block_size, block_bytes), num_slots, own)
     said = (header_bytes, entry_bytes, payload_start)
     if not header.is_sound() or said != (HEADER_BYTES, header.shape.entry_bytes, header.payload_start):
         raise FormatError("lengths")
@@ -149,7 +149,7 @@ def checksum(payload: Data) -> bytes:
     return xxh3_128_digest(payload)
 
 
-def encode_entry(header: Header, slot: int, entry: Entry, *, discarded: bool = False) -> bytes:
+def encode_entry(header: Header, slot: int, entry: BlockEntry, *, discarded: bool = False) -> bytes:
     """Return the entry of one slot; a discarded one marks its block as not to be used any more."""
     block_hash, parent, tokens = entry.key
     sizes = (len(block_hash), len(parent), len(tokens), len(entry.payload_checksum))
@@ -159,7 +159,7 @@ def encode_entry(header: Header, slot: int, entry: Entry, *, discarded: bool = F
     return raw + xxh3_128_digest(raw, _seed(header, slot))
 
 
-def decode_entry(header: Header, slot: int, raw: bytes) -> Entry:
+def decode_entry(header: Header, slot: int, raw: bytes) -> BlockEntry:
     """Decode an entry. Raises FormatError: short, empty, checksum, magic, flags, or discarded."""
     if len(raw) != header.shape.entry_bytes:
         raise FormatError("short")
@@ -176,7 +176,7 @@ def decode_entry(header: Header, slot: int, raw: bytes) -> Entry:
         raise FormatError("flags")
     tokens_end = len(raw) - 2 * _CHECKSUM_BYTES
     key = BlockKey(BlockHash(block_hash), BlockHash(parent), raw[_ENTRY_HEAD.size : tokens_end])
-    return Entry(key, raw[tokens_end:-_CHECKSUM_BYTES])
+    return BlockEntry(key, raw[tokens_end:-_CHECKSUM_BYTES])
 
 
 def decode_block_hashes(header: Header, first: int, table: bytes) -> BlockHashes:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headstart.store import segment as segments
 from headstart.store.files import FileEntry, Files
-from headstart.store.format import FormatError, Shape
+from headstart.store.format import BlockShape, FormatError
 from headstart.store.segment import Segment
 
 READ_BYTES = 8 << 20
@@ -23,7 +23,7 @@ Progress = Callable[[int, int], None]
 class ShapeStats:
     """All segments of one model and block size. Times are seconds since the epoch."""
 
-    shape: Shape
+    shape: BlockShape
     num_segments: int = 0
     num_blocks: int = 0  # a block that is stored twice counts twice
     num_bytes: int = 0
@@ -57,7 +57,7 @@ class VerifyReport:
 def stat(folder: Path, files: Files | None = None) -> FolderStats:
     """Count the content of a folder, from headers and tables alone. Raises OSError for an unreadable folder."""
     files = files or Files()
-    found, by_shape = FolderStats(), dict[Shape, ShapeStats]()
+    found, by_shape = FolderStats(), dict[BlockShape, ShapeStats]()
     for entry in _segment_files(files, folder):
         segment, bad = _open(files, folder, entry)
         found.odd.update(bad)

@@ -15,7 +15,7 @@ from headstart.core.cache.block_store import BlockKey, Data
 from headstart.store import format
 from headstart.store.direct import DirectWrites
 from headstart.store.files import Files
-from headstart.store.format import HEADER_BYTES, Entry, FormatError, Header
+from headstart.store.format import HEADER_BYTES, BlockEntry, FormatError, Header
 
 SUFFIX = ".kv"
 DRAFT_SUFFIX = ".tmp"
@@ -243,7 +243,7 @@ class SegmentWriter:
         header, slot = self.header, self.num_blocks
         data = [payload for _, payload in blocks]
         assert all(len(payload) == header.shape.block_bytes for payload in data), [len(payload) for payload in data]
-        entries = [Entry(key, format.checksum(payload)) for key, payload in blocks]
+        entries = [BlockEntry(key, format.checksum(payload)) for key, payload in blocks]
         table = b"".join(format.encode_entry(header, slot + place, entry) for place, entry in enumerate(entries))
         offset = header.payload_offset(slot)
         if not self._direct.write(data, offset):

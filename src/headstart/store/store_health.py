@@ -1,4 +1,4 @@
-"""Health: whether one side of the store works, and when to retry after a failure. No clock and no thread of its own.
+"""SideHealth: whether one side of the store works, and when to retry after a failure. No clock, no thread of its own.
 
 ```
  works ── failed (max_errors in a row) ──> paused for 1 s ── failed ──> paused for 2, 4 ... 30 s
@@ -30,7 +30,7 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-class Health:
+class SideHealth:
     """The state of one side, e.g. "writing"; `max_errors` in a row pause it."""
 
     def __init__(self, side: str, *, max_errors: int = 1, say: Callable[[str], None] = say) -> None:

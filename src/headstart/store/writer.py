@@ -17,7 +17,7 @@ from typing import NamedTuple
 from headstart.core.cache.block_store import BlockKey, BlockSource, Data
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.direct import aligned
-from headstart.store.store_health import Health, reason_of, say
+from headstart.store.store_health import SideHealth, reason_of, say
 from headstart.store.tiers.tier import Tier
 
 ROUND_SECONDS = 0.02  # between two checks of the folder and of the offers
@@ -144,8 +144,8 @@ class Writer:
 
     def __init__(self, catalog: Tier, block_bytes: int, clock: Callable[[], float]) -> None:
         self.source: BlockSource | None = None  # nothing is written before it is set
-        self.health = Health("writing")
-        self.folder_health = Health("looking for other processes' blocks", max_errors=3)
+        self.health = SideHealth("writing")
+        self.folder_health = SideHealth("looking for other processes' blocks", max_errors=3)
         self.written_blocks = 0
         self.evicted_blocks = 0
         self.bytes_per_s = 0.0
@@ -345,7 +345,7 @@ class Writer:
         self.health.worked(now)
 
     @contextmanager
-    def _guard(self, health: Health) -> Generator[None]:
+    def _guard(self, health: SideHealth) -> Generator[None]:
         """Treat any error as one of this side: even an internal error must not end the thread."""
         try:
             yield

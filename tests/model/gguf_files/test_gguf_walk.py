@@ -13,8 +13,8 @@ from model.tiny_gguf import write_gguf
 from tokenizer_folders import BYTE_LEVEL, METASPACE
 
 from headstart.core.errors import ConfigError
-from headstart.gguf.end_tokens import end_token_ids
 from headstart.gguf.gguf_reader import GGUFFile, TensorInfo, read_gguf
+from headstart.gguf.metadata import end_token_ids
 from headstart.gguf.tokenizer_json import gguf_tokenizer, named_tokens
 from headstart.model.weights.gguf.gguf_config import gguf_config
 from headstart.model.weights.gguf.gguf_names import hf_name

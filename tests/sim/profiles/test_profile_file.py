@@ -8,8 +8,15 @@ import pytest
 from headstart.core.errors import ConfigError
 from headstart.core.sched.step_time import MaxStepTime
 from headstart.sim.profile import REFERENCE, Profile
-from headstart.sim.profiles.datasheet import GPUS, LABEL, MODELS, datasheet_profile
-from headstart.sim.profiles.profile_file import load_profile, read_profile, write_profile
+from headstart.sim.profile_file import (
+    GPUS,
+    LABEL,
+    MODELS,
+    datasheet_profile,
+    load_profile,
+    read_profile,
+    write_profile,
+)
 from headstart.sim.sim_store import Offload
 from headstart.sim.step_cost import PaddedCost, RooflineCost, StepWork, SumCost, SuperlinearCost
 

@@ -5,8 +5,8 @@ from random import Random
 import pytest
 
 from headstart.core.errors import ConfigError
+from headstart.sim.calibration import StepSample, fit_steps
 from headstart.sim.profile import REFERENCE_COST
-from headstart.sim.profiles.step_fit import StepSample, fit_steps
 from headstart.sim.step_cost import StepWork, SumCost
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headstart.core.errors import ConfigError
-from headstart.sim.scenarios.scenario import Autoscale, Event, parse_scenario, read_scenario
+from headstart.sim.scenario import Autoscale, Event, parse_scenario, read_scenario
 from headstart.sim.sim_store import Offload
 
 TOML = """

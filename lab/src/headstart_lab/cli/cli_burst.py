@@ -12,9 +12,9 @@ from headstart.bench.cli import cli_run
 from headstart.bench.cli.bench_flags import Quick, Runs, Where, takes_target
 
 if TYPE_CHECKING:
-    from headstart.measurement.engines import Setup
     from headstart.measurement.progress_bar import Bar
     from headstart.measurement.report import Report
+    from headstart.measurement.runner import Setup
 
 
 @takes_target("quantization", "caching")

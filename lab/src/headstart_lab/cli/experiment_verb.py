@@ -13,9 +13,9 @@ from headstart.bench.cli.bench_flags import Flag, Where, signature
 from headstart.model.setup.threads import prepare_threads
 
 if TYPE_CHECKING:
-    from headstart.measurement.engines import Setup
     from headstart.measurement.progress_bar import Bar
     from headstart.measurement.report import Report
+    from headstart.measurement.runner import Setup
 
 FOLDER = "headstart_lab"
 _OF_SETUP = ("model", "dtype", "threads", "seed")

@@ -24,9 +24,9 @@ from headstart.bench.cli.bench_flags import (
 from headstart_lab.cli.experiment_verb import Experiment, Verb
 
 if TYPE_CHECKING:
-    from headstart.measurement.engines import Setup
     from headstart.measurement.progress_bar import Bar
     from headstart.measurement.report import Report
+    from headstart.measurement.runner import Setup
 
 ROUTE_TRACE = typer.Option(exists=True, help="A trace with block ids or texts; a folder of sessions.")
 AGENT_TRACES = typer.Option("--trace", exists=True, dir_okay=False, help="An LMCache agent trace; may be repeated.")

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.request import SamplingParams
 from headstart.core.sched.step_time import LEAST_TOKENS
-from headstart.measurement.engines import Setup, describe
 from headstart.measurement.inprocess import REAL, Clock, make_requests
 from headstart.measurement.machine import ContentionLog, uncontended
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Chart, Report, Sheet, spread
+from headstart.measurement.runner import Setup, describe
 from headstart.workload.request_record import median, percentile
 from headstart.workload.synthetic import random_tokens
 

@@ -19,9 +19,9 @@ from headstart.bundled import bundled_model
 from headstart.core.batch import Batch, Chunk
 from headstart.core.request import GREEDY
 from headstart.engine.llm import LLM
-from headstart.measurement.engines import Setup
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Report, Sheet
+from headstart.measurement.runner import Setup
 from headstart.model.model_runner import ModelRunner
 from headstart.model.setup.sizing import apply_threads
 from headstart.model.step_inputs import StepBounds, build_step

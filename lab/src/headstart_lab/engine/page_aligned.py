@@ -22,11 +22,11 @@ from headstart.core.engine import Engine
 from headstart.core.request import SamplingParams
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.measurement.engines import Setup, describe
 from headstart.measurement.inprocess import Run, drive, make_requests
 from headstart.measurement.machine import ContentionLog, uncontended
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Chart, Report, Sheet, spread
+from headstart.measurement.runner import Setup, describe
 from headstart.model.attention.base import resolve_backend
 from headstart.model.kernels.library import Kernels, kernels
 from headstart.model.kv_writes import Writes

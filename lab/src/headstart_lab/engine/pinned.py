@@ -12,10 +12,10 @@ from typing import Any
 from headstart.core.cache.pinned_prefix import PrefixState
 from headstart.core.engine import Engine
 from headstart.core.request import CacheMode, SamplingParams
-from headstart.measurement.engines import Setup, describe
 from headstart.measurement.inprocess import Run, drive, make_requests
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Report, Sheet
+from headstart.measurement.runner import Setup, describe
 from headstart.workload.synthetic import random_tokens
 
 PREFIX = 900

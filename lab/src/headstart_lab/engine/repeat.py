@@ -4,10 +4,10 @@ from random import Random
 from typing import Any
 
 from headstart.core.request import SamplingParams
-from headstart.measurement.engines import Setup, describe
 from headstart.measurement.inprocess import drive, make_requests
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Report, Sheet
+from headstart.measurement.runner import Setup, describe
 from headstart.workload.synthetic import random_tokens
 
 PROMPT = 1024

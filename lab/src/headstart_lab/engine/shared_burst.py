@@ -15,11 +15,11 @@ from headstart.core.cache.block_store import Data
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.executor import Executor
 from headstart.core.request import CacheMode, Request, SamplingParams
-from headstart.measurement.engines import Setup, describe
 from headstart.measurement.inprocess import Run, drive, make_requests
 from headstart.measurement.machine import ContentionLog, uncontended
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Chart, Report, Sheet, spread
+from headstart.measurement.runner import Setup, describe
 from headstart.workload.request_record import median
 from headstart_lab.engine.burst_forms import BLOCK_SIZE, LOSS_STEP, Form, check_form
 

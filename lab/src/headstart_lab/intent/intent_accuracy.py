@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headstart.engine.llm import LLM, Completion
-from headstart.measurement.engines import BUNDLED
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Report, Sheet
+from headstart.measurement.runner import BUNDLED
 from headstart_lab.intent.intent import Example, answer_schema, is_correct, is_valid, make_examples, make_preamble
 
 MAX_TOKENS = 192  # an answer has about 30; with a schema it ends before, whatever the model writes

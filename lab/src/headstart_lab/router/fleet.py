@@ -25,9 +25,9 @@ from headstart.bench.streamed_request import (
     send,
 )
 from headstart.core.errors import ConfigError
-from headstart.measurement.engines import Setup
 from headstart.measurement.machine import ContentionMeter
 from headstart.measurement.progress_bar import QUIET, Bar
+from headstart.measurement.runner import Setup
 from headstart.workload.jobs import Job
 from headstart.workload.request_record import RequestRecord
 from headstart_lab.router.fleet_trial import BASELINE, BLOCK_SIZE, TITLES, FleetConfig, Measured, Trial

@@ -6,9 +6,9 @@ from itertools import chain
 from random import Random
 from typing import Any
 
-from headstart.measurement.engines import Setup
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Chart, Report, Sheet, spread
+from headstart.measurement.runner import Setup
 from headstart.workload.request_record import percentile
 from headstart_lab.bootstrap import Interval, interval, mean
 from headstart_lab.router.fleet import measure_fleet

@@ -13,10 +13,10 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from headstart.measurement.engines import Setup
 from headstart.measurement.machine import ContentionLog
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Chart, Report, Sheet, spread
+from headstart.measurement.runner import Setup
 from headstart.workload.request_record import median
 from headstart.workload.synthetic import random_tokens
 from headstart_lab.runners.served_replica import (

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headstart import LLM
-from headstart.bench.bench_models import find_model
+from headstart.bench.cli.cli_run import find_model
 from headstart.core.request import Request, SamplingParams
 from headstart.openai.structured.grammar_process import build
 from headstart.openai.structured.grammar_text import json_schema_grammar

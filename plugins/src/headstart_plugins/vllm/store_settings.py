@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from headstart.model.setup.sizes import parse_bytes
-from headstart.store.format import Shape
+from headstart.store.format import BlockShape
 from headstart_plugins.vllm.host import HOST_VERSION
 
 FORM = 1  # of the stored blocks: a layer after the other, each as vLLM's CPU backend has it in memory
@@ -77,7 +77,7 @@ def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         raise ValueError("HeadstartConnector does not start: " + "; ".join(reasons))
 
 
-def store_shape(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Shape:
+def store_shape(config: VllmConfig, kv_cache_config: KVCacheConfig) -> BlockShape:
     """Return the shape of the stored blocks: its fingerprint is equal exactly if KV may be shared.
 
     It names the weights, the model's configuration, dtypes, layout and layers, the releases of vLLM and torch, the
@@ -97,7 +97,7 @@ def store_shape(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Shape:
         "releases": [HOST_VERSION, torch.__version__, torch.backends.cpu.get_cpu_capability()],
     }
     fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).digest()
-    return Shape(fingerprint, spec.block_size, spec.page_size_bytes * len(group.layer_names))
+    return BlockShape(fingerprint, spec.block_size, spec.page_size_bytes * len(group.layer_names))
 
 
 @lru_cache(maxsize=1)  # both roles of one process ask for the same

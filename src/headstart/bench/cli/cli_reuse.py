@@ -12,10 +12,9 @@ from headstart.bench.cli import cli_run, laboratory
 from headstart.bench.cli.bench_flags import Quick, Runs, SloE2e, SloTpot, SloTtft, Where, takes_target
 
 if TYPE_CHECKING:
-    from headstart.measurement.engines import Setup
     from headstart.measurement.progress_bar import Bar
     from headstart.measurement.report import Report
-    from headstart.measurement.runner import Runner
+    from headstart.measurement.runner import Runner, Setup
 
 
 @takes_target("quantization", "caching")
@@ -70,8 +69,7 @@ def intent(
     With --against: unloaded requests, then the highest rate within the limits, or four times the unloaded latency.
     """
     if not where.is_here:
-        from headstart.bench.rate import RateConfig, behind_prefix
-        from headstart.bench.rate_report import RatePlan, run_rate_search
+        from headstart.bench.rate_report import RateConfig, RatePlan, behind_prefix, run_rate_search
 
         config = RateConfig(5.0, 10, 1.3) if quick else RateConfig(seconds, min_requests)
         slo = cli_run.limits(slo_ttft, slo_tpot, slo_e2e)
@@ -93,8 +91,7 @@ def intent(
             print(f"not measured: {missing}", file=sys.stderr)
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
-        from headstart.bench.intent_load import QUICK, IntentConfig
-        from headstart.bench.intent_report import run_intent
+        from headstart.bench.intent_report import QUICK, IntentConfig, run_intent
 
         config = QUICK if quick else IntentConfig(runs=runs, draws=draws, seconds=seconds, min_requests=min_requests)
         num = min(examples, 40) if quick else examples

@@ -5,6 +5,7 @@ Free of torch until a verb runs: thread settings come first.
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -16,20 +17,54 @@ import typer
 
 from headstart.bench.cli.bench_flags import Where
 from headstart.config.options import EngineOptions
-from headstart.core.errors import HeadstartError
+from headstart.core.errors import ConfigError, HeadstartError
+from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.model.setup.threads import prepare_threads
+from headstart.model.weights.init_model import init_model
 from headstart.model.weights.shapes import SHAPES
 
 if TYPE_CHECKING:
     from headstart.bench.suite import Plan
-    from headstart.measurement.engines import Setup
     from headstart.measurement.progress_bar import Bar
     from headstart.measurement.report import Report
-    from headstart.measurement.runner import Runner
+    from headstart.measurement.runner import Runner, Setup
     from headstart.workload.slo import Slo
 
 MAX_BLOCKS = 16_384
 """KV blocks for a workload in this process; larger workloads share them, as they would in a server."""
+STD = 0.2
+"""Standard deviation of the weights: large enough that every token affects the output, so that a wrong KV block shows.
+"""
+
+
+def find_model(name: str, cache: Path, seed: int = 0, bar: Bar = QUIET) -> str:
+    """Return a value for `EngineOptions.model`: a folder or hub id unchanged, or the folder made for a shape name.
+
+    An existing folder takes precedence over a shape of the same name. Raises ConfigError if the cache is not writable.
+    """
+    if name not in SHAPES or Path(name).is_dir():
+        return name
+    folder = cache / f"{name}-std{STD}-seed{seed}"
+    if folder.is_dir():
+        return str(folder)
+    bar.stage(f"making {name} with random weights", None)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=cache) as scratch:
+            made = init_model(name, Path(scratch) / "model", std=STD, seed=seed, progress=False)
+            _move(made, folder)
+    except OSError as error:
+        raise ConfigError(f"cannot write models into {cache}: {error.strerror}; set XDG_CACHE_HOME") from error
+    return str(folder)
+
+
+def _move(made: Path, folder: Path) -> None:
+    """Move a complete model into place atomically. A concurrent process may already have made the same one."""
+    try:
+        os.rename(made, folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
 
 
 @contextmanager
@@ -65,7 +100,7 @@ def run_on_runner(bench: "Callable[[Runner, int, Bar], Report]", where: Where, n
     if where.is_here:
 
         def on_engine(setup: "Setup", bar: "Bar") -> "Report":
-            from headstart.measurement.engine_runner import EngineRunner
+            from headstart.measurement.inprocess import EngineRunner
 
             bar.stage("loading the model", None)
             options = setup.options(num_blocks=min(num_blocks + 64, MAX_BLOCKS), caching=where.caching)
@@ -93,9 +128,8 @@ def run_on_model(bench: "Callable[[Setup, Bar], Report]", where: Where) -> None:
     def on_model(bar: "Bar") -> "Report":
         count, seed = prepare_threads(where.threads), where.seed()
         _check(where.model, EngineOptions(dtype=where.dtype, threads=where.threads, quantization=where.quantization))
-        from headstart.bench.bench_models import find_model
         from headstart.engine.assembly import build_engine
-        from headstart.measurement.engines import BUNDLED, Setup
+        from headstart.measurement.runner import BUNDLED, Setup
 
         found = find_model(where.model, _cache_folder(), seed, bar)
         return bench(

@@ -46,8 +46,7 @@ def shared_prefix(
 
     Without limits a search allows four times the latency of an unloaded request.
     """
-    from headstart.bench.rate import RateConfig
-    from headstart.bench.rate_report import RatePlan, run_rate_search
+    from headstart.bench.rate_report import RateConfig, RatePlan, run_rate_search
     from headstart.bench.suite import Plan
     from headstart.bench.suite_plans import Groups, parse_rate
     from headstart.workload.synthetic import Shape

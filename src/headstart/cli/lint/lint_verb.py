@@ -45,8 +45,7 @@ def lint(
     as one tenant's. A trace of ids has no text: its report names no causes. A server shows a key its own tenant's
     requests only; the key is read from HEADSTART_ADMIN_API_KEY or HEADSTART_API_KEY.
     """
-    from headstart.cli.lint.lint_plot import check_plot, write_plot
-    from headstart.cli.lint.log_source import id_prompts_of, is_trace, read_file, read_server
+    from headstart.cli.lint.log_source import check_plot, id_prompts_of, is_trace, read_file, read_server, write_plot
     from headstart.measurement.progress_bar import progress_bar
     from headstart.openai.canonical.nonces import rule_for_line
     from headstart.reuse.log_report import id_report_text, report_ids, report_log, report_text

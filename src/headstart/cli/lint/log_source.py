@@ -1,15 +1,17 @@
-"""Where `headstart lint` gets its requests: a file of lines, standard input, a server, or a trace of ids."""
+"""Requests of `headstart lint`: of a file of lines, standard input, a server, or a trace of ids; and its picture."""
 
 import codecs
 import gzip
 import json
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart.cli.client_request import call_server
 from headstart.core.errors import ConfigError
+from headstart.reuse.log_report import IdReport, LogReport
 from headstart.reuse.logged_prompt import IdPrompt, ReadLog, read_log
 from headstart.workload.recorded.trace_files import read_trace_file
 from headstart.workload.recorded.trace_units import TraceUnits
@@ -102,3 +104,33 @@ def _after_rules(entries: list[Any], names: Sequence[str]) -> list[Any]:
     check_values(ServerOptions(prompt_rule=tuple(names)))
     lines = (one if isinstance(one, str) else json.dumps(one) for one in entries)
     return [canonical_line(line, frozenset(names)) for line in lines]
+
+
+def check_plot() -> None:
+    """Raise ConfigError if matplotlib is missing."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib, which is not installed; pip install 'headstart[plots]'")
+
+
+def write_plot(report: LogReport | IdReport, path: Path) -> None:
+    """Write the picture; of ids, without causes. Raises ConfigError if the file cannot be written."""
+    from matplotlib.figure import Figure
+
+    by_cause = isinstance(report, LogReport)
+    figure = Figure(figsize=(10 if by_cause else 5, 4), layout="constrained")
+    *others, right = figure.subplots(1, 2 if by_cause else 1, squeeze=False)[0]
+    if isinstance(report, LogReport):
+        (left,) = others
+        names = [cost.cause for cost in report.causes][::-1]
+        left.barh(names, [sum(cost.costs) for cost in report.causes][::-1])
+        left.set_xlabel("tokens computed again (costs overlap)")
+        left.set_title(f"avoidable: {100 * report.avoidable_share:.0f} % of the prompt tokens")
+    right.plot([point.cache_tokens for point in report.curve], [100 * point.miss_ratio for point in report.curve])
+    right.set_xscale("log", base=2)
+    right.set_ylim(0, 105)
+    right.set_xlabel("cache size, tokens (LRU)")
+    right.set_ylabel("prompt tokens computed, %")
+    try:
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}") from error

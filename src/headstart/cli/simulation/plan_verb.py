@@ -77,7 +77,7 @@ def plan(
         counts, shares = blocks_of("--blocks", blocks)
 
     def run(bar: "Bar") -> "Report":
-        from headstart.sim.reports.fleet_plan import PlanConfig, run_fleet_plan
+        from headstart.sim.fleet_plan import PlanConfig, run_fleet_plan
         from headstart.workload.slo import Slo
 
         config = PlanConfig(

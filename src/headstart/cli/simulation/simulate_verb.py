@@ -34,9 +34,9 @@ from headstart.cli.simulation.workload_flags import (
 from headstart.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headstart.measurement.engines import Setup
     from headstart.measurement.progress_bar import Bar
     from headstart.measurement.report import Report
+    from headstart.measurement.runner import Setup
 
 EXAMPLES = """Examples:
   headstart simulate --trace conversation_trace.jsonl --replicas 8 --policy cost,least-load
@@ -109,7 +109,7 @@ def simulate(
         }
 
     def run(bar: "Bar") -> "Report":
-        from headstart.sim.reports.fleet_sweep import SweepConfig, run_fleet_sweep
+        from headstart.sim.fleet_sweep import SweepConfig, run_fleet_sweep
         from headstart.workload.slo import Slo
 
         config = SweepConfig(
@@ -143,7 +143,7 @@ def calibrate(
     """Fit a step cost to real steps of a model on this machine, and print its error on held-out steps."""
 
     def run(setup: "Setup", bar: "Bar") -> "Report":
-        from headstart.sim.calibration.calibration import CalibrationConfig, run_calibration
+        from headstart.sim.calibration import CalibrationConfig, run_calibration
 
         return run_calibration(setup, CalibrationConfig(out=out, blocks=blocks, output=output), bar)
 

@@ -18,9 +18,8 @@ import tokenizers
 from headstart.bundled.packaged_models import packaged_model
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import CacheMode
-from headstart.gguf.end_tokens import end_token_ids
 from headstart.gguf.gguf_reader import is_gguf, read_gguf
-from headstart.gguf.metadata import text_of
+from headstart.gguf.metadata import end_token_ids, text_of
 from headstart.gguf.tokenizer_json import gguf_tokenizer, named_tokens
 from headstart.openai.chat.chat_renderer import ChatRenderer
 from headstart.openai.chat.chat_template import MAX_SOURCE_CHARS

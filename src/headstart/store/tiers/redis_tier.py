@@ -17,7 +17,7 @@ from redis.client import Pipeline, Redis
 
 from headstart.core.cache.block_store import BlockKey, Data
 from headstart.core.cache.hashing import BlockHash
-from headstart.store.format import Shape
+from headstart.store.format import BlockShape
 from headstart.store.segment import ReadResult
 from headstart.store.tiers.redis_link import PREFIX, RedisLink, clear_server
 from headstart.store.tiers.sealing import Sealer
@@ -41,7 +41,7 @@ class RedisTier:
         self,
         url: str,
         password: str | None,
-        shape: Shape,
+        shape: BlockShape,
         secret: bytes,
         ttl: int,
         clock: Callable[[], float] = time.monotonic,

@@ -17,7 +17,7 @@ from xxhash import xxh3_128_digest
 
 from headstart.core.cache.block_store import BlockKey, Data
 from headstart.core.cache.hashing import BlockHash
-from headstart.store.format import Entry, FormatError, Header, Shape, checksum, decode_entry, encode_entry
+from headstart.store.format import BlockEntry, BlockShape, FormatError, Header, checksum, decode_entry, encode_entry
 from headstart.store.segment import Miss
 from headstart.store.tiers.tier import derive
 
@@ -30,7 +30,7 @@ OVERHEAD_BYTES = len(MAGIC) + _NONCE + _TAG + _CHECKSUM
 class Sealer:
     """Values of one shape under one secret (`read_shared_secret`), and messages about them."""
 
-    def __init__(self, secret: bytes, shape: Shape) -> None:
+    def __init__(self, secret: bytes, shape: BlockShape) -> None:
         self._context = shape.fingerprint + struct.pack("<II", shape.block_size, shape.block_bytes)
         self._header = Header(shape, 1, bytes(8))
         self._names, self._keys = (derive(secret, what + self._context) for what in (b"names", b"blocks"))
@@ -43,7 +43,7 @@ class Sealer:
         return derive(self._names, block_hash)[:NAME_BYTES]
 
     def seal(self, key: BlockKey, payload: Data) -> bytes:
-        entry = encode_entry(self._header, 0, Entry(key, checksum(payload)))
+        entry = encode_entry(self._header, 0, BlockEntry(key, checksum(payload)))
         nonce = os.urandom(_NONCE)
         sealed = self._cipher(key.block_hash).encrypt(nonce, b"".join((entry, payload)), self._about(key))
         value = b"".join((MAGIC, nonce, sealed))

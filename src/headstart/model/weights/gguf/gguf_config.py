@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from headstart.core.errors import ConfigError
-from headstart.gguf.end_tokens import end_token_ids
 from headstart.gguf.gguf_reader import GGUFFile
-from headstart.gguf.metadata import integer_of, number_of, text_of, tokens_of
+from headstart.gguf.metadata import end_token_ids, integer_of, number_of, text_of, tokens_of
 from headstart.model.weights.gguf.gguf_names import BIASED, LAYER, ROPE_TENSORS, hf_name
 
 ARCHITECTURES = {

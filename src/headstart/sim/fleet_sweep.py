@@ -12,11 +12,10 @@ from headstart.measurement.report import Chart, Report, Sheet
 from headstart.router.policies.policy_table import make_policy, policy_names
 from headstart.sim.oracle_policy import ORACLE
 from headstart.sim.profile import Profile
-from headstart.sim.profiles.profile_file import load_profile
-from headstart.sim.scenarios.scenario import NOTHING_HAPPENS, read_scenario
+from headstart.sim.profile_file import load_profile
+from headstart.sim.scenario import NOTHING_HAPPENS, read_scenario
 from headstart.sim.sim_workload import prompt_paths
-from headstart.sim.simulation import Simulation
-from headstart.sim.sweep import Grid, MakeRequests, PointResult, SweepOptions, run_sweep
+from headstart.sim.sweep import Grid, MakeRequests, PointResult, Simulation, SweepOptions, run_sweep
 from headstart.workload.belady import infinite_hits, optimal_hits
 from headstart.workload.block_paths import BlockPaths
 from headstart.workload.slo import Slo

@@ -12,16 +12,15 @@ from typing import Any
 
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Report, Sheet
+from headstart.sim.fleet_sweep import expand_policies
 from headstart.sim.profile import Profile
-from headstart.sim.profiles.profile_file import load_profile
-from headstart.sim.reports.fleet_sweep import expand_policies
-from headstart.sim.scenarios.scenario import NOTHING_HAPPENS, read_scenario
+from headstart.sim.profile_file import load_profile
+from headstart.sim.scenario import NOTHING_HAPPENS, read_scenario
 from headstart.sim.sim_fleet import VirtualFleet
 from headstart.sim.sim_report import FleetReport, report
 from headstart.sim.sim_request import SimRequest
 from headstart.sim.sim_workload import prompt_paths
-from headstart.sim.simulation import Simulation
-from headstart.sim.sweep import MakeRequests
+from headstart.sim.sweep import MakeRequests, Simulation
 from headstart.workload.slo import Slo, TooManyLate
 
 

@@ -1,1 +1,0 @@
-"""Calibration: a step cost fitted to real steps of a model on this machine, and its check."""

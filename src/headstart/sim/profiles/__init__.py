@@ -1,1 +1,0 @@
-"""Profiles by name, from datasheets, from files, and fitted to measured steps."""

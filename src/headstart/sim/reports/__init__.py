@@ -1,1 +1,0 @@
-"""Simulated fleets and capacity plans as reports: `headstart simulate` and `headstart plan`."""
