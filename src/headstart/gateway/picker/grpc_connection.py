@@ -1,8 +1,8 @@
 """GrpcConnection: one HTTP/2 connection of a gRPC client, on the event loop that also picks replicas.
 
 `grpcio` moves every message between its own threads and the event loop, which costs more CPU time than the messages
-themselves, and `h2` costs five times the CPU time of this file, without limits for floods (benchmarks/experiments.md). The
-client is a proxy: no TLS, no compression. It is not trusted: frames are handled in slices between which the event loop
+themselves, and `h2` costs five times the CPU time of this file, without limits for floods (benchmarks/experiments.md).
+The client is a proxy: no TLS, no compression. It is not trusted: frames are handled in slices between which the loop
 does other work, those that no call needs have a budget, and windows, calls and bytes are bounded (peer_limits.py).
 """
 
