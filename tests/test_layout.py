@@ -193,7 +193,6 @@ KNOWN_SPLINTERS: set[str] = {
     "router/health.py",
     "router/index/cached_tokens.py",
     "router/policies/weighted.py",
-    "sim/shared_cores.py",
 }
 
 

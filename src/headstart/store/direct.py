@@ -1,8 +1,9 @@
 """DirectWrites: writes payloads past the page cache (O_DIRECT), if the disk and the sizes allow it.
 
 Filling the page cache costs thirty times the CPU time of the transfer itself (benchmarks/experiments.md), which the
-compute threads lose. Later reads go through the page cache all the same: the kernel keeps both views of a file coherent. The
-disk requires offsets, lengths and perhaps addresses in whole pages: unaligned data is gathered in an aligned buffer.
+compute threads lose. Later reads go through the page cache all the same: the kernel keeps both views of a file
+coherent. The disk requires offsets, lengths and perhaps addresses in whole pages: unaligned data is gathered in an
+aligned buffer.
 """
 
 import errno
