@@ -20,12 +20,10 @@ from headstart.config.options import EngineOptions
 from headstart.core.errors import ConfigError, HeadstartError
 from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.model.setup.threads import prepare_threads
-from headstart.model.weights.init_model import init_model
 from headstart.model.weights.shapes import SHAPES
 
 if TYPE_CHECKING:
     from headstart.bench.suite import Plan
-    from headstart.measurement.progress_bar import Bar
     from headstart.measurement.report import Report
     from headstart.measurement.runner import Runner, Setup
     from headstart.workload.slo import Slo
@@ -47,6 +45,8 @@ def find_model(name: str, cache: Path, seed: int = 0, bar: Bar = QUIET) -> str:
     folder = cache / f"{name}-std{STD}-seed{seed}"
     if folder.is_dir():
         return str(folder)
+    from headstart.model.weights.init_model import init_model
+
     bar.stage(f"making {name} with random weights", None)
     try:
         cache.mkdir(parents=True, exist_ok=True)
