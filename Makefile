@@ -48,7 +48,7 @@ test:           ## all of it: setup, check and the test suite
 	wait $$types || { cat $(VENV)/types.log; exit 1; }; exit $$tested
 
 tests: $(DEV)   ## the test suite alone: make tests [ARGS="tests/core -k prefix"]
-	$(PYTEST) --max-file-seconds 60 --examples 0.4 $(ARGS)
+	$(PYTEST) --max-file-seconds 150 --examples 0.4 $(ARGS)
 
 test-lab: $(DEV) ## the tests of lab/ alone: make test-lab [ARGS="-k fleet"]
 	$(PYTEST) $(ARGS) lab/tests
