@@ -3,8 +3,10 @@
 A tenant alone has everything, and its sequences are ordered as if there were no tenants. With n tenants each has the
 n-th part of the places (`max_seqs`) and of the blocks, may use more while no other below its share waits for them, and
 gives them back then. Of a step a tenant gets the time that the one with the least to compute would need alone, so that
-a step takes a tenant at most about n times as long as without the others. Within that time, the prompt tokens of a step
-are divided by deficit round robin: in rounds of a quantum, the tenant with the fewest tokens computed first.
+a step takes a tenant at most about n times as long as without the others. Beside a short decode step the least chunk of
+a prompt may take longer than that: then its tenant owes the difference, and its next chunk waits until later steps have
+made up for it. Within that time, the prompt tokens of a step are divided by deficit round robin: in rounds of a
+quantum, the tenant with the fewest tokens computed first.
 """
 
 from collections import Counter
@@ -47,6 +49,7 @@ class TenantShares:
         self._num_sequences: dict[str, int] = {}
         self._left_at: dict[str, float] = {}
         self._served: dict[str, int] = {}  # tokens computed while others had requests too
+        self._owed: dict[str, float] = {}  # seconds of the last chunk that were beyond the tenant's share
         self._places: Counter[str] = Counter()  # of running sequences, while a step is planned
         self._blocks: Counter[str] = Counter()
 
@@ -69,6 +72,7 @@ class TenantShares:
         self._num_sequences[tenant] -= 1
         if not self._num_sequences[tenant]:
             del self._num_sequences[tenant], self._served[tenant]
+            self._owed.pop(tenant, None)
             self._left_at[tenant] = now
 
     def is_shared(self, now: float) -> bool:
@@ -107,6 +111,10 @@ class TenantShares:
         """Return whether a tenant uses its share of the places or of the blocks, or more."""
         return self._places[tenant] >= self._max_places or self.has_more_blocks(tenant)
 
+    def owes(self, tenant: str) -> bool:
+        """Return whether a tenant had more than its share of the time, which its next steps make up for."""
+        return tenant in self._owed
+
     def has_more_blocks(self, tenant: str, more: int = 0) -> bool:
         """Return whether a tenant's running sequences, with `more` blocks, hold more than its share of the blocks."""
         return self._blocks[tenant] + more > self._num_blocks // self.num_tenants
@@ -143,12 +151,23 @@ class TenantShares:
                 rows[name] = max(int((seconds - prompts) / row), 1)
             if token and demand.num_prompt_tokens:
                 left = seconds - row * min(demand.num_decodes, rows[name])
-                wants[name] = min(demand.num_prompt_tokens, max(int(left / token), LEAST_TOKENS))
+                wants[name] = self._affordable(name, left, demand.num_prompt_tokens)
+        if not any(wants.values()) and not any(demand.num_decodes for demand in demands.values()):
+            first = min(demands, key=lambda name: self._served[name])  # no step is empty
+            wants[first] = min(demands[first].num_prompt_tokens, LEAST_TOKENS)
         num_rows = sum(min(demand.num_decodes, rows[name]) for name, demand in demands.items())
         most = self._times.max_prompt_tokens(num_rows, num_prompts)
         total = max_tokens - num_rows
         tokens = self._divided(total if most is None else min(total, most), wants)
         return {name: Share(rows[name], tokens[name]) for name in demands}
+
+    def _affordable(self, name: str, left: float, num_prompt_tokens: int) -> int:
+        """Return the prompt tokens for `left` seconds, less what the tenant owes: at least a chunk, or none."""
+        token, left = self._times.seconds_per_token, left - self._owed.pop(name, 0.0)
+        num = min(num_prompt_tokens, max(int(left / token), LEAST_TOKENS)) if left > 0 else 0
+        if num * token > left:
+            self._owed[name] = num * token - left
+        return num
 
     def _seconds_alone(self, demand: StepDemand, row: float) -> float:
         """Return the duration of a step with the tokens of one tenant; 0 while nothing is known."""
