@@ -106,6 +106,7 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # extension modules complain of what the last search, at the exit, does not free
         gc.enable()
 
 

@@ -1,5 +1,6 @@
 """The order of test files and their limit (file_seconds.py), in runs of pytest on files of this test."""
 
+import gc
 import json
 import re
 import subprocess
@@ -56,3 +57,7 @@ def test_a_run_records_the_seconds_of_its_files(tmp_path: Path) -> None:
 def test_no_file_took_a_minute_when_they_were_recorded() -> None:
     record = json.loads(file_seconds.RECORD.read_text(encoding="utf-8"))
     assert record and max(record.values()) <= 60
+
+
+def test_garbage_collections_leave_out_what_collecting_the_tests_has_left() -> None:
+    assert gc.get_freeze_count() > 10 * len(sys.modules)

@@ -1,5 +1,6 @@
 """CudaRunner through the real engine against ModelRunner, in float32 and Triton's interpreter."""
 
+import os
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from cuda_runs import drive, load, make_runner, random_requests
 from tiny import NATIVE
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import interpreter
 
 from headstart.core.batch import UNKNOWN_TOKEN, Batch, Chunk, Row, RowErrorKind
 from headstart.core.request import SamplingParams
@@ -18,6 +20,7 @@ from headstart.model.cuda import decoder_pass
 from headstart.model.cuda.cuda_runner import CudaRunner
 from headstart.model.cuda.decoder_pass import PassResult
 from headstart.model.cuda.step_graphs import GraphKey
+from headstart.model.cuda.triton_layers import silu_mul
 from headstart.model.model_runner import ModelRunner
 from headstart.model.paged_kv import PagedKV
 from headstart.model.weights.model_loader import LoadedModel
@@ -233,3 +236,11 @@ def test_a_step_that_does_not_fit_is_computed_in_several_passes(
         handle = after
     _take(runner.collect(handle).rows, [0, 1, 2], outputs)
     assert outputs == expected and len(outputs[0]) == 3
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled here")
+def test_a_second_launch_finds_the_interpreter_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(2, 8)
+    expected = silu_mul(values)
+    monkeypatch.delattr(interpreter, "_patch_builtin")
+    assert torch.equal(silu_mul(values), expected)
