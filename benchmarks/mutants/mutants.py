@@ -1,6 +1,6 @@
-"""Mutation testing of a package: seeded mutants, each with one changed operator, constant or branch; see README.md.
+"""Mutation testing of packages: seeded mutants, each with one changed operator, constant or branch; see README.md.
 
-The last line of stdout is JSON.
+The last line of stdout is JSON. With a journal, a run that was interrupted goes on with the mutants that are missing.
 """
 
 import argparse
@@ -10,12 +10,14 @@ import json
 import os
 import queue
 import random
+import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +39,9 @@ class Mutant:
     site: int
     change: str
     outcome: str = ""  # killed, timeout (counts as killed), survived
+    by: str = ""  # the test that failed
+    tests: int = 0  # files of tests that were to run
+    cpu: float = 0.0  # seconds
 
 
 class Sites(ast.NodeTransformer):
@@ -104,40 +109,52 @@ class Sites(ast.NodeTransformer):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Change one place at a time and check whether the tests fail.")
-    parser.add_argument("--package", default="src/headstart/core")
+    parser.add_argument("--package", nargs="+", default=["src/headstart/core"])
     parser.add_argument("--tests", nargs="+", default=["tests/core", "tests/laws"])
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--timeout", type=float, default=300.0, help="Seconds of one run of the tests.")
+    parser.add_argument("--timeout", type=int, default=300, help="Seconds of CPU time of a process of the tests.")
+    parser.add_argument("--journal", type=Path, help="A file of outcomes, one per line: what it has is not run again.")
+    parser.add_argument("--nearest", action="store_true", help="Run only test files that import the changed module.")
     options = parser.parse_args()
     root = Path(__file__).resolve().parents[2]
-    mutants = choose(root / options.package, root, options.count, options.seed)
-    began = time.monotonic()
-    run_all(mutants, root, options.tests, options.jobs, options.timeout)
-    killed = sum(mutant.outcome != "survived" for mutant in mutants)
+    mutants = choose([root / package for package in options.package], root, options.count, options.seed)
+    known = (
+        [json.loads(line) for line in options.journal.read_text().splitlines()]
+        if options.journal and options.journal.exists()
+        else []
+    )
+    for mutant in mutants:
+        for entry in known:
+            if (entry["file"], entry["site"], entry["change"]) == (mutant.file, mutant.site, mutant.change):
+                mutant.outcome, mutant.by = entry["outcome"], entry["by"]
+                mutant.tests, mutant.cpu = entry["tests"], entry["cpu"]
+    run_all([mutant for mutant in mutants if not mutant.outcome], root, options)
     for mutant in mutants:
         print(f"{mutant.outcome:9} {mutant.file}:{mutant.line} {mutant.change}", file=sys.stderr)
+    killed = sum(mutant.outcome != "survived" for mutant in mutants)
     print(
         json.dumps(
             {
                 "package": options.package,
                 "tests": options.tests,
+                "nearest": options.nearest,
                 "seed": options.seed,
                 "mutants": len(mutants),
                 "killed": killed,
                 "kill_rate": killed / len(mutants),
-                "seconds": round(time.monotonic() - began),
+                "cpu_seconds": round(sum(mutant.cpu for mutant in mutants)),
                 "survived": [asdict(mutant) for mutant in mutants if mutant.outcome == "survived"],
             }
         )
     )
 
 
-def choose(package: Path, root: Path, count: int, seed: int) -> list[Mutant]:
-    """Draw mutants, without repetition, from all sites of all files of a package."""
+def choose(packages: list[Path], root: Path, count: int, seed: int) -> list[Mutant]:
+    """Draw mutants, without repetition, from all sites of all files of some packages."""
     sites: list[Mutant] = []
-    for path in sorted(package.rglob("*.py")):
+    for path in (path for package in packages for path in sorted(package.rglob("*.py"))):
         finder = Sites()
         finder.visit(ast.parse(path.read_text()))
         name = str(path.relative_to(root))
@@ -151,38 +168,61 @@ def changed(source: str, site: int) -> str:
     return ast.unparse(ast.fix_missing_locations(Sites(site).visit(tree)))
 
 
-def run_all(mutants: list[Mutant], root: Path, tests: list[str], jobs: int, timeout: float) -> None:
-    """Run the tests on every mutant, in one copy of the checkout per job.
+def run_all(mutants: list[Mutant], root: Path, options: argparse.Namespace) -> None:
+    """Run the tests on every mutant, in one copy of the checkout per job, and write each outcome into the journal.
 
-    Raises SystemExit if they fail without a change.
+    Raises SystemExit if they fail without a change. With `nearest` they are not run without one: read in the journal
+    which test has failed.
     """
     waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
     for mutant in mutants:
         waiting.put(mutant)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copies = [Path(folder) / str(number) for number in range(jobs)]
+        copies = [Path(folder) / str(number) for number in range(options.jobs)]
         for place in copies:
             shutil.copytree(root, place, ignore=lambda _, names: SKIPPED & set(names))
-        if outcome(copies[0], tests, 10 * timeout) != "survived":
-            raise SystemExit("the tests fail without any change")
-        threads = [threading.Thread(target=lambda p=place: work(waiting, p, tests, timeout)) for place in copies]
+        whole = Mutant("", 0, 0, "none")
+        if not options.nearest:
+            run(whole, copies[0], options.tests, 10 * options.timeout)
+        if whole.by:
+            raise SystemExit(f"{whole.by} fails without any change")
+        threads = [threading.Thread(target=lambda p=place: work(waiting, p, options)) for place in copies]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
 
-def work(waiting: "queue.SimpleQueue[Mutant]", place: Path, tests: list[str], timeout: float) -> None:
+def work(waiting: "queue.SimpleQueue[Mutant]", place: Path, options: argparse.Namespace) -> None:
     """Run mutants from the queue until it is empty."""
     for mutant in taken(waiting):
         path = place / mutant.file
         source = path.read_text()
+        near, far = by_distance(mutant.file, place, options.tests)
         path.write_text(changed(source, mutant.site))
         try:
-            mutant.outcome = outcome(place, tests, timeout)
+            run(mutant, place, near if near and options.nearest else near + far, options.timeout)
         finally:
             path.write_text(source)
-        print(f"{mutant.outcome} {mutant.file}:{mutant.line} {mutant.change}", file=sys.stderr)
+        if options.journal:
+            with options.journal.open("a") as journal:
+                journal.write(json.dumps(asdict(mutant)) + "\n")
+
+
+def by_distance(file: str, place: Path, tests: list[str]) -> tuple[list[str], list[str]]:
+    """Return the test files that import the module in `file`, and all others."""
+    *folders, name = Path(file).with_suffix("").parts[1:]
+    package = re.escape(".".join(folders))
+    imports = re.compile(rf"(from|import) {package}\.{name}\b|from {package} import [^\n]*\b{name}\b")
+    files = [
+        path
+        for test in tests
+        for path in (sorted((place / test).rglob("test_*.py")) if (place / test).is_dir() else [place / test])
+    ]
+    near = {path for path in files if imports.search(path.read_text())}
+    return tuple(
+        [str(path.relative_to(place)) for path in files if (path in near) == wanted] for wanted in (True, False)
+    )  # type: ignore[return-value]
 
 
 def taken(waiting: "queue.SimpleQueue[Mutant]") -> Iterator[Mutant]:
@@ -194,28 +234,29 @@ def taken(waiting: "queue.SimpleQueue[Mutant]") -> Iterator[Mutant]:
             return
 
 
-def outcome(place: Path, tests: list[str], timeout: float) -> str:
-    """Run the tests of a checkout until the first failure."""
+def run(mutant: Mutant, place: Path, tests: list[str], timeout: int) -> None:
+    """Run tests of a checkout until the first failure, and write down what came of it."""
     environment = {**os.environ, "PYTHONPATH": str(place / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "--hypothesis-profile",
-        "no-shrink",
-        *tests,
-    ]
-    try:
-        done = subprocess.run(command, cwd=place, env=environment, capture_output=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return "timeout"
-    return "survived" if done.returncode == 0 else "killed"
+    words = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-profile", "no-shrink"]
+    with tempfile.TemporaryFile() as log:  # no pipe, which processes that tests leave behind would keep open
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *words, *tests],
+            cwd=place,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (timeout, timeout)),
+        )
+        _, status, used = os.wait4(process.pid, 0)
+        code = process.returncode = os.waitstatus_to_exitcode(status)
+        if -code in (signal.SIGINT, signal.SIGTERM):  # somebody stopped the run: no outcome
+            raise SystemExit(1)
+        log.seek(0)
+        output = log.read().decode(errors="replace")
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    mutant.outcome = "survived" if code == 0 else "killed" if code > 0 else "timeout"
+    mutant.by = failed[1] if failed else "" if code == 0 else output.strip()[-200:]
+    mutant.tests, mutant.cpu = len(tests), round(used.ru_utime + used.ru_stime, 1)
 
 
 if __name__ == "__main__":
