@@ -104,24 +104,7 @@ def public_classes(sources: Mapping[str, str]) -> Counter[str]:
     )
 
 
-SHARED_NAMES: dict[str, int] = {
-    "Answer": 2,
-    "Call": 2,
-    "Group": 2,
-    "InFlight": 2,
-    "Metrics": 2,
-    "News": 2,
-    "Plan": 4,
-    "Report": 2,
-    "RequestFailedError": 2,
-    "RequestRecord": 2,
-    "Run": 2,
-    "Scenario": 2,
-    "Scoring": 2,
-    "Shape": 3,
-    "Status": 3,
-    "ToolChoice": 2,
-}
+SHARED_NAMES: dict[str, int] = {}
 SHARED_NAMES_OF_LAB: dict[str, int] = {
     "Answer": 4,
     "Call": 2,
