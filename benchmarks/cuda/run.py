@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 from headstart.model.cuda import triton_layers
 from headstart.model.cuda.cuda_runner import CudaRunner
 from headstart.model.cuda.step_plan import StepPlanner, StepRows
-from headstart.model.cuda.triton_attention import Scoring, Shape, attend, make_parts, merge
+from headstart.model.cuda.triton_attention import LayerScoring, TileShape, attend, make_parts, merge
 from headstart.model.cuda.triton_rotary import rotate_and_append
 from headstart.model.kernels.block_hashes import compiled_chain
 from headstart.model.layers.decoder import Decoder
@@ -43,11 +43,11 @@ from headstart.workload.synthetic import rotations
 GPU = torch.device("cuda")
 ROW_TILES = ((4, 1024, 4), (4, 2048, 4), (2, 1024, 4), (8, 512, 4), (2, 2048, 8), (1, 4096, 4), (8, 1024, 8))
 PREFILL_SHAPES = (
-    Shape(128, 64, 8, 2),
-    Shape(128, 64, 8, 3),
-    Shape(128, 64, 4, 3),
-    Shape(128, 128, 8, 2),
-    Shape(64, 64, 4, 3),
+    TileShape(128, 64, 8, 2),
+    TileShape(128, 64, 8, 3),
+    TileShape(128, 64, 4, 3),
+    TileShape(128, 128, 8, 2),
+    TileShape(64, 64, 4, 3),
 )
 
 
@@ -238,7 +238,7 @@ def prefill(log: Log) -> None:
             meta = torch.from_numpy(memory[: layout.total]).to(GPU)
             common = (queries, (kv[:, 0], kv[:, 1]), out, parts, meta, meta[layout.positions :], meta[layout.singles :])
             programs = layout.num_tiles * kvs
-            call = partial(attend, *common, Scoring(dim**-0.5), shape, single=False, programs=programs)
+            call = partial(attend, *common, LayerScoring(dim**-0.5), shape, single=False, programs=programs)
             seconds = seconds_of(call, 10)
             rate = 4 * heads * dim * length * length / 2 / seconds / 1e12
             log.record(attention=f"prompt of {length}", heads=[heads, kvs], shape=shape, us=seconds * 1e6, tflop_s=rate)
@@ -267,12 +267,12 @@ def decodes(log: Log) -> None:
         merged = meta[layout.merged_tokens :][: layout.merged], meta[layout.firsts :]
         shown: dict[str, float] = {}
 
-        def once(shape: Shape, programs: int, common: Any = common, merged: Any = merged) -> None:
-            attend(*common, Scoring(128**-0.5), shape, single=True, programs=programs * 132, pdl=True)
+        def once(shape: TileShape, programs: int, common: Any = common, merged: Any = merged) -> None:
+            attend(*common, LayerScoring(128**-0.5), shape, single=True, programs=programs * 132, pdl=True)
             merge(common[3], common[2], *merged, pdl=True)
 
         for keys, stages, programs in ((64, 2, 4), (64, 2, 8), (64, 2, 16), (64, 2, 32), (64, 3, 16), (32, 3, 16)):
-            calls = [partial(once, Shape(16, keys, 4, stages), programs)] * 8
+            calls = [partial(once, TileShape(16, keys, 4, stages), programs)] * 8
             shown[f"{keys} keys, {stages} stages, {programs} programs"] = round(graph_seconds(calls) / 8 * 1e6, 2)
         read = 4.0 * count * length * kvs * dim / ceilings()[0] * 1e6
         log.record(decodes=[count, length], heads=[heads, kvs], us=shown, read_us=read)

@@ -7,7 +7,7 @@ from random import Random
 
 from headstart.sim.profile import REFERENCE, Profile
 from headstart.sim.profile_file import datasheet_profile
-from headstart.sim.scenario import Event, Scenario
+from headstart.sim.scenario import Event, FleetScenario
 from headstart.sim.sim_request import SimRequest
 from headstart.sim.sim_store import Offload
 from headstart.sim.sim_workload import read_requests, synthetic, window
@@ -101,7 +101,7 @@ class Factor:
     workload: str = BASE
     replicas: int = 8
     noise: float = 0.1
-    scenario: Scenario = Scenario()  # noqa: RUF009
+    scenario: FleetScenario = FleetScenario()  # noqa: RUF009
     cost: SumCost | RooflineCost | PaddedCost | SuperlinearCost | None = None
     believed: float = 1.0  # size of the index / that of the pool
     spacing: float = 0.0  # seconds between the token events of one step
@@ -117,14 +117,16 @@ FACTORS = {
     "64 replicas": Factor(replicas=64),
     "noise 0": Factor(noise=0.0),
     "noise 20 %": Factor(noise=0.2),
-    "one replica 3 times slower": Factor(scenario=Scenario((Event(0.0, "slow", ("r0",), factor=3.0),))),
+    "one replica 3 times slower": Factor(scenario=FleetScenario((Event(0.0, "slow", ("r0",), factor=3.0),))),
     "two replicas jump between 1 and 2": Factor(
-        scenario=Scenario((Event(0.0, "jump", ("r0", "r1"), factors=(1.0, 2.0), every=30.0),))
+        scenario=FleetScenario((Event(0.0, "jump", ("r0", "r1"), factors=(1.0, 2.0), every=30.0),))
     ),
     "all replicas jump, half of them at a time": Factor(
-        scenario=Scenario((Event(0.0, "jump", ("*",), factors=(1.0, 2.0), every=30.0),))
+        scenario=FleetScenario((Event(0.0, "jump", ("*",), factors=(1.0, 2.0), every=30.0),))
     ),
-    "offload tier": Factor(scenario=Scenario(offload=Offload(num_blocks=8000, tokens_per_s=200_000.0, latency=0.005))),
+    "offload tier": Factor(
+        scenario=FleetScenario(offload=Offload(num_blocks=8000, tokens_per_s=200_000.0, latency=0.005))
+    ),
     "index four times the pool": Factor(believed=4.0),
     "roofline": Factor(cost=ROOFLINE),
     "padded": Factor(cost=PaddedCost(SUM)),

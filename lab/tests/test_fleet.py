@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from headstart.core.errors import ConfigError
 from headstart.workload.request_record import RequestRecord
-from headstart.workload.synthetic import Shape
+from headstart.workload.synthetic import RequestShape
 from headstart_lab.bootstrap import Interval
 from headstart_lab.router.fleet_report import goals, make_report, run_fleet
 from headstart_lab.router.fleet_trial import FleetConfig, Measured, Trial
@@ -49,20 +49,20 @@ def test_a_model_without_a_tokenizer_file_is_refused(tmp_path_factory: pytest.Te
 
 def test_questions_of_a_group_share_its_system_prompt_and_nothing_else(tiny: str) -> None:
     words = Words.of_model(tiny)
-    questions = shared_prefix(words, 3, 4, Shape(40, 8, 2), [float(at) for at in range(12)], Random(0))
+    questions = shared_prefix(words, 3, 4, RequestShape(40, 8, 2), [float(at) for at in range(12)], Random(0))
     assert [question.job.at for question in questions] == list(range(12))
     assert {len(question.job.prompt) for question in questions} == {48}
     beginnings = {(question.group, bytes(question.job.prompt[:40])) for question in questions}
     assert len(beginnings) == len({group for group, _ in beginnings}) == 3
     assert len({bytes(question.job.prompt) for question in questions}) == 12
     assert [question.group for question in questions] != sorted(question.group for question in questions)
-    again = shared_prefix(words, 3, 4, Shape(40, 8, 2), [0.0] * 12, Random(0))
+    again = shared_prefix(words, 3, 4, RequestShape(40, 8, 2), [0.0] * 12, Random(0))
     assert [question.text for question in again] == [question.text for question in questions]
 
 
 def test_decode_heavy_chats_have_popular_groups_and_long_outputs(tiny: str) -> None:
     words, due = Words.of_model(tiny), [float(at) for at in range(200)]
-    chats = decode_heavy(words, 10, 20, Shape(40, 8, 50), due, Random(0))
+    chats = decode_heavy(words, 10, 20, RequestShape(40, 8, 50), due, Random(0))
     assert [chat.job.at for chat in chats] == due and {len(chat.job.prompt) for chat in chats} == {48}
     assert len({(chat.group, bytes(chat.job.prompt[:40])) for chat in chats}) == len({chat.group for chat in chats}) > 5
     assert len({bytes(chat.job.prompt) for chat in chats}) == 200
@@ -70,14 +70,14 @@ def test_decode_heavy_chats_have_popular_groups_and_long_outputs(tiny: str) -> N
     assert sizes[0] == max(sizes) > 2 * sizes[4]
     outputs = sorted(chat.job.output for chat in chats)
     assert outputs[0] >= 1 and 35 < outputs[100] < 70 and 150 < outputs[-1] <= 200
-    assert [chat.text for chat in decode_heavy(words, 10, 20, Shape(40, 8, 50), due, Random(0))] == [
+    assert [chat.text for chat in decode_heavy(words, 10, 20, RequestShape(40, 8, 50), due, Random(0))] == [
         chat.text for chat in chats
     ]
 
 
 def test_decode_heavy_chats_must_fit_the_context() -> None:
     assert (
-        FleetConfig(decode_output=128).shapes["decode"] == Shape(1536, 512, 128)
+        FleetConfig(decode_output=128).shapes["decode"] == RequestShape(1536, 512, 128)
         and "decode" not in FleetConfig().shapes
     )
     FleetConfig(decode_output=512).check()
@@ -87,8 +87,12 @@ def test_decode_heavy_chats_must_fit_the_context() -> None:
 
 def test_lengths_are_those_of_the_source_scaled_to_the_model() -> None:
     whole, half = FleetConfig(), FleetConfig(context=1580, output=16)
-    assert (whole.scale, whole.shapes["high"], whole.shapes["low"]) == (1.0, Shape(3000, 128, 16), Shape(128, 3000, 16))
-    assert half.shapes["high"] == Shape(1500, 64, 16)
+    assert (whole.scale, whole.shapes["high"], whole.shapes["low"]) == (
+        1.0,
+        RequestShape(3000, 128, 16),
+        RequestShape(128, 3000, 16),
+    )
+    assert half.shapes["high"] == RequestShape(1500, 64, 16)
     assert whole.pool_blocks == 750 and half.pool_blocks == 375  # a third of 12 system prompts
 
 

@@ -6,12 +6,12 @@ import pytest
 
 from headstart.engine.assembly import build_engine
 from headstart.measurement.runner import Setup
-from headstart.workload.synthetic import Shape
+from headstart.workload.synthetic import RequestShape
 from headstart_lab.runners.null_executor import NullExecutor
 from headstart_lab.store.write_behind import QUICK, Workload, run_write_behind
 
 MakeSetup = Callable[..., Setup]
-SMALL = replace(QUICK, workloads=(Workload("cold", 4, 1, Shape(0, 128, 1)),))
+SMALL = replace(QUICK, workloads=(Workload("cold", 4, 1, RequestShape(0, 128, 1)),))
 
 
 @pytest.mark.long

@@ -18,9 +18,9 @@ from headstart.measurement.runner import Trial
 from headstart.workload import scenarios
 from headstart.workload.jobs import Job, Sampling, make_jobs
 from headstart.workload.request_record import RequestRecord
-from headstart.workload.synthetic import Shape, random_tokens
+from headstart.workload.synthetic import RequestShape, random_tokens
 
-SHAPE = Shape(32, 16, 4)
+SHAPE = RequestShape(32, 16, 4)
 
 
 @contextmanager

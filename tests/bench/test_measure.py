@@ -14,12 +14,12 @@ from headstart.workload import scenarios
 from headstart.workload.jobs import Sampling
 from headstart.workload.request_record import RequestRecord
 from headstart.workload.slo import Slo
-from headstart.workload.synthetic import Shape
+from headstart.workload.synthetic import RequestShape
 from headstart_lab.comparison import ROWS, measure_poisson, measure_row
 from headstart_lab.runners.null_executor import NullExecutor
 
 MakeSetup = Callable[..., Setup]
-SHAPE = Shape(shared=48, own=16, output=3)
+SHAPE = RequestShape(shared=48, own=16, output=3)
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from headstart.core.errors import ConfigError, EngineDeadError, HeadstartError, 
 from headstart.core.request import FinishReason, Request, SamplingParams
 from headstart.engine.engine_client import EngineClient
 from headstart.engine.wire import (
+    EngineUpdate,
     FrameSplitter,
     LongStep,
     Message,
-    News,
     Outbox,
     Stop,
     Submit,
@@ -119,12 +119,12 @@ def test_an_engine_that_said_a_step_would_be_long_is_not_silent_until_it_is_much
 
     async def run() -> None:
         client = EngineClient()
-        heard = told(client, News([], EngineStats()))
+        heard = told(client, EngineUpdate([], EngineStats()))
         assert client.silent_seconds(heard + 4) == 4
         heard = told(client, LongStep(10.0))
         assert client.silent_seconds(heard + 29) == 0
         assert client.silent_seconds(heard + 33) == pytest.approx(3)
-        heard = told(client, News([], EngineStats()))
+        heard = told(client, EngineUpdate([], EngineStats()))
         assert client.silent_seconds(heard + 4) == 4
 
     asyncio.run(run())

@@ -9,9 +9,9 @@ from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineStats
 from headstart.core.request import CacheMode, Request, Retention, SamplingParams
 from headstart.engine.wire import (
-    Answer,
+    CallResult,
+    EngineUpdate,
     FrameSplitter,
-    News,
     Submit,
     decode_from_engine,
     decode_to_engine,
@@ -82,7 +82,9 @@ def test_what_is_known_of_a_store_crosses_the_border_with_every_step_and_as_an_a
     stats = EngineStats(num_steps=5, store=store, compute_tokens_per_s=1.5)
     news, answer = (
         decode_from_engine(payload)
-        for payload in FrameSplitter().feed(encode_frame(News([], stats)) + encode_frame(Answer(1, plain_stats(stats))))
+        for payload in FrameSplitter().feed(
+            encode_frame(EngineUpdate([], stats)) + encode_frame(CallResult(1, plain_stats(stats)))
+        )
     )
-    assert isinstance(news, News) and news.stats == stats
-    assert isinstance(answer, Answer) and stats_of(answer.value) == stats
+    assert isinstance(news, EngineUpdate) and news.stats == stats
+    assert isinstance(answer, CallResult) and stats_of(answer.value) == stats

@@ -11,7 +11,7 @@ from gateway.harness import run
 from headstart.gateway.picker import http2_frames as h2
 from headstart.gateway.picker.grpc_calls import Callers
 from headstart.gateway.picker.grpc_connection import GrpcConnection
-from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStream, Status
+from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStatus, GrpcStream
 
 ECHO = "/test/Echo"
 
@@ -49,7 +49,7 @@ class EchoServer:
         raise ValueError("our mistake")
 
     async def _refuse(self, stream: GrpcStream) -> None:
-        raise GrpcError(Status.NOT_FOUND, "100% of them are gone")
+        raise GrpcError(GrpcStatus.NOT_FOUND, "100% of them are gone")
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ from headstart.gateway.replicas.probes import (
     MAX_BLOCK_SIZE,
     MAX_CARDS,
     MAX_NUM_BLOCKS,
-    Metrics,
+    ScrapedMetrics,
     decode_json,
     parse_metrics,
     parse_models,
@@ -14,7 +14,7 @@ from headstart.gateway.replicas.probes import (
 )
 
 PAGE = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\nvllm:num_requests_waiting 3\n'
-WELL = Metrics("vllm", 16, 100, 3)
+WELL = ScrapedMetrics("vllm", 16, 100, 3)
 
 
 @pytest.mark.parametrize("value", ["1e308", "9" * 400, "10000000", "1" * 5_000])

@@ -16,7 +16,7 @@ from gateway.harness import (
 )
 from server.harness import until
 
-from headstart.gateway.replicas.probes import Metrics
+from headstart.gateway.replicas.probes import ScrapedMetrics
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.gateway.replicas.replica_monitor import MonitoredReplica
 from headstart.router.index.approximate_index import ApproximateIndex
@@ -148,7 +148,7 @@ def test_small_blocks_are_modelled_together_unless_events_name_them(
     block_size: int, num_blocks: int, events: str | None, modelled: tuple[int, int]
 ) -> None:
     member = MonitoredReplica(ReplicaAddress("http://10.0.0.1:8000", events))
-    member.metrics = Metrics(block_size=block_size, num_blocks=num_blocks)
+    member.metrics = ScrapedMetrics(block_size=block_size, num_blocks=num_blocks)
     assert member.cache_size == modelled
 
 

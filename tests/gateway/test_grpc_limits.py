@@ -12,7 +12,7 @@ from server.harness import until
 from headstart.gateway.picker import grpc_calls, grpc_connection
 from headstart.gateway.picker import http2_frames as h2
 from headstart.gateway.picker.grpc_calls import BURST, FrameBudget
-from headstart.gateway.picker.grpc_stream import STREAM_WINDOW, Status
+from headstart.gateway.picker.grpc_stream import STREAM_WINDOW, GrpcStatus
 
 COUNT = 3 * BURST
 NO_SETTINGS = h2.frame(h2.SETTINGS, 0, 0, (b"\0\x09" + bytes(4)) * 2_000)
@@ -118,7 +118,7 @@ def test_incomplete_messages_of_all_connections_are_bounded_and_the_largest_call
         small.data_received(h2.frame(h2.DATA, h2.END_STREAM, 1, b"i"))
         await until(lambda: any(head.kind == h2.DATA and head.stream_id == 1 for head, _ in answers.frames()))
         ended = [payload for head, payload in answers.frames() if head.kind == h2.HEADERS]
-        assert any(str(int(Status.RESOURCE_EXHAUSTED)).encode() in payload for payload in ended)
+        assert any(str(int(GrpcStatus.RESOURCE_EXHAUSTED)).encode() in payload for payload in ended)
         for connection, _ in pairs:
             connection.connection_lost(None)
         await until(lambda: not server.callers.num_calls)
@@ -146,7 +146,7 @@ def test_a_running_call_that_holds_too_much_is_cancelled() -> None:
         await until(lambda: server.num_open == 1)
         connection.data_received(h2.frame(h2.DATA, 0, 1, message(bytes(10_000))) * 2)
         await until(lambda: server.cancelled == 1 and not connection._late)
-        assert f"{int(Status.RESOURCE_EXHAUSTED)}".encode() in transport.frames()[-1][1]
+        assert f"{int(GrpcStatus.RESOURCE_EXHAUSTED)}".encode() in transport.frames()[-1][1]
         assert server.callers.held_bytes == 0
 
     with_server(test, max_held_bytes=15_000)
@@ -204,7 +204,7 @@ def test_calls_and_connections_that_do_not_go_on_end(monkeypatch: pytest.MonkeyP
         (_, mute), (slow, transport) = connected(server), connected(server)
         slow.data_received(h2.PREFACE + opening() + h2.frame(h2.DATA, 0, 1, b"\0\0\0\0\x05x"))
         await until(lambda: mute.is_closed and not server.callers.num_calls and not slow._late)
-        assert str(int(Status.DEADLINE_EXCEEDED)).encode() in transport.frames()[-1][1]
+        assert str(int(GrpcStatus.DEADLINE_EXCEEDED)).encode() in transport.frames()[-1][1]
         assert not transport.is_closed
 
     with_server(test)

@@ -21,7 +21,7 @@ from headstart.gateway.kv_events import kv_event_intake as kv_event_trust
 from headstart.gateway.kv_events.kv_event_decoding import EventDecoder
 from headstart.gateway.proxy.request_reader import RequestReader, Sender
 from headstart.gateway.replicas.kv_event_subscriptions import MAX_INDEX_BLOCKS, SLACK_BLOCKS, TIERS, index_capacity
-from headstart.gateway.replicas.probes import Metrics
+from headstart.gateway.replicas.probes import ScrapedMetrics
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.gateway.replicas.replica_monitor import MonitoredReplica
 from headstart.openai.engine_requests import narrow_domain
@@ -206,7 +206,7 @@ def test_capacity_counts_the_tokens_of_the_pool(
     num_blocks: int, reported_size: int, block_size: int, expected: int
 ) -> None:
     member = MonitoredReplica(ReplicaAddress("http://replica"))
-    member.metrics = Metrics(num_blocks=num_blocks, block_size=reported_size)
+    member.metrics = ScrapedMetrics(num_blocks=num_blocks, block_size=reported_size)
     assert index_capacity(member, block_size) == expected
 
 

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from headstart.core.engine import EngineInfo, EngineStats, PoolStats
 from headstart.gateway.replicas.probes import (
-    Metrics,
     ModelCard,
+    ScrapedMetrics,
     metrics_of,
     parse_metrics,
     parse_models,
@@ -37,7 +37,7 @@ class Engine:
 
 def test_vllms_page_is_read() -> None:
     found = parse_metrics(VLLM)
-    assert found == Metrics("vllm", 32, 1234, 1, 5, 0.25, frozenset({"a", "b"}), frozenset(), 4)
+    assert found == ScrapedMetrics("vllm", 32, 1234, 1, 5, 0.25, frozenset({"a", "b"}), frozenset(), 4)
     assert found.reported(9.0).at == 9.0 and found.reported(9.0).running == 5
 
 
@@ -51,7 +51,7 @@ def test_our_own_page_is_read() -> None:
 
 def test_a_size_is_read_from_models_where_metrics_are_refused() -> None:
     card = {"id": "m", "owned_by": "headstart", "block_size": 16, "num_gpu_blocks": 777}
-    assert metrics_of(parse_models({"data": [{"id": "x"}, card]})) == Metrics("headstart", 16, 777)
+    assert metrics_of(parse_models({"data": [{"id": "x"}, card]})) == ScrapedMetrics("headstart", 16, 777)
     (card_of_ours,) = parse_models({"data": [{**card, "max_num_batched_tokens": 2048}]})
     assert card_of_ours.step_tokens == 2048
     for wrong in (None, -1, "x", 2**40, [8]):
@@ -83,7 +83,7 @@ def test_no_page_is_too_odd(text: str) -> None:
 
 def test_numbers_that_are_none_count_as_nothing() -> None:
     page = "vllm:kv_cache_usage_perc NaN\nvllm:num_requests_waiting +Inf\nvllm:num_requests_running -1e99\n"
-    assert parse_metrics(page) == Metrics("vllm")
+    assert parse_metrics(page) == ScrapedMetrics("vllm")
 
 
 def test_models_and_adapters_are_read() -> None:

@@ -22,7 +22,7 @@ from headstart.core.request import CacheMode, Status
 from headstart.core.sched import admission as room
 from headstart.core.sched import plan, scheduler
 from headstart.core.sched.admission import Admission
-from headstart.core.sched.in_flight import InFlight
+from headstart.core.sched.in_flight import StepsInFlight
 from headstart.core.sched.plan import Plan
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.token_accounting import TokenAccounting
@@ -273,12 +273,12 @@ def tables_in_flight_are_released_at_once() -> None:
         seq.num_scheduled_tokens, seq.pending_row = 0, None
         self._cache.release(seq)
 
-    InFlight.release = planted  # type: ignore[method-assign]
+    StepsInFlight.release = planted  # type: ignore[method-assign]
 
 
 def blocks_ahead_of_a_failed_row_stay() -> None:
-    settle = InFlight.settle
-    InFlight.settle = lambda self, step, rows: (  # type: ignore[method-assign]
+    settle = StepsInFlight.settle
+    StepsInFlight.settle = lambda self, step, rows: (  # type: ignore[method-assign]
         settle(self, step, [row._replace(error=None) for row in rows])
     )
 

@@ -179,7 +179,7 @@ def test_shared_blocks_form_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
     original = plan_module.make_plan
 
-    def spy(*arguments: object) -> plan_module.Plan:
+    def spy(*arguments: object) -> plan_module.AttentionPlan:
         plan = original(*arguments)  # pyright: ignore[reportArgumentType]
         seen.extend((len(group.rows), group.num_pages) for group in plan.groups)
         return plan

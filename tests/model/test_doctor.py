@@ -8,7 +8,7 @@ import pytest
 from cgroup_tree import GIB, machine, v2_group, write
 
 from headstart.model.kernels.library import NEEDED
-from headstart.model.setup.doctor import GPU, Report, gpu_warnings, report
+from headstart.model.setup.doctor import GPU, DoctorReport, gpu_warnings, report
 
 
 def value(name: str, **arguments: object) -> str:
@@ -68,7 +68,7 @@ def test_tiles_that_the_system_refuses_are_warned_of(
 H100 = GPU("NVIDIA H100 80GB HBM3", (9, 0), 80 * GIB, int(79.5 * GIB))
 
 
-def rows(found: Report, title: str) -> dict[str, str]:
+def rows(found: DoctorReport, title: str) -> dict[str, str]:
     return dict(next(section.rows for section in found.sections if section.title == title))
 
 

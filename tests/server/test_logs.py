@@ -10,7 +10,7 @@ from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineStats, PoolStats
 from headstart.core.sched.token_accounting import Counters
-from headstart.http.access_record import RequestRecord
+from headstart.http.access_record import AccessRecord
 from headstart.http.logs import Log
 from headstart.server.statistics import MAX_COLUMNS, compact, statistics_text
 
@@ -22,8 +22,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def record(path: str, status: int | None) -> RequestRecord:
-    return RequestRecord("r", "GET", path, status=status)
+def record(path: str, status: int | None) -> AccessRecord:
+    return AccessRecord("r", "GET", path, status=status)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_which_requests_get_an_access_line(access_log: str, on_terminal: bool, l
 
 
 def test_an_access_line_is_json_in_a_file_and_text_on_a_terminal() -> None:
-    answered = RequestRecord("r\n1", "POST", "/v1/x\x1b[31m", arrival=1.0, status=400, error="bad")
+    answered = AccessRecord("r\n1", "POST", "/v1/x\x1b[31m", arrival=1.0, status=400, error="bad")
     answered.num_prompt_tokens, answered.num_tokens = 1234, 5
     answered.breakdown = PromptTokenBreakdown(computed=234, shared=1000)
     file, terminal = io.StringIO(), Terminal()

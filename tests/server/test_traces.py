@@ -19,7 +19,7 @@ from server.collected import Collected, named, texts
 from server.harness import Inside, fake_command, inside, spawn, until, wait_for
 
 from headstart.core.errors import ConfigError
-from headstart.http.access_record import RequestRecord
+from headstart.http.access_record import AccessRecord
 from headstart.http.logs import Log
 from headstart.http.tracing import tracer as tracing
 from headstart.http.tracing.request_trace import RequestTrace, TraceParent
@@ -79,8 +79,8 @@ def test_a_tracestate_that_may_not_be_passed_on_is_dropped_alone(state: bytes) -
     assert found is not None and found.state == ""
 
 
-def record() -> RequestRecord:
-    return RequestRecord.of({"headers": [], "method": "POST", "path": "/v1/completions"})
+def record() -> AccessRecord:
+    return AccessRecord.of({"headers": [], "method": "POST", "path": "/v1/completions"})
 
 
 def add(tracer: Tracer, count: int) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from stored_blocks import SHAPE, key_of, name_of
 
-from headstart.store.folder import Index, Run
+from headstart.store.folder import Index, SlotRun
 from headstart.store.format import Header
 from headstart.store.segment import Segment
 
@@ -19,9 +19,9 @@ def test_neighbours_are_found_as_one_run_up_to_a_gap_or_another_segment() -> Non
     index, one, two = Index(), segment(1), segment(2)
     index.add(one, [name_of(0), name_of(1), b"", name_of(2)])
     index.add(two, [name_of(3), name_of(4)])
-    assert index.run(KEYS, 0) == Run(one, 0, 2)
-    assert index.run(KEYS, 2) == Run(one, 3, 1)
-    assert index.run(KEYS, 3) == Run(two, 0, 2)
+    assert index.run(KEYS, 0) == SlotRun(one, 0, 2)
+    assert index.run(KEYS, 2) == SlotRun(one, 3, 1)
+    assert index.run(KEYS, 3) == SlotRun(two, 0, 2)
     assert index.run(KEYS, 5) is None
     assert len(index) == 5 and index.contains(name_of(2)) and not index.contains(b"")
 
@@ -29,7 +29,7 @@ def test_neighbours_are_found_as_one_run_up_to_a_gap_or_another_segment() -> Non
 def test_a_run_ends_where_the_keys_end() -> None:
     index, one = Index(), segment(1)
     index.add(one, [name_of(index) for index in range(6)])
-    assert index.run(KEYS[:2], 0) == Run(one, 0, 2)
+    assert index.run(KEYS[:2], 0) == SlotRun(one, 0, 2)
 
 
 def test_names_are_added_in_pieces() -> None:
@@ -37,7 +37,7 @@ def test_names_are_added_in_pieces() -> None:
     index.add(one, [name_of(0)])
     index.add(one, [])
     index.add(one, [name_of(1)])
-    assert index.run(KEYS, 1) == Run(one, 1, 1) and one.block_hashes == [name_of(0), name_of(1)]
+    assert index.run(KEYS, 1) == SlotRun(one, 1, 1) and one.block_hashes == [name_of(0), name_of(1)]
     assert not one.is_sealed
     index.add(one, [b""] * 6)
     assert one.is_sealed
@@ -49,7 +49,7 @@ def test_a_block_stored_three_times_is_lost_with_the_last_copy() -> None:
         index.add(each, [name_of(0)])
     assert index.places(name_of(0)) == [(one, 0), (two, 0), (three, 0)]
     assert index.drop(two) == 0
-    assert index.drop(one) == 0 and index.run(KEYS, 0) == Run(three, 0, 1)
+    assert index.drop(one) == 0 and index.run(KEYS, 0) == SlotRun(three, 0, 1)
     assert index.drop(three) == 1 and not index.contains(name_of(0)) and index.places(name_of(0)) == []
     assert index.drop(three) == 0
 
@@ -70,7 +70,7 @@ def test_the_same_block_twice_in_one_segment_is_two_places() -> None:
     index, one = Index(), segment(1)
     index.add(one, [name_of(0), name_of(0)])
     index.forget(name_of(0), one, 0)
-    assert index.run(KEYS, 0) == Run(one, 1, 1)
+    assert index.run(KEYS, 0) == SlotRun(one, 1, 1)
     assert index.drop(one) == 1
 
 

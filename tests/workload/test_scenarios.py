@@ -9,10 +9,10 @@ import pytest
 from headstart.workload import scenarios
 from headstart.workload.jobs import ideal_tokens
 from headstart.workload.scenarios import Scenario
-from headstart.workload.synthetic import Shape, random_tokens
+from headstart.workload.synthetic import RequestShape, random_tokens
 
 VOCAB_SIZE = 32_000
-SHAPE = Shape(shared=40, own=8, output=3)
+SHAPE = RequestShape(shared=40, own=8, output=3)
 EVERY: dict[str, Callable[[Random], Scenario]] = {
     "rotations": lambda rng: scenarios.rotations(VOCAB_SIZE, rng, count=4, length=33, passes=2),
     "single": lambda rng: scenarios.single_stream(VOCAB_SIZE, rng, prompt=8, output=3, requests=2),

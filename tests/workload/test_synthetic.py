@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headstart.workload.synthetic import (
     INTENT,
-    Shape,
+    RequestShape,
     poisson_arrivals,
     random_tokens,
     rotations,
@@ -43,7 +43,7 @@ def test_random_tokens_are_packed_in_range_and_repeat_with_the_seed() -> None:
 
 
 def test_prompts_of_a_group_share_exactly_the_prefix() -> None:
-    prompts = shared_prefix(2, 3, Shape(shared=40, own=20, output=1), 10_000, Random(0))
+    prompts = shared_prefix(2, 3, RequestShape(shared=40, own=20, output=1), 10_000, Random(0))
     assert [len(prompt) for prompt in prompts] == [60] * 6
     assert len({prompt[:40].tobytes() for prompt in prompts}) == 2
     assert len({prompt[:40].tobytes() for prompt in prompts[:3]}) == 1

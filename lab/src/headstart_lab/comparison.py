@@ -17,7 +17,7 @@ from headstart.workload.jobs import GREEDY, Sampling
 from headstart.workload.request_record import median
 from headstart.workload.scenarios import Scenario
 from headstart.workload.slo import Slo
-from headstart.workload.synthetic import INTENT, Shape
+from headstart.workload.synthetic import INTENT, RequestShape
 
 Build = Callable[[int, Random], Scenario]  # (vocabulary size, rng) -> one repetition
 Figure = Callable[[PhaseResult], float | None]
@@ -116,7 +116,7 @@ def measure_poisson(
     config: RateConfig = DEFAULTS,
     bar: Bar = QUIET,
     *,
-    shape: Shape = INTENT,
+    shape: RequestShape = INTENT,
 ) -> tuple[Outcome, float | None]:
     """Return (highest rate whose p90 latency is within `slo_seconds`, seconds of an unloaded request).
 
@@ -138,7 +138,7 @@ def measure_poisson(
 
 
 def unloaded_e2e(
-    runner: Runner, seed: int | str, bar: Bar = QUIET, *, shape: Shape = INTENT, requests: int = 8
+    runner: Runner, seed: int | str, bar: Bar = QUIET, *, shape: RequestShape = INTENT, requests: int = 8
 ) -> float | None:
     """Return the median seconds of an unloaded request behind a cached prefix; None if none succeeded."""
     rng = Random(f"{seed}/unloaded")

@@ -86,7 +86,7 @@ class Tools:
     ttl: float = 0.0
 
 
-class ToolChoice(NamedTuple):
+class ChatToolChoice(NamedTuple):
     """A tool choice in the form of a chat."""
 
     choice: Any = "auto"
@@ -111,8 +111,8 @@ class PromptFields(SamplingFields):
     tools: Annotated[Tools, checked(lambda value, bounds: _tools(value, bounds), Objects)] = Field(
         Tools([]), description="Tools of the client"
     )
-    tool_choice: Annotated[ToolChoice, checked(lambda value, _: _tool_choice(value), dict[str, Any])] = Field(
-        ToolChoice(), description="auto, any, tool or none, with disable_parallel_tool_use perhaps"
+    tool_choice: Annotated[ChatToolChoice, checked(lambda value, _: _tool_choice(value), dict[str, Any])] = Field(
+        ChatToolChoice(), description="auto, any, tool or none, with disable_parallel_tool_use perhaps"
     )
     thinking: Annotated[bool | None, checked(lambda value, _: _thinking(value), dict[str, Any])] = Field(
         None, description="Passed to the chat template as enable_thinking; budget_tokens is not enforced"
@@ -295,7 +295,7 @@ def _tools(value: object, bounds: Bounds) -> Tools:
     return Tools(read, tuple(names), ttl)
 
 
-def _tool_choice(value: object) -> ToolChoice:
+def _tool_choice(value: object) -> ChatToolChoice:
     sent = check_mapping("tool_choice", value, 16)
     kind, single = sent.get("type"), sent.get("disable_parallel_tool_use") or False
     if not isinstance(single, bool):
@@ -303,11 +303,11 @@ def _tool_choice(value: object) -> ToolChoice:
     if kind == "tool":
         if not isinstance(sent.get("name"), str):
             bad_value("tool_choice.name", f"is {shown(sent.get('name'))}", "it must be the name of a tool")
-        return ToolChoice({"type": "function", "function": {"name": sent["name"]}}, not single)
+        return ChatToolChoice({"type": "function", "function": {"name": sent["name"]}}, not single)
     choices = {"auto": "auto", "any": "required", "none": "none"}
     if not isinstance(kind, str) or kind not in choices:
         bad_value("tool_choice.type", f"is {shown(kind)}", "it must be one of auto, any, tool, none")
-    return ToolChoice(choices[kind], not single)
+    return ChatToolChoice(choices[kind], not single)
 
 
 def _thinking(value: object) -> bool:

@@ -18,7 +18,7 @@ from headstart.bench.streamed_request import (
     Call,
     RefusedError,
     Reply,
-    RequestFailedError,
+    StreamFailedError,
     Target,
     body_of,
     check_answer,
@@ -179,7 +179,7 @@ class EndpointRunner:
         except RefusedError as error:
             reason = await self._reason(session, job, error.status)
             raise ConfigError(f"{self.target.base}/completions refused a request: {error}. {reason}") from error
-        except RequestFailedError as error:
+        except StreamFailedError as error:
             raise ConfigError(f"{self.target.base}/completions: {error}") from error
         except FAILURES as error:
             raise ConfigError(
@@ -205,6 +205,6 @@ class EndpointRunner:
     async def _takes(self, session: aiohttp.ClientSession, job: Job, **changes: object) -> bool:
         try:
             await check_answer(session, self.target, body_of(job, self.model, **changes))
-        except (*FAILURES, RequestFailedError):
+        except (*FAILURES, StreamFailedError):
             return False
         return True

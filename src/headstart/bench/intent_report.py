@@ -21,7 +21,7 @@ from headstart.measurement.report import Chart, Report, Sheet, spread
 from headstart.measurement.runner import BUNDLED, Setup, describe
 from headstart.workload.request_record import RequestRecord, Summary, median, percentile, summarize
 from headstart.workload.slo import Slo, TooManyLate
-from headstart.workload.synthetic import INTENT, Shape, random_tokens, unit_arrivals, with_prefix
+from headstart.workload.synthetic import INTENT, RequestShape, random_tokens, unit_arrivals, with_prefix
 
 AddAccuracy = Callable[[Report, Bar], None]
 """Measures the bundled model's answers, and adds its figures, problems and table to a report."""
@@ -34,7 +34,7 @@ NUM_BLOCKS = 4224
 class IntentConfig:
     """Parameters of the experiment."""
 
-    shape: Shape = INTENT
+    shape: RequestShape = INTENT
     runs: int = 3  # rounds of unloaded requests
     requests: int = 8  # per round and side
     draws: int = 1  # Poisson draws, each with its own search
@@ -56,7 +56,7 @@ class Side:
     engine: Engine
     prefix: "array[int]"
     vocab_size: int
-    shape: Shape
+    shape: RequestShape
     rng: Random
     served: int = 0
 

@@ -21,7 +21,7 @@ from headstart.workload import scenarios
 from headstart.workload.request_record import median, summarize
 from headstart.workload.scenarios import Scenario
 from headstart.workload.slo import Slo, TooManyLate
-from headstart.workload.synthetic import INTENT, Shape, random_tokens, unit_arrivals
+from headstart.workload.synthetic import INTENT, RequestShape, random_tokens, unit_arrivals
 
 LIMIT_FACTOR = 4
 """Default limit: this factor times the unloaded latency, unless limits are given."""
@@ -103,7 +103,7 @@ class RateSearch:
 DEFAULTS = RateConfig()
 
 
-def behind_prefix(shape: Shape = INTENT) -> Load:
+def behind_prefix(shape: RequestShape = INTENT) -> Load:
     """Return the load of PrefixCacheManager (blog): requests behind one prefix that is already cached."""
 
     def build(vocab_size: int, rng: Random, due: Sequence[float]) -> Scenario:

@@ -38,11 +38,11 @@ class Target:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
-class RequestFailedError(Exception):
+class StreamFailedError(Exception):
     """A request that did not complete correctly; the text gives the reason."""
 
 
-class RefusedError(RequestFailedError):
+class RefusedError(StreamFailedError):
     """The server responded with a status that is not 200."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -84,10 +84,10 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
 
 
 def read_event(line: bytes) -> dict[str, Any] | None:
-    """Return the same as `parse_event`, but raise RequestFailedError for an error event."""
+    """Return the same as `parse_event`, but raise StreamFailedError for an error event."""
     event = parse_event(line)
     if event is not None and "error" in event:
-        raise RequestFailedError(f"error in mid stream: {event['error']}")
+        raise StreamFailedError(f"error in mid stream: {event['error']}")
     return event
 
 
@@ -140,7 +140,7 @@ async def send(session: aiohttp.ClientSession, target: Target, call: Call, arriv
                 times.append(time.perf_counter() - start)
         cached = cached_tokens(usage)
         _check(call.job, usage, cached, times)
-    except (*FAILURES, RequestFailedError) as failure:
+    except (*FAILURES, StreamFailedError) as failure:
         error = str(failure) or type(failure).__name__
     record = RequestRecord(
         call.request_id,
@@ -157,17 +157,17 @@ async def send(session: aiohttp.ClientSession, target: Target, call: Call, arriv
 
 
 async def check_answer(session: aiohttp.ClientSession, target: Target, body: bytes) -> int | None:
-    """Send one completion and return its reported cached tokens. Raises RequestFailedError and FAILURES."""
+    """Send one completion and return its reported cached tokens. Raises StreamFailedError and FAILURES."""
     usage: dict[str, Any] = {}
     async for event in _events(session, target, body):
         usage = event.get("usage") or usage
     if "prompt_tokens" not in usage:
-        raise RequestFailedError("the stream has no usage, although stream_options.include_usage asked for it")
+        raise StreamFailedError("the stream has no usage, although stream_options.include_usage asked for it")
     return cached_tokens(usage)
 
 
 async def _events(session: aiohttp.ClientSession, target: Target, body: bytes) -> AsyncIterator[dict[str, Any]]:
-    """Yield the JSON events of one streamed completion, up to `[DONE]`. Raises RequestFailedError if it breaks off."""
+    """Yield the JSON events of one streamed completion, up to `[DONE]`. Raises StreamFailedError if it breaks off."""
     headers = {"Content-Type": "application/json"}
     async with session.post(f"{target.base}/completions", data=body, headers=headers) as response:
         if response.status != 200:
@@ -178,18 +178,18 @@ async def _events(session: aiohttp.ClientSession, target: Target, body: bytes) -
                 await response.content.read()  # read to the end: closing early looks like a cancelled request
                 return
             yield event
-    raise RequestFailedError("the stream ended without [DONE]")
+    raise StreamFailedError("the stream ended without [DONE]")
 
 
 def _check(job: Job, usage: dict[str, Any], cached: int | None, times: list[float]) -> None:
-    """Raise RequestFailedError if the server's token counts do not match the request."""
+    """Raise StreamFailedError if the server's token counts do not match the request."""
     asked, counted = (len(job.prompt), job.output), (usage.get("prompt_tokens"), usage.get("completion_tokens"))
     if not usage:
-        raise RequestFailedError("the stream has no usage, although stream_options.include_usage asked for it")
+        raise StreamFailedError("the stream has no usage, although stream_options.include_usage asked for it")
     if counted != asked:
         hint = "; does the server know ignore_eos?" if counted[0] == asked[0] else ""
-        raise RequestFailedError(f"usage says {counted} tokens in and out, sent were {asked}{hint}")
+        raise StreamFailedError(f"usage says {counted} tokens in and out, sent were {asked}{hint}")
     if cached is not None and not 0 <= cached <= asked[0]:
-        raise RequestFailedError(f"usage says that {cached} of {asked[0]} prompt tokens were cached")
+        raise StreamFailedError(f"usage says that {cached} of {asked[0]} prompt tokens were cached")
     if not times:
-        raise RequestFailedError("the stream had no choices")
+        raise StreamFailedError("the stream had no choices")

@@ -25,7 +25,7 @@ NO_LIMITS = Slo()
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SuitePlan:
     """The workload, the number of repetitions and the latency limits."""
 
     name: str
@@ -88,7 +88,7 @@ class PhaseFigures:
         return found | (_goodput(self, slo) if slo else {})
 
 
-def run_suite(runner: Runner, plan: Plan, bar: Bar = QUIET) -> Report:
+def run_suite(runner: Runner, plan: SuitePlan, bar: Bar = QUIET) -> Report:
     """Serve the workload `plan.runs` times. Raises ConfigError for requests longer than the runner's context."""
     check_lengths(runner, plan.build(runner.vocab_size, Random(0)))
     log, found = ContentionLog.new(), list[Measured]()
@@ -117,7 +117,7 @@ def check_lengths(runner: Runner, scenario: Scenario) -> None:
         )
 
 
-def report_on(runner: Runner, plan: Plan, found: Sequence[Measured]) -> Report:
+def report_on(runner: Runner, plan: SuitePlan, found: Sequence[Measured]) -> Report:
     """Return the report. Figures of the last phase are at the top level of the document, all phases under `phases`."""
     phases = by_phase(found)
     values = {phase.name: phase.values(plan.slo) for phase in phases}

@@ -14,7 +14,7 @@ from headstart.reuse.logged_prompt import LoggedMessage, LoggedPrompt
 from headstart.workload import scenarios
 from headstart.workload.jobs import GREEDY, Sampling, make_jobs
 from headstart.workload.scenarios import Phase, Scenario
-from headstart.workload.synthetic import Shape, poisson_arrivals
+from headstart.workload.synthetic import RequestShape, poisson_arrivals
 from headstart.workload.traces import Trace
 
 PREFIXES = ("both", "shared", "distinct")
@@ -26,7 +26,7 @@ class Groups:
 
     groups: int = 8
     prompts: int = 8  # per group
-    shape: Shape = scenarios.GENERATED
+    shape: RequestShape = scenarios.GENERATED
     rate: float = 0.0  # requests per second, Poisson
     concurrency: int = 0
 
@@ -82,7 +82,7 @@ def parse_rate(text: str) -> float | None:
     return rate
 
 
-def decode(prefixes: str, streams: int, shape: Shape, sampling: Sampling = GREEDY) -> Build:
+def decode(prefixes: str, streams: int, shape: RequestShape, sampling: Sampling = GREEDY) -> Build:
     """Return the scenario of streams behind one cached prefix, then behind one prefix each. Raises ConfigError."""
     if sampling.temperature == 0 and sampling != GREEDY:
         raise ConfigError("--top-p and --top-k do nothing at temperature 0: add --temperature 1")

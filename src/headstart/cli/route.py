@@ -19,17 +19,11 @@ EXAMPLES = """Examples:
   headstart route --replica http://10.0.0.7:8000 --replica http://10.0.0.8:8000 --envoy
   curl -sD- localhost:8000/v1/completions -H 'x-headstart-explain: 1' -d '{"prompt": "Hi"}' -o/dev/null"""
 NOT_OF_A_ROUTER = (
-    *(
-        "served_model_name",
-        "clamp_max_tokens",
-        "max_num_queued_tokens",
-        "max_n",
-        "max_prompts",
-        "max_logprobs",
-        "heartbeat_timeout",
-    ),
-    *("stats_interval", "replicas", "on", "max_replicas", "target_ongoing_requests"),
-    *("upscale_delay", "downscale_delay"),
+    *("served_model_name", "tool_call_parser", "enable_auto_tool_choice", "reasoning_parser", "extra_properties"),
+    *("unreadable_parts", "doctor_share", "prompt_log_size", "clamp_max_tokens", "max_num_queued_tokens"),
+    *("max_n", "max_prompts", "max_logprobs", "response_store_size", "response_store_ttl"),
+    *("heartbeat_timeout", "record", "stats_interval"),
+    *("replicas", "on", "max_replicas", "target_ongoing_requests", "upscale_delay", "downscale_delay"),
 )
 """Options that apply to replicas, not to a router."""
 

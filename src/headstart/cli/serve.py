@@ -1,13 +1,14 @@
 """`headstart serve`: one server, or several replicas behind a router, on this machine or on a Ray cluster."""
 
 import os
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import typer
 
 from headstart.cli.cli_options import Sources, complete_model, say_starting, takes_options
 from headstart.config.config_file import settle
-from headstart.config.options import EngineOptions, RouterOptions, ServerOptions
+from headstart.config.options import EngineOptions, RouterOptions, ServerOptions, flag_fields, flag_of
 from headstart.core.errors import ConfigError
 
 EXAMPLES = """Examples:
@@ -17,8 +18,9 @@ EXAMPLES = """Examples:
   headstart serve ./my-model --replicas 4         four of them share this machine behind one router
   RAY_ADDRESS=10.0.0.7:6379 headstart serve /models/m --on ray --replicas 2 --max-replicas 8
   HEADSTART_API_KEY=secret headstart serve ./my-model --max-model-len 8192"""
-NOT_OF_A_SERVER = ("replica", "discover", "replica_api_key")
+NOT_OF_A_SERVER = ("replica", "discover", "allow_loopback_endpoints", "replica_api_key")
 """Router options that do not apply when the router starts its own replicas."""
+OF_RAY = ("max_replicas", "target_ongoing_requests", "upscale_delay", "downscale_delay")
 RAY_DEFAULTS = {
     "RAY_worker_niceness": "0",  # Ray's own, 15, is for batch jobs: any other process would come before a server
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # Ray's own, 5, kills a proxy that a busy machine starts slowly
@@ -47,6 +49,7 @@ def serve(
     named: Sources = () if model is None else ({"model": model},)
     engine, server = settle(EngineOptions, *named, *sources), settle(ServerOptions, *sources)
     router = settle(RouterOptions, *sources)
+    _refuse_without_effect(sources[0], router)
     from headstart.engine.engine_checks import check_engine
 
     check_engine(engine)  # before torch is imported
@@ -61,6 +64,22 @@ def serve(
     from headstart.server.run_server import serve as run_server
 
     raise typer.Exit(run_server(build_engine, engine, server))
+
+
+def _refuse_without_effect(flags: Mapping[str, Any], router: RouterOptions) -> None:
+    """Raise ConfigError for a flag that what is started does not read. A file and the environment may serve others."""
+    if router.on != "ray":
+        if router.replicas == 1:
+            of_router = [field.name for field in flag_fields(RouterOptions) if field.name not in ("replicas", "on")]
+            _refuse(flags, [name for name in of_router if name not in OF_RAY], "a router: add --replicas 2 or more")
+        _refuse(flags, OF_RAY, "Ray: add --on ray")
+    elif "uds" in flags:
+        raise ConfigError("--uds is not used with --on ray: Ray has an HTTP proxy of its own; name --host and --port")
+
+
+def _refuse(flags: Mapping[str, Any], names: Sequence[str], remedy: str) -> None:
+    if given := [flag_of(name) for name in names if name in flags]:
+        raise ConfigError(f"{given[0]} has no effect here: it is an option of {remedy}, or leave it out")
 
 
 def _serve_on_ray(engine: EngineOptions, server: ServerOptions, router: RouterOptions) -> int:

@@ -23,13 +23,13 @@ from headstart.core.request import Request
 from headstart.engine.request_recorder import RequestRecorder
 from headstart.engine.wire import (
     Abort,
-    Answer,
-    Call,
+    CallResult,
+    EngineCall,
+    EngineUpdate,
     Failed,
     FrameSplitter,
     LongStep,
     Message,
-    News,
     Outbox,
     Ready,
     Refused,
@@ -201,7 +201,7 @@ class EngineClient:
         self._num_calls += 1
         call_id = self._num_calls
         answer = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._send(Call(call_id, name, argument))
+        self._send(EngineCall(call_id, name, argument))
         try:
             return await answer
         finally:
@@ -235,7 +235,7 @@ class EngineClient:
         self.last_heard = time.monotonic()
         message = decode_from_engine(payload)
         match message:
-            case News(outputs, stats):
+            case EngineUpdate(outputs, stats):
                 self._take_news(outputs, stats)
             case Ready(info):
                 self.info = info
@@ -249,7 +249,7 @@ class EngineClient:
             case LongStep(seconds):
                 self.expected_by = self.last_heard + PATIENCE * seconds
                 return
-            case Answer():
+            case CallResult():
                 self._take_answer(message)
         self.expected_by = self.last_heard
 
@@ -273,7 +273,7 @@ class EngineClient:
                 self.recorder.output(output, self.last_heard)
             stream.push(output, self.last_heard)
 
-    def _take_answer(self, answer: Answer) -> None:
+    def _take_answer(self, answer: CallResult) -> None:
         waiting = self._calls.get(answer.call_id)
         if waiting is None or waiting.done():  # the caller was cancelled
             return

@@ -21,12 +21,12 @@ from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.engine.engine_calls import CALLS
 from headstart.engine.wire import (
     Abort,
-    Answer,
-    Call,
+    CallResult,
     Channel,
+    EngineCall,
+    EngineUpdate,
     Failed,
     LongStep,
-    News,
     PeerGoneError,
     Ready,
     Refused,
@@ -60,7 +60,7 @@ class EngineLoop:
             if self._stopping or channel.is_closed:
                 return
             outputs = engine.step(time.monotonic()) if engine.has_work else []
-            channel.send(News(outputs, engine.stats()))
+            channel.send(EngineUpdate(outputs, engine.stats()))
 
     def close(self) -> None:
         """Close the engine; takes some seconds if its store has many pending writes."""
@@ -79,7 +79,7 @@ class EngineLoop:
             case Abort():
                 for request_id in message.request_ids:
                     self._engine.abort(request_id)
-            case Call():
+            case EngineCall():
                 self._channel.send(self._call(message))
             case Stop() | Start():
                 self._stopping = True
@@ -94,17 +94,17 @@ class EngineLoop:
                 traceback.print_exc()
                 self._channel.send(Refused(request.request_id, f"{type(error).__name__}: {error}", None, None))
 
-    def _call(self, message: Call) -> Answer:
+    def _call(self, message: EngineCall) -> CallResult:
         call = CALLS.get(message.name)
         if call is None:
-            return Answer(message.call_id, error=f"the engine knows no call {message.name!r}")
+            return CallResult(message.call_id, error=f"the engine knows no call {message.name!r}")
         try:
-            return Answer(message.call_id, call(self._engine, message.argument))
+            return CallResult(message.call_id, call(self._engine, message.argument))
         except InvalidRequestError as error:
-            return Answer(message.call_id, error=str(error), param=error.param, code=error.code)
+            return CallResult(message.call_id, error=str(error), param=error.param, code=error.code)
         except Exception as error:
             traceback.print_exc()
-            return Answer(message.call_id, error=f"{type(error).__name__}: {error}")
+            return CallResult(message.call_id, error=f"{type(error).__name__}: {error}")
 
 
 def main(descriptor: int) -> int:

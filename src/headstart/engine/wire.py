@@ -120,8 +120,8 @@ class Abort(Message):
     request_ids: tuple[str, ...]
 
 
-class Call(Message):
-    """To the engine: execute one of engine_calls.CALLS between two steps; the reply is an Answer with the same id."""
+class EngineCall(Message):
+    """To the engine: execute one of engine_calls.CALLS between two steps; the reply is a CallResult of its id."""
 
     call_id: int
     name: str
@@ -154,7 +154,7 @@ class Refused(Message):
     code: str | None
 
 
-class News(Message):
+class EngineUpdate(Message):
     """From the engine after every step and at least every second: a heartbeat with new outputs and statistics."""
 
     outputs: list[Output]
@@ -167,8 +167,8 @@ class LongStep(Message):
     seconds: float
 
 
-class Answer(Message):
-    """From the engine: the result or the error of a Call. `code` is OpenAI's if it is the client's mistake."""
+class CallResult(Message):
+    """From the engine: the result or the error of an EngineCall. `code` is OpenAI's if it is the client's mistake."""
 
     call_id: int
     value: Any = None  # of plain values
@@ -177,8 +177,8 @@ class Answer(Message):
     code: str | None = None
 
 
-ToEngine = Start | Submit | Abort | Call | Stop
-FromEngine = Ready | Failed | Refused | News | LongStep | Answer
+ToEngine = Start | Submit | Abort | EngineCall | Stop
+FromEngine = Ready | Failed | Refused | EngineUpdate | LongStep | CallResult
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
@@ -207,7 +207,7 @@ class PeerGoneError(HeadstartError):
 
 
 def plain_stats(stats: EngineStats) -> list[Any]:
-    """Return the fields of EngineStats as plain values, for an Answer."""
+    """Return the fields of EngineStats as plain values, for a CallResult."""
     return msgspec.to_builtins(stats)
 
 

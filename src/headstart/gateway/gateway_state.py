@@ -26,7 +26,7 @@ from headstart.gateway.replicas.kv_event_subscriptions import ApproximateIndexes
 from headstart.gateway.replicas.replica_address import server_of
 from headstart.gateway.replicas.replica_monitor import MonitoredReplica, ReplicaMonitor
 from headstart.gateway.routing_explanation import RequestHistory
-from headstart.http.access_record import RequestRecord
+from headstart.http.access_record import AccessRecord
 from headstart.http.auth import Authenticator, Principal
 from headstart.http.body_reader import BodyReader
 from headstart.http.decision_log_writer import DecisionLog
@@ -191,7 +191,7 @@ class GatewayState:
             if not self.num_under_way:
                 self.idle.set()
 
-    def ended(self, record: RequestRecord, call: ProxiedCall) -> None:
+    def ended(self, record: AccessRecord, call: ProxiedCall) -> None:
         """Record the outcome of a request for its access line, the metrics and the explainer."""
         record.first_token_at, record.num_tokens = call.first_token_at, call.output_tokens
         if call.outcome == "lost":
@@ -254,14 +254,14 @@ class GatewayState:
         key = self.options.replica_api_key
         return {} if key is None else {"authorization": f"Bearer {key}"}
 
-    def count_answer(self, record: RequestRecord) -> bool:
+    def count_answer(self, record: AccessRecord) -> bool:
         """Count a request that has ended; return whether its access line is written."""
         if record.status is not None:
             self.metrics.answered(record.path, record.method, record.status)
         access_log = self.server_options.access_log
         return record.is_logged(access_log, on_terminal=access_log == "auto" and self.log.is_terminal)
 
-    def note(self, record: RequestRecord, error: Exception) -> None:
+    def note(self, record: AccessRecord, error: Exception) -> None:
         """Set `error` on the request's record, and log it with its traceback if it is an internal error."""
         _, body, _ = rendered(error)
         record.error = body["error"]["code"]
@@ -376,7 +376,7 @@ class GatewayState:
         self.models_changed()
 
 
-def _add_spans(call: ProxiedCall, trace: RequestTrace, record: RequestRecord) -> None:
+def _add_spans(call: ProxiedCall, trace: RequestTrace, record: AccessRecord) -> None:
     """Complete the trace of a request that has ended at the router."""
     now, received_at = time.monotonic(), record.received_at or record.arrival
     call.end_attempt(now)

@@ -1,4 +1,4 @@
-"""RequestRecord: the facts of one HTTP request for its access line and metrics. Contains no prompt and no key."""
+"""AccessRecord: the facts of one HTTP request for its access line and metrics. Contains no prompt and no key."""
 
 import os
 import re
@@ -20,7 +20,7 @@ _PROBES = (  # polled regularly by monitoring and by the live page
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class AccessRecord:
     """Record of one HTTP request, filled in while it is served. Times are monotonic seconds."""
 
     request_id: str  # the client's x-request-id, sanitized, or a generated one
@@ -43,7 +43,7 @@ class RequestRecord:
     trace: RequestTrace | None = None  # None: nothing is exported
 
     @classmethod
-    def of(cls, scope: Any) -> "RequestRecord":
+    def of(cls, scope: Any) -> "AccessRecord":
         """Return a record for a new request, and store it in the scope for `record_of`."""
         label = dict(scope["headers"][::-1]).get(b"x-request-id", b"")  # the first of them
         cleaned = _UNSAFE.sub("", label[: 4 * _MAX_LABEL_CHARS].decode("latin-1"))[:_MAX_LABEL_CHARS] if label else ""
@@ -120,8 +120,8 @@ class RequestRecord:
         return None if at is None else round((at - self.arrival) * 1000, 1)
 
 
-def record_of(scope: Any) -> RequestRecord:
-    """Return the record that RequestRecord.of stored in the scope."""
+def record_of(scope: Any) -> AccessRecord:
+    """Return the record that AccessRecord.of stored in the scope."""
     return scope[_SCOPE_KEY]
 
 

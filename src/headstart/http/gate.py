@@ -6,7 +6,7 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headstart.http.access_record import RequestRecord
+from headstart.http.access_record import AccessRecord
 from headstart.http.auth import Authenticator
 from headstart.http.http_errors import ApiRules, HttpError, error_response
 from headstart.http.logs import Log
@@ -29,11 +29,11 @@ class Host(Protocol):
     @property
     def tracer(self) -> Tracer | None: ...
 
-    def note(self, record: RequestRecord, error: Exception) -> None:
+    def note(self, record: AccessRecord, error: Exception) -> None:
         """Set `error` on the record, and log it if it is not the client's mistake."""
         ...
 
-    def count_answer(self, record: RequestRecord) -> bool:
+    def count_answer(self, record: AccessRecord) -> bool:
         """Count a finished request; return whether to log its access line."""
         ...
 
@@ -53,7 +53,7 @@ class Gate:
             return
         if self._root and scope["path"].startswith(f"{self._root}/"):
             scope = {**scope, "path": scope["path"].removeprefix(self._root)}
-        record = RequestRecord.of(scope)
+        record = AccessRecord.of(scope)
         api = self._api_of(record.path)
         own = [*identity_headers(api, record.request_id), *self._state.pages.cors(scope)]
 
@@ -68,7 +68,7 @@ class Gate:
         finally:
             self._settle(record)
 
-    async def _serve(self, api: ApiRules, record: RequestRecord, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, api: ApiRules, record: AccessRecord, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._state.pages.check_host(scope)
             preflight = self._state.pages.preflight(scope)
@@ -94,7 +94,7 @@ class Gate:
                 raise  # the response has started: the server must cut the connection
             await error_response(error, api, record.request_id)(scope, receive, send)
 
-    def _settle(self, record: RequestRecord) -> None:
+    def _settle(self, record: AccessRecord) -> None:
         status = 499 if record.error == "client_closed" else record.status
         record.status = 499 if status is None else status
         if self._state.tracer is not None:

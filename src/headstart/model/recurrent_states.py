@@ -16,8 +16,6 @@ from headstart.model.attention.base import KVBlocks
 from headstart.model.kv_writes import Int32s
 from headstart.model.step_inputs import RowState
 
-FLOAT_BYTES = 4
-
 
 class RecurrentStates:
     """States of `size` numbers, by request id and the number of tokens that they cover."""

@@ -10,7 +10,7 @@ from headstart.core.batch import Output, PrefillChunk, PromptTokenBreakdown
 from headstart.core.errors import InvalidRequestError, RequestFailedError
 from headstart.core.request import CacheMode, FinishReason, Request
 from headstart.engine.engine_client import EngineClient
-from headstart.http.access_record import RequestRecord
+from headstart.http.access_record import AccessRecord
 from headstart.http.answer_report import AnswerReport
 from headstart.http.byte_budget import Lease
 from headstart.http.tracing.request_trace import RequestTrace
@@ -29,7 +29,7 @@ from headstart.server.request_limits import RESERVED_TOKENS, output_token_bytes,
 from headstart.server.server_metrics import Metrics
 
 
-class News(NamedTuple):
+class ChoiceDelta(NamedTuple):
     """A new delta of one choice."""
 
     choice: int
@@ -70,7 +70,7 @@ class GenerationJob:
         tokenizer: Tokenizer,
         asked: ApiRequest,
         prompts: list[SharedPrompt],
-        record: RequestRecord,
+        record: AccessRecord,
         metrics: Metrics,
         lease: Lease,
     ) -> None:
@@ -117,12 +117,12 @@ class GenerationJob:
         """Number of entries of a whole response so far; see request_limits.py."""
         return shown_entries(sum(len(prompt.token_ids) for prompt in self.prompts), self._num_tokens, self.params)
 
-    async def news(self, timeout: float) -> list[News]:
+    async def news(self, timeout: float) -> list[ChoiceDelta]:
         """Return the deltas since the last call, [] after `timeout` seconds without any.
 
         Raises RequestFailedError if a choice failed, EngineDeadError, and the error passed to `cancel`.
         """
-        found: list[News] = []
+        found: list[ChoiceDelta] = []
         for at, output in await self._stream.batch(timeout):
             index = self._index[output.request_id]
             prompt = self.prompts[index // self.params.n]
@@ -194,7 +194,7 @@ class GenerationJob:
         if self.record.trace is not None and self.record.trace.is_sampled:
             _add_spans(self.record.trace, self.record, self._chunks, time.monotonic())
 
-    def _take(self, index: int, output: Output, at: float, found: list[News]) -> None:
+    def _take(self, index: int, output: Output, at: float, found: list[ChoiceDelta]) -> None:
         """Process one output of a choice and append its delta to `found`. Raises RequestFailedError."""
         generation = self.generations[index]
         before, was = generation.num_tokens, generation.breakdown
@@ -218,7 +218,7 @@ class GenerationJob:
                 self._begin(index, output.scheduled_at, at)
             self._finish(index, output.request_id, delta, at)
         if delta.has_news:
-            found.append(News(index, delta))
+            found.append(ChoiceDelta(index, delta))
 
     def _waits(self, index: int, output: Output) -> bool:
         """Return whether a choice must wait for the prompt's logprobs, which only the prompt's first choice receives.
@@ -228,7 +228,7 @@ class GenerationJob:
         failed = output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
         return self.params.stream and self.params.echo and index % self.params.n != 0 and not failed
 
-    def _catch_up(self, first: int, found: list[News]) -> None:
+    def _catch_up(self, first: int, found: list[ChoiceDelta]) -> None:
         """Process the outputs that were held until the prompt of these choices was complete."""
         for index in range(first, first + self.params.n):
             for at, output in self._early.pop(index, ()):
@@ -279,7 +279,7 @@ class GenerationJob:
 
 
 def _add_spans(
-    trace: RequestTrace, record: RequestRecord, chunks: Iterable[tuple[int, PrefillChunk]], now: float
+    trace: RequestTrace, record: AccessRecord, chunks: Iterable[tuple[int, PrefillChunk]], now: float
 ) -> None:
     """Add the phases of a generation that has ended to its trace; one that was cut off ends `now`."""
     start: float | None = record.arrival

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from headstart.apis.api import EVENTS, Api
 from headstart.core.request import CacheMode
-from headstart.http.access_record import RequestRecord, record_of
+from headstart.http.access_record import AccessRecord, record_of
 from headstart.http.answer_report import REPORT_HEADER
 from headstart.http.http_errors import ClientGoneError, Headers, json_response
 from headstart.http.spooled_body import SpooledBody, in_memory
@@ -34,7 +34,7 @@ from headstart.openai.sandbox.sandbox_pool import WAIT_SECONDS
 from headstart.openai.structured.dropped_keywords import DROPPED_HEADER, dropped_header
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.server.apis.answer_format import AnswerFormat, Head, ServedApi
-from headstart.server.generation_job import ApiRequest, GenerationJob, News
+from headstart.server.generation_job import ApiRequest, ChoiceDelta, GenerationJob
 from headstart.server.prompt_log import KeptBody
 from headstart.server.request_limits import check_size
 from headstart.server.server_state import Model, ServerState
@@ -190,7 +190,7 @@ class _Answer:
             return json_response(self._form.whole(in_pieces=False))
         return self.state.turns.taken(pieces(self._form.whole(in_pieces=True)))
 
-    async def next_news(self) -> list[News]:
+    async def next_news(self) -> list[ChoiceDelta]:
         """Return the next deltas to send, or [] after PING_SECONDS without any."""
         deadline = time.monotonic() + PING_SECONDS
         while True:
@@ -198,7 +198,7 @@ class _Answer:
             if news or self.job.is_finished or time.monotonic() >= deadline:
                 return news
 
-    async def events(self, news: list[News]) -> AsyncIterator[bytes]:
+    async def events(self, news: list[ChoiceDelta]) -> AsyncIterator[bytes]:
         """Yield the events of a stream that begins with `news`. Errors but ClientGoneError become an error event."""
         job, form, opened = self.job, self._form, False
         end = self._api.end
@@ -248,7 +248,7 @@ class _Sent(Response):
         self._watcher = watcher
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record: RequestRecord = self._answer.job.record
+        record: AccessRecord = self._answer.job.record
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for data in self._body:

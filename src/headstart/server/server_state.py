@@ -14,7 +14,7 @@ from headstart.core.engine import EngineInfo
 from headstart.core.errors import DrainingError, HeadstartError, QueueFullError, RequestFailedError
 from headstart.core.request import Request
 from headstart.engine.engine_client import EngineClient
-from headstart.http.access_record import RequestRecord
+from headstart.http.access_record import AccessRecord
 from headstart.http.auth import Authenticator
 from headstart.http.body_reader import HELD_BYTES, BodyReader
 from headstart.http.byte_budget import Budget, has_share
@@ -190,7 +190,7 @@ class ServerState:
             return False
         return self._model is None or self.engine.silent_seconds(now) <= self.options.heartbeat_timeout
 
-    def admit(self, asked: ApiRequest, prompts: list[SharedPrompt], record: RequestRecord) -> GenerationJob:
+    def admit(self, asked: ApiRequest, prompts: list[SharedPrompt], record: AccessRecord) -> GenerationJob:
         """Submit the requests of one client request to the engine, all or none.
 
         Raises QueueFullError if the waiting queue or the byte budget is full. A full queue takes requests of a tenant
@@ -223,7 +223,7 @@ class ServerState:
         if not self._jobs:
             self.idle.set()
 
-    def note(self, record: RequestRecord, error: Exception) -> None:
+    def note(self, record: AccessRecord, error: Exception) -> None:
         """Set `error` on the request's record, and log it with details if it is not the client's mistake."""
         _, body, _ = rendered(error)
         record.error = body["error"]["code"]
@@ -232,7 +232,7 @@ class ServerState:
         elif not isinstance(error, HeadstartError | HttpError | ClientGoneError):
             self.log.failure("internal_error", error, record.request_id)
 
-    def count_answer(self, record: RequestRecord) -> bool:
+    def count_answer(self, record: AccessRecord) -> bool:
         """Count a finished request; return whether to log its access line."""
         if self.metrics is not None and record.status is not None:
             self.metrics.answered(record.path, record.method, record.status)

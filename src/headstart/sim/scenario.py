@@ -1,4 +1,4 @@
-"""Scenario: what happens to a simulated fleet while it runs: failures, changes of speed, autoscaling, an offload tier.
+"""FleetScenario: events of a simulated fleet while it runs: failures, changes of speed, autoscaling, an offload tier.
 
 A scenario is a TOML or JSON file:
 
@@ -73,7 +73,7 @@ class Autoscale:
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
+class FleetScenario:
     """All events of one run."""
 
     events: tuple[Event, ...] = ()
@@ -84,10 +84,10 @@ class Scenario:
 MAX_NUMBER = 1e12
 PERIODS, MIN_PERIOD = ("every", "interval"), 0.01  # seconds
 MAX_REPLICAS = 4096
-NOTHING_HAPPENS = Scenario()
+NOTHING_HAPPENS = FleetScenario()
 
 
-def read_scenario(path: Path) -> Scenario:
+def read_scenario(path: Path) -> FleetScenario:
     """Return the scenario of a file. Raises ConfigError, which names the entry and the field."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -100,7 +100,7 @@ def read_scenario(path: Path) -> Scenario:
         raise ConfigError(f"--scenario {path}: {error}") from None
 
 
-def parse_scenario(document: Any) -> Scenario:
+def parse_scenario(document: Any) -> FleetScenario:
     """Return the scenario of a parsed document. Raises ConfigError."""
     if not isinstance(document, Mapping):
         raise ConfigError("a scenario is a table")
@@ -110,7 +110,7 @@ def parse_scenario(document: Any) -> Scenario:
         raise ConfigError("event is a list of tables: write [[event]]")
     events = tuple(_event(f"event {number}", row) for number, row in enumerate(rows, 1))
     autoscale, offload = document.get("autoscale"), document.get("offload")
-    return Scenario(
+    return FleetScenario(
         events,
         None if autoscale is None else _autoscale(_table("autoscale", autoscale)),
         None if offload is None else _offload(_table("offload", offload)),
@@ -202,7 +202,7 @@ def _names(where: str, value: Any) -> tuple[str, ...]:
 class ScenarioRun:
     """The events of one run. `make` makes replicas that join later."""
 
-    def __init__(self, scenario: Scenario, fleet: VirtualFleet, make: MakeReplica) -> None:
+    def __init__(self, scenario: FleetScenario, fleet: VirtualFleet, make: MakeReplica) -> None:
         """Schedule all events. Raises ConfigError for a replica that the fleet cannot have."""
         self.fleet = fleet
         self._make = make
@@ -215,7 +215,7 @@ class ScenarioRun:
             self._scale = scenario.autoscale
             fleet.at(scenario.autoscale.interval, lambda now: self._autoscale(now))
 
-    def _check_names(self, scenario: Scenario) -> None:
+    def _check_names(self, scenario: FleetScenario) -> None:
         """Refuse names that do not exist at the start and are not added later."""
         joining = sum(event.kind == "add" for event in scenario.events)
         if scenario.autoscale is not None:

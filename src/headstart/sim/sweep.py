@@ -12,7 +12,7 @@ from headstart.router.policies.policy_table import make_policy
 from headstart.router.router import Router
 from headstart.sim.oracle_policy import ORACLE, OraclePolicy
 from headstart.sim.profile import Profile
-from headstart.sim.scenario import NOTHING_HAPPENS, Scenario, ScenarioRun
+from headstart.sim.scenario import NOTHING_HAPPENS, FleetScenario, ScenarioRun
 from headstart.sim.sim_fleet import DEFAULTS, FleetOptions, SimRecord, VirtualFleet, endpoint_of
 from headstart.sim.sim_replica import SimReplica
 from headstart.sim.sim_report import FleetReport, report
@@ -36,7 +36,7 @@ class Simulation:
     seed: int = 0
     routers: int = 1
     believed_blocks: int = 0  # size of the routers' indexes; 0: the true one
-    scenario: Scenario = NOTHING_HAPPENS
+    scenario: FleetScenario = NOTHING_HAPPENS
     options: FleetOptions = DEFAULTS
 
     def build(self, make: MakePolicy | None = None) -> VirtualFleet:

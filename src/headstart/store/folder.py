@@ -30,7 +30,7 @@ STALE_SECONDS = 60.0
 STARVED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # unrelated to the file
 
 
-class Run(NamedTuple):
+class SlotRun(NamedTuple):
     """Requested blocks in adjacent slots of one segment."""
 
     segment: Segment
@@ -67,7 +67,7 @@ class Index:
                     self._copies.setdefault(block_hash, []).append(location)
                 location += 1
 
-    def run(self, keys: Sequence[BlockKey], first: int) -> Run | None:
+    def run(self, keys: Sequence[BlockKey], first: int) -> SlotRun | None:
         """Return the location of `keys[first]` and the number of consecutive blocks there; None if it is not stored."""
         with self._lock:
             location = self._where.get(keys[first].block_hash)
@@ -82,7 +82,7 @@ class Index:
                 and block_hashes[slot + length] == keys[first + length].block_hash
             ):
                 length += 1
-            return Run(segment, slot, length)
+            return SlotRun(segment, slot, length)
 
     def mark_used(self, segment: Segment, slot: int, length: int) -> None:
         """Mark slots as used by a request since they were written."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 
 from headstart.workload.jobs import GREEDY, Job, Sampling, make_jobs
-from headstart.workload.synthetic import INTENT, Shape, random_tokens, with_prefix
+from headstart.workload.synthetic import INTENT, RequestShape, random_tokens, with_prefix
 from headstart.workload.synthetic import rotations as rotated
 from headstart.workload.synthetic import shared_prefix as shared_prompts
 
@@ -44,10 +44,10 @@ class Scenario:
         return sum((len(job.prompt) + job.output) // block_size + 1 for job in jobs)
 
 
-BURST = Shape(shared=2048, own=32, output=16)  # twins: many at once with one new prefix
-GENERATED = Shape(shared=1024, own=64, output=32)  # a small version of SGLang's generated-shared-prefix
-FIRST_TOKEN = Shape(INTENT.shared, INTENT.own, output=1)
-STREAMS = Shape(shared=1024, own=16, output=128)  # decode
+BURST = RequestShape(shared=2048, own=32, output=16)  # twins: many at once with one new prefix
+GENERATED = RequestShape(shared=1024, own=64, output=32)  # a small version of SGLang's generated-shared-prefix
+FIRST_TOKEN = RequestShape(INTENT.shared, INTENT.own, output=1)
+STREAMS = RequestShape(shared=1024, own=16, output=128)  # decode
 
 
 def rotations(vocab_size: int, rng: Random, *, count: int = 48, length: int = 1025, passes: int = 1) -> Scenario:
@@ -66,7 +66,7 @@ def cold_ttft(vocab_size: int, rng: Random, *, length: int = 1000, requests: int
     return Scenario("cold-ttft", (_one_at_a_time("cold", _new(requests, length, vocab_size, rng), 1),))
 
 
-def warm_ttft(vocab_size: int, rng: Random, *, shape: Shape = FIRST_TOKEN, requests: int = 8) -> Scenario:
+def warm_ttft(vocab_size: int, rng: Random, *, shape: RequestShape = FIRST_TOKEN, requests: int = 8) -> Scenario:
     """Prompts one at a time whose first `shape.shared` tokens are cached from others: time to the first token."""
     prompts = with_prefix(random_tokens(shape.shared, vocab_size, rng), requests + 2, shape.own, vocab_size, rng)
     before, asked = _warm_up(prompts[:2]), _one_at_a_time("warm", prompts[2:], shape.output)
@@ -93,7 +93,7 @@ def decode(
     *,
     is_shared: bool,
     streams: int = 32,
-    shape: Shape = STREAMS,
+    shape: RequestShape = STREAMS,
     sampling: Sampling = GREEDY,
 ) -> Scenario:
     """Streams that decode at once with cached prefixes: one for all, or one for each."""
@@ -112,7 +112,7 @@ def shared_prefix(
     *,
     groups: int = 8,
     prompts: int = 8,
-    shape: Shape = GENERATED,
+    shape: RequestShape = GENERATED,
     due: Sequence[float] | None = None,
     concurrency: int = 0,
 ) -> Scenario:
@@ -125,20 +125,20 @@ def shared_prefix(
     return Scenario("shared-prefix", (Phase("cold", tuple(make_jobs(found, shape.output, due)), concurrency),))
 
 
-def twins(vocab_size: int, rng: Random, *, requests: int = 32, shape: Shape = BURST) -> Scenario:
+def twins(vocab_size: int, rng: Random, *, requests: int = 32, shape: RequestShape = BURST) -> Scenario:
     """A burst of requests with one new prefix."""
     found = with_prefix(random_tokens(shape.shared, vocab_size, rng), requests, shape.own, vocab_size, rng)
     return Scenario("twins", (Phase("cold", tuple(make_jobs(found, shape.output))),))
 
 
-def intent(vocab_size: int, rng: Random, *, shape: Shape = INTENT, requests: int = 8) -> Scenario:
+def intent(vocab_size: int, rng: Random, *, shape: RequestShape = INTENT, requests: int = 8) -> Scenario:
     """Intent recognition (PrefixCacheManager, blog) without load: requests with one cached prefix, one at a time."""
     prompts = with_prefix(random_tokens(shape.shared, vocab_size, rng), requests + 2, shape.own, vocab_size, rng)
     return Scenario("intent", (_warm_up(prompts[:2]), _one_at_a_time("alone", prompts[2:], shape.output)))
 
 
 def poisson(
-    vocab_size: int, rng: Random, *, due: Sequence[float], prefix: "array[int]", shape: Shape = INTENT
+    vocab_size: int, rng: Random, *, due: Sequence[float], prefix: "array[int]", shape: RequestShape = INTENT
 ) -> Scenario:
     """Intent recognition (PrefixCacheManager, blog) under load: one request at each `due` second, `prefix` cached.
 

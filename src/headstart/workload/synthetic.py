@@ -11,7 +11,7 @@ from random import Random
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RequestShape:
     """The lengths of requests, in tokens: a prefix that a group shares, a part of their own, and the output."""
 
     shared: int
@@ -19,7 +19,7 @@ class Shape:
     output: int
 
 
-INTENT = Shape(shared=900, own=100, output=30)  # intent recognition: PrefixCacheManager (blog)
+INTENT = RequestShape(shared=900, own=100, output=30)  # intent recognition: PrefixCacheManager (blog)
 
 
 def random_tokens(length: int, vocab_size: int, rng: Random) -> "array[int]":
@@ -35,7 +35,7 @@ def rotations(token_ids: Sequence[int], count: int) -> "list[array[int]]":
     return [tokens[i:] + tokens[:i] for i in range(count)]
 
 
-def shared_prefix(groups: int, prompts: int, shape: Shape, vocab_size: int, rng: Random) -> "list[array[int]]":
+def shared_prefix(groups: int, prompts: int, shape: RequestShape, vocab_size: int, rng: Random) -> "list[array[int]]":
     """Return `groups` x `prompts` prompts, group by group; each group starts with the same `shape.shared` tokens."""
     result: list[array[int]] = []
     for _ in range(groups):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headstart.model.cuda.step_plan import Layout, StepPlanner, StepRows
-from headstart.model.cuda.triton_attention import Scoring, Shape, attend, make_parts, merge
+from headstart.model.cuda.triton_attention import LayerScoring, TileShape, attend, make_parts, merge
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Case:
     queries: Tensor  # [T, Hq * D]: already rotated
     kv: Tensor  # [blocks, 2, Hkv, page, D]: one layer; holds the new tokens already
     heads: int
-    scoring: Scoring
+    scoring: LayerScoring
     expected: Tensor  # [T, Hq, D] in float64
 
 
@@ -39,7 +39,7 @@ def make_case(
         own = [int(ids.pop()) for _ in range(pages - common)]
         tables.append((tables[other][:common] if common else []) + own)
     kv = torch.full((sum(need) + 10, 2, kvs, page, dim), float("nan"), dtype=dtype, device=device)
-    scoring = Scoring(dim**-0.5, window, softcap, torch.randn(queries, device=device) if sinks else None)
+    scoring = LayerScoring(dim**-0.5, window, softcap, torch.randn(queries, device=device) if sinks else None)
     indptr = np.cumsum([0] + [count for _, count in chunks]).astype(np.int32)
     positions = np.concatenate([np.arange(s, s + c) for s, c in chunks]).astype(np.int32)
     slots = np.concatenate(
@@ -68,7 +68,7 @@ def make_case(
     return Case(step, rows, kv, queries, scoring, expected)
 
 
-def _dense(query: Tensor, kv: Tensor, start: int, scoring: Scoring) -> Tensor:
+def _dense(query: Tensor, kv: Tensor, start: int, scoring: LayerScoring) -> Tensor:
     """Return the attention of queries [n, Hq, D] from position `start` on over keys and values [2, S, Hq, D]."""
     scores = torch.einsum("qhd,khd->hqk", query, kv[0]) * scoring.scale
     if scoring.softcap is not None:
@@ -110,9 +110,9 @@ def run_case(
     kv = (case.kv[:, 0], case.kv[:, 1])
     common = (queries, kv, out, parts, meta, meta[layout.positions :], meta[layout.singles :], case.scoring)
     wide = planner.split if exact else 0
-    attend(*common, Shape(single_rows, tile_keys), single=True, programs=programs, split=wide)
+    attend(*common, TileShape(single_rows, tile_keys), single=True, programs=programs, split=wide)
     if layout.num_tiles:
-        shape = Shape(tile_rows, tile_keys, max(1, tile_rows // 16))
+        shape = TileShape(tile_rows, tile_keys, max(1, tile_rows // 16))
         attend(*common, shape, single=False, programs=2, split=wide)
     if layout.merged:
         merge(parts, out, meta[layout.merged_tokens :][: layout.merged], meta[layout.firsts :], case.scoring.sinks)

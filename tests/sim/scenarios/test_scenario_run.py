@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from sim.fleets import BLOCK, check_conservation, profile, requests
 
 from headstart.core.errors import ConfigError
-from headstart.sim.scenario import KINDS, Scenario, parse_scenario
+from headstart.sim.scenario import KINDS, FleetScenario, parse_scenario
 from headstart.sim.sim_fleet import VirtualFleet
 from headstart.sim.sim_request import SimRequest
 from headstart.sim.sweep import Simulation
 
 
-def scenario(*events: dict[str, Any], **tables: Any) -> Scenario:
+def scenario(*events: dict[str, Any], **tables: Any) -> FleetScenario:
     return parse_scenario({"event": list(events), **tables})
 
 

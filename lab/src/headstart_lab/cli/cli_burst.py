@@ -39,7 +39,7 @@ def shared_burst(
 ) -> None:
     """Send simultaneous requests behind one new prefix: prompt tokens computed against the least possible."""
     if not where.is_here:
-        from headstart.bench.suite import Plan
+        from headstart.bench.suite import SuitePlan
         from headstart.core.errors import ConfigError
         from headstart_lab.engine.burst_forms import Form, check_form, parse_tree
         from headstart_lab.engine.burst_forms import twins as build
@@ -50,7 +50,7 @@ def shared_burst(
             form = check_form(
                 Form(requests, prefix_tokens, own_tokens, output_tokens, tree=parse_tree(tree), same=same)
             )
-        plan = Plan("twins", build(form), runs=1 if quick else runs, setup={"form": form.name, **asdict(form)})
+        plan = SuitePlan("twins", build(form), runs=1 if quick else runs, setup={"form": form.name, **asdict(form)})
         cli_run.run_plan(plan, where)
         return
 

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from headstart.bench.cli.bench_flags import (
+from headstart.bench.cli.bench_flags import Flag
+from headstart_lab.cli.experiment_flags import (
     FIVE_RUNS,
     FOLDER,
     PLOT,
@@ -15,7 +16,6 @@ from headstart.bench.cli.bench_flags import (
     THREADS,
     THREE_RUNS,
     TRACE_UNITS,
-    Flag,
     Model,
     flag,
 )

@@ -7,20 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headstart.bench.cli import cli_run
-from headstart.bench.cli.bench_flags import (
-    FIVE_RUNS,
-    PLOT,
-    QUICK,
-    SEED,
-    TRACE_UNITS,
-    Dtype,
-    Flag,
-    Model,
-    Quick,
-    Seed,
-    Where,
-    flag,
-)
+from headstart.bench.cli.bench_flags import Dtype, Flag, Quick, Where
+from headstart_lab.cli.experiment_flags import FIVE_RUNS, PLOT, QUICK, SEED, TRACE_UNITS, Model, Seed, flag
 from headstart_lab.cli.experiment_verb import Experiment, Verb
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from headstart.bench.streamed_request import (
     Call,
     Reply,
-    RequestFailedError,
+    StreamFailedError,
     Target,
     body_of,
     open_session,
@@ -153,7 +153,7 @@ class _Fleet:
                 try:
                     one.reset_prefix_cache()
                     break
-                except RequestFailedError as error:
+                except StreamFailedError as error:
                     if time.monotonic() > deadline:
                         raise ConfigError(f"a replica does not clear its cache: {error}") from error
                     time.sleep(0.05)

@@ -6,7 +6,7 @@ from headstart.core.errors import ConfigError
 from headstart.measurement.machine import ContentionLog
 from headstart.router.policies.policy_table import policy_names
 from headstart.workload.request_record import RequestRecord
-from headstart.workload.synthetic import Shape
+from headstart.workload.synthetic import RequestShape
 from headstart_lab.runners.route_process import Entrant
 
 BLOCK_SIZE = 16
@@ -42,12 +42,12 @@ class FleetConfig:
         return min((self.context - self.output) / (SYSTEM + QUESTION), 1.0)
 
     @property
-    def shapes(self) -> dict[str, Shape]:
+    def shapes(self) -> dict[str, RequestShape]:
         """Return the lengths by workload."""
         long, short = int(SYSTEM * self.scale), int(QUESTION * self.scale)
-        found = {"high": Shape(long, short, self.output), "low": Shape(short, long, self.output)}
+        found = {"high": RequestShape(long, short, self.output), "low": RequestShape(short, long, self.output)}
         if self.decode_output:
-            found["decode"] = Shape(SHARED, OWN, self.decode_output)
+            found["decode"] = RequestShape(SHARED, OWN, self.decode_output)
         return found
 
     @property

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from headstart.core.errors import ConfigError
 from headstart.workload.jobs import Job
-from headstart.workload.synthetic import Shape, unit_arrivals
+from headstart.workload.synthetic import RequestShape, unit_arrivals
 from headstart_lab.router.fleet_trial import LONGEST, FleetConfig
 
 MIN_WORDS = 32
@@ -76,7 +76,7 @@ def make_questions(words: Words, config: FleetConfig, kind: str, rate: float, rn
 
 
 def shared_prefix(
-    words: Words, groups: int, prompts: int, shape: Shape, due: Sequence[float], rng: Random
+    words: Words, groups: int, prompts: int, shape: RequestShape, due: Sequence[float], rng: Random
 ) -> list[Question]:
     """Return SGLang's generated-shared-prefix: `groups` x `prompts` questions behind system prompts, in random order.
 
@@ -94,7 +94,7 @@ def shared_prefix(
 
 
 def decode_heavy(
-    words: Words, groups: int, prompts: int, shape: Shape, due: Sequence[float], rng: Random
+    words: Words, groups: int, prompts: int, shape: RequestShape, due: Sequence[float], rng: Random
 ) -> list[Question]:
     """Return chats with long outputs: the group by Zipf's law, lognormal lengths with median `shape.output`.
 

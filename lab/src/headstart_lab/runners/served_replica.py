@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import psutil
 
 import headstart
-from headstart.bench.streamed_request import RequestFailedError, read_event
+from headstart.bench.streamed_request import StreamFailedError, read_event
 from headstart.core.errors import ConfigError
 from headstart.measurement.machine import ContentionLog, ContentionMeter
 from headstart.measurement.progress_bar import QUIET, Bar
@@ -107,8 +107,8 @@ class Replica:
                 usage = event.get("usage") or usage
             counts = (usage.get("prompt_tokens"), usage.get("completion_tokens"), len(tokens))
             if counts != (len(prompt), output_tokens, output_tokens):
-                raise RequestFailedError(f"tokens in, out, listed: {counts}, requested {len(prompt), output_tokens}")
-        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, RequestFailedError) as error:
+                raise StreamFailedError(f"tokens in, out, listed: {counts}, requested {len(prompt), output_tokens}")
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, StreamFailedError) as error:
             self._connection.close()
             return Answer(0.0, (), len(prompt), 0, str(error) or type(error).__name__)
         return Answer(first - start, tuple(tokens), len(prompt), usage["prompt_tokens_details"]["cached_tokens"])
@@ -123,7 +123,7 @@ class Replica:
         return str(json.loads(self._plain("GET", "/v1/models", key))["data"][0]["id"])
 
     def reset_prefix_cache(self, *, key: str = "") -> None:
-        """Clear its prefix cache. Raises RequestFailedError if it refuses because requests are in flight."""
+        """Clear its prefix cache. Raises StreamFailedError if it refuses because requests are in flight."""
         self._plain("POST", "/reset_prefix_cache", key)
 
     def cpu_seconds(self) -> float:
@@ -141,11 +141,11 @@ class Replica:
         _kill(self._process)
 
     def _plain(self, method: str, path: str, key: str) -> str:
-        """Return the response body of a request without a body. Raises RequestFailedError unless it is status 200."""
+        """Return the response body of a request without a body. Raises StreamFailedError unless it is status 200."""
         response = self._sent(method, path, None, _headers(key))
         text = response.read().decode(errors="replace")
         if response.status != 200:
-            raise RequestFailedError(f"{method} {path}: HTTP {response.status}: {text[:300]}")
+            raise StreamFailedError(f"{method} {path}: HTTP {response.status}: {text[:300]}")
         return text
 
     def _sent(self, method: str, path: str, body: str | None, headers: dict[str, str]) -> http.client.HTTPResponse:
@@ -159,14 +159,14 @@ class Replica:
         headers = {"Content-Type": "application/json", **_headers(key)}
         response = self._sent("POST", "/v1/completions", json.dumps(body), headers)
         if response.status != 200:
-            raise RequestFailedError(f"HTTP {response.status}: {response.read().decode(errors='replace')[:300]}")
+            raise StreamFailedError(f"HTTP {response.status}: {response.read().decode(errors='replace')[:300]}")
         for line in response:
             event = read_event(line)
             if event is None:
                 response.read()  # to the end of the chunks, so that the server's answer is complete
                 return
             yield event
-        raise RequestFailedError("the stream ended without [DONE]")
+        raise StreamFailedError("the stream ended without [DONE]")
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from headstart.measurement.progress_bar import QUIET, Bar
 from headstart.measurement.report import Chart, Report, Sheet, spread
 from headstart.measurement.runner import Setup, describe
 from headstart.workload.request_record import median, percentile
-from headstart.workload.synthetic import Shape, shared_prefix
+from headstart.workload.synthetic import RequestShape, shared_prefix
 
 BLOCK_SIZE = 16
 DRAIN_SECONDS = 30.0  # time for a lagging writer to write the rest
@@ -39,7 +39,7 @@ class Workload:
     name: str
     groups: int
     prompts: int  # of each
-    shape: Shape
+    shape: RequestShape
 
     @property
     def num_blocks(self) -> int:
@@ -53,15 +53,15 @@ class WriteBehindConfig:
     """The workloads, the number of rounds and the folder of the stores (None: the temporary folder)."""
 
     workloads: tuple[Workload, ...] = (
-        Workload("cold", 48, 1, Shape(0, 1024, 1)),
-        Workload("mix", 4, 12, Shape(717, 307, 32)),
+        Workload("cold", 48, 1, RequestShape(0, 1024, 1)),
+        Workload("mix", 4, 12, RequestShape(717, 307, 32)),
     )
     runs: int = 5  # rounds of two pairs
     folder: Path | None = None
 
 
 QUICK = WriteBehindConfig(
-    (Workload("cold", 8, 1, Shape(0, 256, 1)), Workload("mix", 2, 4, Shape(176, 80, 4))),
+    (Workload("cold", 8, 1, RequestShape(0, 256, 1)), Workload("mix", 2, 4, RequestShape(176, 80, 4))),
     runs=1,
 )
 
@@ -159,7 +159,7 @@ class _Lab:
         return _Side(run, max(*pending, last), last, drained, engine.stats().store)
 
 
-def _sampling(shape: Shape) -> SamplingParams:
+def _sampling(shape: RequestShape) -> SamplingParams:
     return SamplingParams(max_tokens=shape.output, temperature=0.0)
 
 

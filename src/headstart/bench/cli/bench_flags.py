@@ -10,13 +10,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-Model = Annotated[
-    str,
-    typer.Option(help="Folder, hub id, or a shape such as tiny, llama-100m (random weights, made once and kept)."),
-]
 Dtype = Annotated[str, typer.Option(help="auto | bfloat16 | float32. auto: the checkpoint's.")]
 Threads = Annotated[int, typer.Option(help="Compute threads; 0: as many as the cgroup grants cores.")]
-Seed = Annotated[int, typer.Option(help="Seed of prompts, arrivals and random weights.")]
 Runs = Annotated[int, typer.Option(min=1, help="Repetitions; figures are medians, the spread is in the JSON.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer and smaller repetitions: a quick check, not a figure.")]
 Plot = Annotated[Path | None, typer.Option(metavar="PNG", help="Also draw the result into this file.")]
@@ -41,18 +36,6 @@ Caching = Annotated[bool, typer.Option("--caching/--no-caching", help="Prefix ca
 SloTtft = Annotated[float | None, typer.Option(min=0, metavar="MS", help="Limit of the time to the first token.")]
 SloTpot = Annotated[float | None, typer.Option(min=0, metavar="MS", help="Limit of the time per output token.")]
 SloE2e = Annotated[float | None, typer.Option(min=0, metavar="MS", help="Limit of the end-to-end latency.")]
-Folder = Annotated[
-    Path | None,
-    typer.Option(
-        "--folder",
-        metavar="DIR",
-        exists=True,
-        file_okay=False,
-        writable=True,
-        resolve_path=True,  # servers run in another folder
-        help="Where stores are made and removed; default: the temporary folder.",
-    ),
-]
 
 
 class Flag(NamedTuple):
@@ -64,25 +47,6 @@ class Flag(NamedTuple):
     def parameter(self, name: str) -> inspect.Parameter:
         """Return the parameter of a verb."""
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=self.annotation)
-
-
-def flag(default: Any, text: str, *names: str, kind: Any = None, **option: Any) -> Flag:
-    """Return a flag with this help text. `kind`: its type, if not that of the default; `names`: unless the field's."""
-    return Flag(Annotated[kind or type(default), typer.Option(*names, help=text, **option)], default)
-
-
-TRACE_UNITS = {
-    "trace_block_size": flag(0, "Tokens per id of the trace; 0: by the lengths of its prompts.", min=0),
-    "trace_time_unit": flag(
-        "", "Of the trace: s, ms, us, ns. Default: the format's, if it is possible.", show_default=False
-    ),
-}
-SEED = {"seed": Flag(Seed, 0)}
-THREADS = {"threads": Flag(Threads, 0)}
-SETUP = {"model": Flag(Model, "tiny"), "dtype": Flag(Dtype, "auto"), **THREADS, **SEED}
-THREE_RUNS, FIVE_RUNS = {"runs": Flag(Runs, 3)}, {"runs": Flag(Runs, 5)}
-FOLDER = {"folder": Flag(Folder, None)}
-QUICK, PLOT = {"quick": Flag(Quick, False)}, {"plot": Flag(Plot, None)}
 
 
 def signature(flags: Mapping[str, Flag], own: Iterable[inspect.Parameter] = ()) -> inspect.Signature:

@@ -26,10 +26,12 @@ def rotations(
 ) -> None:
     """Send 48 rotations of 1,025 tokens, cold and warm: only uncached tokens use the budget (vLLM #3402)."""
     if not where.is_here:
-        from headstart.bench.suite import Plan
+        from headstart.bench.suite import SuitePlan
         from headstart.bench.suite_plans import rotations as build
 
-        plan = Plan("rotations", build(48, 1025, 3), runs=1 if quick else runs, setup={"requests": 48, "length": 1025})
+        plan = SuitePlan(
+            "rotations", build(48, 1025, 3), runs=1 if quick else runs, setup={"requests": 48, "length": 1025}
+        )
         cli_run.run_plan(plan, where)
         return
 

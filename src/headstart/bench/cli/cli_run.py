@@ -23,7 +23,7 @@ from headstart.model.setup.threads import prepare_threads
 from headstart.model.weights.shapes import SHAPES
 
 if TYPE_CHECKING:
-    from headstart.bench.suite import Plan
+    from headstart.bench.suite import SuitePlan
     from headstart.measurement.report import Report
     from headstart.measurement.runner import Runner, Setup
     from headstart.workload.slo import Slo
@@ -84,7 +84,7 @@ def limits(ttft: float | None, tpot: float | None, e2e: float | None) -> "Slo":
     return Slo(*(None if limit is None else limit / 1e3 for limit in (ttft, tpot, e2e)))
 
 
-def run_plan(plan: "Plan", where: Where) -> None:
+def run_plan(plan: "SuitePlan", where: Where) -> None:
     """Measure a plan on the requested target, publish, exit."""
     from headstart.bench.suite import run_suite
 

@@ -47,17 +47,17 @@ def shared_prefix(
     Without limits a search allows four times the latency of an unloaded request.
     """
     from headstart.bench.rate_report import RateConfig, RatePlan, run_rate_search
-    from headstart.bench.suite import Plan
+    from headstart.bench.suite import SuitePlan
     from headstart.bench.suite_plans import Groups, parse_rate
-    from headstart.workload.synthetic import Shape
+    from headstart.workload.synthetic import RequestShape
 
     slo = cli_run.limits(slo_ttft, slo_tpot, slo_e2e)
-    shape = Shape(prefix_tokens, own_tokens, output_tokens)
+    shape = RequestShape(prefix_tokens, own_tokens, output_tokens)
     with cli_run.refusing():
         found = parse_rate(rate)
     sizes = Groups(groups, prompts, shape, found or 0.0, 0 if found else concurrency)
     if found is not None:
-        cli_run.run_plan(Plan("shared-prefix", sizes.build, runs=runs, slo=slo, setup=sizes.setup), where)
+        cli_run.run_plan(SuitePlan("shared-prefix", sizes.build, runs=runs, slo=slo, setup=sizes.setup), where)
         return
 
     def search(runner: "Runner", new_seed: int, bar: "Bar") -> "Report":
@@ -82,14 +82,14 @@ def decode(
     runs: Runs = 3,
 ) -> None:
     """Run streams that decode at once behind cached prefixes; tokens/s count from the last first token on."""
-    from headstart.bench.suite import Plan
+    from headstart.bench.suite import SuitePlan
     from headstart.bench.suite_plans import decode as build
     from headstart.workload.jobs import Sampling
-    from headstart.workload.synthetic import Shape
+    from headstart.workload.synthetic import RequestShape
 
     with cli_run.refusing():
         sampling = Sampling(temperature, top_p, top_k)
-        made = build(prefixes, streams, Shape(prefix_tokens, own_tokens, output_tokens), sampling)
+        made = build(prefixes, streams, RequestShape(prefix_tokens, own_tokens, output_tokens), sampling)
     sizes = {
         "streams": streams,
         "prefix_tokens": prefix_tokens,
@@ -99,7 +99,7 @@ def decode(
         "top_p": top_p,
         "top_k": top_k,
     }
-    cli_run.run_plan(Plan("decode", made, runs=runs, setup=sizes), where)
+    cli_run.run_plan(SuitePlan("decode", made, runs=runs, setup=sizes), where)
 
 
 @takes_target()
@@ -112,14 +112,14 @@ def prefill(
     runs: Runs = 3,
 ) -> None:
     """Send prompts one at a time, one token out: time to the first token, all new and with a cached beginning."""
-    from headstart.bench.suite import Plan, run_suite
+    from headstart.bench.suite import SuitePlan, run_suite
     from headstart.bench.suite_plans import add_length_chart, parse_lengths
     from headstart.bench.suite_plans import prefill as build
 
     with cli_run.refusing():
         parsed = parse_lengths(lengths)
     sizes = {"lengths": parsed, "cached_share": cached_share, "requests": requests}
-    plan = Plan("prefill", build(parsed, cached_share, requests), runs=runs, setup=sizes)
+    plan = SuitePlan("prefill", build(parsed, cached_share, requests), runs=runs, setup=sizes)
 
     def bench(runner: "Runner", new_seed: int, bar: "Bar") -> "Report":
         return add_length_chart(run_suite(runner, replace(plan, seed=new_seed, is_guarded=where.is_here), bar), parsed)
@@ -167,7 +167,7 @@ def trace(
     runs: Runs = 1,
 ) -> None:
     """Replay recorded traffic: its arrivals, its lengths and its shared prefixes, with synthetic tokens."""
-    from headstart.bench.suite import Plan
+    from headstart.bench.suite import SuitePlan
     from headstart.bench.suite_plans import avoidable_share, loop_of, replay
     from headstart.measurement.progress_bar import progress_bar
     from headstart.workload.recorded.trace_files import TraceOptions
@@ -190,4 +190,4 @@ def trace(
     }
     made = replay(found, speed=speed, factor=factor, concurrency=concurrency)
     slo = cli_run.limits(slo_ttft, slo_tpot, slo_e2e)
-    cli_run.run_plan(Plan("trace", made, runs=runs, slo=slo, setup=sizes), where)
+    cli_run.run_plan(SuitePlan("trace", made, runs=runs, slo=slo, setup=sizes), where)

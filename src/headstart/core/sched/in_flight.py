@@ -1,4 +1,4 @@
-"""InFlight: the steps that are planned and not applied yet, and what the plan of the next step may assume of them.
+"""StepsInFlight: the steps that are planned and not applied yet, and what the plan of the next step may assume of them.
 
 Without an asynchronous executor there is at most one, and nothing is planned meanwhile. With one, step n + 1 is planned
 while step n runs, as if no row of n would fail or sample a stop token:
@@ -30,7 +30,7 @@ class StepInFlight:
         self.released: list[tuple[array[int], Retention]] = []  # block tables to release at its end
 
 
-class InFlight:
+class StepsInFlight:
     """The steps in flight of one scheduler, oldest first: two at most, and one while a step is planned."""
 
     def __init__(self, cache: KVCache, max_model_len: int) -> None:

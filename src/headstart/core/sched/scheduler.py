@@ -32,7 +32,7 @@ from headstart.core.cache.trust import Trust
 from headstart.core.errors import prompt_overflow
 from headstart.core.request import FinishReason, Request, Sequence, Status
 from headstart.core.sched.admission import MAX_CANDIDATES, Admission, non_preemptible
-from headstart.core.sched.in_flight import InFlight, is_current, needs_host
+from headstart.core.sched.in_flight import StepsInFlight, is_current, needs_host
 from headstart.core.sched.plan import NO_SHARES, Plan, is_decode
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import StepTimes
@@ -84,7 +84,7 @@ class Scheduler:
         if config.speculation is not None:
             most = config.max_draft_tokens
             self.speculation = Speculation(config.speculation, self.cache, limits.max_model_len, max_draft_tokens=most)
-        self.in_flight = InFlight(self.cache, limits.max_model_len)
+        self.in_flight = StepsInFlight(self.cache, limits.max_model_len)
         self.accounting = TokenAccounting(self.cache, self.transfers, self.prefixes.is_warming)
         self.counters = self.accounting.counters
         self._by_priority = config.policy == "priority"

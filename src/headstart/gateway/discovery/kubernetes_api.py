@@ -25,12 +25,12 @@ from aiohttp.http import HttpProcessingError
 
 from headstart.core.errors import ConfigError
 from headstart.gateway.discovery.kubernetes_objects import (
+    ApiStatus,
     Bookmark,
     EndpointSlice,
     InferencePool,
     Page,
     Pod,
-    Status,
     WatchEvent,
 )
 
@@ -169,7 +169,7 @@ def _namespace_of_pod() -> str:
 def _refusal(status: int, body: bytes) -> ApiError:
     """Return the error of an answer other than 200; the server's own message names the user, verb and resource."""
     try:
-        message = msgspec.json.decode(body, type=Status).message
+        message = msgspec.json.decode(body, type=ApiStatus).message
     except msgspec.DecodeError:
         message = ""
     return ApiError(status, f"the API server answers {status}" + (f": {message[:500]}" if message else ""))
@@ -277,7 +277,7 @@ class Reflector(Generic[T]):
     def _apply(self, event: WatchEvent) -> None:
         """Apply one event to the copy. Raises ApiError if it is an error, or cannot be read."""
         if event.type == "ERROR":
-            status = _decoded(event.object, Status)
+            status = _decoded(event.object, ApiStatus)
             raise ApiError(status.code or 500, f"the API server ends a watch: {status.message[:500]}")
         if event.type not in ("ADDED", "MODIFIED", "DELETED"):  # BOOKMARK
             self._version = _decoded(event.object, Bookmark).metadata.resource_version or self._version

@@ -71,7 +71,7 @@ class WatchEvent(Struct, frozen=True):
     object: Raw
 
 
-class Status(Struct, frozen=True):
+class ApiStatus(Struct, frozen=True):
     """An error of the API server."""
 
     code: int = 0

@@ -6,7 +6,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from headstart.gateway.picker import ext_proc_pb2 as pb
-from headstart.gateway.picker.grpc_stream import GrpcError, Status
+from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStatus
 from headstart.http.spooled_body import SpooledBody
 
 CHUNK_BYTES = 62_000  # of a body that is sent back, per message; Envoy's limit is 64 kB
@@ -29,13 +29,13 @@ _MAX_FIELDS = 64
 def decoded(message: bytes) -> pb.ProcessingRequest:
     """Return a message. Raises GrpcError for one that cannot be decoded, or has parts that take a multiple of it."""
     if len(message) > MAX_HEAD_BYTES and _num_head_bytes(message) > MAX_HEAD_BYTES:
-        raise GrpcError(Status.RESOURCE_EXHAUSTED, "a message that is too long")
+        raise GrpcError(GrpcStatus.RESOURCE_EXHAUSTED, "a message that is too long")
     try:
         found = pb.ProcessingRequest.FromString(message)
     except DecodeError:
-        raise GrpcError(Status.INVALID_ARGUMENT, "a message that cannot be decoded") from None
+        raise GrpcError(GrpcStatus.INVALID_ARGUMENT, "a message that cannot be decoded") from None
     if len(found.request_headers.headers.headers) + len(found.response_headers.headers.headers) > MAX_HEADERS:
-        raise GrpcError(Status.RESOURCE_EXHAUSTED, "too many headers")
+        raise GrpcError(GrpcStatus.RESOURCE_EXHAUSTED, "too many headers")
     return found
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStream, Outlet, Status
+from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStatus, GrpcStream, Outlet
 from headstart.http.protocol.connections import ConnectionTable
 
 MAX_WAITING = 1_024  # calls of one connection without a first message
@@ -106,7 +106,7 @@ class Callers:
         for call in calls:
             if self.held_bytes <= self._max_held_bytes // 8 * 7 or not call.held_bytes:
                 return
-            call.fail(Status.RESOURCE_EXHAUSTED, "too many bytes unread")
+            call.fail(GrpcStatus.RESOURCE_EXHAUSTED, "too many bytes unread")
 
     def close(self) -> None:
         """Close all connections."""
@@ -181,19 +181,19 @@ class Calls:
         stream, handler = self.open[stream_id], self._handlers.get(self._waiting.pop(stream_id)[0])
         try:
             if handler is None:
-                raise GrpcError(Status.UNIMPLEMENTED, "there is no such method")
+                raise GrpcError(GrpcStatus.UNIMPLEMENTED, "there is no such method")
             rest = handler(stream)
         except GrpcError as error:
             self._close(stream_id, error.status, str(error))
             return False
         if rest is None:
-            self._close(stream_id, Status.OK, "")
+            self._close(stream_id, GrpcStatus.OK, "")
             return True
         task = self._tasks[stream_id] = asyncio.create_task(self._run(stream_id, rest))
         task.add_done_callback(lambda _: self._ended(stream_id, stream))  # it may be cancelled before it begins
         return True
 
-    def end(self, stream_id: int, status: Status, message: str) -> None:
+    def end(self, stream_id: int, status: GrpcStatus, message: str) -> None:
         """End a call that may be running: it is cancelled."""
         self._close(stream_id, status, message)
         self._cancel(stream_id)
@@ -201,7 +201,7 @@ class Calls:
     def end_late(self, now: float) -> None:
         """End the calls whose first message did not come in time."""
         for stream_id in [stream_id for stream_id, (_, deadline) in self._waiting.items() if deadline <= now]:
-            self.end(stream_id, Status.DEADLINE_EXCEEDED, "no message came")
+            self.end(stream_id, GrpcStatus.DEADLINE_EXCEEDED, "no message came")
 
     def reset(self, stream_id: int) -> None:
         """End a call that the client gives up."""
@@ -219,21 +219,21 @@ class Calls:
             task.cancel()
 
     async def _run(self, stream_id: int, rest: Coroutine[Any, Any, None]) -> None:
-        status, message = Status.OK, ""
+        status, message = GrpcStatus.OK, ""
         try:
             await rest
         except GrpcError as error:
             status, message = error.status, str(error)
         except Exception as error:
             self._failed(error)
-            status = Status.INTERNAL
+            status = GrpcStatus.INTERNAL
         self._close(stream_id, status, message)
 
     def _ended(self, stream_id: int, stream: GrpcStream) -> None:
         self._tasks.pop(stream_id, None)
         stream.release()
 
-    def _close(self, stream_id: int, status: Status, message: str) -> None:
+    def _close(self, stream_id: int, status: GrpcStatus, message: str) -> None:
         """Send the end of a call, unless the client has reset it."""
         stream = self._drop(stream_id)
         if stream is not None:

@@ -26,7 +26,7 @@ from headstart.gateway.picker.grpc_calls import (
     FrameBudget,
     Handler,
 )
-from headstart.gateway.picker.grpc_stream import STREAM_WINDOW, GrpcError, GrpcStream, Status
+from headstart.gateway.picker.grpc_stream import STREAM_WINDOW, GrpcError, GrpcStatus, GrpcStream
 from headstart.gateway.picker.http2_frames import FrameHead, Http2Error
 from headstart.http.sse import WRITE_SECONDS
 
@@ -170,7 +170,7 @@ class GrpcConnection(asyncio.Protocol):
         """Count bytes of messages that are held; negative ones are freed."""
         self._callers.hold(num_bytes)
 
-    def end_call(self, stream_id: int, status: Status, message: str) -> None:
+    def end_call(self, stream_id: int, status: GrpcStatus, message: str) -> None:
         """End a call that may be running: it is cancelled."""
         self._calls.end(stream_id, status, message)
 
@@ -211,7 +211,7 @@ class GrpcConnection(asyncio.Protocol):
             async with asyncio.timeout(WRITE_SECONDS):
                 await asyncio.shield(self._room)  # other calls wait for it, too
         except TimeoutError:
-            await stream.give_up(Status.DEADLINE_EXCEEDED, "the client does not read")
+            await stream.give_up(GrpcStatus.DEADLINE_EXCEEDED, "the client does not read")
 
     def _has_room(self) -> None:
         if self._room is not None and not self._room.done():

@@ -22,7 +22,7 @@ class Outlet(Protocol):
         """Count bytes of messages that are held; negative ones are freed. The call may end by it."""
         ...
 
-    def end_call(self, stream_id: int, status: "Status", message: str) -> None:
+    def end_call(self, stream_id: int, status: "GrpcStatus", message: str) -> None:
         """End a call that may be running: it is cancelled."""
         ...
 
@@ -55,7 +55,7 @@ class Outlet(Protocol):
         ...
 
 
-class Status(IntEnum):
+class GrpcStatus(IntEnum):
     """Status codes of gRPC."""
 
     OK = 0
@@ -70,7 +70,7 @@ class Status(IntEnum):
 class GrpcError(Exception):
     """A call ends with this status."""
 
-    def __init__(self, status: Status, message: str) -> None:
+    def __init__(self, status: GrpcStatus, message: str) -> None:
         super().__init__(message)
         self.status = status
 
@@ -133,7 +133,7 @@ class GrpcStream:
         opening = b"" if self._is_open else self._opening()
         await self._connection.send_data(self, self._id, opening, data)
 
-    def close(self, status: Status, message: str) -> None:
+    def close(self, status: GrpcStatus, message: str) -> None:
         """End the call."""
         trailers = h2.literal("grpc-status", str(int(status)))
         if message:
@@ -158,7 +158,8 @@ class GrpcStream:
             if buffer[start] or end - start > MAX_MESSAGE_BYTES:
                 is_compressed = buffer[start] != 0
                 raise GrpcError(
-                    Status.UNIMPLEMENTED if is_compressed else Status.RESOURCE_EXHAUSTED, "compressed, or too long"
+                    GrpcStatus.UNIMPLEMENTED if is_compressed else GrpcStatus.RESOURCE_EXHAUSTED,
+                    "compressed, or too long",
                 )
             if end > len(buffer):
                 break
@@ -172,11 +173,11 @@ class GrpcStream:
         self._hold(len(data) + count * (OBJECT_BYTES - 5))
         return count
 
-    def fail(self, status: Status, message: str) -> None:
+    def fail(self, status: GrpcStatus, message: str) -> None:
         """End the call, which is cancelled if it is running."""
         self._connection.end_call(self._id, status, message)
 
-    async def give_up(self, status: Status, message: str) -> NoReturn:
+    async def give_up(self, status: GrpcStatus, message: str) -> NoReturn:
         """End the call, from within it. Raises CancelledError."""
         self.fail(status, message)
         await asyncio.get_running_loop().create_future()

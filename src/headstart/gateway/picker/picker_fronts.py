@@ -31,7 +31,7 @@ from headstart.gateway.picker.ext_proc_messages import call_of, decoded
 from headstart.gateway.picker.ext_proc_stream import ExtProcStream
 from headstart.gateway.picker.grpc_calls import Callers
 from headstart.gateway.picker.grpc_connection import GrpcConnection
-from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStream, Status
+from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStatus, GrpcStream
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.http_errors import HttpError
 from headstart.http.lifecycle import listen
@@ -100,12 +100,12 @@ class PickerServer:
         if kind == "response_headers" and self._trusts_address:
             return self._answered(stream, message, first)
         if kind != "request_headers" or first.observability_mode:
-            raise GrpcError(Status.INVALID_ARGUMENT, "the first message must be request_headers")
+            raise GrpcError(GrpcStatus.INVALID_ARGUMENT, "the first message must be request_headers")
         call_id = str(next(self._ids)) if self._trusts_address else ""
         request = ExtProcStream(_Peer(stream), first, trusts_address=self._trusts_address, call_id=call_id)
         self.num_requests += 1
         if not request.is_usable:
-            raise GrpcError(Status.INVALID_ARGUMENT, "set request_body_mode to FULL_DUPLEX_STREAMED")
+            raise GrpcError(GrpcStatus.INVALID_ARGUMENT, "set request_body_mode to FULL_DUPLEX_STREAMED")
         return self._serve(stream, request)
 
     async def _serve(self, stream: GrpcStream, request: ExtProcStream) -> None:
@@ -142,13 +142,13 @@ class PickerServer:
     async def _check(self, stream: GrpcStream) -> None:
         status = self._status(_service_in(stream))
         if status == _UNKNOWN:
-            raise GrpcError(Status.NOT_FOUND, "there is no such service")
+            raise GrpcError(GrpcStatus.NOT_FOUND, "there is no such service")
         await stream.write(pb.HealthCheckResponse(status=status).SerializeToString())
 
     async def _watch(self, stream: GrpcStream) -> None:
         service, last = _service_in(stream), None
         if self._num_watchers >= MAX_WATCHERS:
-            raise GrpcError(Status.RESOURCE_EXHAUSTED, "too many clients watch; use Check")
+            raise GrpcError(GrpcStatus.RESOURCE_EXHAUSTED, "too many clients watch; use Check")
         self._num_watchers += 1
         try:
             while True:
@@ -191,7 +191,7 @@ def _service_in(stream: GrpcStream) -> str:
     try:
         return pb.HealthCheckRequest.FromString(stream.first() or b"").service
     except DecodeError:
-        raise GrpcError(Status.INVALID_ARGUMENT, "a message that cannot be decoded") from None
+        raise GrpcError(GrpcStatus.INVALID_ARGUMENT, "a message that cannot be decoded") from None
 
 
 def picker_fronts(router: RouterOptions, server: ServerOptions) -> list[Front]:

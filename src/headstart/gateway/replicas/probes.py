@@ -62,7 +62,7 @@ class ModelCard:
 
 
 @dataclass(frozen=True, slots=True)
-class Metrics:
+class ScrapedMetrics:
     """The values of one scrape. `num_blocks` and `block_size` (tokens) 0: not reported."""
 
     kind: str = ""  # headstart, vllm, sglang; empty: another engine
@@ -82,7 +82,7 @@ class Metrics:
         )
 
 
-def parse_metrics(text: str, rank: str = "") -> Metrics:
+def parse_metrics(text: str, rank: str = "") -> ScrapedMetrics:
     """Parse a page of Prometheus text; missing values are 0.
 
     Values of several engines of one server are summed, or those of the data-parallel `rank` are read.
@@ -99,7 +99,7 @@ def parse_metrics(text: str, rank: str = "") -> Metrics:
     kinds = {found[1] for found in _KIND.finditer(text)}
     kind = next((kind for kind in ("headstart", "vllm", "sglang") if kind in kinds), "")
     usage = _first(sums, _USAGE)
-    return Metrics(
+    return ScrapedMetrics(
         kind,
         _block_size(cache.get("block_size")),
         min(_whole(cache.get("num_gpu_blocks")), MAX_NUM_BLOCKS),
@@ -138,14 +138,14 @@ def parse_models(document: Any) -> tuple[ModelCard, ...]:
     return tuple(found)
 
 
-def metrics_of(cards: tuple[ModelCard, ...]) -> Metrics | None:
+def metrics_of(cards: tuple[ModelCard, ...]) -> ScrapedMetrics | None:
     """Return the engine and cache size in model cards; None: not included."""
     for card in cards:
         size = _block_size(card.fields.get("block_size"))
         blocks = min(_whole(card.fields.get("num_gpu_blocks")), MAX_NUM_BLOCKS)
         if size and blocks:
             kind = card.fields.get("owned_by")
-            return Metrics(kind if kind in ("headstart", "vllm", "sglang") else "", size, blocks)
+            return ScrapedMetrics(kind if kind in ("headstart", "vllm", "sglang") else "", size, blocks)
     return None
 
 

@@ -17,8 +17,8 @@ import aiohttp
 
 from headstart.gateway.proxy.request_reader import Served
 from headstart.gateway.replicas.probes import (
-    Metrics,
     ModelCard,
+    ScrapedMetrics,
     decode_json,
     metrics_of,
     parse_metrics,
@@ -47,7 +47,7 @@ class MonitoredReplica:
     def __init__(self, address: ReplicaAddress) -> None:
         self.address = address
         self.state = "new"
-        self.metrics = Metrics()
+        self.metrics = ScrapedMetrics()
         self.models: tuple[ModelCard, ...] = ()
         self.endpoint: Endpoint | None = None
         self.was_gone = False  # since its models were read last
@@ -305,12 +305,12 @@ class ReplicaMonitor:
             self._reset(member, endpoint)  # it was restarted between two probes
         return True
 
-    async def _sglang(self, member: MonitoredReplica, found: Metrics) -> Metrics:
+    async def _sglang(self, member: MonitoredReplica, found: ScrapedMetrics) -> ScrapedMetrics:
         with suppress(aiohttp.ClientError, TimeoutError, ValueError):
             status, body = await self._get(member, "/get_server_info", MAX_MODELS)
             if status == 200:
                 size, pages = parse_server_info(decode_json(body))
-                return Metrics("sglang", size, pages, found.waiting, found.running, found.kv_usage)
+                return ScrapedMetrics("sglang", size, pages, found.waiting, found.running, found.kv_usage)
         return found
 
     def _reset(self, member: MonitoredReplica, endpoint: Endpoint) -> None:

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from headstart.core.errors import ConfigError
-from headstart.http.access_record import RequestRecord
+from headstart.http.access_record import AccessRecord
 from headstart.http.logs import Log
 from headstart.http.tracing.request_trace import RequestTrace, SpanEvent, TraceParent, TraceSpan, new_id
 
@@ -57,7 +57,7 @@ class Tracer:
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
-    def begin(self, record: RequestRecord, operation: str, headers: Sequence[tuple[bytes, bytes]]) -> RequestTrace:
+    def begin(self, record: AccessRecord, operation: str, headers: Sequence[tuple[bytes, bytes]]) -> RequestTrace:
         """Return the trace of a request that has just arrived, which continues that of its caller if there is one."""
         parent = TraceParent.of(headers)
         root = TraceSpan(operation, record.arrival, record.arrival, 0 if parent is None else parent.span_id, "server")
@@ -66,7 +66,7 @@ class Tracer:
         is_sampled = self._exporter.is_sampled(trace_id, parent)
         return RequestTrace(root, trace_id, is_sampled=is_sampled, state="" if parent is None else parent.state)
 
-    def end(self, record: RequestRecord, now: float) -> None:
+    def end(self, record: AccessRecord, now: float) -> None:
         """Complete the trace of a request that has ended, and queue it for export."""
         trace = record.trace
         if trace is None or not trace.is_sampled:
@@ -160,7 +160,7 @@ def make_tracer(endpoint: str | None, service: str, log: Log) -> Tracer | None:
     return Tracer(OtlpExporter(target, service), log, f"the collector at {url.hostname}")
 
 
-def _complete(root: TraceSpan, record: RequestRecord, now: float) -> None:
+def _complete(root: TraceSpan, record: AccessRecord, now: float) -> None:
     """Set the end, the attributes and the events of a request's own span."""
     root.end, status = now, record.status or 0
     model = root.attributes.get("gen_ai.request.model")

@@ -32,7 +32,7 @@ class Bucket(NamedTuple):
     masked: Tensor | None  # [rows, 1, num_pages * block_size] bool: keys that the row does not attend to
 
 
-class Group(NamedTuple):
+class DecodeGroup(NamedTuple):
     """Decode rows that share the same `num_pages` leading pages and attend to all their tokens."""
 
     rows: Tensor  # int64, in the plan's order
@@ -51,12 +51,12 @@ class Prefill(NamedTuple):
     pages: Tensor
 
 
-class Plan(NamedTuple):
+class AttentionPlan(NamedTuple):
     """All reads of a step for one window."""
 
     tokens: Tensor | None  # [Rd] int64: the packed row of each decode row, in the plan's order
     buckets: list[Bucket]
-    groups: list[Group]
+    groups: list[DecodeGroup]
     prefills: list[Prefill]
 
 
@@ -70,7 +70,7 @@ class _Row(NamedTuple):
     table: NDArray[np.int32]
 
 
-def make_plan(step: StepInputs, kv: PagedKV, window: int | None) -> Plan:
+def make_plan(step: StepInputs, kv: PagedKV, window: int | None) -> AttentionPlan:
     """Plan the reads of `step` with `window` (None: whole prefixes). Changes nothing."""
     pages = _PageRows(kv)
     rows: list[_Row] = []
@@ -88,7 +88,7 @@ def make_plan(step: StepInputs, kv: PagedKV, window: int | None) -> Plan:
             first = first_page * kv.block_size
             prefills.append(Prefill(begin, end, start, first, len(table), pages.of(table)))
     if not rows:
-        return Plan(None, [], [], prefills)
+        return AttentionPlan(None, [], [], prefills)
     shared = _shared(rows, kv) if window is None else []
     for members, num_pages in shared:
         for member in members:
@@ -97,7 +97,7 @@ def make_plan(step: StepInputs, kv: PagedKV, window: int | None) -> Plan:
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index].table))
     place = {index: at for at, index in enumerate(order)}
     groups = [
-        Group(
+        DecodeGroup(
             torch.tensor([place[member] for member in members], device=kv.device),
             num_pages,
             pages.of(step.kv_indices[_span(step, rows[members[0]].token, num_pages)]),
@@ -106,7 +106,7 @@ def make_plan(step: StepInputs, kv: PagedKV, window: int | None) -> Plan:
     ]
     ordered = [rows[index] for index in order]
     tokens = torch.tensor([row.token for row in ordered], device=kv.device)
-    return Plan(tokens, _buckets(ordered, kv, pages), groups, prefills)
+    return AttentionPlan(tokens, _buckets(ordered, kv, pages), groups, prefills)
 
 
 class _PageRows:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core.errors import ConfigError
-from headstart.model.kernels.attention import AttentionCall, Plan, StepTables, make_plan
+from headstart.model.kernels.attention import AttentionCall, PackedPlan, StepTables, make_plan
 from headstart.model.kernels.library import find, threads
 from headstart.model.packed_kv import PackedKV, packed
 from headstart.model.paged_kv import KVShape
@@ -137,7 +137,7 @@ class CPUStep:
         call.sinks = None if sinks is None else sinks.data_ptr()
         return call
 
-    def plan(self, window: int | None, group: int) -> Plan:
+    def plan(self, window: int | None, group: int) -> PackedPlan:
         """Return the plan of the reads for layers with `window` and `group` query heads per kv head."""
         return self._prepared(window or 0, group).plan
 
@@ -164,7 +164,7 @@ class CPUStep:
 class _Prepared:
     """A plan, and the memory for the partial results that are merged at the end."""
 
-    def __init__(self, plan: Plan, group: int, shape: KVShape) -> None:
+    def __init__(self, plan: PackedPlan, group: int, shape: KVShape) -> None:
         self.plan, self.group = plan, group
         num_heads, dims = group * shape.num_kv_heads, -(-shape.head_dim // 16) * 16
         self.parts = np.empty((plan.head.num_slots, num_heads, dims), np.float32)

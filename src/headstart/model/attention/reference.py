@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.model.attention.attention_plan import Bucket, Plan, Prefill, make_plan
+from headstart.model.attention.attention_plan import AttentionPlan, Bucket, Prefill, make_plan
 from headstart.model.paged_kv import KVShape, PagedKV
 from headstart.model.step_inputs import StepInputs
 
@@ -59,7 +59,7 @@ class ReferenceStep:
 
     def __init__(self, backend: ReferenceAttention, step: StepInputs) -> None:
         self._backend, self._step = backend, step
-        self._plans: dict[int | None, Plan] = {}
+        self._plans: dict[int | None, AttentionPlan] = {}
 
     def __call__(
         self,
@@ -87,7 +87,7 @@ class ReferenceStep:
             self._prefill(layer, queries[rows], out[rows], prefill, window, scoring)
         return out
 
-    def _decode(self, layer: int, queries: Tensor, plan: Plan, scoring: Scoring) -> Tensor:
+    def _decode(self, layer: int, queries: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
         """Return the outputs [Rd, Hq, D] of queries [Rd, Hq, D], both in the order of the plan."""
         num_rows, num_heads, head_dim = queries.shape
         num_kv_heads = self._backend.kv.shape.num_kv_heads

@@ -15,7 +15,7 @@ from torch import Tensor
 from headstart.model.cuda import triton_attention, triton_layers
 from headstart.model.cuda.cuda_kv import CudaKV
 from headstart.model.cuda.step_plan import Layout, split_keys
-from headstart.model.cuda.triton_attention import KV, Scoring, launch_shapes, make_parts, max_parts
+from headstart.model.cuda.triton_attention import KV, LayerScoring, launch_shapes, make_parts, max_parts
 from headstart.model.cuda.triton_rotary import rotate_and_append
 from headstart.model.layers.decoder import Decoder, DecoderLayer
 from headstart.model.layers.linear import Linear
@@ -64,7 +64,7 @@ class DecoderPass:
         angles = torch.arange(max_positions)[:, None].float() * frequencies
         self.angles = (angles.cos() * factor).to(self.device), (angles.sin() * factor).to(self.device)
         self._norms = [_head_norms(layer) for layer in decoder.layers]
-        self._scorings = [Scoring(config.head_dim**-0.5, layer.window) for layer in decoder.layers]
+        self._scorings = [LayerScoring(config.head_dim**-0.5, layer.window) for layer in decoder.layers]
         single, many = launch_shapes(config.head_dim, kv.dtype, shared)
         # In exact mode all kinds have one form, so that a row has one order of sums.
         self.group_tile = many._replace(tile_rows=min(64, many.tile_rows), stages=single.stages)
@@ -158,7 +158,7 @@ class DecoderPass:
         return stream, product(stream, self.decoder.head)
 
     def attend(
-        self, queries: Tensor, kv: KV, out: Tensor, meta: Tensor, layout: Layout, kind: str, scoring: Scoring
+        self, queries: Tensor, kv: KV, out: Tensor, meta: Tensor, layout: Layout, kind: str, scoring: LayerScoring
     ) -> None:
         """Fill `out` [T, Hq, D]. In a graph a launch without items ends at once."""
         positions, singles = meta[layout.positions :], meta[layout.singles :]

@@ -26,7 +26,7 @@ _MERGE_COLUMNS = 2048  # the most elements of a row that a program merges
 _MERGERS = 1024  # programs of a merge from which on each takes more heads
 
 
-class Scoring(NamedTuple):
+class LayerScoring(NamedTuple):
     """Parameters of the attention scores of a layer; see Attend."""
 
     scale: float
@@ -35,7 +35,7 @@ class Scoring(NamedTuple):
     sinks: Tensor | None = None  # [Hq], float32
 
 
-class Shape(NamedTuple):
+class TileShape(NamedTuple):
     """The tiles of a launch. `tile_rows`: query rows of a program; `tile_keys`: keys of an iteration."""
 
     tile_rows: int
@@ -382,8 +382,8 @@ def attend(
     meta: Tensor,
     positions: Tensor,
     singles: Tensor,
-    scoring: Scoring,
-    shape: Shape,
+    scoring: LayerScoring,
+    shape: TileShape,
     *,
     single: bool,
     programs: int,
@@ -419,8 +419,8 @@ def attend_one(
     angles: tuple[Tensor, Tensor],
     norms: Tensor | None,
     eps: float,
-    scoring: Scoring,
-    shape: Shape,
+    scoring: LayerScoring,
+    shape: TileShape,
     *,
     programs: int,
     pdl: bool = False,
@@ -457,7 +457,7 @@ def merge(
     )  # fmt: skip
 
 
-def launch_shapes(dim: int, dtype: torch.dtype, shared: int, split_tokens: int = 0) -> tuple[Shape, Shape]:
+def launch_shapes(dim: int, dtype: torch.dtype, shared: int, split_tokens: int = 0) -> tuple[TileShape, TileShape]:
     """Return the shapes of singles and of tiles on a GPU with `shared` bytes of memory for a program.
 
     Measured on an H100 for heads of 128 in bfloat16; larger heads and float32 have fewer rows and keys.
@@ -467,7 +467,7 @@ def launch_shapes(dim: int, dtype: torch.dtype, shared: int, split_tokens: int =
     keys = max(16, min(most_keys, split_tokens or 64, (1 << 14) // row_bytes))  # a part is whole tiles of keys
     stages = max(1, min(most, int(_SHARED_MEMORY * shared) // (2 * keys * row_bytes)))
     rows = max(16, min(most_rows, (1 << 15) // row_bytes))
-    return Shape(16, keys, 4, min(2, stages)), Shape(rows, keys, 4, stages)
+    return TileShape(16, keys, 4, min(2, stages)), TileShape(rows, keys, 4, stages)
 
 
 def _merging(group: int, dim: int) -> tuple[int, int]:

@@ -19,8 +19,8 @@ from headstart.model.cuda.cuda_kv import CudaKV
 from headstart.model.cuda.step_plan import Ints, Layout, StepPlanner, StepRows, aligned
 from headstart.model.cuda.triton_attention import (
     KV,
+    LayerScoring,
     Parts,
-    Scoring,
     attend,
     launch_shapes,
     make_parts,
@@ -111,7 +111,7 @@ class TritonStep:
         packed = queries.stride()[1:] == (shape.head_dim, 1)
         queries, keys, values = queries if packed else queries.contiguous(), _adjacent(keys), _adjacent(values)
         out = torch.empty(queries.shape, dtype=dtype, device=backend.kv.device)
-        scoring = Scoring(scale, window, softcap, None if sinks is None else sinks.float().contiguous())
+        scoring = LayerScoring(scale, window, softcap, None if sinks is None else sinks.float().contiguous())
         # Triton launches on the current device.
         with torch.cuda.device(backend.kv.device) if backend.on_gpu else nullcontext():
             for plan in plans:  # all of them first: a chunk may read what another one of this step has
@@ -121,7 +121,7 @@ class TritonStep:
                 self._attend(plan, queries[plan.tokens], kv, out[plan.tokens], scoring)
         return out
 
-    def _attend(self, plan: _Plan, queries: Tensor, kv: KV, out: Tensor, scoring: Scoring) -> None:
+    def _attend(self, plan: _Plan, queries: Tensor, kv: KV, out: Tensor, scoring: LayerScoring) -> None:
         layout, meta, backend, kvs = plan.layout, plan.meta, self._backend, kv[0].shape[1]
         parts = backend.parts(layout.num_parts, out.shape[1])
         common = (queries, kv, out, parts, meta, meta[layout.positions :], meta[layout.singles :], scoring)

@@ -47,7 +47,7 @@ class PlanHead(ctypes.Structure):
     )
 
 
-class Plan(NamedTuple):
+class PackedPlan(NamedTuple):
     """The bytes of a plan, and its header."""
 
     data: NDArray[np.int64]
@@ -60,14 +60,14 @@ class Plan(NamedTuple):
         return words[begin : begin + 6 * self.head.num_items].reshape(-1, 6)
 
 
-NO_PLAN = Plan(np.zeros(ctypes.sizeof(PlanHead) // 8, np.int64), PlanHead())
+NO_PLAN = PackedPlan(np.zeros(ctypes.sizeof(PlanHead) // 8, np.int64), PlanHead())
 
 
-def make_plan(library: Any, tables: StepTables) -> Plan:
+def make_plan(library: Any, tables: StepTables) -> PackedPlan:
     """Plan a step with the kernels' planner. The arrays that `tables` points to must be alive and consistent."""
     data = np.empty(64 + 16 * tables.num_rows, np.int64)
     needed = library.headstart_attention_plan(ctypes.byref(tables), data.ctypes.data, data.nbytes)
     if needed > data.nbytes:
         data = np.empty(-(-needed // 8), np.int64)
         library.headstart_attention_plan(ctypes.byref(tables), data.ctypes.data, data.nbytes)
-    return Plan(data, PlanHead.from_buffer_copy(data[: ctypes.sizeof(PlanHead) // 8].tobytes()))
+    return PackedPlan(data, PlanHead.from_buffer_copy(data[: ctypes.sizeof(PlanHead) // 8].tobytes()))

@@ -42,7 +42,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DoctorReport:
     """All sections, and the warnings: problem and remedy, one line each."""
 
     sections: tuple[Section, ...]
@@ -76,12 +76,12 @@ class GPU:
         return Memory(self.total, self.free or 0, "GPU")
 
 
-def report(threads: int = 0, *, root: Path = SYSTEM, gpus: Sequence[GPU] | None = None) -> Report:
+def report(threads: int = 0, *, root: Path = SYSTEM, gpus: Sequence[GPU] | None = None) -> DoctorReport:
     """Return the report for a start with `threads` compute threads (0: every core granted). `gpus`: None: as found."""
     gpus = _gpus() if gpus is None else gpus
     flags = _cpu_flags(root)
     packs = can_pack(torch.empty(1, 1, dtype=torch.bfloat16))
-    return Report(
+    return DoctorReport(
         (
             Section("processor", _processor(flags, root)),
             Section("threads", _threads(threads, root)),

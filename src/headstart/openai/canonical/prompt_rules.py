@@ -32,9 +32,6 @@ PLACEMENT_TEXTS: dict[str, str] = {
 }
 """Placements of messages that a chat template would not show. Always on, unlike rules, and reported with them."""
 
-REPORTS = frozenset({"dates"})
-"""Rules that change nothing."""
-
 RULES_HEADER = "x-headstart-prompt-rules"
 """The response header that states the rules which applied: `tools=1, dates=2`."""
 
