@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,14 @@ from tokenizer_folders import BYTE_LEVEL, write
 from headstart.bundled import bundled_model
 from headstart.core.cache.hashing import hash_chain
 from headstart.core.errors import InvalidRequestError
-from headstart.gateway.proxy.request_reader import ReadRequest, RequestReader, Sender, Served, has_endless_word
+from headstart.gateway.proxy.request_reader import (
+    ReadRequest,
+    RequestReader,
+    Sender,
+    Served,
+    has_endless_word,
+    session_of,
+)
 from headstart.gateway.replicas.probes import ModelCard
 from headstart.openai.bounds import Bounds
 from headstart.openai.chat.chat_renderer import ChatRenderer
@@ -292,6 +301,49 @@ def test_a_salt_that_is_no_text_is_refused_where_it_would_be_replaced(salt: Any)
 def test_a_session_is_of_its_tenant_alone() -> None:
     sessions = [read({"prompt": "x", "user": "u"}, domain=domain).request.session for domain in (b"", b"a", b"b")]
     assert len(set(sessions)) == 3 and sessions[0] == "u"
+
+
+def test_agents_name_their_sessions_in_headers() -> None:
+    names = ("x-correlation-id", "x-session-affinity", "x-claude-code-session-id", "x-session-id")
+    headers = [(name.encode(), name.encode()) for name in names]
+    assert [session_of(headers[: count + 1]) for count in range(4)] == list(names)  # the most specific one
+    assert session_of([]) is None and session_of([(b"x-session-id", b"")]) is None
+
+
+@pytest.mark.parametrize("domain", [b"", b"tenant"])
+def test_the_name_of_a_session_is_bounded(domain: bytes) -> None:
+    """Policies, the explainer and the decision log keep many of them."""
+    read_names = [
+        read({"prompt": "x", "prompt_cache_key": "n" * 100_000}, domain=domain).request.session,
+        read({"prompt": "x"}, domain=domain, session="n" * 100_000).request.session,
+    ]
+    assert all(name is not None and 256 <= len(name) <= 256 + 2 * len(domain) + 1 for name in read_names)
+
+
+def check_no_dependence_on_sessions(make: Callable[[], RequestReader], name: str) -> None:
+    """Assert that the name of a session changes neither the prompt's hashes nor its domain nor what is forwarded."""
+    body = {"messages": MESSAGES, "cache_salt": "s", "stream": True}
+    for sender in ({}, {"domain": b"a"}, {"domain": b"a", "is_salted": True}):
+        plain, named = read(body, CHAT, make(), **sender), read(body, CHAT, make(), session=name, **sender)
+        assert shared(plain, named) == plain.request.prompt.num_tokens == named.request.prompt.num_tokens
+        assert (plain.domain, plain.body, plain.text) == (named.domain, named.body, named.text)
+        assert replace(named.request, session=None, prompt=plain.request.prompt) == replace(plain.request, session=None)
+
+
+@given(st.text(max_size=300))
+def test_no_prompt_domain_or_body_depends_on_the_name_of_a_session(name: str) -> None:
+    check_no_dependence_on_sessions(RequestReader, name)
+
+
+def test_a_reader_that_takes_sessions_for_domains_is_found() -> None:
+    class Isolating(RequestReader):
+        """A planted bug."""
+
+        def read(self, path: str, body: bytes, sender: Sender) -> ReadRequest:
+            return super().read(path, body, replace(sender, domain=(sender.session or "").encode()))
+
+    with pytest.raises(AssertionError):
+        check_no_dependence_on_sessions(Isolating, "s")
 
 
 def test_sessions_and_limits_are_read() -> None:

@@ -165,6 +165,7 @@ def test_what_is_gone_at_the_same_replica_was_evicted() -> None:
         "request_id": "one",
         "endpoint": "http://one",
         "why_there": None,
+        "session": None,
         "seconds_ago": 10.0,
     }
     assert "evicted since" in answer["message"]

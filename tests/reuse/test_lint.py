@@ -20,7 +20,7 @@ from headstart.reuse.miss_ratios import miss_ratios
 from headstart.reuse.prompt_changes import compare
 from headstart.reuse.text_changes import text_changes
 from headstart_lab.prompts.lint_rates import causes, clean_blamed, pair_rate, report, single_rates
-from headstart_lab.prompts.prompt_mistakes import MISTAKES, clean_log, log_with
+from headstart_lab.prompts.prompt_mistakes import ENGINE_MISTAKES, MISTAKES, clean_log, in_place_log, log_with
 
 RULES = "\n".join(f"Rule {name}: never leave the {name} open over night." for name in ("door", "safe", "gate", "well"))
 
@@ -91,7 +91,7 @@ def test_report_is_plain_json_and_every_cause_has_a_remedy() -> None:
     found = report(log_with(["uuid", "tool_order"], 0))
     plain = json.loads(json.dumps(found.as_dict()))
     assert {one["cause"] for one in plain["causes"]} == {"uuid", "tool_order"}
-    assert all(one["remedy"] for one in plain["causes"]) and set(MISTAKES) <= set(CAUSES)
+    assert all(one["remedy"] for one in plain["causes"]) and {*MISTAKES, *ENGINE_MISTAKES} <= set(CAUSES)
     assert 0 < plain["avoidable_share"] < 1 and plain["prompt_tokens"] > plain["reused_tokens"]
 
 
@@ -210,3 +210,12 @@ def test_prompts_of_another_salt_share_nothing() -> None:
     assert report([body(10, "a"), body(11, "a")]).causes
     found = report([body(10, "a"), body(11, "b"), body(10, "b")])
     assert not found.reused_tokens and [len(cost.costs) for cost in found.causes] == [1]
+
+
+@pytest.mark.parametrize("cause", ENGINE_MISTAKES)
+def test_lint_names_what_agents_and_engines_of_2026_do_to_prompts(cause: str) -> None:
+    assert [{cost.cause for cost in report(log_with([cause], seed)).causes} for seed in range(3)] == [{cause}] * 3
+
+
+def test_system_messages_and_token_counts_that_stay_in_place_are_not_blamed() -> None:
+    assert not any(report(in_place_log(Random(f"clean {seed}"))).causes for seed in range(3))

@@ -19,7 +19,7 @@ from headstart.gateway.gateway_routes import ROUTER_ACCESS, ROUTES, ClientKeys
 from headstart.gateway.held_bytes import MAX_HELD_BYTES
 from headstart.gateway.proxy.flow_control import FlowControl, RetryBudget
 from headstart.gateway.proxy.proxy import Placed, ProxiedCall, Proxy, ProxySettings, placed_at_once
-from headstart.gateway.proxy.request_reader import RequestReader, Sender
+from headstart.gateway.proxy.request_reader import RequestReader, Sender, session_of
 from headstart.gateway.proxy.upstream import Answer
 from headstart.gateway.replica_tokenizers import tokenizer_of
 from headstart.gateway.replicas.kv_event_subscriptions import ApproximateIndexes, KVEventSubscriptions
@@ -169,10 +169,9 @@ class GatewayState:
 
         If the router has no tenants and forwards keys, the client's key decides (client_keys.py).
         """
-        session = dict(headers).get(b"x-session-id")
         is_salted = bool(principal.domain) and self.options.replica_api_key is not None
         domain = principal.domain or (self.client_keys.domain(headers) if self._passes_keys_on else b"")
-        return Sender(domain, is_salted, session.decode("latin-1")[:256] or None if session else None)
+        return Sender(domain, is_salted, session_of(headers))
 
     @property
     def _passes_keys_on(self) -> bool:

@@ -34,6 +34,7 @@ class RoutedRequest:
     domain: bytes = b""
     model: str = ""
     adapter: str | None = None
+    session: str | None = None  # as the client named it
     endpoint: str = ""  # the replica it was sent to; empty: none yet
     why: str = ""  # the reason for that replica, in the policy's words
     block_size: int = 16  # tokens

@@ -71,6 +71,7 @@ class _Case:
             "request_id": request_id,
             "endpoint": seen.endpoint or None,
             "why_there": seen.why or None,
+            "session": seen.session,
             "prompt_chars": len(seen.prompt) if isinstance(seen.prompt, str) else None,
             "prompt_tokens": _total(seen),
             "prompt_tokens_exact": _is_counted(seen),
@@ -192,6 +193,7 @@ def _other(other: RoutedRequest, now: float) -> Json:
         "request_id": other.request_id,
         "endpoint": other.endpoint or None,
         "why_there": other.why or None,
+        "session": other.session,
         "seconds_ago": max(now - other.at, 0.0),
     }
 
@@ -336,6 +338,7 @@ def _seen(
         domain=reading.domain,
         model=reading.request.model,
         adapter=reading.request.adapter,
+        session=reading.session,
         prompt_tokens=reading.request.prompt.num_tokens if exact else 0,
     )
     if decision is not None:

@@ -1,13 +1,22 @@
 """Rates at which `headstart lint` names the mistakes: python -m headstart_lab.prompts.lint_rates (JSON on stdout)."""
 
 import json
+from collections.abc import Callable
 from itertools import combinations
 from random import Random
 from typing import Any
 
 from headstart.reuse.log_report import LogReport, report_log
 from headstart.reuse.logged_prompt import read_log
-from headstart_lab.prompts.prompt_mistakes import MISTAKES, UNKNOWN_FORMS, Body, clean_log, log_with
+from headstart_lab.prompts.prompt_mistakes import (
+    ENGINE_MISTAKES,
+    MISTAKES,
+    UNKNOWN_FORMS,
+    Body,
+    clean_log,
+    in_place_log,
+    log_with,
+)
 
 
 def report(bodies: list[Body]) -> LogReport:
@@ -22,7 +31,7 @@ def single_rates(num_logs: int) -> dict[str, float]:
     """The share of logs with one mistake for which exactly that one is named."""
     return {
         cause: sum(causes(log_with([cause], seed)) == {cause} for seed in range(num_logs)) / num_logs
-        for cause in MISTAKES
+        for cause in (*MISTAKES, *ENGINE_MISTAKES)
     }
 
 
@@ -33,9 +42,9 @@ def pair_rate(num_logs: int) -> tuple[float, int]:
     return right / len(pairs), len(pairs)
 
 
-def clean_blamed(num_logs: int) -> tuple[int, int]:
+def clean_blamed(num_logs: int, make: Callable[[Random], list[Body]] = clean_log) -> tuple[int, int]:
     """The clean prompts of logs for which anything was blamed, and all prompts."""
-    logs = [clean_log(Random(f"clean {seed}")) for seed in range(num_logs)]
+    logs = [make(Random(f"clean {seed}")) for seed in range(num_logs)]
     return sum(len(log) for log in logs if causes(log)), sum(map(len, logs))
 
 
@@ -57,6 +66,7 @@ def unknown_forms(num_logs: int) -> dict[str, dict[str, float]]:
 
 def rates(num_logs: int) -> dict[str, Any]:
     blamed, num_clean = clean_blamed(num_logs)
+    blamed_in_place, num_in_place = clean_blamed(num_logs, in_place_log)
     pairs, num_pairs = pair_rate(max(num_logs // 10, 1))
     return {
         "logs_per_cause": num_logs,
@@ -64,6 +74,8 @@ def rates(num_logs: int) -> dict[str, Any]:
         "pairs": {"share": pairs, "logs": num_pairs},
         "clean_prompts": num_clean,
         "clean_prompts_blamed": blamed,
+        "clean_prompts_in_place": num_in_place,
+        "clean_prompts_in_place_blamed": blamed_in_place,
         "unknown_forms": unknown_forms(num_logs),
     }
 

@@ -246,6 +246,51 @@ UNKNOWN_FORMS: dict[str, tuple[str, Callable[[Random], Mistake]]] = {  # the doc
     "re-numbered documents": ("document_order", renumbered_documents),
 }
 
+
+def counted_tokens(rng: Random) -> Mistake:
+    """A statement of the tokens that are left, in front of the system prompt or behind it."""
+    form = rng.choice(
+        [
+            "<total_tokens>{left} tokens left</total_tokens>",
+            "<total_tokens>{left} tokens left",
+            "<system_warning>Token usage: {used}/200000; {left} remaining</system_warning>",
+        ]
+    )
+    is_first = rng.random() < 0.5
+
+    def inject(bodies: list[Body], own: Random) -> None:
+        left = 200_000
+        for body in bodies:
+            left -= own.randrange(200, 5000)
+            note, system = form.format(left=left, used=200_000 - left), body["messages"][0]
+            system["content"] = f"{note}\n{system['content']}" if is_first else f"{system['content']}\n\n{note}"
+
+    return inject
+
+
+def hoisted_systems(rng: Random) -> Mistake:
+    """System messages of the conversation moved behind the system prompt, as some engines do."""
+
+    def inject(bodies: list[Body], own: Random) -> None:
+        notes = [sentence(own) for _ in range(5)]
+        for body in bodies:
+            turns = sum(message["role"] == "user" for message in body["messages"])
+            body["messages"][0]["content"] += "".join(f"\n\n{note}" for note in notes[: turns - 1])
+
+    return inject
+
+
+def in_place_log(rng: Random) -> list[Body]:
+    """A clean log with system messages in mid-conversation, and counts of tokens that stay where they were sent."""
+    bodies = clean_log(rng)
+    notes = [f"{sentence(rng)} <total_tokens>{90_000 - 700 * turn} tokens left</total_tokens>" for turn in range(5)]
+    for body in bodies:
+        turns = [index for index, message in enumerate(body["messages"]) if message["role"] == "user"]
+        for turn, index in reversed(list(enumerate(turns))):
+            body["messages"].insert(index + 1, {"role": "system", "content": notes[turn]})
+    return bodies
+
+
 MISTAKES: dict[str, Callable[[Random], Mistake]] = {
     "timestamp": dates,
     "uuid": uuids,
@@ -258,6 +303,10 @@ MISTAKES: dict[str, Callable[[Random], Mistake]] = {
     "system_changed": edited_system,
     "history_truncated": dropped_history,
 }
+ENGINE_MISTAKES: dict[str, Callable[[Random], Mistake]] = {  # of agents and engines of 2026
+    "token_count": counted_tokens,
+    "system_grown": hoisted_systems,
+}
 
 
 def log_with(causes: list[str], seed: object) -> list[Body]:
@@ -265,5 +314,5 @@ def log_with(causes: list[str], seed: object) -> list[Body]:
     rng = Random(f"{causes} {seed}")
     bodies = copy.deepcopy(clean_log(rng))
     for cause in causes:
-        MISTAKES[cause](rng)(bodies, rng)
+        (MISTAKES | ENGINE_MISTAKES)[cause](rng)(bodies, rng)
     return bodies

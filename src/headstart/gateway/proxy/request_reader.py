@@ -10,7 +10,7 @@ import re
 import sys
 from array import array
 from codecs import BOM_UTF8
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -55,7 +55,9 @@ _SHORT_BYTES = 16 << 10  # of a field
 _ANY_PROMPTS = 128  # in one body; the default of --max-prompts is 64
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _OF_REPLICAS = "kv_transfer_params"  # vLLM's: which server a replica gets KV from
+_SESSION_HEADERS = (b"x-session-id", b"x-claude-code-session-id", b"x-session-affinity", b"x-correlation-id")
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
+_SESSION_CHARS = 256  # of its name; policies and logs keep many
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class ReadRequest:
     is_single: bool = True  # one prompt: the engine's usage is about the prompt that was routed
     used: UsedResponse | None = None  # the stored response that it needs
     applied_rules: AppliedRules = ()  # that changed the prompt, or were reported about it
+    session: str | None = None  # as the client named it
 
     def drop_body(self) -> None:
         """Free the body."""
@@ -166,17 +169,18 @@ class RequestReader:
             sent = _with(sent, "cache_salt", salt)
         limits = (values.get(name) for name in _LIMITS)
         most = next((given for given in limits if given is not None), model_info.default_max_tokens)
+        session = _session(sender, values)
         request = RoutingRequest(
             prompt,
             model=name,
             adapter=served.adapter,
-            session=_session(sender, values),
+            session=f"{sender.domain.hex()}/{session}" if session and sender.domain else session,
             max_tokens=min(most, limit) if isinstance(most, int) and most > 0 else 0,
             form="chat" if api.chat_values is not None else "ids" if text is None else "text",
             has_parts=model_info.reads_parts and skipped.has(Place.PART),
         )
         used = api.used_response(values)
-        return ReadRequest(request, sent, stream, hides_usage, text, domain, count == 1, used, applied)
+        return ReadRequest(request, sent, stream, hides_usage, text, domain, count == 1, used, applied, session)
 
     def _forms(self) -> ContentForms | None:
         """Return the forms of messages that the replicas' chat template takes; None: not known, or not needed."""
@@ -320,11 +324,16 @@ def _token_ids(values: list[Any]) -> "array[int] | None":
         return None
 
 
+def session_of(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Return the name that headers give the session, the most specific of them; None: they give none."""
+    values = dict(headers)
+    return next((values[name].decode("latin-1") for name in _SESSION_HEADERS if values.get(name)), None)
+
+
 def _session(sender: Sender, values: Mapping[str, Any]) -> str | None:
-    """Return the id of the session, prefixed with the sender's domain: equal ids of two tenants are two sessions."""
+    """Return the session's name, cut where it is long: a hint, on which no answer and no isolation depends."""
     fields = (value for name in _SESSION_FIELDS if isinstance(value := values.get(name), str) and value)
-    session = sender.session or next(fields, None)
-    return f"{sender.domain.hex()}/{session}" if session and sender.domain else session
+    return (sender.session or next(fields, ""))[:_SESSION_CHARS] or None
 
 
 def _asking_for_usage(body: bytes, values: Mapping[str, Any]) -> tuple[bytes, bool]:
