@@ -93,6 +93,8 @@ AGENTS = (
         "codex", ("@openai/codex@0.171.0",), "node_modules/@openai/codex-*/vendor/*/bin/codex", ("tool.web_search",)
     ),
     Program("opencode", ("opencode-ai@1.18.33",), "node_modules/opencode-linux-x64/bin/opencode"),
+    Program("cline", ("cline@3.0.65",), "node_modules/@cline/cli-linux-x64/bin/cline"),
+    Program("aider", ("aider-chat==0.86.2",), "bin/aider", is_npm=False),
 )
 LM_EVAL = Program("lm-eval", ("lm-eval[api]==0.4.13", "transformers==5.24.0"), "bin/lm_eval", is_npm=False)
 

@@ -7,7 +7,7 @@ the format of the hermes family; smolagents' code and DSPy's fields are what the
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -108,10 +108,16 @@ def scripted_router(room: Path) -> Iterator[Server]:
     model = write_model(room / "model")
     with ExitStack() as stack:
         servers = [stack.enter_context(spawn(fake_command(model), room / f"log-{n}")) for n in range(2)]
-        urls = [server.wait_ready().url for server in servers]
-        command = [sys.executable, "-m", "headstart", "route", "--port", "0"]
-        command += [word for url in urls for word in ("--replica", url)]
-        yield stack.enter_context(spawn(command, room / "log")).wait_ready()
+        yield stack.enter_context(router(room, servers))
+
+
+@contextmanager
+def router(room: Path, servers: Sequence[Server]) -> Iterator[Server]:
+    """`headstart route`, ready, in front of servers once they are."""
+    command = [sys.executable, "-m", "headstart", "route", "--port", "0"]
+    command += [word for server in servers for word in ("--replica", server.wait_ready().url)]
+    with spawn(command, room / "log") as found:
+        yield found.wait_ready()
 
 
 @contextmanager

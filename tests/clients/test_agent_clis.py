@@ -35,4 +35,5 @@ def test_an_agent_runs_a_tool_and_answers_with_its_output(agent: Program, tmp_pa
 
 def test_the_page_names_the_versions() -> None:
     page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
-    assert [agent.name for agent in AGENTS if agent.requirements[0].rpartition("@")[2] not in page] == []
+    versions = {agent.name: agent.requirements[0].replace("==", "@").rpartition("@")[2] for agent in AGENTS}
+    assert [name for name, version in versions.items() if version not in page] == []

@@ -3,6 +3,7 @@
 import json
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from clients.client_runs import RUN_SECONDS, quiet_environment
 from clients.environments import LM_EVAL, UnreachableError, environment
-from clients.scripted_agent import bundled_server
+from clients.scripted_agent import bundled_server, router
 from clients.scripts.checks import LABEL, SENTENCE, SYSTEM
 from server.harness import Server
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -95,10 +96,13 @@ def reference() -> Reference:
     return Reference()
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["direct", "routed"])
+@pytest.fixture(scope="module", params=["direct", "routed"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with bundled_server(tmp_path_factory.mktemp("lm-eval"), request.param, "--dtype", "float32") as server:
-        yield server
+    """A server, or `headstart route` in front of two."""
+    rooms = [tmp_path_factory.mktemp("lm-eval") for _ in range(2 if request.param == "routed" else 1)]
+    with ExitStack() as stack:
+        servers = [stack.enter_context(bundled_server(room, 1, "--dtype", "float32")) for room in rooms]
+        yield servers[0] if len(servers) == 1 else stack.enter_context(router(rooms[0], servers))
 
 
 def evaluate(server: Server, room: Path, tokenizer: str) -> dict[str, list[dict[str, Any]]]:

@@ -191,6 +191,16 @@ def test_domains_adapters_and_models_share_nothing() -> None:
     assert shared(read(prompt, reader=reader), plain) == 8
 
 
+def test_a_model_with_ollamas_tag_is_the_one_without() -> None:
+    reader = RequestReader()
+    reader.served = {"m": Served("m"), "n:latest": Served("n")}
+    for name, expected in (("m:latest", "m"), ("m", "m"), ("n:latest", "n:latest")):
+        assert (
+            reader.read("/v1/completions", json.dumps({"prompt": "a", "model": name}).encode(), Sender()).request.model
+            == expected
+        )
+
+
 def test_a_prompt_that_no_replica_takes_is_routed_by_its_beginning() -> None:
     reader = RequestReader(Tokenizer.from_folder(bundled_model()))
     reader.served = {"m": Served("m", max_model_len=8)}

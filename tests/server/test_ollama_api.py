@@ -74,7 +74,6 @@ def test_outputs_of_tools_belong_to_the_calls_of_their_names() -> None:
         ({**HELLO, "options": {"mirostat": 1}}, "options.mirostat"),
         ({**HELLO, "options": []}, "options"),
         ({**HELLO, "format": 5}, "format"),
-        ({**HELLO, "think": "much"}, "think"),
         ({**HELLO, "stream": "yes"}, "stream"),
         ({"messages": [{"role": "user", "content": "a", "images": "AA=="}]}, "messages[0].images"),
         ({"messages": [{"role": "x", "content": "a"}]}, "messages[0]"),
@@ -193,4 +192,6 @@ def test_the_model_is_listed_and_described(real_server: Server) -> None:
     described = real_server.post("/api/show", json={"model": name}).json()
     assert "completion" in described["capabilities"] and described["model_info"]["headstart.context_length"] > 0
     assert real_server.post("/api/show", json={"model": "other"}).status_code == 404
+    tagged = {**HELLO, "model": f"{name}:latest", "stream": False, "options": {"num_predict": 1}}
+    assert real_server.post("/api/chat", json=tagged).status_code == 200
     assert real_server.get("/api/version").json() == real_server.get("/version").json()

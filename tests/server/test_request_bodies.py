@@ -207,7 +207,6 @@ def test_parts_that_are_no_text_are_placeholders_or_refused(kind: str) -> None:
         [5],
         [{}],
         [{"role": "user"}],
-        [{"role": "user", "content": None}],
         [{"role": "robot", "content": "x"}],
         [{"role": ["user"], "content": "x"}],
         [{"role": "user", "content": 5}],

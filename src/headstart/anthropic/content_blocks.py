@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from headstart.openai.bounds import Bounds
-from headstart.openai.forms.carried_text import carried_text, part_text
+from headstart.openai.forms.carried_text import carried_text, part_text, result_content
 from headstart.openai.forms.treatments import UNREADABLE, ApiName, Place, Treatment, treatment
 from headstart.openai.responses import Json
 from headstart.openai.tools.call_arguments import call_arguments
@@ -19,7 +19,6 @@ from headstart.openai.value_checks import bad_value, check_list, check_string, c
 
 MAX_MESSAGES = 100_000
 MAX_BLOCKS = 4096
-MAX_ID_CHARS = 256
 TTL_SECONDS = {"5m": 300.0, "1h": 3600.0}
 
 
@@ -41,25 +40,21 @@ class ReadConversation:
         self.messages.append(message)
         self.names.append(name)
 
-    def mark(self, name: str, block: Mapping[str, Any]) -> None:
-        """Note the breakpoint behind the block that was added last, if it has one. Raises InvalidRequestError."""
-        ttl = cache_ttl(f"{name}.cache_control", block.get("cache_control"))
+    def mark(self, block: Mapping[str, Any]) -> None:
+        """Note the breakpoint behind the block that was added last, if it has one."""
+        ttl = cache_ttl(block.get("cache_control"))
         if ttl:
             self.ttl = max(self.ttl, ttl)
             content = self.messages[-1]["content"] if self.messages else ""
             self.last_breakpoint = (len(self.messages), len(content) if isinstance(content, list) else 1)
 
 
-def cache_ttl(name: str, mark: object) -> float:
-    """Return the lifetime that a cache_control requests, in seconds; 0 without one. Raises InvalidRequestError."""
+def cache_ttl(mark: object) -> float:
+    """Return the lifetime that a cache_control requests, in seconds; 0 without one, the shortest in an unknown form."""
     if mark is None:
         return 0.0
-    if not isinstance(mark, Mapping) or mark.get("type") != "ephemeral":
-        bad_value(name, f"is {shown(mark)}", 'it must be {"type": "ephemeral"}, with a ttl of "5m" or "1h" perhaps')
-    ttl = mark.get("ttl") or "5m"
-    if not isinstance(ttl, str) or ttl not in TTL_SECONDS:
-        bad_value(f"{name}.ttl", f"is {shown(ttl)}", 'it must be "5m" or "1h"')
-    return TTL_SECONDS[ttl]
+    ttl = mark.get("ttl") if isinstance(mark, Mapping) else None
+    return TTL_SECONDS["1h" if ttl == "1h" else "5m"]
 
 
 def read_system(value: object, into: ReadConversation, bounds: Bounds) -> None:
@@ -74,7 +69,7 @@ def read_system(value: object, into: ReadConversation, bounds: Bounds) -> None:
     for index, block in enumerate(blocks):
         name = f"system[{index}]"
         _add_text(parts, _text_of(name, block, bounds))
-        into.mark(name, block)
+        into.mark(block)
 
 
 def read_messages(value: object, into: ReadConversation, bounds: Bounds) -> None:
@@ -118,10 +113,10 @@ def _read_user(
             if parts is not None:
                 _add_text(parts, text)
         else:
-            call_id = check_string(f"{at}.tool_use_id", block.get("tool_use_id"), MAX_ID_CHARS)
+            call_id = check_string(f"{at}.tool_use_id", block.get("tool_use_id"))
             into.append(name, {"role": "tool", "tool_call_id": call_id, "content": _result(at, block, into, bounds)})
             parts = None
-        into.mark(at, block)
+        into.mark(block)
 
 
 def _read_assistant(name: str, blocks: "list[Any] | tuple[Any, ...]", into: ReadConversation, bounds: Bounds) -> None:
@@ -138,7 +133,7 @@ def _read_assistant(name: str, blocks: "list[Any] | tuple[Any, ...]", into: Read
                 message.setdefault("tool_calls", []).append(_call(at, block))
             case _:
                 _add_text(parts, _text_of(at, block, bounds))
-        into.mark(at, block)
+        into.mark(block)
     if not parts:
         message["content"] = None if "tool_calls" in message else ""
 
@@ -146,7 +141,7 @@ def _read_assistant(name: str, blocks: "list[Any] | tuple[Any, ...]", into: Read
 def _call(name: str, block: Mapping[str, Any]) -> Json:
     arguments = call_arguments(block.get("input"))
     return {
-        "id": check_string(f"{name}.id", block.get("id"), MAX_ID_CHARS),
+        "id": check_string(f"{name}.id", block.get("id")),
         "type": "function",
         "function": {
             "name": check_string(f"{name}.name", block.get("name")),
@@ -157,9 +152,7 @@ def _call(name: str, block: Mapping[str, Any]) -> Json:
 
 def _result(name: str, block: Mapping[str, Any], into: ReadConversation, bounds: Bounds) -> str | list[Json]:
     """Return the content of a tool result, a text or text parts. Breakpoints inside of it count as one behind it."""
-    content = block.get("content")
-    if content is None:
-        return ""
+    content = result_content(block.get("content"))
     if isinstance(content, str):
         return check_text(f"{name}.content", content)
     parts: list[Json] = []
@@ -167,7 +160,7 @@ def _result(name: str, block: Mapping[str, Any], into: ReadConversation, bounds:
         at = f"{name}.content[{index}]"
         inner = _typed(at, item)
         _add_text(parts, _text_of(at, inner, bounds))
-        into.ttl = max(into.ttl, cache_ttl(f"{at}.cache_control", inner.get("cache_control")))
+        into.ttl = max(into.ttl, cache_ttl(inner.get("cache_control")))
     return parts if len(parts) > 1 else "".join(part["text"] for part in parts)
 
 

@@ -13,7 +13,7 @@ from headstart.anthropic.content_blocks import MAX_BLOCKS, ReadConversation, cac
 from headstart.common_prefix import common_prefix_length
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import INT31_MAX, Bounds
-from headstart.openai.cache_params import MAX_ID_CHARS, MAX_LABEL_CHARS
+from headstart.openai.cache_params import MAX_ID_CHARS
 from headstart.openai.chat.chat_translation import ChatTranslation, passed_on, template_variables
 from headstart.openai.engine_requests import encode_chat
 from headstart.openai.forms.fields import check_fields
@@ -22,7 +22,7 @@ from headstart.openai.generation_fields import Model, SamplingFields, StopTexts,
 from headstart.openai.request_model import checked, validated
 from headstart.openai.responses import Json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.tools.tool_fields import MAX_TOOLS
+from headstart.openai.tools.tool_fields import MAX_TOOLS, known_effort
 from headstart.openai.value_checks import bad_value, check_list, check_mapping, shown
 
 _RENAMES = (
@@ -36,7 +36,6 @@ _RENAMES = (
 Objects = list[dict[str, Any]]
 StopSequences = Annotated[tuple[str, ...], checked(lambda value, _: check_stops("stop_sequences", value), StopTexts)]
 _THINKING = ("enabled", "adaptive", "between_tools", "disabled")
-_EFFORTS = ("low", "medium", "high", "xhigh", "max")
 # Tools that a client executes although their schemas are the vendor's: models not trained on them need the schema.
 _TEXT, _RANGE = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
 _EDITS = {"path": _TEXT, "file_text": _TEXT, "old_str": _TEXT, "new_str": _TEXT, "insert_line": {"type": "integer"}}
@@ -114,17 +113,17 @@ class PromptFields(SamplingFields):
     tool_choice: Annotated[ChatToolChoice, checked(lambda value, _: _tool_choice(value), dict[str, Any])] = Field(
         ChatToolChoice(), description="auto, any, tool or none, with disable_parallel_tool_use perhaps"
     )
-    thinking: Annotated[bool | None, checked(lambda value, _: _thinking(value), dict[str, Any])] = Field(
+    thinking: Annotated[bool | None, checked(lambda value, bounds: _thinking(value, bounds), dict[str, Any])] = Field(
         None, description="Passed to the chat template as enable_thinking; budget_tokens is not enforced"
     )
-    output_config: Annotated[OutputConfig, checked(lambda value, _: _output_config(value), dict[str, Any])] = Field(
-        OutputConfig(), description="format: a JSON schema; effort: passed to the chat template"
-    )
+    output_config: Annotated[
+        OutputConfig, checked(lambda value, bounds: _output_config(value, bounds), dict[str, Any])
+    ] = Field(OutputConfig(), description="format: a JSON schema; effort: passed to the chat template")
     output_format: Annotated[Json | None, checked(lambda value, _: _format("output_format", value), dict[str, Any])] = (
         Field(None, description="The older name of output_config.format")
     )
-    cache_control: Annotated[float, checked(lambda value, _: cache_ttl("cache_control", value), dict[str, Any])] = (
-        Field(0.0, description="A cache breakpoint behind the whole prompt")
+    cache_control: Annotated[float, checked(lambda value, _: cache_ttl(value), dict[str, Any])] = Field(
+        0.0, description="A cache breakpoint behind the whole prompt"
     )
 
 
@@ -279,7 +278,7 @@ def _tools(value: object, bounds: Bounds) -> Tools:
         name = f"tools[{index}]"
         if not isinstance(sent, Mapping):
             bad_value(name, f"is {shown(sent)}", "it must be an object with name and input_schema")
-        ttl = max(ttl, cache_ttl(f"{name}.cache_control", sent.get("cache_control")))
+        ttl = max(ttl, cache_ttl(sent.get("cache_control")))
         tool = _as_client_tool(sent)
         if tool is None:
             bounds.skip(Place.TOOL, sent.get("type"))
@@ -310,19 +309,18 @@ def _tool_choice(value: object) -> ChatToolChoice:
     return ChatToolChoice(choices[kind], not single)
 
 
-def _thinking(value: object) -> bool:
-    kind = check_mapping("thinking", value, 16).get("type")
-    if kind not in _THINKING:
-        bad_value("thinking.type", f"is {shown(kind)}", f"it must be one of {', '.join(_THINKING)}")
-    return kind != "disabled"
+def _thinking(value: object, bounds: Bounds) -> bool | None:
+    kind = known_effort(check_mapping("thinking", value, 16).get("type"), bounds, "thinking", _THINKING)
+    return None if kind is None else kind != "disabled"
 
 
-def _output_config(value: object) -> OutputConfig:
+def _output_config(value: object, bounds: Bounds) -> OutputConfig:
     sent = check_mapping("output_config", value, 16)
-    effort, shape = sent.get("effort"), sent.get("format")
-    if effort is not None and effort not in _EFFORTS:
-        bad_value("output_config.effort", f"is {shown(effort)}", f"it must be one of {', '.join(_EFFORTS)}")
-    return OutputConfig(None if shape is None else _format("output_config.format", shape), effort)
+    chosen, shape = sent.get("effort"), sent.get("format")
+    return OutputConfig(
+        None if shape is None else _format("output_config.format", shape),
+        None if chosen is None else known_effort(chosen, bounds),
+    )
 
 
 def _format(name: str, value: object) -> Json:
@@ -343,12 +341,8 @@ def _diagnostics(value: object) -> str | None:
 
 
 def _metadata(value: object) -> str | None:
-    user = check_mapping("metadata", value, 64).get("user_id")
-    if user is None:
-        return None
-    if not isinstance(user, str):
-        bad_value("metadata.user_id", f"is {shown(user)}", "it must be a string")
-    return user[:MAX_LABEL_CHARS]
+    user = value.get("user_id") if isinstance(value, Mapping) else None
+    return user if isinstance(user, str) else None
 
 
 def _as_client_tool(tool: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -13,6 +13,7 @@ from headstart.openai.bounds import Bounds
 from headstart.openai.responses import Json
 
 OLLAMA_TREE = "/api/"
+LATEST = ":latest"  # a tag that clients of Ollama add to the name of a model
 
 
 def _failed(status: int, body: Json, request_id: str, num_events: int) -> bytes:

@@ -13,11 +13,11 @@ from pydantic import Field
 
 from headstart.openai.bounds import Bounds
 from headstart.openai.chat.chat_translation import ChatTranslation, Renames, passed_on, template_variables
+from headstart.openai.chat.sent_message import MAX_TOOL_CALLS
 from headstart.openai.generation_fields import Model
-from headstart.openai.request_bodies import MAX_TOOL_CALLS
 from headstart.openai.request_model import RequestModel, Text, checked, validated
 from headstart.openai.responses import Json
-from headstart.openai.tools.tool_fields import MAX_TOOLS
+from headstart.openai.tools.tool_fields import MAX_TOOLS, known_effort
 from headstart.openai.value_checks import bad_value, check_list, check_mapping, shown, unsupported
 
 MAX_OPTIONS = 64
@@ -30,7 +30,6 @@ OPTIONS = {  # of Ollama, and the field of a chat that means the same
 }
 SAMPLERS = {"mirostat": 0, "tfs_z": 1.0, "typical_p": 1.0}
 """Options of samplers that are not built, and the values that switch them off."""
-EFFORTS = ("low", "medium", "high")
 _RENAMES: Renames = (
     *((re.compile(rf"^{theirs}\b"), f"options.{ours}") for ours, theirs in OPTIONS.items()),
     (re.compile(r"^response_format(\.json_schema)?\b"), "format"),
@@ -48,7 +47,7 @@ class OllamaFields(RequestModel):
     format: Annotated[Json | None, checked(lambda value, _: _format(value), str | dict[str, Any])] = Field(
         None, description="json, or a JSON schema"
     )
-    think: Annotated[bool | str | None, checked(lambda value, _: _think(value), bool | str)] = Field(
+    think: Annotated[bool | str | None, checked(lambda value, bounds: _think(value, bounds), bool | str)] = Field(
         None, description="Passed to the chat template: enable_thinking, or reasoning_effort"
     )
 
@@ -109,11 +108,11 @@ def is_raw(values: Mapping[str, Any]) -> bool:
 
 
 def _shared(fields: OllamaFields, values: Mapping[str, Any], bounds: Bounds) -> dict[str, Any]:
-    effort = fields.think if isinstance(fields.think, str) else None
-    thinks = True if effort is not None else fields.think
+    chosen = fields.think if isinstance(fields.think, str) else None
+    thinks = True if chosen is not None else fields.think
     found: dict[str, Any] = {
         **passed_on(values, {**OllamaChat.model_fields, **OllamaGenerate.model_fields}),
-        **template_variables(values, enable_thinking=thinks, reasoning_effort=effort),
+        **template_variables(values, enable_thinking=thinks, reasoning_effort=chosen),
         **_options(fields.options, bounds),
         "model": fields.model,
         "stream": fields.stream,
@@ -195,10 +194,8 @@ def _call(name: str, sent: object, number: int) -> Json:
     return {"id": f"call{number:05d}", "type": "function", "function": {"name": function["name"], "arguments": text}}
 
 
-def _think(value: object) -> bool | str:
-    if not isinstance(value, bool) and value not in EFFORTS:
-        bad_value("think", f"is {shown(value)}", f"it must be true, false or one of {', '.join(EFFORTS)}")
-    return value  # type: ignore[return-value]  # a bool or a str
+def _think(value: object, bounds: Bounds) -> bool | str | None:
+    return value if isinstance(value, bool) else known_effort(value, bounds, "think")
 
 
 def _format(value: object) -> Json | None:

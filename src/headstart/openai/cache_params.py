@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from headstart.core.request import DEFAULT_RETENTION, CacheMode, Retention
+from headstart.openai.bounds import Bounds
 from headstart.openai.request_model import RequestModel, checked
 from headstart.openai.value_checks import bad_value, shown
 
@@ -19,6 +20,7 @@ MAX_TTL = 24 * 3600  # seconds
 DEFAULT_TTL = 1800.0  # minimum lifetime of OpenAI's cache by default
 KEYED_PRIORITY = 60  # with a prompt_cache_key: similar requests are expected
 TIMED_PRIORITY = 75  # with a requested lifetime
+_RETENTIONS = ("in_memory", "in-memory", "24h")
 _TTL = re.compile(r"([0-9]{1,6})([smh]?)")
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
@@ -38,6 +40,14 @@ Seconds = Annotated[
     checked(lambda value, _: _seconds("prompt_cache_options.ttl", value), str | float),
     Field(description='Minimum lifetime of the blocks: "30m", "1h", or seconds'),
 ]
+
+
+def _label(value: object, _: Bounds) -> str | None:
+    """Return the beginning of a text that no answer depends on; None for any other value."""
+    return value[:MAX_LABEL_CHARS].encode("utf-8", "replace").decode() if isinstance(value, str) else None
+
+
+Label = Annotated[str | None, checked(_label, str)]
 
 
 class PromptCacheOptions(RequestModel):
@@ -61,9 +71,11 @@ class CacheFields(RequestModel):
     cache_salt: str | None = Field(  # any text, since it is only hashed (`narrow_domain`); at most as long as vLLM's
         None, min_length=1, max_length=128, description="Only requests with the same salt share blocks"
     )
-    prompt_cache_key: str | None = Field(None, max_length=MAX_LABEL_CHARS, description="Similar requests will follow")
+    prompt_cache_key: Label = Field(None, description="Similar requests will follow")
     prompt_cache_options: PromptCacheOptions = PromptCacheOptions(prewarm=False, comparison_response_id=None)
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_retention: Annotated[
+        str | None, checked(lambda value, _: value if value in _RETENTIONS else None, Literal[_RETENTIONS])
+    ] = None
 
 
 class CacheWishes(NamedTuple):

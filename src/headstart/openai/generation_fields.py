@@ -9,10 +9,10 @@ from typing import Annotated
 from pydantic import Field
 
 from headstart.openai.bounds import FLOAT32_MAX, INT31_MAX, INT64_MAX, Bounds
-from headstart.openai.cache_params import MAX_LABEL_CHARS, CacheFields
+from headstart.openai.cache_params import MAX_LABEL_CHARS, CacheFields, Label
 from headstart.openai.request_model import AtMost, RequestModel, checked
 from headstart.openai.structured.structured_fields import StructuredFields
-from headstart.openai.tools.tool_fields import Choice, ReasoningEffort, Tools
+from headstart.openai.tools.tool_fields import Choice, Effort, Tools
 from headstart.openai.value_checks import (
     bad_value,
     check_int,
@@ -86,7 +86,6 @@ TopP = Annotated[float | None, Field(gt=0.0, le=1.0, description="By default the
 TopK = Annotated[int | None, Field(ge=-1, le=INT31_MAX, description="-1, 0: off. By default the model's, else off")]
 MinP = Annotated[float | None, Field(ge=0.0, le=1.0, description="By default the model's, else 0")]
 RepetitionPenalty = Annotated[float | None, Field(gt=0.0, le=FLOAT32_MAX, description="By default the model's, else 1")]
-Label = Annotated[str | None, Field(max_length=MAX_LABEL_CHARS)]
 Model = Annotated[str | None, Field(max_length=256, description="The name of the served model")]
 Logprobs = Annotated[int | None, Field(ge=0), AtMost("max_logprobs")]
 AddGenerationPrompt = Annotated[
@@ -152,7 +151,7 @@ class GenerationFields(StructuredFields, SamplingFields):
     max_completion_tokens: int | None = Field(None, ge=1, le=INT31_MAX, description="The newer name of max_tokens")
     n: Annotated[int, AtMost("max_n")] = Field(1, ge=1, description="Choices per prompt")
     best_of: Annotated[int | None, AtMost("max_n")] = Field(None, ge=1, description="May only equal n")
-    stream_options: StreamOptions | None = Field(None, description="Only with stream")
+    stream_options: StreamOptions | None = Field(None, description="Of a stream")
     prompt_logprobs: Logprobs = Field(None, description="Alternatives per prompt token; not with stream")
     echo: bool = Field(False, description="Begin with the prompt; completions only")
     return_token_ids: bool = False
@@ -175,7 +174,7 @@ class ChatFields(GenerationFields):
     tools: Tools = Field((), description="Functions that the model may call")
     tool_choice: Choice = Field(None, description="none, auto, required, or one function; by default auto with tools")
     parallel_tool_calls: bool = Field(True, description="Several calls in one message")
-    reasoning_effort: ReasoningEffort | None = Field(None, description="A variable for templates that use it")
+    reasoning_effort: Effort = Field(None, description="A variable for templates that use it")
 
 
 class GenerationConfigFields(RequestModel):

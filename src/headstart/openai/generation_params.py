@@ -96,8 +96,6 @@ def generation_params(fields: GenerationFields, values: Mapping[str, Any], bound
     refuse_unsupported(values, known)
     check_fields(ApiName.CHAT, values, bounds)
     max_tokens = _max_tokens(fields, bounds)
-    if fields.stream_options is not None and not fields.stream:
-        bad_value("stream_options", "is set but stream is not true", "send stream: true or leave it out")
     if fields.continue_final_message and fields.add_generation_prompt:
         bad_value("continue_final_message", "is true beside add_generation_prompt", "only one of them can be true")
     if fields.echo and isinstance(fields, ChatFields):

@@ -7,7 +7,7 @@ exception raised is InvalidRequestError.
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -15,30 +15,21 @@ from headstart.core.errors import InvalidRequestError, prompt_overflow
 from headstart.openai.bounds import Bounds
 from headstart.openai.canonical.canonical_messages import canonical_chat
 from headstart.openai.canonical.prompt_rules import PromptRules
-from headstart.openai.forms.carried_text import part_text
+from headstart.openai.chat.sent_message import Message, Role, read_message
 from headstart.openai.generation_fields import AddGenerationPrompt, ChatFields, CompletionFields, Model, TokenId
 from headstart.openai.generation_params import GenerationParams, generation_params
 from headstart.openai.request_model import RequestModel, Text, checked, validated
-from headstart.openai.tools.call_arguments import call_arguments
 from headstart.openai.tools.tool_fields import Tools
 from headstart.openai.value_checks import (
     bad_value,
     check_int,
-    check_string,
     check_text,
     check_token_ids,
     missing,
     shown,
 )
 
-MAX_TOOL_CALLS = 4096  # of a message: an answer may have as many as its tokens allow
-Role = Literal["system", "developer", "user", "assistant", "tool"]
-ROLES = get_args(Role)
-
 Prompt = str | array  # text, or packed int32 token ids
-# role, content: one text (parse_messages: or text parts, or null beside tool_calls), and optionally name, tool_calls,
-# tool_call_id, reasoning_content
-Message = dict[str, Any]
 
 
 # Only for /openapi.json: `parse_messages` checks them, in one pass over all messages.
@@ -189,7 +180,7 @@ def parse_messages(value: object, bounds: Bounds) -> list[Message]:
         bad_value("messages", f"is {'empty' if value == [] else shown(value)}", "it must be a list of messages")
     if len(value) > bounds.max_messages:
         bad_value("messages", f"has {len(value)} entries", f"it may have at most {bounds.max_messages}")
-    return [_message(f"messages[{index}]", message, bounds) for index, message in enumerate(value)]
+    return [read_message(f"messages[{index}]", message, bounds) for index, message in enumerate(value)]
 
 
 def as_rendered(messages: list[Message], bounds: Bounds) -> list[Message]:
@@ -251,77 +242,3 @@ def _token_ids(values: "list[Any] | tuple[Any, ...] | array[int]", bounds: Bound
     for value in values:
         check_int("prompt", value, 0, bounds.vocab_size - 1)
     return array("i", values)
-
-
-def _message(name: str, value: object, bounds: Bounds) -> Message:
-    if not isinstance(value, Mapping):
-        bad_value(name, f"is {shown(value)}", "it must be an object with role and content")
-    role = value.get("role")
-    if role not in ROLES:
-        bad_value(f"{name}.role", f"is {shown(role)}", f"it must be one of {', '.join(ROLES)}")
-    message: Message = {"role": role}
-    tool_calls = _tool_calls(f"{name}.tool_calls", value.get("tool_calls"))
-    if tool_calls and role != "assistant":
-        bad_value(f"{name}.tool_calls", f"is set on a message of role {role}", "only the assistant calls tools")
-    content = value.get("content")
-    if content is None and role == "assistant" and not tool_calls:
-        content = ""  # an answer with reasoning only
-    if content is None and not tool_calls:
-        bad_value(f"{name}.content", "is missing", "it must be a string or a list of text parts")
-    message["content"] = _content(f"{name}.content", content, bounds)
-    for key, max_chars in (("name", 256), ("tool_call_id", 256), ("reasoning_content", None)):
-        text = value.get(key)
-        if text is None and key == "reasoning_content":
-            text = value.get("reasoning")  # vLLM's newer name
-        if text is not None:
-            message[key] = check_string(f"{name}.{key}", text, max_chars)
-    if tool_calls:
-        message["tool_calls"] = tool_calls
-    return message
-
-
-def _content(name: str, value: object, bounds: Bounds) -> str | list[dict[str, str]] | None:
-    """Return the content as one text, as two or more text parts, or as null."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return check_text(name, value)
-    if not isinstance(value, list | tuple):
-        bad_value(name, f"is {shown(value)}", "it must be a string or a list of text parts")
-    texts = [_part(f"{name}[{index}]", part, bounds) for index, part in enumerate(value)]
-    return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
-
-
-def _part(name: str, part: object, bounds: Bounds) -> str:
-    if not isinstance(part, Mapping):
-        bad_value(name, f"is {shown(part)}", 'it must be an object such as {"type": "text", "text": "..."}')
-    kind = part.get("type")
-    if kind not in ("text", "input_text", "output_text", "refusal"):
-        if isinstance(kind, str):
-            return part_text(name, part, bounds)
-        bad_value(f"{name}.type", f"is {shown(kind)}", 'it must be "text"')
-    text = part.get("refusal" if kind == "refusal" else "text")
-    if not isinstance(text, str):
-        bad_value(f"{name}.text", f"is {shown(text)}", "it must be a string")
-    return check_text(name, text)
-
-
-def _tool_calls(name: str, value: object) -> list[dict[str, Any]]:
-    """Return the tool calls of an earlier turn for the template, with their arguments as objects."""
-    if value is None:
-        return []
-    if not isinstance(value, list | tuple) or len(value) > MAX_TOOL_CALLS:
-        bad_value(name, f"is {shown(value)}", f"it must be a list of at most {MAX_TOOL_CALLS} calls")
-    calls: list[dict[str, Any]] = []
-    for index, call in enumerate(value):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            bad_value(f"{name}[{index}]", f"is {shown(call)}", "it must be an object with function.name")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            check_text(name, arguments)
-        function_name = check_text(name, function["name"])
-        called = {"name": function_name, "arguments": call_arguments(arguments)}
-        call_id = None if call.get("id") is None else check_string(f"{name}[{index}].id", call["id"], 256)
-        calls.append({"id": call_id, "type": "function", "function": called})
-    return calls

@@ -19,6 +19,7 @@ import msgspec
 
 from headstart.apis.api import EVENTS, Api, UsedResponse
 from headstart.apis.api_table import COMPLETIONS, UNCACHED, generation_api
+from headstart.apis.ollama_api import LATEST
 from headstart.core.cache.hashing import HashChain
 from headstart.core.errors import InvalidRequestError, QueueFullError, RequestTooLargeError
 from headstart.gateway.kv_events.kv_event_decoding import event_domain
@@ -144,6 +145,7 @@ class RequestReader:
             body, values, applied = canonical_body(path, body, values, self.rules, self._forms())
         model = values.get("model")
         name = model if isinstance(model, str) else ""
+        name = name if name in self.served else name.removesuffix(LATEST)
         served = self.served.get(name) or Served(name or self.default_model)
         model_info = self.served.get(name or self.default_model, served)
         salt = _salt(sender, values.get("cache_salt"))

@@ -76,6 +76,16 @@ def as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
+def result_content(value: object) -> Any:
+    """Return the result of a tool as a text or a list of parts; any other value is its JSON, null nothing."""
+    if value is None:
+        return ""
+    if isinstance(value, list | tuple):
+        is_parts = all(isinstance(item, Mapping) and isinstance(item.get("type"), str) for item in value)
+        return value if is_parts else as_text(value)
+    return as_text(value)
+
+
 def _document(name: str, part: Mapping[str, Any], bounds: Bounds) -> str:
     source = part.get("source")
     inside = None

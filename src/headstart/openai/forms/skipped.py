@@ -20,6 +20,7 @@ KNOWN = (
     *(f"{Place.PART}.{kind}" for kind in dict.fromkeys(UNREADABLE.values())),
     f"{Place.ITEM}.reasoning",
     f"{Place.TOOL}.tool_search",
+    *(f"{Place.FIELD}.{name}" for name in ("reasoning_effort", "effort", "thinking", "think")),
     *(f"{place}.{_OTHER}" for place in Place),
 )
 """The names in the metrics."""

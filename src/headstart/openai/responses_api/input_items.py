@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from headstart.openai.bounds import Bounds
-from headstart.openai.forms.carried_text import as_text, carried_text, left_of, part_text
+from headstart.openai.forms.carried_text import as_text, carried_text, left_of, part_text, result_content
 from headstart.openai.forms.treatments import ApiName, Place, Treatment, treatment
 from headstart.openai.responses import Json
 from headstart.openai.responses_api.call_forms import CALL_FORMS, OUTPUTS, function_name
@@ -16,7 +16,6 @@ from headstart.openai.value_checks import bad_value, check_list, check_string, c
 
 MAX_ITEMS = 4096
 MAX_PARTS = 1024
-MAX_ID_CHARS = 256
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
@@ -125,7 +124,7 @@ def read_item(name: str, item: object, bounds: Bounds) -> Json:
             return _with_id(name, item, _call(name, item))
         case str() as kind if kind in OUTPUTS:
             sent = item["id"] if item.get("call_id") is None and "id" in item else item.get("call_id")
-            call_id = check_string(f"{name}.call_id", sent, MAX_ID_CHARS)
+            call_id = check_string(f"{name}.call_id", sent)
             return _with_id(name, item, {"type": kind, "call_id": call_id, "output": _output(name, item, bounds)})
         case "reasoning":
             read = {"type": "reasoning", "summary": [], "content": _reasoning(name, item)}
@@ -133,7 +132,7 @@ def read_item(name: str, item: object, bounds: Bounds) -> Json:
                 bounds.skip(Place.ITEM, "reasoning")
             return _with_id(name, item, read)
         case "item_reference":
-            return {"type": REFERENCE, "id": check_string(f"{name}.id", item.get("id"), MAX_ID_CHARS)}
+            return {"type": REFERENCE, "id": check_string(f"{name}.id", item.get("id"))}
         case str() as kind:
             return _with_id(name, item, _other(name, kind, item, bounds))
         case kind:
@@ -148,8 +147,8 @@ def _call(name: str, item: Mapping[str, Any]) -> Json:
     if not own_name:
         call["name"] = check_string(f"{name}.name", item.get("name"))
         payload = item.get(form.payload)
-        if payload is None and item["type"] == "function_call":
-            payload = ""  # as it is sent by those who had an answer cut
+        if item["type"] == "function_call":
+            payload = as_text("" if payload is None else payload)  # null: as sent by those who had an answer cut
         call[form.payload] = check_string(f"{name}.{form.payload}", payload)
         if item.get("namespace") is not None:
             call["namespace"] = check_string(f"{name}.namespace", item["namespace"])
@@ -178,7 +177,7 @@ def _other(name: str, kind: str, item: Mapping[str, Any], bounds: Bounds) -> Jso
 def _with_id(name: str, item: Mapping[str, Any], read: Json) -> Json:
     """Return the canonical item with the id that the client sent, if any."""
     if item.get("id") is not None:
-        read["id"] = check_string(f"{name}.id", item["id"], MAX_ID_CHARS)
+        read["id"] = check_string(f"{name}.id", item["id"])
     return read
 
 
@@ -217,10 +216,12 @@ def _part(name: str, part: object, kind: str, bounds: Bounds) -> Json:
 
 def _output(name: str, item: Mapping[str, Any], bounds: Bounds) -> str | list[Json]:
     """Return the output of a call as one text, or as two or more parts; other values than texts and parts as JSON."""
-    value = item.get("output")
+    value, is_own = item.get("output"), item["type"] in ("function_call_output", "custom_tool_call_output")
+    if is_own:
+        value = result_content(value)
     if isinstance(value, str):
         return check_text(f"{name}.output", value)
-    if item["type"] not in ("function_call_output", "custom_tool_call_output"):
+    if not is_own:
         sent = {"tools": item.get("tools")} if value is None else value
         found = left_of(f"{name}.output", sent, bounds) or item.get("status")
         return as_text(found) if found else ""

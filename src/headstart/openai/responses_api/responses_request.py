@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, TypeGuard
 
 from pydantic import Field
 
@@ -10,12 +10,12 @@ from headstart.openai.bounds import INT31_MAX, Bounds
 from headstart.openai.chat.chat_translation import ChatTranslation, passed_on, template_variables
 from headstart.openai.forms.fields import check_fields
 from headstart.openai.forms.treatments import ApiName
-from headstart.openai.generation_fields import Label, Model, SamplingFields
+from headstart.openai.generation_fields import Model, SamplingFields
 from headstart.openai.request_model import RequestModel, Text, checked, validated
 from headstart.openai.responses import Json
 from headstart.openai.responses_api.call_forms import chat_tools, function_name, is_skipped, read_tools
 from headstart.openai.responses_api.input_items import chat_messages, check_calls, read_items
-from headstart.openai.tools.tool_fields import MAX_TOOLS
+from headstart.openai.tools.tool_fields import MAX_TOOLS, ReasoningEffort, known_effort
 from headstart.openai.value_checks import bad_value, check_list, check_mapping, missing, shown, unsupported
 
 MAX_METADATA = 16
@@ -29,14 +29,17 @@ _RENAMES = (
 )
 
 
+Ignored = Annotated[None, checked(lambda value, _: None, str)]  # of a field that no answer depends on: any value
+
+
 class ReasoningOptions(RequestModel):
     """Options of reasoning models."""
 
     max_entries = 16
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+    effort: Annotated[str | None, checked(known_effort, ReasoningEffort)] = Field(
         None, description="Passed to the chat template as reasoning_effort; none: enable_thinking is false"
     )
-    summary: Label = Field(None, description="Ignored: reasoning is sent in full")
+    summary: Ignored = Field(None, description="Ignored: reasoning is sent in full")
 
 
 TextFormat = Annotated[Json | None, checked(lambda value, _: _text_format(value), dict[str, Any])]
@@ -47,7 +50,7 @@ class TextOptions(RequestModel):
 
     max_entries = 16
     format: TextFormat = Field(None, description="As response_format of a chat")
-    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Accepted, without effect")
+    verbosity: Ignored = Field(None, description="Accepted, without effect")
 
 
 Items = Annotated[list[Json], checked(read_items, str | list[dict[str, Any]])]
@@ -72,9 +75,9 @@ class ResponsesRequest(SamplingFields):
     text: TextOptions = Field(default_factory=lambda: TextOptions(format=None, verbosity=None))
     reasoning: ReasoningOptions = Field(default_factory=lambda: ReasoningOptions(effort=None, summary=None))
     metadata: Metadata = Field({}, description="Up to 16 texts, returned with the response")
-    truncation: Literal["auto", "disabled"] = Field("disabled", description="A longer conversation is refused")
+    truncation: Ignored = Field(None, description="Ignored: a longer conversation is refused")
     include: Include = Field((), description="Accepted; nothing is added to the response")
-    service_tier: Label = Field(None, description="Ignored")
+    service_tier: Ignored = Field(None, description="Ignored")
     top_logprobs: int = Field(0, ge=0, le=0)
 
 
@@ -97,11 +100,11 @@ def translate_responses(
     if request.instructions is not None:
         messages.insert(0, {"role": "system", "content": request.instructions})
         names.insert(0, "instructions")
-    effort = request.reasoning.effort
+    chosen = request.reasoning.effort
     chat: Json = {
         **passed_on(values, ResponsesRequest.model_fields),
         **template_variables(
-            values, enable_thinking=None if effort is None else effort != "none", reasoning_effort=effort
+            values, enable_thinking=None if chosen is None else chosen != "none", reasoning_effort=chosen
         ),
         "model": request.model,
         "messages": messages,
@@ -205,7 +208,7 @@ def _metadata(value: object) -> dict[str, str]:
 
 
 def _include(value: object) -> tuple[str, ...]:
-    names = check_list("include", value, 64)
+    names = value if isinstance(value, list | tuple) else [value]
     if _LOGPROBS in names:
         unsupported("include", f"{_LOGPROBS} is not built; use /v1/chat/completions with logprobs")
-    return tuple(str(name) for name in names)
+    return ()

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard, get_args
 
 from pydantic import Field
 
@@ -113,14 +113,20 @@ def _tools(value: object, bounds: Bounds) -> tuple[Tool, ...]:
 
 def _is_skipped(index: int, tool: object, bounds: Bounds) -> bool:
     """Return whether a tool is one that this server leaves out, and note it. Raises InvalidRequestError."""
-    kind = tool.get("type") if isinstance(tool, Mapping) else None
-    if not isinstance(kind, str) or kind == "function":
+    if not _is_hosted(tool):
         return False
+    kind = tool["type"]
     row = treatment(ApiName.CHAT, Place.TOOL, kind)
     if row is not None and row.treatment is Treatment.REFUSED:
         unsupported(f"tools[{index}]", row.note)
     bounds.skip(Place.TOOL, kind)
     return True
+
+
+def _is_hosted(tool: object) -> TypeGuard[Mapping[str, Any]]:
+    """Return whether a tool, or the choice of one, is of a type other than a function."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    return isinstance(kind, str) and kind != "function"
 
 
 def _tool(name: str, value: object, bounds: Bounds) -> Tool:
@@ -185,7 +191,9 @@ def _choice(value: object, _: Bounds) -> ToolChoice:
         if allowed.get("mode") not in ("auto", "required"):
             bad_value(name, f"has the mode {shown(allowed.get('mode'))}", "it must be auto or required")
         tools = check_list(name, allowed.get("tools"), MAX_TOOLS, "tools")
-        return ToolChoice(allowed["mode"], allowed=tuple(map(_function_name, tools)))
+        return ToolChoice(
+            allowed["mode"], allowed=tuple(_function_name(tool) for tool in tools if not _is_hosted(tool))
+        )
     remedy = 'it must be none, auto, required, or {"type": "function", "function": {"name": "..."}}'
     bad_value(name, f"is {shown(value)}", remedy)
 
@@ -203,6 +211,21 @@ Choice = Annotated[
     ToolChoice | None, checked(_choice, Literal["none", "auto", "required"] | SentNamedChoice | dict[str, Any])
 ]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def known_effort(
+    value: object, bounds: Bounds, name: str = "effort", known: tuple[str, ...] = get_args(ReasoningEffort)
+) -> str | None:
+    """Return an effort; None, and `name` is noted as skipped, for one that is newer than this server."""
+    if isinstance(value, str) and value in known:
+        return value
+    bounds.skip(Place.FIELD, name)
+    return None
+
+
+Effort = Annotated[
+    str | None, checked(lambda value, bounds: known_effort(value, bounds, "reasoning_effort"), ReasoningEffort)
+]
 
 
 def tool_params(tools: tuple[Tool, ...], choice: ToolChoice | None, parallel: bool) -> ToolParams | None:

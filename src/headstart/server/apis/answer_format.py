@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from headstart.apis.answer_schemas import Answers
 from headstart.apis.api import LINES, Api
+from headstart.apis.ollama_api import LATEST
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import Request as EngineRequest
 from headstart.http.sse import named_event
@@ -158,8 +159,8 @@ class TranslatedChat(NamedTuple):
 
 
 def check_model(name: str | None, model: Model) -> None:
-    """Raise InvalidRequestError (model_not_found) for another model's name; None is accepted."""
-    if name is not None and name not in model.names:
+    """Raise InvalidRequestError (model_not_found) for another model's name; None is accepted, and Ollama's tag."""
+    if name is not None and name not in model.names and name.removesuffix(LATEST) not in model.names:
         shown = ascii(name if len(name) <= 60 else name[:60] + "...")
         raise InvalidRequestError(
             f"model {shown} is not served here; this server has {' and '.join(map(repr, model.names))}",
