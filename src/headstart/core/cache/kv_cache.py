@@ -162,6 +162,8 @@ class KVCache:
 
     def publish(self, seq: Sequence) -> None:
         """Publish blocks that are now full and computed. Call only after the forward pass has returned."""
+        if seq.num_computed_tokens // self.block_size <= seq.num_published_blocks:
+            return
         if self.event_log is not None:
             self.event_log.publishing(seq)
         self._publish_until(seq, seq.num_computed_tokens, ahead=False)

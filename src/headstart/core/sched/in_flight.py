@@ -22,10 +22,13 @@ from headstart.core.request import Retention, SamplingParams, Sequence
 class StepInFlight:
     """One step in flight."""
 
-    __slots__ = ("ahead", "entries", "released")
+    __slots__ = ("ahead", "entries", "lengths", "released")
 
     def __init__(self, entries: list[tuple[Sequence, Chunk]]) -> None:
         self.entries = entries
+        self.lengths = [  # tokens of each chunk before its drafts
+            len(chunk.token_ids) if chunk.num_logits < 2 else chunk.num_known for _, chunk in entries
+        ]
         self.ahead: list[tuple[int, list[int]]] = []  # row, and its blocks that are published ahead
         self.released: list[tuple[array[int], Retention]] = []  # block tables to release at its end
 
@@ -43,9 +46,10 @@ class StepsInFlight:
 
     def add(self, entries: list[tuple[Sequence, Chunk]]) -> None:
         """Begin a step."""
-        self._steps.append(StepInFlight(entries))
-        for row, (seq, chunk) in enumerate(entries):
-            seq.num_scheduled_tokens += chunk.num_known
+        step = StepInFlight(entries)
+        self._steps.append(step)
+        for row, ((seq, chunk), num_known) in enumerate(zip(entries, step.lengths, strict=True)):
+            seq.num_scheduled_tokens += num_known
             seq.pending_row = row if chunk.num_logits else None
 
     def allows_plan(self) -> bool:
@@ -74,9 +78,9 @@ class StepsInFlight:
     def end(self) -> StepInFlight:
         """End the oldest step."""
         step = self._steps.pop(0)
-        for seq, chunk in step.entries:
-            if is_current(seq, chunk):
-                seq.num_scheduled_tokens -= chunk.num_known
+        for (seq, chunk), num_known in zip(step.entries, step.lengths, strict=True):
+            if chunk.block_ids is seq.block_ids:
+                seq.num_scheduled_tokens -= num_known
                 if not seq.num_scheduled_tokens:
                     seq.pending_row = None  # else it is a row of the step behind this one
         return step

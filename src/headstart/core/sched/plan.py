@@ -40,15 +40,17 @@ class Plan:
         self._promised: set[BlockHash] = set()
         self._shares = shares
 
-    def chunk_len(self, seq: Sequence, start: int, *, alone: bool) -> int:
-        """Return how many tokens of `seq` to compute from `start` on; prefills leave one for each unplanned decode.
+    def chunk_len(self, seq: Sequence, start: int, want: int, *, alone: bool) -> int:
+        """Return how many of the last `want` tokens of `seq`, from `start` on, to compute.
 
-        A decode with forced tokens gets one token at least, and more of them like a prefill.
+        Prefills leave one token for each unplanned decode. A decode with forced tokens gets one token at least, and
+        more of them like a prefill.
         """
-        want, share, cap = seq.num_tokens - start, self._share(seq), self._prompt_tokens_left
+        share = self._share(seq) if self._shares else None
         has_row = share is None or share.num_rows > 0
-        if want == 1:
-            return chunk_len(1, start, self.budget, self.limits, alone=alone) if has_row else 0
+        if want == 1:  # usually a decode: there is nothing to cut
+            return int(self.budget > 0 and has_row)
+        cap = self._prompt_tokens_left
         if share is not None:
             cap = share.num_prompt_tokens if cap is None else min(cap, share.num_prompt_tokens)
         n = chunk_len(want, start, self.budget - self._num_decodes, self.limits, alone=alone, cap=cap)
@@ -61,15 +63,18 @@ class Plan:
             return False
         return (share.num_rows if seq.num_tokens - start == 1 else share.num_prompt_tokens) <= 0
 
-    def add(self, seq: Sequence, start: int, n: int, *, writes: bool, extra: int = 0) -> None:
-        """Plan `n` tokens of `seq`; `writes`: it publishes what it computes. `extra` is charged on top."""
-        decode = seq.num_tokens - start == 1
-        self.budget -= charge(start, n, self.limits, decode=decode) + extra
+    def add(self, seq: Sequence, start: int, n: int, want: int, *, writes: bool, extra: int = 0) -> None:
+        """Plan `n` of the last `want` tokens of `seq`, from `start` on.
+
+        `writes`: it publishes what it computes. `extra` is charged on top.
+        """
+        decode = want == 1
+        self.budget -= (n if decode else charge(start, n, self.limits, decode=False)) + extra
         self.entries.append((seq, n))
         one = decode or is_decode(seq)
         if self._num_decodes and one:
             self._num_decodes -= 1
-        share = self._share(seq)
+        share = self._share(seq) if self._shares else None
         if share is not None:
             share.num_rows -= one
             share.num_prompt_tokens -= 0 if decode else n
@@ -84,10 +89,10 @@ class Plan:
         return index < len(seq.block_hashes) and seq.block_hashes[index] in self._promised
 
     def _share(self, seq: Sequence) -> Share | None:
-        return self._shares.get(seq.request.tenant) if self._shares else None
+        return self._shares.get(seq.request.tenant)
 
 
 def is_decode(seq: Sequence) -> bool:
     """Return whether a running sequence computes output: one token, or forced tokens too."""
-    start = seq.next_start
-    return seq.num_tokens - start == 1 or start >= len(seq.request.prompt)
+    start = seq.num_computed_tokens + seq.num_scheduled_tokens
+    return len(seq.token_ids) + (seq.pending_row is not None) - start == 1 or start >= len(seq.request.prompt)

@@ -32,7 +32,7 @@ from headstart.core.cache.trust import Trust
 from headstart.core.errors import prompt_overflow
 from headstart.core.request import FinishReason, Request, Sequence, Status
 from headstart.core.sched.admission import MAX_CANDIDATES, Admission, non_preemptible
-from headstart.core.sched.in_flight import StepsInFlight, is_current, needs_host
+from headstart.core.sched.in_flight import StepInFlight, StepsInFlight, is_current, needs_host
 from headstart.core.sched.plan import NO_SHARES, Plan, is_decode
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import StepTimes
@@ -165,26 +165,26 @@ class Scheduler:
             self._add_drafts(self.speculation, plan, planned)
         self.in_flight.add(planned)
         finished, self._finished = self._finished, []
-        return Batch(tuple(chunk for _, chunk in planned), tuple(finished))
+        return Batch(tuple([chunk for _, chunk in planned]), tuple(finished))
 
     def update(self, result: StepResult) -> list[Output]:
         """Apply the result of the oldest step in flight; return the outputs of all sequences that have any."""
         step = self.in_flight.end()
         assert len(result.rows) == len(step.entries), f"{len(step.entries)} chunks but {len(result.rows)} rows"
-        self._learn(step.entries, result.elapsed)
+        self._learn(step, result.elapsed)
         withdrawn = self.in_flight.settle(step, result.rows)
         if withdrawn:
             self._requeue_readers(withdrawn, {seq.request_id for seq, _ in step.entries})
-        outputs: list[Output] = []
-        for (seq, chunk), row in zip(step.entries, result.rows, strict=True):
+        outputs, has_states = list[Output](), self.cache.checkpoints.num_pages > 0
+        for (seq, chunk), num_known, row in zip(step.entries, step.lengths, result.rows, strict=True):
             if is_current(seq, chunk):
-                output = self._update_row(seq, chunk, row)
+                output = self._update_row(seq, chunk, num_known, row)
                 if output is not None:
                     outputs.append(output)
             elif row.error is not None and row.error.kind is RowErrorKind.NON_FINITE:
                 self.pool.distrust(self._written(chunk))
-            if chunk.saves or chunk.state:
-                num_computed = chunk.start + chunk.num_known + chunk.num_accepted(row.token_ids)
+            if has_states and (chunk.saves or chunk.state):
+                num_computed = chunk.start + num_known + chunk.num_accepted(row.token_ids)
                 self.cache.checkpoints.end(seq, chunk, 0 if row.error is not None else num_computed)
         self.in_flight.free(step)
         return outputs
@@ -217,9 +217,9 @@ class Scheduler:
         for seq in running:
             if seq.status is not Status.RUNNING:
                 continue  # preempted below, for a sequence earlier in the order
-            start = before = seq.next_start
-            hit = NO_HIT
-            if seq.num_tokens - start > 1:
+            start = before = seq.num_computed_tokens + seq.num_scheduled_tokens
+            hit, num_tokens = NO_HIT, len(seq.token_ids) + (seq.pending_row is not None)
+            if num_tokens - start > 1:
                 hit = self.cache.match(seq)  # others may have published what it was about to compute
                 if hit.block_ids and seq.num_scheduled_tokens:
                     continue  # it takes them over in the next step: the one in flight names the block that it drops
@@ -227,7 +227,8 @@ class Scheduler:
                 index = hit.start_block + len(hit.block_ids) or start // self.block_size
                 if self._is_promised(plan, seq, index) or self._is_loading(seq, hit, index):
                     continue
-            n = plan.chunk_len(seq, start, alone=alone)
+            want = num_tokens - start
+            n = plan.chunk_len(seq, start, want, alone=alone)
             while n and not self.cache.extend(seq, hit, start + n, last_resort=len(self.running) == 1):
                 if self.in_flight:
                     self._drains = True
@@ -238,7 +239,7 @@ class Scheduler:
             if n:
                 if hit.block_ids:
                     self.accounting.adopted(seq, hit, before)
-                plan.add(seq, start, n, writes=self.cache.writes(seq))
+                plan.add(seq, start, n, want, writes=self.cache.writes(seq))
         return preempted
 
     def _plan_waiting(self, plan: Plan, *, is_shared: bool) -> None:
@@ -319,7 +320,8 @@ class Scheduler:
 
     def _admit(self, plan: Plan, seq: Sequence, hit: Hit, reserved: int) -> bool:
         """Admit a waiting sequence and plan its first chunk; otherwise return False and change nothing."""
-        n = plan.chunk_len(seq, hit.num_tokens, alone=len(self._sequences) == 1)
+        want = seq.num_tokens - hit.num_tokens
+        n = plan.chunk_len(seq, hit.num_tokens, want, alone=len(self._sequences) == 1)
         extra = self._charge_for(hit)
         if not n or (extra and plan.entries and extra + n > plan.budget) or not self._fits(seq, hit, reserved):
             return False
@@ -333,7 +335,7 @@ class Scheduler:
         self.running.add(seq)
         self.tenants.admitted(seq)
         seq.status = Status.RUNNING
-        plan.add(seq, hit.num_tokens, n, writes=self.cache.writes(seq), extra=extra)
+        plan.add(seq, hit.num_tokens, n, want, writes=self.cache.writes(seq), extra=extra)
         return True
 
     def _fits(self, seq: Sequence, hit: Hit, reserved: int) -> bool:
@@ -390,17 +392,17 @@ class Scheduler:
         self.waiting.add(seq)
 
     def _chunk(self, seq: Sequence, n: int) -> Chunk:
-        request, tokens, start = seq.request, seq.token_ids, seq.next_start
+        request, tokens, start = seq.request, seq.token_ids, seq.num_computed_tokens + seq.num_scheduled_tokens
         end = start + n
         is_unknown = start == len(tokens)
         state, saves = self.cache.take_state(seq, start, end) if self.cache.checkpoints.num_pages else ((), ())
-        write_from = max(start, seq.num_published_blocks * self.block_size)
+        published = seq.num_published_blocks * self.block_size
         return Chunk(  # in the order of its fields: keywords cost a tenth of a step of 256 decodes
             request.request_id,
             array("i", (UNKNOWN_TOKEN,)) if is_unknown else tokens[start:end],
             start,
             seq.block_ids,
-            write_from,
+            start if start > published else published,
             1 if end >= len(tokens) and request.sampling.max_tokens else 0,
             request.sampling,
             len(request.prompt),
@@ -476,11 +478,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------- results
 
-    def _learn(self, planned: list[tuple[Sequence, Chunk]], elapsed: float) -> None:
+    def _learn(self, step: StepInFlight, elapsed: float) -> None:
         """Update the compute rate (the rule of transfers.py) and the step durations."""
-        lengths = [chunk.num_known for _, chunk in planned]
+        planned, lengths = step.entries, step.lengths
         num_tokens = sum(lengths)
-        num_decodes = sum(1 for _, chunk in planned if chunk.start >= chunk.num_prompt_tokens)
+        num_decodes = sum([chunk.start >= chunk.num_prompt_tokens for _, chunk in planned])
         self.transfers.rate.learn(num_tokens, num_tokens - num_decodes, elapsed)
         num_single = len(planned)
         if num_tokens > num_single:
@@ -489,14 +491,14 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.learn([chunk for _, chunk in planned], elapsed)
 
-    def _update_row(self, seq: Sequence, chunk: Chunk, row: Row) -> Output | None:
+    def _update_row(self, seq: Sequence, chunk: Chunk, num_known: int, row: Row) -> Output | None:
         self.accounting.computed(seq, chunk)
         if row.error is not None:
             return self._row_failed(seq, chunk, row, row.error.kind)
         assert bool(row.token_ids) == bool(chunk.num_logits), f"{chunk.num_logits} due, {len(row.token_ids)} came"
         breakdown: PromptTokenBreakdown | None = None
         reason: FinishReason | None = None
-        num_drafts = chunk.num_drafts
+        num_drafts = len(chunk.token_ids) - num_known
         if row.token_ids:
             if len(seq.token_ids) == chunk.num_prompt_tokens:
                 breakdown = self.accounting.close(seq)
@@ -504,7 +506,7 @@ class Scheduler:
         elif not seq.request.sampling.max_tokens and chunk.start + len(chunk.token_ids) == len(seq.token_ids):
             breakdown, reason = self.accounting.close(seq), FinishReason.LENGTH
         num_accepted = self._num_accepted(seq, chunk, row.token_ids) if num_drafts else 0
-        seq.num_computed_tokens += chunk.num_known + num_accepted
+        seq.num_computed_tokens += num_known + num_accepted
         if seq.recompute is None:
             self.cache.publish(seq)
         elif self.trust.row_passed(seq):
@@ -529,14 +531,15 @@ class Scheduler:
 
         Return the row without others, and the reason if it is finished.
         """
-        num, reason = 0, None
-        while reason is None and num < len(row.token_ids):
-            seq.token_ids.append(row.token_ids[num])
+        token_ids, num, reason = row.token_ids, 0, None
+        while reason is None and num < len(token_ids):
+            seq.token_ids.append(token_ids[num])
             num += 1
             reason = self._finish_reason(seq)
         self.counters.generation_tokens += num
-        self.counters.forced_tokens += 0 if num_drafts else num - 1
-        if num < len(row.token_ids):
+        if not num_drafts and num > 1:
+            self.counters.forced_tokens += num - 1
+        if num < len(token_ids):
             row = row._replace(token_ids=row.token_ids[:num], logprobs=row.logprobs[:num])
         return row, reason
 
@@ -586,12 +589,13 @@ class Scheduler:
 
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
         request, tokens = seq.request, seq.token_ids
-        sampling, num_outputs = request.sampling, len(tokens) - len(request.prompt)
+        sampling, num_tokens = request.sampling, len(tokens)
+        num_outputs = num_tokens - len(request.prompt)
         if tokens[-1] in sampling.stop_token_ids and (
             num_outputs >= sampling.min_tokens or sampling.grammar is not None
         ):
             return FinishReason.STOP  # before min_tokens only if the grammar allows nothing else
-        if num_outputs >= sampling.max_tokens or len(tokens) >= self.limits.max_model_len:
+        if num_outputs >= sampling.max_tokens or num_tokens >= self.limits.max_model_len:
             return FinishReason.LENGTH
         return None
 
@@ -609,18 +613,19 @@ class Scheduler:
     def _output(
         self, seq: Sequence, row: Row, reason: FinishReason | None, breakdown: PromptTokenBreakdown | None = None
     ) -> Output:
+        request, error = seq.request, row.error
         return Output(  # in the order of its fields, as in `_chunk`
-            seq.request.request_id,
+            request.request_id,
             row.token_ids,
             row.logprobs,
             reason,
-            len(seq.request.prompt),
+            len(request.prompt),
             seq.num_cached_tokens + seq.num_store_tokens + seq.num_followed_tokens,
-            None if row.error is None else row.error.message,
+            None if error is None else error.message,
             row.prompt_logprobs,
             breakdown,
             seq.scheduled_at,
-            row.error is not None and row.error.kind is RowErrorKind.GRAMMAR,
+            error is not None and error.kind is RowErrorKind.GRAMMAR,
             0 if breakdown is None else self.accounting.num_evicted(seq, breakdown),
         )
 
