@@ -3,7 +3,6 @@
 import re
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from functools import partial
 from urllib.parse import urlencode
 
@@ -138,7 +137,7 @@ class _Front:
         state.check_admission()
         state.proxy.check_queue(record.principal.tenant)
         path, headers = scope["path"], scope["headers"]
-        sender = replace(state.sender(record.principal, headers), reads_answer=self._reads_answers)
+        sender = state.sender(record.principal, headers, reads_answer=self._reads_answers)
         body = await state.bodies.read_spooled(Request(scope, receive, send))
         start, record.received_at = time.perf_counter(), time.monotonic()
         watched = receive if self._reads_answers else None  # a picker hears of its client later

@@ -164,14 +164,14 @@ class GatewayState:
     def _has_replicas(self) -> bool:
         return any(member.state == "up" for member in self.members.members.values())
 
-    def sender(self, principal: Principal, headers: list[tuple[bytes, bytes]]) -> Sender:
+    def sender(self, principal: Principal, headers: list[tuple[bytes, bytes]], *, reads_answer: bool = True) -> Sender:
         """Return the sender of a request. If replicas see one key only, a salt separates the tenants there too.
 
         If the router has no tenants and forwards keys, the client's key decides (client_keys.py).
         """
         is_salted = bool(principal.domain) and self.options.replica_api_key is not None
         domain = principal.domain or (self.client_keys.domain(headers) if self._passes_keys_on else b"")
-        return Sender(domain, is_salted, session_of(headers))
+        return Sender(domain, is_salted, session_of(headers), reads_answer)
 
     @property
     def _passes_keys_on(self) -> bool:

@@ -154,9 +154,8 @@ class RequestReader:
         scoped = None if self.tokenizer is None else self.tokenizer.for_domain(sender.domain.hex(), domain)
         limit = model_info.max_model_len or sys.maxsize  # the replica refuses a longer prompt
         skipped = Skipped()
-        bounds = replace(_ANYTHING, skipped=skipped)
-        if model_info.reads_parts:
-            bounds = replace(bounds, unreadable_parts=DIGEST)
+        unreadable = DIGEST if model_info.reads_parts else _ANYTHING.unreadable_parts
+        bounds = replace(_ANYTHING, skipped=skipped, unreadable_parts=unreadable)
         tokens, text, count = self._prompt(path, api, values, scoped, limit, bounds)
         if tokens is not None:
             prompt = Prompt(tokens if len(tokens) <= limit else tokens[:limit], root, chain=self._chain)
