@@ -221,6 +221,19 @@ def test_a_tenant_beside_many_connections_waits_at_most_three_times_as_long_as_a
     assert p50_beside(num, cost, hog_output=hog_output) <= 3 * p50_beside(0, cost)
 
 
+def shares_of(decode: float, token: float, *tenants: str, two_decodes: float = 0.0) -> TenantShares:
+    """Shares of tenants with a request each; seconds of one decode, and of one more prompt token, are known."""
+    times = StepTimes(MaxStepTime())
+    times.learn(0, 1, decode)
+    times.learn(0, 2, two_decodes)  # 0: not known
+    times.learn(LEAST_TOKENS, 0, LEAST_TOKENS * token)
+    shares = TenantShares(Limits(2048, 64, 1024), 100, times)
+    for tenant in tenants:
+        request = make_request(tenant, [1], tenant=tenant)
+        shares.arrived(Sequence(request, array("i", [1]), BlockHash(b""), BlockHash(b"")))
+    return shares
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     token=st.floats(1e-5, 0.1),
@@ -232,14 +245,7 @@ def test_a_tenant_beside_many_connections_waits_at_most_three_times_as_long_as_a
 def test_a_tenant_beside_decodes_is_never_ahead_of_its_time_by_more_than_the_least_chunk(
     token: float, decode: float, steps: list[tuple[int, int, int, int]]
 ) -> None:
-    times = StepTimes(MaxStepTime())
-    times.learn(0, 1, decode)
-    times.learn(LEAST_TOKENS, 0, LEAST_TOKENS * token)
-    shares, alone, taken = TenantShares(Limits(2048, 64, 1024), 100, times), 0.0, 0.0
-    for tenant in ("one", "hog"):
-        shares.arrived(
-            Sequence(make_request(tenant, [1], tenant=tenant), array("i", [1]), BlockHash(b""), BlockHash(b""))
-        )
+    shares, alone, taken = shares_of(decode, token, "one", "hog"), 0.0, 0.0
     for num_decodes, num_prompt_tokens, *hog in steps:
         demands = {"one": StepDemand(num_decodes, num_prompt_tokens), "hog": StepDemand(*hog)}
         found = shares.of_step(demands, 2)
@@ -249,15 +255,14 @@ def test_a_tenant_beside_decodes_is_never_ahead_of_its_time_by_more_than_the_lea
         assert taken <= (alone + LEAST_TOKENS * token) * (1 + 1e-9)
 
 
+def test_a_prompt_beside_rows_that_take_as_long_as_a_step_each_goes_on() -> None:
+    shares = shares_of(0.01, 0.001, "one", "two", two_decodes=0.05)
+    steps = [shares.of_step({"one": StepDemand(1, 300), "two": StepDemand(1, 0)}, 1)["one"] for _ in range(40)]
+    assert sum(share.num_prompt_tokens for share in steps) >= 10 * LEAST_TOKENS
+
+
 def test_tenants_that_all_owe_time_get_a_step_nevertheless() -> None:
-    times = StepTimes(MaxStepTime())
-    times.learn(0, 1, 0.001)
-    times.learn(LEAST_TOKENS, 0, LEAST_TOKENS * 0.1)
-    shares = TenantShares(Limits(2048, 64, 1024), 100, times)
-    for tenant in ("one", "two"):
-        shares.arrived(
-            Sequence(make_request(tenant, [1], tenant=tenant), array("i", [1]), BlockHash(b""), BlockHash(b""))
-        )
+    shares = shares_of(0.001, 0.1, "one", "two")
     assert shares.of_step({"one": StepDemand(1, 0), "two": StepDemand(0, 300)}, 1)["two"].num_prompt_tokens
     assert shares.of_step({"one": StepDemand(0, 300), "two": StepDemand(1, 0)}, 1)["one"].num_prompt_tokens
     found = shares.of_step({"one": StepDemand(0, 2), "two": StepDemand(0, 1)}, 2)

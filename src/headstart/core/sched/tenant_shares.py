@@ -146,11 +146,11 @@ class TenantShares:
         rows = {name: max_tokens for name in demands}
         wants = {name: demand.num_prompt_tokens for name, demand in demands.items()}
         for name, demand in demands.items():
+            prompts = min(token * min(demand.num_prompt_tokens, LEAST_TOKENS), seconds / 2)
             if row:
-                prompts = min(token * min(demand.num_prompt_tokens, LEAST_TOKENS), seconds / 2)
                 rows[name] = max(int((seconds - prompts) / row), 1)
             if token and demand.num_prompt_tokens:
-                left = seconds - row * min(demand.num_decodes, rows[name])
+                left = max(seconds - row * min(demand.num_decodes, rows[name]), prompts)
                 wants[name] = self._affordable(name, left, demand.num_prompt_tokens)
         if not any(wants.values()) and not any(demand.num_decodes for demand in demands.values()):
             first = min(demands, key=lambda name: self._served[name])  # no step is empty
@@ -164,7 +164,7 @@ class TenantShares:
     def _affordable(self, name: str, left: float, num_prompt_tokens: int) -> int:
         """Return the prompt tokens for `left` seconds, less what the tenant owes: at least a chunk, or none."""
         token, left = self._times.seconds_per_token, left - self._owed.pop(name, 0.0)
-        num = min(num_prompt_tokens, max(int(left / token), LEAST_TOKENS)) if left > 0 else 0
+        num = min(num_prompt_tokens, max(int(left / token), LEAST_TOKENS)) if left >= 0 else 0
         if num * token > left:
             self._owed[name] = num * token - left
         return num
