@@ -82,7 +82,6 @@ def run_pick(seed: int, config: PickConfig = PickConfig(), bar: Bar = QUIET) -> 
     before = sum(len(index_of(endpoint)) for endpoint in router.endpoints.values())
     _unique(router, config, rng, bar)
     after = sum(len(index_of(endpoint)) for endpoint in router.endpoints.values())
-    gc.unfreeze()
     values |= {"blocks_before": before, "blocks_after": after, "bytes_per_block": index_bytes / max(before, 1)}
     if after > config.replicas * config.blocks:
         problems.append(f"{after:,} blocks in an index of {config.replicas * config.blocks:,}")
