@@ -15,6 +15,10 @@ namespace {
 // Maximum number of pairs summed in registers at a time. With INT_PIECE, the largest products just fit int32.
 constexpr long FLOAT_PIECE = 1024, INT_PIECE = 256;
 
+struct Quad {  // int16 of x for int8 weights that are packed for AMX tiles, four inputs side by side: 0 and 2, 1 and 3
+    uint32_t even, odd;
+};
+
 // Prefetches `bytes`, at most two cache lines, into the second cache.
 inline void prefetch(const char *at, long bytes) {
     _mm_prefetch(at, _MM_HINT_T1);
@@ -132,6 +136,23 @@ struct Int8 : Wide<Int8> {
 #else
         sum.value = _mm512_add_epi32(sum.value, _mm512_madd_epi16(weights, _mm512_set1_epi32((int)*x)));
 #endif
+    }
+};
+
+struct Int8Quads : Wide<Int8Quads> {
+    template <int>
+    using Sum = Ints;
+    typedef Quad Unit;
+    struct Weights {
+        __m512i even, odd;
+    };
+    static constexpr int BYTES = 2, INPUTS = 4, WEIGHT_BYTES = TILE * 4, PIECE = INT_PIECE / 2;  // BYTES: half of a unit
+    static Weights load(const char *at) {
+        __m512i all = _mm512_loadu_si512(at);
+        return {_mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8), _mm512_srai_epi16(all, 8)};
+    }
+    static void add(Ints &sum, const Weights &weights, const Unit *x) {
+        Int8::add(sum, weights.even, &x->even), Int8::add(sum, weights.odd, &x->odd);
     }
 };
 
@@ -269,6 +290,28 @@ struct Int8 {
                 add_in_place(sums[r][c].high, _mm256_madd_epi16(high, pair));
             }
         }
+    }
+};
+
+struct Int8Quads : Int8 {
+    typedef Quad Unit;
+    static constexpr int INPUTS = 4, WEIGHT_BYTES = TILE * 4, PIECE = INT_PIECE / 2;
+    template <int R, int C>
+    static void step(Sum<R> (&sums)[R][C], const char *at, int half, const Unit *x, long stride, const char *next,
+                     long fetch) {
+        prefetch(next, fetch);
+        const __m256i *all = (const __m256i *)(at + half * HALF * 4);
+        for (int c = 0; c < C; c++) {
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++) {
+                add(sums[r][c].low, all[2 * c], x[r * stride]), add(sums[r][c].high, all[2 * c + 1], x[r * stride]);
+            }
+        }
+    }
+    static void add(__m256i &sum, __m256i weights, Quad x) {
+        __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(weights, 8), 8), odd = _mm256_srai_epi16(weights, 8);
+        add_in_place(sum, _mm256_madd_epi16(even, _mm256_set1_epi32((int)x.even)));
+        add_in_place(sum, _mm256_madd_epi16(odd, _mm256_set1_epi32((int)x.odd)));
     }
 };
 

@@ -179,7 +179,7 @@ void all_by_blocks(const Call &call) {
 inline bool is_many(const Call &call) {
     long each = ROWS_EACH;
     for (int l = 0; l < call.num_links; l++) {
-        long own = operations_of(*call.links[l].linear).rows_each;
+        long own = operations_of(*call.links[l].linear, call.count).rows_each;
         each = own > each ? own : each;
     }
     return call.count >= each * call.scratch.threads;

@@ -33,9 +33,14 @@ void prepare_bf16(const Linear &linear, const void *row, char *out, float *) {
 #endif
 
 // Rows for int8 weights become int16 with one scale per row: steps of 2^-15 of the row's largest number, finer than
-// bf16 at that number. A row with a number that is not finite gives NaN in all its outputs. For AMX tiles, a unit is the
-// high bytes of its numbers and then their low bytes.
+// bf16 at that number. A row with a number that is not finite gives NaN in all its outputs.
 constexpr long STEP = 64;
+enum Layout {
+    PAIRS,   // in their order
+    QUADS,   // see Quad
+    PLANES,  // for AMX tiles: of 64 numbers, the high bytes and then the low bytes
+};
+template <Layout LAYOUT>
 void prepare_int8(const Linear &linear, const void *row, char *out, float *scale) {
     const bf16 *x = (const bf16 *)row, *norm = (const bf16 *)linear.norm;
     long size = linear.in_features, padded = (size + INT8_INPUTS - 1) / INT8_INPUTS * INT8_INPUTS;
@@ -55,12 +60,11 @@ void prepare_int8(const Linear &linear, const void *row, char *out, float *scale
 #pragma omp simd
         for (long i = 0; i < count; i++) {
             int whole = (int)rintf(element(x + k, norm ? norm + k : norm, factor, i) * inverse);
-#if defined(AMX_TILES)
-            out[i] = (char)(whole >> 8), out[STEP + i] = (char)whole;
-#else
-            ((int16_t *)out)[i] = (int16_t)whole;
-#endif
+            if (LAYOUT == PLANES) out[i] = (char)(whole >> 8), out[STEP + i] = (char)whole;
+            else ((int16_t *)out)[i] = (int16_t)whole;
         }
+        for (__m128i *eight = (__m128i *)out; LAYOUT == QUADS && eight < (__m128i *)out + STEP / 8; eight++)
+            _mm_storeu_si128(eight, _mm_shufflehi_epi16(_mm_shufflelo_epi16(_mm_loadu_si128(eight), 0xd8), 0xd8));
     }
 }
 
@@ -76,9 +80,14 @@ void prepare_fp32(const Linear &linear, const void *row, char *out, float *) {
 
 #if defined(AMX_TILES)
 const Operations BF16_OPERATIONS = amx::operations<amx::Floating>(COPIES, prepare_bf16);
-const Operations INT8_OPERATIONS = amx::operations<amx::Integers>(false, prepare_int8);
+const Operations INT8_MANY = amx::operations<amx::Integers>(false, prepare_int8<PLANES>);
+const Operations INT8_OPERATIONS = [] {
+    Operations few{INT8_INPUTS, amx::UNIT_BYTES, INT8_INPUTS * sizeof(int16_t), false, prepare_int8<QUADS>, multiply<Int8Quads>};
+    few.many = &INT8_MANY;
+    return few;
+}();
 #else
 const Operations BF16_OPERATIONS{2, Bf16::WEIGHT_BYTES, sizeof(Bf16::Unit), COPIES, prepare_bf16, multiply<Bf16>};
-const Operations INT8_OPERATIONS{2, Int8::WEIGHT_BYTES, sizeof(Int8::Unit), false, prepare_int8, multiply<Int8>};
+const Operations INT8_OPERATIONS{2, Int8::WEIGHT_BYTES, sizeof(Int8::Unit), false, prepare_int8<PAIRS>, multiply<Int8>};
 #endif
 const Operations FP32_OPERATIONS{1, Fp32::WEIGHT_BYTES, sizeof(Fp32::Unit), true, prepare_fp32, multiply<Fp32>, sizeof(float)};

@@ -11,7 +11,7 @@ constexpr long MOST_ROWS = 512, MOST_EACH = 256;
 #else
 constexpr long MOST_ROWS = BLOCK, MOST_EACH = ROWS_EACH;
 #endif
-constexpr long TILED_ROWS = 8;           // from here on, rows are multiplied by weights in blocks on AMX tiles
+constexpr long TILED_ROWS = 16;          // from here on, rows are multiplied by weights of less than 16 bits on AMX tiles
 constexpr long GROUP = 8;                // tiles that a piece of many rows is multiplied by
 constexpr long PANEL_BYTES = 512 << 10;  // maximum size of rows that stay in the L2 cache
 // How far ahead of their use weights are prefetched that are used once; 0: a whole tile, as those that are used again.

@@ -134,6 +134,15 @@ struct Passes {
     }
 };
 
+template <class Op>
+long units_of(const Linear &linear) {
+    return (linear.in_features + Op::INPUTS - 1) / Op::INPUTS;
+}
+template <>
+inline long units_of<Int8Quads>(const Linear &linear) {
+    return (linear.in_features + INT8_INPUTS - 1) / INT8_INPUTS * INT8_INPUTS / Int8Quads::INPUTS;
+}
+
 // Pieces of int8 begin with whole operations on AMX tiles, in every variant, so that all give the same bits.
 template <class Op>
 constexpr long PIECE_STEP = 1;
@@ -145,17 +154,23 @@ template <class Op>
 struct Pieces {
     long units, count;
     explicit Pieces(long units) : units(units), count((units + Op::PIECE - 1) / Op::PIECE) {}
+    explicit Pieces(const Linear &linear) : Pieces(units_of<Op>(linear)) {}
     long begin(long piece) const {
         long at = (units * piece / count + PIECE_STEP<Op> - 1) / PIECE_STEP<Op> * PIECE_STEP<Op>;
         return at < units ? at : units;
     }
     long length(long piece) const { return begin(piece + 1) - begin(piece); }
 };
+template <>
+struct Pieces<Int8Quads> {  // those of Int8
+    Pieces<Int8> pairs;
+    long units, count;
+    explicit Pieces(const Linear &linear)
+        : pairs((linear.in_features + 1) / 2), units(units_of<Int8Quads>(linear)), count(pairs.count) {}
+    long begin(long piece) const { return piece < count ? pairs.begin(piece) * Int8::INPUTS / Int8Quads::INPUTS : units; }
+    long length(long piece) const { return begin(piece + 1) - begin(piece); }
+};
 
-template <class Op>
-long units_of(const Linear &linear) {
-    return (linear.in_features + Op::INPUTS - 1) / Op::INPUTS;
-}
 
 template <class Op>
 const char *tile_of(const Linear &linear, long index) {
@@ -169,7 +184,7 @@ template <class Op>
 void by_sections(const Step &step, const Rows<Op> &rows, long reads, long tile, const char *next) {
     constexpr long BYTES = Op::WEIGHT_BYTES, SECTION = AHEAD_BYTES / BYTES > 1 ? AHEAD_BYTES / BYTES : 1;
     const Linear &linear = *step.linear;
-    const Pieces<Op> pieces(units_of<Op>(linear));
+    const Pieces<Op> pieces(linear);
     const char *weights = tile_of<Op>(linear, tile);
     float sums[Op::ROWS * TILE] = {0}, paused[Op::ROWS * TILE];
     for (long i = 0; i < pieces.count; i++) {
@@ -193,7 +208,7 @@ void by_pieces(const Step &step, const Rows<Op> &rows, long reads, long begin, l
     constexpr long BYTES = Op::WEIGHT_BYTES;
     const Linear &linear = *step.linear;
     const Passes<Op> passes(rows.count);
-    const Pieces<Op> pieces(units_of<Op>(linear));
+    const Pieces<Op> pieces(linear);
     long fetch = (BYTES + reads - 1) / reads;
     for (long tile = begin; tile < end; tile++)
         memset(sums + (tile - begin) * BLOCK * TILE, 0, rows.count * TILE * sizeof(float));
