@@ -26,14 +26,15 @@ class Comparison(NamedTuple):
 class RoutingDecision:
     """The chosen replica, its alternatives and the expectations."""
 
-    __slots__ = ("choice", "comparisons", "endpoint", "excluded", "policy", "regrets", "view")
+    __slots__ = ("candidate", "choice", "comparisons", "endpoint", "excluded", "policy", "regrets", "view")
 
     def __init__(self, view: View, choice: Choice, excluded: dict[str, str], policy: str) -> None:
         self.view = view
         self.choice = choice
         self.excluded = excluded
         self.policy = policy
-        self.endpoint = choice.ranked[0].endpoint
+        self.candidate: Candidate = choice.ranked[0]  # of the chosen replica
+        self.endpoint = self.candidate.endpoint
         self.regrets: dict[str, tuple[str, float]] = {}  # shadow policy -> (its choice, milliseconds)
         self.comparisons: list[Comparison] = []  # of shadow policies, not counted yet
 
@@ -41,12 +42,6 @@ class RoutingDecision:
     def fallbacks(self) -> tuple[str, ...]:
         """Names of the other replicas, next best first."""
         return tuple(candidate.name for candidate in self.choice.ranked[1:])
-
-    @property
-    def candidate(self) -> Candidate:
-        """The candidate of the chosen replica."""
-        first = self.choice.ranked[0]
-        return first if first.endpoint is self.endpoint else self.candidate_of(self.endpoint.name)
 
     @property
     def block_hashes(self) -> list[BlockHash]:
@@ -117,7 +112,8 @@ class InFlight(RoutingDecision):
         sent_at: float,
     ) -> None:
         super().__init__(decision.view, decision.choice, decision.excluded, decision.policy)
-        self.endpoint = endpoint  # the chosen one, or a fallback
+        if endpoint is not self.endpoint:  # a fallback
+            self.endpoint, self.candidate = endpoint, self.candidate_of(endpoint.name)
         self.regrets = decision.regrets
         self.flight = flight
         self.index = index

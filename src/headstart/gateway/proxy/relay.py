@@ -82,7 +82,8 @@ class Relay:
             call.is_pending = False
             self.num_pending -= 1
             self.pending_of[call.tenant] -= 1
-            self.pending_of += Counter()  # drops a tenant without requests
+            if not self.pending_of[call.tenant]:
+                del self.pending_of[call.tenant]
             self.on_wait_end()
 
     def failed(self, in_flight: InFlight, failure: Failure) -> None:

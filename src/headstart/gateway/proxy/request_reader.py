@@ -12,6 +12,7 @@ from array import array
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -38,7 +39,8 @@ from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.value_checks import bad_value, shown, unsupported
 from headstart.router.routing_request import Prompt, RoutingRequest, pack_text, router_root
 
-_ANYTHING = Bounds(
+_anything = partial(
+    Bounds,
     vocab_size=2**31 - 1,
     max_model_len=2**40,
     max_n=2**20,
@@ -46,6 +48,7 @@ _ANYTHING = Bounds(
     max_logprobs=2**20,
     max_messages=2**20,
 )
+_ANYTHING = _anything()
 _USAGE_ASKED = b'{"stream_options":{"include_usage":true},'
 _OPENING = re.compile(rb"\s*\{")
 _RUN = re.compile(r"\w+|[^\w\s]+|\s+")
@@ -155,7 +158,7 @@ class RequestReader:
         limit = model_info.max_model_len or sys.maxsize  # the replica refuses a longer prompt
         skipped = Skipped()
         unreadable = DIGEST if model_info.reads_parts else _ANYTHING.unreadable_parts
-        bounds = replace(_ANYTHING, skipped=skipped, unreadable_parts=unreadable)
+        bounds = _anything(skipped=skipped, unreadable_parts=unreadable)
         tokens, text, count = self._prompt(path, api, values, scoped, limit, bounds)
         if tokens is not None:
             prompt = Prompt(tokens if len(tokens) <= limit else tokens[:limit], root, chain=self._chain)

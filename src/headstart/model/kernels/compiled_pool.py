@@ -96,6 +96,7 @@ class CompiledPool:
     ) -> None:
         self._maker = maker
         self._calls = maker.calls
+        self.capacity = capacity
         before = former.handle if former is not None else None
         self.handle: int = self._calls["new"](capacity, max_blocks, _POLICIES[policy], maker.seed, before)
         self._sizes = array("q", bytes(40))
@@ -106,10 +107,6 @@ class CompiledPool:
     def _size(self, index: int) -> int:
         self._calls["sizes"](self.handle, _address(self._sizes))
         return self._sizes[index]
-
-    @property
-    def capacity(self) -> int:
-        return self._size(0)
 
     def __len__(self) -> int:
         return self._size(1)
@@ -206,6 +203,7 @@ class CompiledPool:
 
     def resize(self, capacity: int) -> None:
         self._calls["resize"](self.handle, capacity)
+        self.capacity = self._size(0)
 
     def check(self) -> None:
         failed = self._calls["check"](self.handle)
