@@ -128,6 +128,8 @@ class InFlight(RoutingDecision):
 
     def drop_alternatives(self) -> None:
         """Forget the other candidates, of which there may be 1,000: an answered request is sent nowhere else."""
+        if len(self.choice.ranked) == 1:
+            return
         candidate = self.candidate
         score = self.choice.scores[self.choice.ranked.index(candidate)]
         alone = Candidates((candidate.endpoint,), (candidate.hit_blocks,), (candidate.hit_tokens,))

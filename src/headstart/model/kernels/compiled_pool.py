@@ -156,6 +156,8 @@ class CompiledPool:
         return self._calls["num_unused_since"](self.handle, serial)
 
     def num_sure(self, reservation: Held) -> int:
+        if not reservation.blocks:
+            return reservation.hit
         first = self._of_blocks("first_unsure", reservation.blocks)
         return reservation.hit if first == len(reservation.blocks) else first
 

@@ -239,6 +239,8 @@ class ApproximateIndex:
     def _extend(self, reservation: Reservation, unsure: int) -> None:
         """Add the missing blocks, as many as there is space for."""
         before = len(reservation.blocks)
+        if before == len(reservation.block_hashes) and not reservation.missing:
+            return
         self._blocks.extend(reservation, unsure)
         if self._discards:
             self._discards.free(FREED_PER_BLOCK * (len(reservation.blocks) - before))
