@@ -10,7 +10,9 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import urllib.request
 from collections.abc import Callable, Generator
 from pathlib import Path
 from statistics import median
@@ -89,6 +91,19 @@ class Served:
     def close(self) -> None:
         self._process.terminate()
         self._process.wait()
+
+
+def watch(url: str, paths: list[str]) -> None:
+    """Read these addresses, one after the other, again and again, as an open page does; in a thread until the end."""
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the server ends first
+            while paths:
+                for path in paths:
+                    with urllib.request.urlopen(url + path) as answer:
+                        answer.read()
+
+    threading.Thread(target=read, daemon=True).start()
 
 
 async def load(url: str, path: str, bodies: list[dict[str, Any]], at_once: int) -> None:
@@ -199,6 +214,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=200, help="per side of a pair, over HTTP")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--new-env", action="append", default=[], help="NAME=VALUE for the new server or router only")
+    parser.add_argument("--new-watch", action="append", default=[], help="a path that is read there all the time")
     options = parser.parse_args()
     more = dict(one.split("=", 1) for one in options.new_env)
     checkouts, results = (options.old, options.new), []
@@ -212,6 +228,7 @@ def main() -> int:
             ]
             for side in sides:
                 stack.callback(side.close)
+            watch(sides[1].url, options.new_watch)
             return sides[0], sides[1]
 
         rows: dict[str, Callable[[int, int], float]] = {}
