@@ -8,13 +8,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from clients.environments import Program, UnreachableError, environment
+from clients.environments import PLAYWRIGHT, UnreachableError, environment
 from server.harness import spawn
 
 from headstart.model.weights.init_model import init_model
 
 CHECKS = Path(__file__).with_name("browser_checks.py")
-PLAYWRIGHT = Program("playwright", ("playwright==1.65.2", "axe-playwright-python==0.1.8"), "", (), is_npm=False)
 SIZES = ["--port", "0", "--num-blocks", "512", "--max-model-len", "1024", "--heartbeat-timeout", "600"]
 KEYS = ["--api-key", "a", "--api-key", "b", "--admin-api-key", "root"]
 
