@@ -1,4 +1,4 @@
-"""The live page as text and picture, for readers without a screen: look.py URL [--key KEY] [--picture FILE] [ACTION...].
+"""The live page as text and picture, for readers without a screen: look.py URL [ACTION...].
 
 Prints the page as a screen reader gets it, after the actions, and writes a screenshot. Needs playwright and Debian's
 chromium. Actions, in their order:

@@ -1,5 +1,5 @@
 // The prefix tree as an icicle: a run of blocks is as wide as the tokens of all prompts that begin so.
-import { element, json, number } from "./api.js";
+import { element, json, number, table } from "./api.js";
 
 const canvas = document.getElementById("icicle");
 const context = canvas.getContext("2d");
@@ -138,19 +138,13 @@ function describe() {
 
 function list() {
   const largest = [...runs].sort((one, other) => other.subtree_tokens - one.subtree_tokens).slice(0, 50);
+  const withTenants = runs.some((run) => run.tenant);
   const heads = ["Begins with", "Depth", "Tokens", "With all below", "Users", "State", "Pinned"];
-  const head = element("tr", "", "", ...heads.map((name) => element("th", "", name)));
-  const rows = largest.map((run) =>
-    element(
-      "tr", "", "",
-      element("td", "", run.text.slice(0, 60)), element("td", "", `${run.depth}`), element("td", "", number(run.tokens)),
-      element("td", "", number(run.subtree_tokens)), element("td", "", `${run.users}`), element("td", "", STATE[run.state]),
-      element("td", "", run.pinned ? "yes" : "no"),
-    ),
-  );
-  document.getElementById("runs").replaceChildren(
-    element("table", "", "", element("thead", "", "", head), element("tbody", "", "", ...rows)),
-  );
+  const rows = largest.map((run) => [
+    run.text.slice(0, 60), `${run.depth}`, number(run.tokens), number(run.subtree_tokens), `${run.users}`, STATE[run.state],
+    run.pinned ? "yes" : "no", ...(withTenants ? [run.tenant] : []),
+  ]);
+  document.getElementById("runs").replaceChildren(table([...heads, ...(withTenants ? ["Tenant"] : [])], rows));
 }
 
 function select(run) {
