@@ -162,7 +162,7 @@ async function refreshTree(frame) {
   if (now - treeAt < TREE_MS) return;
   [treeAt, loading] = [now, true];
   try {
-    held = (await loadTree(isFleet ? `&replica=${encodeURIComponent(url)}` : "")).tenants;
+    held = (await loadTree(isFleet ? `&replica=${encodeURIComponent(url)}` : "")).tenants ?? {};
   } catch (error) {
     byId("tree-summary").textContent = error.message;
   } finally {
