@@ -201,10 +201,11 @@ def test_a_splinter_is_found() -> None:
 OF_BENCHMARKS = re.compile(
     r"""(sys\.path\.insert|run_path|import_module|spec_from_file_location)[^\n]*benchmarks|/ "benchmarks" /"""
 )
-KNOWN_IMPORTS: set[str] = {  # drivers of peers, which run as scripts in environments without our packages
+KNOWN_IMPORTS: set[str] = {  # scripts that run in environments without our packages: drivers of peers, a browser's
     "lab/tests/test_peers.py",
     "lab/tests/test_peers_gguf.py",
     "lab/tests/test_peers_tables.py",
+    "tests/page/test_planted_losses.py",
 }
 
 
