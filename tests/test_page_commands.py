@@ -117,7 +117,7 @@ class Shell:
             self._stop(port)
 
     def _here(self, command: str) -> str:
-        text = re.sub(r"(?<![\w./-])(Qwen/Qwen3-[\d.]+B|\./my-model|my-model|MODEL|llama)(?![\w/])", "./tiny", command)
+        text = re.sub(r"(?<![\w./-])(Qwen/Qwen3-[\d.]+B|\./my-model|my-model|MODEL)(?![\w/-])", "./tiny", command)
         for number, url in enumerate(self._replicas, 7):
             text = text.replace(f"http://10.0.0.{number}:8000", url)
         for known, port in self.ports.items():
