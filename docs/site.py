@@ -1,8 +1,10 @@
 """Build these pages as a site in site/: python docs/site.py (or: make site). Broken links and anchors are errors.
 
-What links to a file outside docs/ names it instead, since the site has only these pages. Needs the package zensical.
+What links to a file outside docs/ names it instead, since the site has only these pages and the changelog. Needs the
+package zensical.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -36,8 +38,10 @@ NAV: dict[str, tuple[str, ...]] = {
     ),
     "Other engines": ("plugins.md", "plugins-vllm.md"),
     "Measured": ("routing-figures.md", "benchmarks.md", "benchmarks-avx2.md", "simulation.md"),
+    "Changes": ("upgrade-notes.md",),
     "Inside": ("architecture.md", "routing-decisions.md", "invariants.md", "kernels.md", "reliability.md"),
 }
+ALSO = {"CHANGELOG.md": "upgrade-notes.md"}  # of the root, and its place in the site
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -48,6 +52,9 @@ def build(out: Path) -> None:
         shutil.copytree(DOCS, source / "docs", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
         for page in (source / "docs").rglob("*.md"):
             page.write_text(without_links_out(page.read_text(encoding="utf-8"), page, source), encoding="utf-8")
+        for name, place in ALSO.items():
+            text = (DOCS.parent / name).read_text(encoding="utf-8")
+            (source / "docs" / place).write_text(without_links_out(text, source / name, source), encoding="utf-8")
         (source / "zensical.toml").write_text(settings(), encoding="utf-8")
         subprocess.run([sys.executable, "-m", "zensical", "build", "--strict"], cwd=source, check=True)
         shutil.rmtree(out, ignore_errors=True)
@@ -55,15 +62,23 @@ def build(out: Path) -> None:
 
 
 def without_links_out(text: str, page: Path, root: Path) -> str:
-    """Return a page whose links to files outside docs/ are their paths in the repository."""
+    """Return a page whose links to files that the site does not have are their paths in the repository.
+
+    A page above docs/ is read as one that is moved into it.
+    """
+    docs = root.resolve() / "docs"
+    folder = page.parent.resolve() if page.resolve().is_relative_to(docs) else docs
 
     def named(link: re.Match[str]) -> str:
-        label, target = link[1], link[2].partition("#")[0]
-        path = (page.parent / target).resolve()
-        if "://" in target or not target or path.is_relative_to(root.resolve() / "docs"):
+        label, (target, mark, anchor) = link[1], link[2].partition("#")
+        if "://" in target or not target:
             return link[0]
-        name = f"`{path.relative_to(root.resolve())}`"
-        return name if label.strip("`") == name.strip("`") else f"{label} ({name})"
+        path = (page.parent / target).resolve()
+        name = path.relative_to(root.resolve()).as_posix()
+        path = docs / ALSO[name] if name in ALSO else path
+        if path.is_relative_to(docs):
+            return f"[{label}]({os.path.relpath(path, folder)}{mark}{anchor})"
+        return f"`{name}`" if label.strip("`") == name else f"{label} (`{name}`)"
 
     return LINK.sub(named, text)
 

@@ -41,13 +41,13 @@ BUDGETS = {
     "router": Budget(("router",), 4_300, 4_100),
     "gateway": Budget(("gateway",), 11_190, 9_200),
     "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 14_230, 10_100),
-    "HTTP, server, engine": Budget(("http", "server", "engine"), 8_530, 7_500),
+    "HTTP, server, engine": Budget(("http", "server", "engine"), 8_570, 7_500),
     "live page": Budget(("page",), 260, 300),
     "store": Budget(("store",), 3_250, 2_300),
     "sim": Budget(("sim",), 2_790, 2_900),
-    "all": Budget(("",), 75_200, 58_900),
+    "all": Budget(("",), 75_300, 58_900),
 }
-REST = Budget(("",), 9_150, 6_800)  # what no other budget but that of all includes
+REST = Budget(("",), 9_180, 6_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
 
 
@@ -201,10 +201,11 @@ def test_a_splinter_is_found() -> None:
 OF_BENCHMARKS = re.compile(
     r"""(sys\.path\.insert|run_path|import_module|spec_from_file_location)[^\n]*benchmarks|/ "benchmarks" /"""
 )
-KNOWN_IMPORTS: set[str] = {  # drivers of peers, which run as scripts in environments without our packages
+KNOWN_IMPORTS: set[str] = {  # scripts that run in environments without our packages: drivers of peers, a browser's
     "lab/tests/test_peers.py",
     "lab/tests/test_peers_gguf.py",
     "lab/tests/test_peers_tables.py",
+    "tests/page/test_planted_losses.py",
 }
 
 

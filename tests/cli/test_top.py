@@ -83,6 +83,20 @@ def test_the_screen_of_a_router() -> None:
     assert lines[-1] == "       38  http://r1  least cost; http://r1 5.0 ms"
 
 
+def test_the_screen_names_the_tenants_if_there_are_several() -> None:
+    rows = [
+        {"tenant": "mail", "prompt_tokens": 400, "cached_tokens": 100, "evicted_tokens": 200, "cause": None},
+        {"tenant": "desk", "prompt_tokens": 400, "cached_tokens": 300, "evicted_tokens": 0, "cause": "tool_order"},
+    ]
+    lines = shown({**FRAME, "tenants": rows}, {**TREE, "tenants": {"mail": 64, "desk": 32}})
+    assert [line.split() for line in lines if line.startswith(("tenant", "mail", "desk"))] == [
+        ["tenant", "prompts", "reused", "computed", "evicted", "cached", "cause"],
+        ["mail", "400", "25", "%", "300", "200", "64", "-"],
+        ["desk", "400", "75", "%", "100", "0", "32", "tool", "order"],
+    ]
+    assert shown({**FRAME, "tenants": rows[:1]}, TREE) == shown(FRAME, TREE)
+
+
 def test_the_screen_fits_a_terminal_and_shows_a_tenants_figures() -> None:
     lines = shown(FRAME, TREE, columns=40, rows=11)
     assert len(lines) == 11 and max(map(len, lines)) <= 40
@@ -96,6 +110,7 @@ def test_the_screen_fits_a_terminal_and_shows_a_tenants_figures() -> None:
         ([], None),
         ({}, None),
         ({**FRAME, "losses": [{}]}, None),
+        ({**FRAME, "tenants": [{"tenant": "t"}] * 2}, TREE),
         ({**FRAME, "sources": {"shared": -1, "computed": 1}}, {"runs": 3}),
         (FRAME, {**TREE, "runs": [["a", 7, 1, 1, 0, "in_use", False, "", ""]]}),
         (FRAME, {**TREE, "runs": [["a"]]}),
@@ -111,7 +126,8 @@ def test_other_answers_are_an_error_in_one_line(figures: Any, tree: Any) -> None
 
 def test_a_server_that_is_gone_is_asked_again(capsys: pytest.CaptureFixture[str]) -> None:
     url = unused_url()
-    assert "no server answers" in top_verb._patient(url, 80, 20)[0]
+    lines = top_verb._patient(url, 40, 20)
+    assert "no server answers" in lines[0] and max(map(len, lines)) <= 40 and "--url" in " ".join(lines)
     assert main(["top", "--once", "--url", url]) == 2 and "no server answers" in capsys.readouterr().err
 
 

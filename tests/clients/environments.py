@@ -96,6 +96,7 @@ AGENTS = (
     Program("cline", ("cline@3.0.65",), "node_modules/@cline/cli-linux-x64/bin/cline"),
     Program("aider", ("aider-chat==0.86.2",), "bin/aider", is_npm=False),
 )
+PLAYWRIGHT = Program("playwright", ("playwright==1.65.2", "axe-playwright-python==0.1.8"), "", is_npm=False)
 LM_EVAL = Program("lm-eval", ("lm-eval[api]==0.4.13", "transformers==5.24.0"), "bin/lm_eval", is_npm=False)
 
 
@@ -153,6 +154,6 @@ def _run(words: list[str], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    for chosen in CLIENTS:
+    for chosen in (*CLIENTS, PLAYWRIGHT):
         if chosen.name in sys.argv[1:] or not sys.argv[1:]:
             print(environment(chosen))

@@ -8,13 +8,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from clients.environments import Program, UnreachableError, environment
+from clients.environments import PLAYWRIGHT, UnreachableError, environment
 from server.harness import spawn
 
 from headstart.model.weights.init_model import init_model
 
 CHECKS = Path(__file__).with_name("browser_checks.py")
-PLAYWRIGHT = Program("playwright", ("playwright==1.65.2", "axe-playwright-python==0.1.8"), "", (), is_npm=False)
 SIZES = ["--port", "0", "--num-blocks", "512", "--max-model-len", "1024", "--heartbeat-timeout", "600"]
 KEYS = ["--api-key", "a", "--api-key", "b", "--admin-api-key", "root"]
 
@@ -34,6 +33,7 @@ def test_every_check_passes_in_a_browser(tmp_path: Path) -> None:
         urls = [server.wait_ready().url for server in started]
         words = [str(python), str(CHECKS), *urls, str(tmp_path)]
         done = subprocess.run(words, capture_output=True, text=True, check=True)
+    print(done.stderr)  # times: for docs/live-page.md
     outcomes = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(outcomes) == 7
     assert [outcome for outcome in outcomes if outcome["error"] is not None] == []

@@ -233,6 +233,28 @@ def test_a_timestamp_at_the_front_of_chats_is_named_with_the_doctors_remedy(fold
                 assert "move it behind the constant text" in causes["timestamp"]["remedy"]
                 assert 0 < causes["timestamp"]["tokens"] <= frame["sources"]["computed"]
             assert other["losses"] == []
+            assert [row["cause"] for row in everything["tenants"]] == ["timestamp"]
+
+    asyncio.run(run())
+
+
+def test_an_administrator_sees_which_tenant_loses_what_and_who_holds_the_pool(folder: str) -> None:
+    async def run() -> None:
+        async with inside(folder, build_checked, **KEYS) as server:
+            for prompt in (MONDAY, [1] * 250, [2] * 100):  # more than its share, so that others evict it
+                await complete(server, prompt, "key-a")
+            for number in range(3, 11):
+                await complete(server, [number] * 250, "key-b")
+            await complete(server, MONDAY, "key-a")
+            tree, frame = (await tree_of(server, "root"))[1], await frame_of(server, "root")
+            own = (await tree_of(server, "key-a"))[1]
+            other, loser = frame["tenants"]  # the most computed tokens first
+            assert own["tenants"] == {loser["tenant"]: own["tokens"]}
+            assert tree["tenants"] == {**own["tenants"], other["tenant"]: tree["tokens"] - own["tokens"]}
+            assert loser["evicted_tokens"] > 0 == other["evicted_tokens"] and loser["cause"] is None
+            computed = sum(row["prompt_tokens"] - row["cached_tokens"] for row in frame["tenants"])
+            assert computed == frame["sources"]["computed"]
+            assert "tenants" not in await frame_of(server, "key-a")
 
     asyncio.run(run())
 

@@ -189,7 +189,7 @@ class GenerationJob:
         self.record.num_prompt_tokens = usage["prompt_tokens"]
         self.record.num_tokens = usage["completion_tokens"]
         self.record.breakdown = self._ledger
-        self._metrics.prompts(self.record.principal.tenant, self.record.breakdown)
+        self._metrics.prompts(self.record.principal.tenant, self.record.breakdown, self.num_evicted_tokens)
         self.record.finish_reason = self.generations[0].finish_reason or "abort"
         if self.record.trace is not None and self.record.trace.is_sampled:
             _add_spans(self.record.trace, self.record, self._chunks, time.monotonic())

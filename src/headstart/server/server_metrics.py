@@ -94,6 +94,7 @@ class Metrics:
             self._finished.add((model_name, reason), 0)
         self._rejected.add((model_name,), 0)
         self.tenants: dict[str, PromptTokenBreakdown] = {}  # tokens of their prompts, by tenant
+        self.evicted_of_tenants: dict[str, int] = {}  # those computed again because their blocks had been evicted
 
     def watch(self, engine: EngineView) -> None:
         """Add the engine's own counters and gauges to every scrape."""
@@ -109,9 +110,13 @@ class Metrics:
         """Add the counts of exported and lost spans to every scrape."""
         self._registry.register(SpanCounts(tracer))
 
-    def prompts(self, tenant: str, breakdown: PromptTokenBreakdown) -> None:
-        """Add the prompt token breakdown of one client request; `tenant` is that of a configured key, or empty."""
+    def prompts(self, tenant: str, breakdown: PromptTokenBreakdown, num_evicted: int = 0) -> None:
+        """Add the prompt token breakdown of one client request; `tenant` is that of a configured key, or empty.
+
+        `num_evicted`: tokens that were computed because their blocks had been evicted.
+        """
         if tenant:
+            self.evicted_of_tenants[tenant] = self.evicted_of_tenants.get(tenant, 0) + num_evicted
             before = self.tenants.get(tenant, PromptTokenBreakdown())
             self.tenants[tenant] = PromptTokenBreakdown(*map(sum, zip(before, breakdown, strict=True)))
 

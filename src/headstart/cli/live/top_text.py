@@ -11,6 +11,7 @@ from headstart.http.logs import printable
 BAR = 30  # columns
 MARKS = "#=-.+"  # of the parts of a bar, in their order
 MAX_CAUSES = 5
+MAX_TENANTS = 6
 MAX_DECISIONS = 6
 _KV = {"referenced": "in use", "pinned_idle": "pinned", "idle": "evictable", "scratch": "free"}
 _STATES = {"in_use": "in use", "reused": "reused", "cached": "cached once"}
@@ -22,6 +23,16 @@ class Lost(msgspec.Struct):
     cause: str
     tokens: int
     remedy: str
+
+
+class TenantFigures(msgspec.Struct):
+    """Prompt tokens of a tenant; `evicted_tokens`: computed again. `cause`: of most of its losses."""
+
+    tenant: str
+    prompt_tokens: int
+    cached_tokens: int
+    evicted_tokens: int
+    cause: str | None = None
 
 
 class ReplicaFigures(msgspec.Struct):
@@ -45,6 +56,7 @@ class LiveFrame(msgspec.Struct):
     sources: dict[str, int] = {}
     hit_rate: float | None = None
     losses: list[Lost] = []
+    tenants: list[TenantFigures] = []
     running: int | None = None
     waiting: int = 0
     prompt_tokens_per_s: float = 0.0
@@ -65,6 +77,7 @@ class TreeReply(msgspec.Struct):
     num_runs: int
     columns: list[str]
     runs: list[list[Any]]
+    tenants: dict[str, int] = {}  # cached tokens
 
 
 def screen(address: str, figures: Any, tree: Any | None, *, columns: int, rows: int) -> list[str]:
@@ -78,7 +91,7 @@ def screen(address: str, figures: Any, tree: Any | None, *, columns: int, rows: 
         made = [f"Headstart  {frame.model or 'router'}  {address}", ""]
         made += _fleet(frame) if frame.object == "fleet.figures" else _server(frame)
         if reply is not None:
-            made += _tree(reply, columns)
+            made += [*_tenants(frame.tenants, reply.tenants), *_tree(reply, columns)]
     except (msgspec.ValidationError, LookupError, TypeError, ValueError) as error:
         raise HeadstartError(f"{address} does not answer as this version does ({error})") from error
     return [printable(line)[:columns] for line in made[:rows]]
@@ -100,6 +113,20 @@ def _server(frame: LiveFrame) -> Iterator[str]:
         yield f"  {lost.cause.replace('_', ' '):<18} {lost.tokens:>9,} {_share(share):>6}  {lost.remedy}"
     if not frame.losses:
         yield "  nothing"
+
+
+def _tenants(tenants: list[TenantFigures], held: Mapping[str, int]) -> Iterator[str]:
+    if len(tenants) < 2:
+        return
+    yield from (
+        "",
+        f"{'tenant':<20} {'prompts':>10} {'reused':>6} {'computed':>10} {'evicted':>9} {'cached':>9}  cause",
+    )
+    for one in tenants[:MAX_TENANTS]:
+        share, computed = _share(one.cached_tokens / (one.prompt_tokens or 1)), one.prompt_tokens - one.cached_tokens
+        numbers = f"{one.prompt_tokens:>10,} {share:>6} {computed:>10,} {one.evicted_tokens:>9,}"
+        cause = (one.cause or "-").replace("_", " ")
+        yield f"{one.tenant:<20} {numbers} {held.get(one.tenant, 0):>9,}  {cause}"
 
 
 def _fleet(frame: LiveFrame) -> Iterator[str]:

@@ -2,12 +2,14 @@
 
 import sys
 import time
+from textwrap import wrap
 from typing import Annotated, Any
 
 import typer
 
 from headstart.cli.client_request import DEFAULT_URL, call_server
 from headstart.core.errors import HeadstartError
+from headstart.http.logs import printable
 
 MAX_RUNS = 60
 COLUMNS, ROWS = 160, 200  # where stdout is not a terminal
@@ -49,7 +51,7 @@ def _patient(url: str, columns: int, rows: int) -> list[str]:
     try:
         return _screen(url, columns, rows)
     except HeadstartError as error:
-        return [str(error), "", "trying again; Ctrl-C ends this"]
+        return [*wrap(printable(str(error)), columns, break_on_hyphens=False), "", "trying again; Ctrl-C ends this"]
 
 
 def _screen(url: str, columns: int, rows: int) -> list[str]:

@@ -58,6 +58,13 @@ export function element(tag, className = "", text = "", ...children) {
   return made;
 }
 
+// A table of texts or elements.
+export function table(heads, rows) {
+  const cells = (tag, values) => element("tr", "", "", ...values.map((value) => element(tag, "", "", value)));
+  const body = element("tbody", "", "", ...rows.map((values) => cells("td", values)));
+  return element("table", "", "", element("thead", "", "", cells("th", heads)), body);
+}
+
 // A stacked bar of [class, value] with its parts named for screen readers.
 export function bar(parts, total) {
   const made = element("div", "bar");

@@ -1,5 +1,5 @@
 // The page: reads the stream of figures and fills its parts; the tree is loaded again when something has changed.
-import { bar, element, events, ms, number, useKey } from "./api.js";
+import { bar, element, events, ms, number, table, useKey } from "./api.js";
 import { setSpeed, startChat } from "./chat.js";
 import { loadTree, startTree } from "./tree.js";
 
@@ -9,6 +9,7 @@ const TREE_MS = 900;
 let stream = null;
 let treeAt = 0;
 let loading = false;
+let held = {}; // tokens of the last tree, by tenant
 
 function status(text, isLive) {
   if (byId("status").textContent !== text) byId("status").textContent = text;
@@ -47,6 +48,7 @@ function showFigures(frame) {
   showSources(frame.sources, frame.window_seconds);
   if (frame.kv_tokens) showCapacity(frame.kv_tokens);
   showLosses(frame.losses, frame.sources, frame.window_seconds);
+  showTenants(frame.tenants ?? []);
 }
 
 function showSources(sources, seconds) {
@@ -82,6 +84,17 @@ function showLosses(losses, sources, seconds) {
       return element("li", "", "", head, part, element("p", "", loss.remedy));
     }),
   );
+}
+
+function showTenants(tenants) {
+  const heads = ["Tenant", "Prompt tokens", "Reused", "Computed", "Evicted earlier", "Main cause", "Cached now"];
+  const rows = tenants.map((one) => [
+    one.tenant, number(one.prompt_tokens), percent(one.cached_tokens / one.prompt_tokens),
+    number(one.prompt_tokens - one.cached_tokens), number(one.evicted_tokens), (one.cause ?? "-").replaceAll("_", " "),
+    number(held[one.tenant] ?? 0),
+  ]);
+  byId("tenants").hidden = tenants.length < 2;
+  byId("shares").replaceChildren(table(heads, rows));
 }
 
 function row(name, value) {
@@ -133,20 +146,12 @@ const short = (value) => (value >= 0.01 || !value ? `${Number(value.toPrecision(
 
 function showDecisions(decisions) {
   const heads = ["Prompt", "Sent to", "Why", "Price of each replica"];
-  const rows = decisions.map((one) =>
-    element(
-      "tr", "", "",
-      element("td", "", number(one.prompt_tokens)), element("td", "", host(one.endpoint)), element("td", "", one.reason),
-      element("td", "", "", ...one.candidates.map((other) =>
-        element("div", "price", `${host(other.endpoint)}: ${ms(other.cost_ms)} (${number(other.cached_tokens)} cached)`))),
-    ),
-  );
-  const head = element("tr", "", "", ...heads.map((name) => element("th", "", name)));
-  byId("decisions").replaceChildren(
-    rows.length
-      ? element("table", "", "", element("thead", "", "", head), element("tbody", "", "", ...rows))
-      : element("p", "times", "None yet."),
-  );
+  const price = (one) =>
+    element("div", "price", `${host(one.endpoint)}: ${ms(one.cost_ms)} (${number(one.cached_tokens)} cached)`);
+  const rows = decisions.map((one) => [
+    number(one.prompt_tokens), host(one.endpoint), one.reason, element("div", "", "", ...one.candidates.map(price)),
+  ]);
+  byId("decisions").replaceChildren(rows.length ? table(heads, rows) : element("p", "times", "None yet."));
 }
 
 async function refreshTree(frame) {
@@ -157,7 +162,7 @@ async function refreshTree(frame) {
   if (now - treeAt < TREE_MS) return;
   [treeAt, loading] = [now, true];
   try {
-    await loadTree(isFleet ? `&replica=${encodeURIComponent(url)}` : "");
+    held = (await loadTree(isFleet ? `&replica=${encodeURIComponent(url)}` : "")).tenants ?? {};
   } catch (error) {
     byId("tree-summary").textContent = error.message;
   } finally {

@@ -1,21 +1,28 @@
 // The prefix tree as an icicle: a run of blocks is as wide as the tokens of all prompts that begin so.
-import { element, json, number } from "./api.js";
+import { element, json, number, table } from "./api.js";
 
 const canvas = document.getElementById("icicle");
 const context = canvas.getContext("2d");
 const MIN_WIDTH = 0.5; // pixels; narrower runs are not drawn
 const MAX_ROWS = 60;
+const COLUMNS = ["id", "parent", "tokens", "subtree_tokens", "users", "state", "pinned", "tenant", "text"];
 let runs = []; // in preorder, each with its place: x0 and x1 in 0..1, depth, children
 let block = 16;
 let selected = null; // ids survive a new tree
 let zoomed = null;
 let shown = []; // rectangles drawn last, for clicks
 let due = false;
+let painted = 0;
 
 export async function loadTree(query = "") {
   const answer = await json(`v1/cache/tree?max_runs=10000${query}`);
+  performance.mark("load");
   block = answer.block_size;
-  runs = answer.runs.map((values) => Object.fromEntries(answer.columns.map((name, i) => [name, values[i]])));
+  const [id, parent, tokens, below, users, state, pinned, tenant, text] = COLUMNS.map((name) => answer.columns.indexOf(name));
+  runs = answer.runs.map((row) => ({
+    id: row[id], parent: row[parent], tokens: row[tokens], subtree_tokens: row[below], users: row[users], state: row[state],
+    pinned: row[pinned], tenant: row[tenant], text: row[text],
+  }));
   place(answer.tokens);
   const more = answer.num_runs > runs.length ? `, the ${number(runs.length)} largest of ${number(answer.num_runs)} runs` : "";
   document.getElementById("tree-summary").textContent = runs.length
@@ -26,6 +33,7 @@ export async function loadTree(query = "") {
   draw();
   describe();
   if (document.getElementById("table").open) list();
+  performance.measure("tree-load", "load");
   return answer;
 }
 
@@ -105,7 +113,9 @@ function paint() {
     context.lineWidth = 3;
     context.strokeRect(marked[0] + 1.5, marked[1] + 1.5, Math.max(marked[2] - 4, 2), row - 4);
   }
-  performance.measure("tree", "paint");
+  if (painted++ % 100 === 0) performance.clearMeasures(); // a page may be open for weeks
+  performance.measure("tree-paint", "paint");
+  performance.clearMarks();
 }
 
 function label(run, x, y, room, ink) {
@@ -138,19 +148,13 @@ function describe() {
 
 function list() {
   const largest = [...runs].sort((one, other) => other.subtree_tokens - one.subtree_tokens).slice(0, 50);
+  const withTenants = runs.some((run) => run.tenant);
   const heads = ["Begins with", "Depth", "Tokens", "With all below", "Users", "State", "Pinned"];
-  const head = element("tr", "", "", ...heads.map((name) => element("th", "", name)));
-  const rows = largest.map((run) =>
-    element(
-      "tr", "", "",
-      element("td", "", run.text.slice(0, 60)), element("td", "", `${run.depth}`), element("td", "", number(run.tokens)),
-      element("td", "", number(run.subtree_tokens)), element("td", "", `${run.users}`), element("td", "", STATE[run.state]),
-      element("td", "", run.pinned ? "yes" : "no"),
-    ),
-  );
-  document.getElementById("runs").replaceChildren(
-    element("table", "", "", element("thead", "", "", head), element("tbody", "", "", ...rows)),
-  );
+  const rows = largest.map((run) => [
+    run.text.slice(0, 60), `${run.depth}`, number(run.tokens), number(run.subtree_tokens), `${run.users}`, STATE[run.state],
+    run.pinned ? "yes" : "no", ...(withTenants ? [run.tenant] : []),
+  ]);
+  document.getElementById("runs").replaceChildren(table([...heads, ...(withTenants ? ["Tenant"] : [])], rows));
 }
 
 function select(run) {

@@ -140,11 +140,18 @@ CACHE_TREE = object_of(
     model=STRING,
     **ints("block_size capacity_tokens tokens num_runs"),
     seconds_ago=NUMBER,
+    tenants=map_of(INTEGER),
     columns=list_of(STRING),
     runs=list_of(LIST),
 )
 _LOSS = object_of(
     "Prompt tokens that were computed for one cause, and how to mend it.", cause=STRING, tokens=INTEGER, remedy=STRING
+)
+_TENANT_FIGURES = object_of(
+    "A tenant's prompt tokens, and what ends most of its reuse.",
+    tenant=STRING,
+    **ints("prompt_tokens cached_tokens evicted_tokens"),
+    cause=maybe(STRING),
 )
 
 
@@ -168,4 +175,5 @@ FIGURES = object_of(
     ttft_ms=optional(map_of(maybe(NUMBER))),
     kv_tokens=optional(map_of(INTEGER)),
     **_of_administrators(0, "evicted_blocks num_steps"),
+    tenants=optional(list_of(_TENANT_FIGURES)),
 )

@@ -22,7 +22,11 @@ from headstart.server.server_state import Model, ServerState
 SAMPLE_SECONDS = 2.0
 RATE_SECONDS = 10.0
 LOSS_SECONDS = 300.0
-EVICTED = "the cache is too small for this traffic: more memory for KV, a store on disk (--kv-store), pinned prefixes"
+EVICTED = (
+    "the cache is too small for this traffic: more memory for KV, a store on disk (--kv-store), pinned prefixes, "
+    '"cache": "read-only" for prompts that do not come again'
+)
+MAX_TENANTS = 20
 NEW = "text that the cache has not seen: nothing to mend"
 
 
@@ -32,6 +36,7 @@ class Sample(NamedTuple):
     at: float
     stats: EngineStats
     tenants: dict[str, PromptTokenBreakdown]
+    evicted: dict[str, int]  # by tenant
     examined: int  # prompt tokens of the doctor's sample
     causes: dict[str, int]  # avoidable ones among them, by cause
     ttft: tuple[int, ...]  # requests by bucket
@@ -75,7 +80,8 @@ class LiveFigures:
     def _sample(self, model: Model) -> Sample:
         counts, stats = model.doctor.counts, self._state.engine.stats
         causes, ttft = dict(counts.causes), model.metrics.time_to_first_token.counts
-        return Sample(time.monotonic(), stats, dict(model.metrics.tenants), counts.prompt_tokens, causes, ttft)
+        tenants, evicted = dict(model.metrics.tenants), dict(model.metrics.evicted_of_tenants)
+        return Sample(time.monotonic(), stats, tenants, evicted, counts.prompt_tokens, causes, ttft)
 
     def _before(self, now: Sample, seconds: float) -> Sample:
         """Return the newest sample that is at least that old, else the oldest; without any, one of the start."""
@@ -84,7 +90,9 @@ class LiveFigures:
                 return sample
         if self._samples:
             return self._samples[0]
-        return now._replace(stats=EngineStats(), tenants={}, examined=0, causes={}, ttft=(0,) * len(now.ttft))
+        return now._replace(
+            stats=EngineStats(), tenants={}, evicted={}, examined=0, causes={}, ttft=(0,) * len(now.ttft)
+        )
 
     def _all(self, model: Model, before: Sample, long: Sample, now: Sample) -> Json:
         elapsed = max(now.at - before.at, 1e-3) if before.at < now.at else RATE_SECONDS
@@ -104,6 +112,7 @@ class LiveFigures:
             "window_seconds": round(now.at - long.at, 1),
             **_sources(_breakdown(long.stats), _breakdown(now.stats)),
             "losses": _losses(long, now),
+            "tenants": _tenants(long, now, model.doctor.tenants),
         }
 
 
@@ -125,6 +134,24 @@ def _own(now: PromptTokenBreakdown, before: PromptTokenBreakdown, counts: Avoida
         **_sources(before, now),
         "losses": _rows(counts.causes, 1.0),
     }
+
+
+def _tenants(before: Sample, now: Sample, examined: Mapping[str, AvoidableCounts]) -> list[Json]:
+    """Return the tenants with prompts in a window, those with the most computed tokens first.
+
+    `cause`: what ends most of a tenant's reuse since the start, as far as its prompts were examined.
+    """
+    rows: list[Json] = []
+    for tenant, total in now.tenants.items():
+        found = PromptTokenBreakdown(
+            *(b - a for a, b in zip(before.tenants.get(tenant, PromptTokenBreakdown()), total, strict=True))
+        )
+        evicted = now.evicted.get(tenant, 0) - before.evicted.get(tenant, 0)
+        causes = examined[tenant].causes.most_common(1) if tenant in examined else []
+        row = {"tenant": tenant, "prompt_tokens": sum(found), "cached_tokens": found.cached}
+        rows.append({**row, "evicted_tokens": evicted, "cause": causes[0][0] if causes and causes[0][1] else None})
+    rows.sort(key=lambda row: row["cached_tokens"] - row["prompt_tokens"])
+    return [row for row in rows if row["prompt_tokens"]][:MAX_TENANTS]
 
 
 def _losses(before: Sample, now: Sample) -> list[Json]:
