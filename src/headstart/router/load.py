@@ -115,8 +115,9 @@ class Load:
         self._step.limit(tokens)
         self._changed()
 
-    def reported(self, waiting: int, at: float) -> None:
-        """Record the requests without a first token that the replica reports, those of other routers included."""
+    def reported(self, waiting: int, running: int, at: float) -> None:
+        """Record the requests without and with a first token that the replica reports, of other routers too."""
+        self.learner.others.reported(self.num_requests, waiting + running)
         self._foreign, self._foreign_at = max(waiting - len(self._pending), 0), at
         self._changed()
 
