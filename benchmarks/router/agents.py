@@ -161,6 +161,7 @@ ROWS = {
     "as recorded, pools of 1M": Row(pool=1_000_000),
     "4 sub-agents": Row(sub_agents=4),
     "4 sub-agents, 4 routers": Row(sub_agents=4, routers=4),
+    "4 sub-agents, 2 routers": Row(sub_agents=4, routers=2),
     "4 sub-agents, 2 routers that restart": Row(sub_agents=4, routers=2, restarts=True),
 }
 

@@ -11,10 +11,12 @@ from sim.fleets import check_conservation, fleet, profile, requests
 from headstart.router.endpoint import Endpoint, Reported
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.kv_event_index import KVEventIndex
+from headstart.router.load import MAX_AGE
 from headstart.router.policies.cost import COUNTED, Beginnings, Begun, CostPolicy
 from headstart.router.rate_learner import LEAST_SHARE, OtherRouters
 from headstart.router.router import Router
 from headstart.router.routing_request import RoutingRequest
+from headstart.router.step_rates import StepRates
 from headstart.sim.sim_fleet import FleetOptions
 from headstart.sim.sim_request import SimRequest
 from headstart.sim.sweep import Simulation
@@ -122,6 +124,19 @@ def test_four_routers_find_what_one_finds() -> None:
         cached[name] = sum(one.record.cached_tokens for one in found.records)
     assert cached["four"] >= 0.9 * cached["one"]
     assert cached["four without reports"] < 0.75 * cached["one"]
+
+
+def test_answers_of_other_routers_slow_decodes_down_while_the_report_is_fresh() -> None:
+    one = Endpoint("r0", ApproximateIndex(64), block_size=BLOCK, prior=StepRates(1.0, 1.0, 0.0, 1.0, 0.0))
+    alone = one.price(9, 0, 1.0)
+    one.reported = Reported(at=1.0, running=1)
+    assert one.price(9, 0, 1.0) == alone, "one of seventeen is no router"
+    one.reported = Reported(at=1.0, running=30)
+    shared = one.price(9, 0, 1.0)
+    assert shared.prefill == alone.prefill + 30.0, "a step with 30 more streams"
+    assert shared.decode > 30 * alone.decode
+    assert one.price(9, 0, 1.0 + MAX_AGE) == shared
+    assert one.price(9, 0, 1.1 + MAX_AGE) == alone
 
 
 def test_an_index_of_events_is_believed() -> None:
