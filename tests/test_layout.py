@@ -47,7 +47,7 @@ BUDGETS = {
     "sim": Budget(("sim",), 2_790, 2_900),
     "all": Budget(("",), 75_400, 58_900),
 }
-REST = Budget(("",), 9_150, 6_800)  # what no other budget but that of all includes
+REST = Budget(("",), 9_170, 6_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
 
 
