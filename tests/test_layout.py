@@ -39,7 +39,7 @@ BUDGETS = {
     "model": Budget(("model",), 12_110, 8_000),
     "reuse": Budget(("reuse",), 2_310, 2_000),
     "router": Budget(("router",), 4_440, 4_100),
-    "gateway": Budget(("gateway",), 11_190, 9_200),
+    "gateway": Budget(("gateway",), 11_200, 9_200),
     "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 14_230, 10_100),
     "HTTP, server, engine": Budget(("http", "server", "engine"), 8_530, 7_500),
     "live page": Budget(("page",), 260, 300),
