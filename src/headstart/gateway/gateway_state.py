@@ -378,9 +378,8 @@ class GatewayState:
 
 def _domain_secret(replica_api_key: str | None) -> bytes:
     """Return the secret of tenants' domains: of all routers with one key for replicas, else of this process alone."""
-    if not replica_api_key:
-        return secrets.token_bytes(32)
-    return hmac.digest(replica_api_key.encode(), b"headstart-router: domains of tenants", "sha256")
+    key = (replica_api_key or "").encode() or secrets.token_bytes(32)
+    return hmac.digest(key, b"headstart-router: domains of tenants", "sha256")
 
 
 def _add_spans(call: ProxiedCall, trace: RequestTrace, record: AccessRecord) -> None:
