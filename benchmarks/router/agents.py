@@ -9,6 +9,7 @@ reads no names of sessions. Forms of it do: `names as key` places new prefixes b
 sub-agents' too; `names as hits` believes the replica of the session's last request, or of its parent's, to have all
 of that prompt where the index knows of less; `two by name` is `cost` between two replicas by two hashes of the name.
 `two by content` is the same without names, by hashes of the prompt's beginning, as in DualMap (arXiv 2602.06502).
+`oracle` serves each request as early as it can; `oracle of all` adds the costs to others that `cost` knows.
 Virtual time; cells that are in the file are not run again.
 """
 
@@ -25,9 +26,10 @@ from typing import Any
 
 from headstart.router.endpoint import Endpoint
 from headstart.router.policies.cost import CostPolicy
-from headstart.router.policies.policy import Choice, Policy, View
+from headstart.router.policies.policy import Candidate, Choice, Policy, View
 from headstart.router.policies.rendezvous import ranked
-from headstart.sim.oracle_policy import OraclePolicy
+from headstart.router.pricing import EVICTED
+from headstart.sim.oracle_policy import OraclePolicy, ReplicaQueue
 from headstart.sim.profile import REFERENCE
 from headstart.sim.sim_fleet import FleetOptions, VirtualFleet, endpoint_of
 from headstart.sim.sim_replica import SimReplica
@@ -126,12 +128,24 @@ class TwoByContent(TwoByName):
         return block_hashes[min(BEGINNING // BLOCK, len(block_hashes)) - 1] if block_hashes else view.key
 
 
+class OracleOfAll(OraclePolicy):
+    """`oracle` with the costs to others that `cost` adds: evictions and decodes. Alone it has neither."""
+
+    def _seconds(self, view: View, candidate: Candidate) -> float:
+        replica, endpoint = self._replicas[candidate.name], candidate.endpoint
+        size = replica.profile.block_size
+        known = ReplicaQueue(replica).known(view.request.prompt.block_hashes(size)) * size
+        cost = endpoint.cost(view.prompt_tokens, min(known, view.prompt_tokens - 1), view.now)
+        return super()._seconds(view, candidate) + (EVICTED * cost.eviction + cost.decode) / 1e3
+
+
 FORMS: dict[str, Callable[[Mapping[str, SimReplica]], Policy]] = {
     "names as key": lambda replicas: NamesAsKey(),
     "names as hits": lambda replicas: NamesAsHits(),
     "two by name": lambda replicas: TwoByName(),
     "two by content": lambda replicas: TwoByContent(),
     "oracle": OraclePolicy,
+    "oracle of all": OracleOfAll,
 }
 POLICIES = (
     "cost",
@@ -143,6 +157,7 @@ POLICIES = (
     "dualmap",
     "llm-d",
     "oracle",
+    "oracle of all",
 )
 
 
@@ -161,6 +176,7 @@ ROWS = {
     "as recorded, pools of 1M": Row(pool=1_000_000),
     "4 sub-agents": Row(sub_agents=4),
     "4 sub-agents, 4 routers": Row(sub_agents=4, routers=4),
+    "4 sub-agents, 2 routers": Row(sub_agents=4, routers=2),
     "4 sub-agents, 2 routers that restart": Row(sub_agents=4, routers=2, restarts=True),
 }
 

@@ -166,10 +166,15 @@ WORKLOADS |= ENGINE_WORKLOADS
 FACTORS |= {name: Factor(workload=name, tells_output=True) for name in ENGINE_WORKLOADS}
 FACTORS["four routers without metrics"] = Factor(routers=4, probe_interval=0.0, tells_output=True)
 ENGINES = (*ENGINE_WORKLOADS, "four routers without metrics")
+SHARED = ("conversation x 1.0", "hot documents", "decode-heavy", "agent_miniswe")
+FACTORS |= {f"{name}, four routers": Factor(workload=name, routers=4, tells_output=True) for name in SHARED}
+FACTORS["conversation x 1.0, two routers"] = Factor(routers=2, tells_output=True)
+ROUTERS = (*(f"{name}, four routers" for name in SHARED), "conversation x 1.0, two routers")
 
 STAGES = {
     "base": (BASE_ROWS, 5),
-    "factors": (tuple(name for name in FACTORS if name not in (*BASE_ROWS, *ENGINES)), 5),
+    "factors": (tuple(name for name in FACTORS if name not in (*BASE_ROWS, *ENGINES, *ROUTERS)), 5),
     "ablations": (BASE_ROWS, 5),
     "engines": (ENGINES, 5),
+    "routers": (ROUTERS, 5),
 }

@@ -11,7 +11,7 @@ import pytest
 from headstart.cli import main as cli
 from headstart.cli.route import route
 from headstart.cli.serve import OF_RAY, serve
-from headstart.config.config_file import all_fields
+from headstart.config.config_file import all_fields, plain_type
 from headstart.config.options import flag_of
 
 SRC = Path(cli.__file__).parents[1]
@@ -79,6 +79,32 @@ def test_replicas_on_this_machine_refuse_the_options_of_ray(name: str, capsys: p
 def test_ray_refuses_a_socket(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "/no/such/model", "--on", "ray", "--uds", "/s"]) == 2
     assert "--uds is not used with --on ray" in capsys.readouterr().err
+
+
+def test_a_router_refuses_prefixes_in_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "router.toml"
+    file.write_text('[[prefix]]\nname = "intent"\ntext = "You are"\n')
+    assert cli.main(["route", "--config", str(file)]) == 2
+    assert "[[prefix]] has no effect" in (shown := capsys.readouterr().err) and "POST /v1/prefixes" in shown
+
+
+def test_a_router_names_the_keys_of_its_file_that_it_does_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no other one; that there are no replicas is an error of its own, after that."""
+    read = flags_of(route)
+    for name in sorted(NAMES):
+        field, value = next(field for field in all_fields() if field.name == name), argument(name)[1:]
+        text = "true" if isinstance(field.default, bool) else f'"{value[0]}"' if takes_text(field) else value[0]
+        file = tmp_path / "router.toml"
+        file.write_text(f"replica = []\n{name} = {text}\n" if name != "replica" else "replica = []\n")
+        assert cli.main(["route", "--config", str(file)]) == 2
+        warned = f"of no effect on a router: {name}\n" in capsys.readouterr().err
+        assert warned == (name not in read), name
+
+
+def takes_text(field: Any) -> bool:
+    return "choices" in field.metadata or plain_type(field) is str
 
 
 def argument(name: str) -> list[str]:

@@ -33,3 +33,19 @@ def test_a_cache_salt_of_any_legal_length_narrows_its_tenants_cache_and_no_other
             assert await cached_tokens(router, "one", prompt, cache_salt="another") == 0
 
     run(go())
+
+
+def test_routers_with_one_replica_key_share_a_tenants_cache_and_so_does_one_that_is_started_again(
+    server: Server,
+) -> None:
+    async def go() -> None:
+        prompt, keys = [7] * 64, {"api_key": ("one", "two")}
+        for expected in (0, 48):
+            async with front(RealReplica(server.url), server=keys, replica_api_key="inner") as router:
+                await router.up(1)
+                assert await cached_tokens(router, "one", prompt) == expected
+        async with front(RealReplica(server.url), server=keys, replica_api_key="inner") as router:
+            await router.up(1)
+            assert await cached_tokens(router, "two", prompt) == 0, "another tenant's"
+
+    run(go())

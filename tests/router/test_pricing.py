@@ -48,7 +48,9 @@ def lively(seed: int, count: int, prior: StepRates | None, *, tokens: bool = Tru
             router.finished(done, now, Usage(done.view.prompt_tokens, 0), num_output=rng.randrange(40))
         else:
             replica = router.endpoints[f"r{rng.randrange(count)}"]
-            replica.reported = Reported(at=now - rng.choice((0.0, 9.0)), waiting=rng.randrange(4))
+            replica.reported = Reported(
+                at=now - rng.choice((0.0, 9.0)), waiting=rng.randrange(4), running=rng.randrange(9)
+            )
             replica.load.pace.learn(rng.choice((1.0, 7.0)), now)
     return router, now + rng.choice((0.0, 0.01, 3.0))
 

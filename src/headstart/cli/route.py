@@ -1,7 +1,9 @@
 """`headstart route`: a router in front of replicas that run already."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -34,6 +36,7 @@ def route(*, sources: Sources) -> None:
 
     Replicas are servers with the OpenAI API: Headstart, vLLM, SGLang. Clients see one server.
     """
+    _name_unread(sources[-1])
     router, server = settle(RouterOptions, *sources), settle(ServerOptions, *sources)
     say_starting()
     from headstart.gateway.run_gateway import route as run_router
@@ -42,6 +45,21 @@ def route(*, sources: Sources) -> None:
 
     fronts = fronts_of(router, server)
     raise typer.Exit(run_router(router, server, fronts=fronts, chain=compiled_chain(), pools=compiled_pools()))
+
+
+def _name_unread(file: Mapping[str, Any]) -> None:
+    """Print a warning that names the keys of headstart.toml that a router does not read; a server may share the file.
+
+    Raises ConfigError for [[prefix]]: what is in it would be computed nowhere.
+    """
+    if "prefixes" in file:
+        raise ConfigError(
+            "[[prefix]] has no effect in the file of a router: write it into that of each replica, or send it to "
+            "POST /v1/prefixes of the router, which reaches all of them"
+        )
+    read = {field.name for options in (RouterOptions, ServerOptions) for field in fields(options)}
+    if unread := sorted(file.keys() - (read - {*NOT_OF_A_ROUTER})):
+        print(f"headstart: warning: of no effect on a router: {', '.join(unread)}", file=sys.stderr)
 
 
 def fronts_of(router: RouterOptions, server: ServerOptions) -> "Sequence[Front]":

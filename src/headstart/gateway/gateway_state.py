@@ -1,6 +1,7 @@
 """GatewayState: the state that all requests of one router share."""
 
 import asyncio
+import hmac
 import secrets
 import time
 from collections import deque
@@ -68,7 +69,7 @@ class GatewayState:
         self.log = log
         self._session = session
         self._tokenizer_log: Log | None = None  # the tokenizer of the replicas is looked for if there is one
-        secret = secrets.token_bytes(32)
+        secret = _domain_secret(options.replica_api_key)
         admin_keys = server_options.admin_api_key
         self.tracer = make_tracer(server_options.otlp_endpoint, "headstart-router", log)
         self.pages = WebPages(server_options)
@@ -373,6 +374,12 @@ class GatewayState:
         """Load the replicas' tokenizer once they report their models, if it is on this machine, and log that."""
         self._tokenizer_log = log
         self.models_changed()
+
+
+def _domain_secret(replica_api_key: str | None) -> bytes:
+    """Return the secret of tenants' domains: of all routers with one key for replicas, else of this process alone."""
+    key = (replica_api_key or "").encode() or secrets.token_bytes(32)
+    return hmac.digest(key, b"headstart-router: domains of tenants", "sha256")
 
 
 def _add_spans(call: ProxiedCall, trace: RequestTrace, record: AccessRecord) -> None:

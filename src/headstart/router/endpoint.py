@@ -78,7 +78,7 @@ class Endpoint:
     @reported.setter
     def reported(self, reported: Reported) -> None:
         self._reported = reported
-        self.load.reported(reported.waiting, reported.at)
+        self.load.reported(reported.waiting, reported.running, reported.at)
 
     def reconfigured(self, block_size: int, index: PrefixIndex) -> None:
         """Reset the state after a restart with another block size: the index and its corrections are void."""

@@ -45,6 +45,7 @@ class Load:
         self.pace = Pace()
         self.last_sent = -1  # sequence number of the last request, over all replicas; -1: none
         self.mean_prefill_ms = 0.0
+        self._mean_prompt = 0.0  # tokens
         self.num_streams = 0  # responses being generated
         self.stream_tokens = 0  # of their prompts
         self.inflight_tokens = 0  # to prefill, and to generate
@@ -58,7 +59,7 @@ class Load:
         self._stream_ms = self._resident_ms = 0.0  # integrals over time
         self._row: tuple[float, ...] | None = None  # None: to be computed
         self._foreign = 0  # requests of other routers without a first token, when the replica last reported
-        self._foreign_at = -inf
+        self._foreign_streams, self._foreign_at = 0, -inf  # with a first token, while there are other routers
         self._done_tokens, self._done_pairs = 0, 0.0  # prefills that ended
         self._step = RunningStep()
         self._watched = NOTHING  # steps that were seen since the last sample of them
@@ -97,7 +98,14 @@ class Load:
     def _new_row(self) -> tuple[float, ...]:
         head = next(iter(self._pending), None)
         foreign = (self._foreign, self._foreign_at, self.mean_prefill_ms)
-        rest = (self.pace.is_used, *foreign, *self._room(), *self._step.row)
+        rest = (
+            self.pace.is_used,
+            *foreign,
+            *self._room(),
+            *self._step.row,
+            self._foreign_streams,
+            self._foreign_streams * self._mean_prompt,
+        )
         if head is None:
             return (0, 0.0, 0, self.num_streams, self.stream_tokens, 0, 0, 0.0, 0.0, 0.0, *rest)
         work, since = head.work, self._since
@@ -115,9 +123,12 @@ class Load:
         self._step.limit(tokens)
         self._changed()
 
-    def reported(self, waiting: int, at: float) -> None:
-        """Record the requests without a first token that the replica reports, those of other routers included."""
+    def reported(self, waiting: int, running: int, at: float) -> None:
+        """Record the requests without and with a first token that the replica reports, of other routers too."""
+        self.learner.others.reported(self.num_requests, waiting + running)
         self._foreign, self._foreign_at = max(waiting - len(self._pending), 0), at
+        is_shared = self.learner.others.share > 0.0
+        self._foreign_streams = max(running - self.num_streams, 0) if is_shared else 0
         self._changed()
 
     def sent(self, flight: Flight, now: float, order: int) -> None:
@@ -143,6 +154,7 @@ class Load:
         self.last_sent = order
         weight = 0.1 if self.mean_prefill_ms else 1.0
         self.mean_prefill_ms += weight * (flight.prefill_ms - self.mean_prefill_ms)
+        self._mean_prompt += weight * (flight.prompt_tokens - self._mean_prompt)
 
     def leader_of(self, block_hashes: Sequence[BlockHash], hit_blocks: int) -> Flight | None:
         """Return the pending request that computes the last of these blocks that are expected to be cached, if any."""

@@ -99,8 +99,11 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
         return Costs(*costs)
     tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started = state[:IS_PACED]
     foreign, foreign_at, mean_prefill_ms, room, size, began_at, now_tokens, now_pairs, *rest = state[IS_PACED + 1 :]
-    rest_tokens, rest_pairs, step_tokens, chain = rest
-    step = rates.step + rates.stream * streams + rates.resident * (resident + streams * (output / 2))
+    rest_tokens, rest_pairs, step_tokens, chain, other_streams, other_resident = rest
+    is_reported = now - foreign_at <= MAX_AGE
+    decoding = streams + np.where(is_reported, other_streams, 0.0)
+    attended = resident + np.where(is_reported, other_resident, 0.0)
+    step = rates.step + rates.stream * decoding + rates.resident * (attended + decoding * (output / 2))
     steps = np.ceil(tokens / step_tokens)
     head = rates.token * head_tokens + rates.pair * head_pairs + np.ceil(head_tokens / step_tokens) * step
     elapsed = 1e3 * (now - since)
@@ -120,7 +123,7 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
         queued -= np.where(streams <= 0, unseen, 0.0)
         backlog = np.where(is_seen, np.maximum(running - elapsed, 0.0) + np.maximum(queued, 0.0), backlog)
         tokens, steps = np.where(is_seen, left, tokens), np.where(is_seen, left_steps, steps)
-    backlog += np.where(now - foreign_at <= MAX_AGE, foreign * mean_prefill_ms, 0.0)
+    backlog += np.where(is_reported, foreign * mean_prefill_ms, 0.0)
     answers = (streams + pending) * output
     missing = np.where(streams > 0, np.maximum(own + output + answers - room, 0.0), 0.0)
     claimed = np.maximum(size - room + answers, 1.0) * streams
@@ -128,7 +131,7 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     backlog = np.maximum(backlog, wait)
     more = np.maximum(np.ceil((tokens + own) / step_tokens) - steps, 0.0)
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
-    decode = _decode_ms(rates, output, streams + pending, resident + prompts, prompt_tokens)
+    decode = _decode_ms(rates, output, decoding + pending, attended + prompts, prompt_tokens)
     expected = head + rates.token * np.minimum(state[0] - head_tokens, step_tokens)
     late = np.where(is_busy, 1e3 * (now - started) / (LATENESS * expected + GRACE_MS), 1.0)
     return Costs(backlog, prefill, decode, np.maximum(late, 1.0) * pace, wait)
@@ -141,11 +144,15 @@ def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float)
     rates, output, is_contradicted = learner.rates, learner.mean_output, learner.is_contradicted
     tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started, *rest = load.row
     is_paced, foreign, foreign_at, mean_prefill_ms, room, size, began_at, now_tokens, now_pairs, *rest = rest
-    rest_tokens, rest_pairs, step_tokens, chain = rest
+    rest_tokens, rest_pairs, step_tokens, chain, other_streams, other_resident = rest
+    is_reported = now - foreign_at <= MAX_AGE
+    if not is_reported:
+        other_streams = other_resident = 0.0
     if is_contradicted:
         rates = StepRates(0.0, 0.0, 0.0, rates.token, 0.0)
     own = max(prompt_tokens - hit_tokens, 1)
-    step = rates.step + rates.stream * streams + rates.resident * (resident + streams * (output / 2))
+    decoding, attended = streams + other_streams, resident + other_resident
+    step = rates.step + rates.stream * decoding + rates.resident * (attended + decoding * (output / 2))
     steps = ceil(tokens / step_tokens)
     head = rates.token * head_tokens + rates.pair * head_pairs + ceil(head_tokens / step_tokens) * step
     backlog = rates.token * tokens + rates.pair * pairs + steps * step
@@ -169,7 +176,7 @@ def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float)
             if streams <= 0:  # the ends of steps are not seen
                 queued -= min(max(elapsed - running, 0.0), max(head - running, 0.0))
             backlog = max(running - elapsed, 0.0) + max(queued, 0.0)
-    if now - foreign_at <= MAX_AGE:
+    if is_reported:
         backlog += foreign * mean_prefill_ms
     answers, wait = (streams + pending) * output, 0.0
     if streams > 0 and own + output + answers > room:
@@ -178,7 +185,7 @@ def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float)
         backlog = max(backlog, wait)
     more = max(ceil((tokens + own) / step_tokens) - steps, 0)
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
-    decode = _decode_ms(rates, output, streams + pending, resident + prompts, prompt_tokens)
+    decode = _decode_ms(rates, output, decoding + pending, attended + prompts, prompt_tokens)
     return Price(backlog, prefill, decode, factor * pace, wait)
 
 

@@ -37,6 +37,10 @@ NOISE = 0.1  # least standard deviation of the logarithm of a sample
 FORGOTTEN = 60.0  # seconds without samples after which half of a deviation is left
 USUAL_AGE = 0.25  # seconds after which the usual pace of a fleet is computed again
 
+ASSUMED = 16.0  # own requests in flight, before the first report
+REMEMBERED = 1024.0  # requests in flight, after which older reports count half
+LEAST_SHARE = 0.1  # of other routers' requests, below which there are none
+
 
 class Interval(NamedTuple):
     """A sample: what one replica did in `ms`. Streams and resident tokens are sums over the steps."""
@@ -67,6 +71,7 @@ class RateLearner:
         self.residual = 0.0  # decaying mean of |log(measured / expected)|
         self.mean_output = MEAN_OUTPUT  # decaying mean of the tokens of an answer
         self._num_outputs = 0
+        self.others = OtherRouters()
         self._paces = WeakSet[Pace]()  # of the replicas with samples
         self._usual, self._usual_at = 0.0, -inf  # lower quartile of their deviations, and when it was computed
         self._deferred = 1.0  # decaying share of followers that were answered later than their leaders
@@ -213,3 +218,28 @@ class Pace:
         if not self._weight:
             return 0.0
         return self._mean / self._weight * 0.5 ** (max(now - self._at, 0.0) / FORGOTTEN)
+
+
+class OtherRouters:
+    """The share of a fleet's requests in flight that this router has not sent.
+
+    Counts are added up over reports: what is on its way at the moment of a report is too few as often as too many.
+    """
+
+    __slots__ = ("_all", "_own")
+
+    def __init__(self) -> None:
+        self._own = self._all = ASSUMED
+
+    def reported(self, own: int, reported: int) -> None:
+        """Add the requests in flight at one replica: our own, and all that it reports."""
+        self._own += own
+        self._all += reported
+        if self._all > REMEMBERED:
+            self._own, self._all = self._own / 2, self._all / 2
+
+    @property
+    def share(self) -> float:
+        """The share, 0..1; 0 while it may be a single client that uses no router."""
+        share = 1.0 - self._own / self._all
+        return share if share >= LEAST_SHARE else 0.0

@@ -20,7 +20,7 @@ from headstart.router.index.first_blocks import UNLISTED, FirstBlocks
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.load import Flight
 from headstart.router.load_rows import Prices
-from headstart.router.policies.cost import CostPolicy, price_of
+from headstart.router.policies.cost import CostPolicy
 from headstart.router.policies.policy import Candidates, Policy, View
 from headstart.router.rate_learner import RateLearner
 from headstart.router.routing_decision import Comparison, InFlight, RoutingDecision
@@ -286,7 +286,11 @@ class Router:
         """Return the decision of a shadow policy. Changes only the regrets of this decision."""
         choice = shadow.choose(decision.view)
         first = choice.ranked[0]
-        regret = price_of(decision.view, first.name).total - price_of(decision.view, decision.endpoint.name).total
+        theirs, ours = (
+            one.endpoint.price(decision.view.prompt_tokens, one.hit_tokens, decision.view.now).total
+            for one in (decision.candidate_of(first.name), decision.candidate)
+        )
+        regret = theirs - ours
         decision.regrets[shadow.name] = (first.name, regret)
         return Comparison(shadow, choice, regret, first.name == decision.endpoint.name)
 

@@ -10,7 +10,6 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.prefix_index import PrefixIndex, Reservation
 from headstart.router.load import Flight
-from headstart.router.policies.cost import cost_of
 from headstart.router.policies.policy import Candidate, Candidates, Choice, Policy, View
 
 
@@ -65,7 +64,7 @@ class RoutingDecision:
         scores = self.scores
         rows: list[dict[str, Any]] = []
         for candidate in self.choice.ranked:
-            cost = cost_of(self.view, candidate.name)
+            cost = candidate.endpoint.cost(self.view.prompt_tokens, candidate.hit_tokens, self.view.now)
             rows.append(
                 {
                     "endpoint": candidate.name,

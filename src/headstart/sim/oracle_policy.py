@@ -1,8 +1,8 @@
-"""The policy `oracle`: the earliest first token, from the exact state of simulated replicas. A bound for real policies.
+"""The policy `oracle`: the earliest first token of one request, from the exact state of simulated replicas.
 
 It reads what no router can know: the contents of every pool, the progress of every sequence, the true step cost, the
-present speed of a machine, the time left of the step that is running, and the lengths of outputs. It is greedy: it
-serves each request as soon as possible, whatever that costs later ones, so a policy that considers those may be better.
+present speed of a machine, the time left of the step that is running, and the lengths of outputs. It is greedy: what it
+evicts and which decodes it slows down has no price, so a policy that considers that may be better: no bound for fleets.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ class OraclePolicy:
         replica = self._replicas[candidate.name]
         size = replica.profile.block_size
         block_hashes = view.request.prompt.block_hashes(size)
-        queue = _Queue(replica)
+        queue = ReplicaQueue(replica)
         cached = min(queue.known(block_hashes) * size, view.prompt_tokens - 1)
         new = queue.tokens + view.prompt_tokens - cached
         pairs = queue.pairs + (view.prompt_tokens - cached) * (view.prompt_tokens + cached) / 2
@@ -50,7 +50,7 @@ class OraclePolicy:
         return max(replica.step_ends - view.now, 0.0) + seconds + queue.wait(blocks)
 
 
-class _Queue:
+class ReplicaQueue:
     """The work of a replica when its running step has ended."""
 
     def __init__(self, replica: SimReplica) -> None:

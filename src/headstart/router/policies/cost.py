@@ -7,22 +7,29 @@ The cost to others is added: later requests compute again what it evicts (approx
 down, and a copy of a prompt that another request has in flight is work for nothing. Among replicas of about equal cost,
 rendezvous hashing decides, bounded by load (Mirrokni et al., 2018), so that independent routers place the same new
 prefix at the same replica.
+
+Where replicas report requests of other routers, prompts that begin alike have a *home*, a replica that all routers find
+by the same hash. It is expected to have more of a prompt than this router has sent there.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.router.endpoint import Cost, Endpoint
-from headstart.router.policies.policy import Candidate, Choice, View
+from headstart.core.cache.hashing import BlockHash
+from headstart.router.endpoint import Endpoint
+from headstart.router.policies.policy import Candidates, Choice, View
 from headstart.router.policies.rendezvous import weights
-from headstart.router.pricing import EVICTED, Price, price_all, price_one
+from headstart.router.pricing import EVICTED, price_all, price_one
 
 FEW = 24  # candidates; for more, arrays are cheaper than plain numbers
 SLACK = 0.05  # of the prefill for the wait, of the price of decodes for these: accepted for agreement between routers
 DECODE_SLACK = 0.1  # of the slack for the wait, which is accepted for decodes too: their price may be almost nothing
 SAME_RATE = 1.25  # smaller differences may be noise: rates are learned from noisy times
+COUNTED = 1024  # requests whose prompts are counted, and as many before them
 
 
 class _Evictions:
@@ -41,6 +48,66 @@ class _Evictions:
         return found
 
 
+class Begun(NamedTuple):
+    """One prompt: the hashes of its beginnings, its tokens, and those cached at the replica that has most of it."""
+
+    hashes: list[BlockHash]
+    tokens: int
+    hit_tokens: int
+
+
+class Counts:
+    """Requests: their tokens, those cached somewhere, how many have a beginning, and how many of these are longer."""
+
+    def __init__(self) -> None:
+        self.requests = self.tokens = self.hit_tokens = 0
+        self.begun: dict[BlockHash, int] = {}
+        self.continued: dict[BlockHash, int] = {}
+
+
+class Beginnings:
+    """Prompts that begin alike among the last requests, by the hashes of their first 1, 2, 4, 8, ... blocks."""
+
+    def __init__(self) -> None:
+        self._now, self._before = Counts(), Counts()
+
+    def add(self, prompt: Begun) -> None:
+        """Count one request."""
+        if self._now.requests == COUNTED:
+            self._now, self._before = Counts(), self._now
+        now = self._now
+        now.requests += 1
+        now.tokens += prompt.tokens
+        now.hit_tokens += prompt.hit_tokens
+        for one in prompt.hashes:
+            now.begun[one] = now.begun.get(one, 0) + 1
+        for one in prompt.hashes[:-1]:
+            now.continued[one] = now.continued.get(one, 0) + 1
+
+    @property
+    def hit_share(self) -> float:
+        """Share of the tokens that were cached at the replica with most of a prompt, 0..1."""
+        now, before = self._now, self._before
+        return (now.hit_tokens + before.hit_tokens) / max(now.tokens + before.tokens, 1)
+
+    def key(self, hashes: list[BlockHash], num_replicas: int) -> BlockHash:
+        """Return the beginning by which a prompt has a home. Each of several routers counts about the same.
+
+        The shortest one, unless more requests begin like that than one replica's share, and one: then the next one
+        behind which most of these continue otherwise. A single chat, however long and busy, has one home.
+        """
+        now, before = self._now, self._before
+        share = (now.requests + before.requests) / num_replicas + 1.0
+        found = hashes[0]
+        for shorter, longer in pairwise(hashes):
+            if now.begun.get(found, 0) + before.begun.get(found, 0) <= share:
+                break
+            continued = now.continued.get(shorter, 0) + before.continued.get(shorter, 0)
+            if 2 * (now.begun.get(longer, 0) + before.begun.get(longer, 0)) < continued:
+                found = longer
+        return found
+
+
 class CostPolicy:
     """Least milliseconds to the first token. `slack` 0: always the least cost."""
 
@@ -49,13 +116,40 @@ class CostPolicy:
 
     def __init__(self, slack: float = SLACK) -> None:
         self.slack = slack
+        self._beginnings = Beginnings()
 
     def choose(self, view: View) -> Choice:
         """Rank by cost; of the replicas about as good as the best, the one with the highest key weight is first."""
-        return self.choose_among_few(view) if len(view.candidates) <= FEW else self.choose_among_many(view)
+        size = min(endpoint.block_size for endpoint in view.candidates.endpoints)
+        block_hashes = view.request.prompt.block_hashes(size)
+        hashes = [block_hashes[(1 << power) - 1] for power in range(len(block_hashes).bit_length())]
+        memo = Begun(hashes, view.prompt_tokens, max(view.candidates.hit_tokens))
+        view = self._with_others(view, hashes)
+        choice = self.choose_among_few(view) if len(view.candidates) <= FEW else self.choose_among_many(view)
+        return choice._replace(memo=memo)
 
     def picked(self, choice: Choice, endpoint: Endpoint) -> None:
-        """Do nothing."""
+        """Count how the prompt begins."""
+        assert isinstance(choice.memo, Begun)
+        self._beginnings.add(choice.memo)
+
+    def _with_others(self, view: View, hashes: list[BlockHash]) -> View:
+        """Return the view with the hit that is expected at the prompt's home, if there are other routers.
+
+        Of what we have not sent there, they have sent as large a share as we find of prompts anywhere. KV events show
+        what others sent: an index that is made of them is believed.
+        """
+        endpoints, hits = view.candidates.endpoints, view.candidates.hit_tokens
+        if not endpoints[0].load.learner.others.share or not hashes:
+            return view
+        key = self._beginnings.key(hashes, len(endpoints))
+        home = int(weights(key, [endpoint.digest for endpoint in endpoints]).argmax())
+        index = endpoints[home].index
+        if index.by_prompts is not index:
+            return view
+        more = int(self._beginnings.hit_share * (view.prompt_tokens - 1 - hits[home]))
+        expected = [*hits[:home], hits[home] + more, *hits[home + 1 :]]
+        return view._replace(candidates=Candidates(endpoints, view.candidates.hit_blocks, expected))
 
     def choose_among_few(self, view: View) -> Choice:
         """Choose by plain numbers, which are cheaper than arrays for few candidates."""
@@ -163,19 +257,3 @@ def _choice(view: View, order: list[int], prices: list[float], first: int, best:
     order.insert(0, first)
     reason = "least cost" if first == best else "placed by its first new block"
     return Choice(view.candidates.in_order(order), tuple(map(prices.__getitem__, order)), reason)
-
-
-def cost_of(view: View, name: str) -> Cost:
-    """Return the cost of one candidate, whichever policy chose it."""
-    candidate = _candidate(view, name)
-    return candidate.endpoint.cost(view.prompt_tokens, candidate.hit_tokens, view.now)
-
-
-def price_of(view: View, name: str) -> Price:
-    """Return the same without evictions, which are slow to estimate."""
-    candidate = _candidate(view, name)
-    return candidate.endpoint.price(view.prompt_tokens, candidate.hit_tokens, view.now)
-
-
-def _candidate(view: View, name: str) -> Candidate:
-    return next(candidate for candidate in view.candidates if candidate.name == name)

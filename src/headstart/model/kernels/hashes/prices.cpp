@@ -17,7 +17,10 @@ extern "C" __attribute__((visibility("default"))) void headstart_prices(
         const auto at = [&](int column) { return state[column * num + i]; };
         const double all = at(0), pending = at(2), streams = at(3), resident = at(4), head_tokens = at(6);
         const double room = at(14), size = at(15), began_at = at(16), step_tokens = at(21), new_tokens = own[i];
-        const double step = rate_step + stream * streams + resident_rate * (resident + streams * (output / 2));
+        const bool is_reported = now - at(12) <= max_age;
+        const double decoding = streams + (is_reported ? at(23) : 0.0);
+        const double attended = resident + (is_reported ? at(24) : 0.0);
+        const double step = rate_step + stream * decoding + resident_rate * (attended + decoding * (output / 2));
         const double head = token * head_tokens + pair * at(7) + std::ceil(head_tokens / step_tokens) * step;
         const bool is_busy = pending > 0;
         double tokens = all, steps = std::ceil(tokens / step_tokens);
@@ -36,20 +39,20 @@ extern "C" __attribute__((visibility("default"))) void headstart_prices(
                 backlog = std::max(running - elapsed, 0.0) + std::max(queued, 0.0);
             }
         }
-        if (now - at(12) <= max_age) backlog += at(11) * at(13);
+        if (is_reported) backlog += at(11) * at(13);
         const double answers = (streams + pending) * output;
         const double missing = streams > 0 ? std::max(new_tokens + output + answers - room, 0.0) : 0.0;
         const double claimed = std::max(size - room + answers, 1.0) * streams;
         const double wait = missing * (streams + pending) * output * step / std::max(claimed, 1.0);
         backlog = std::max(backlog, wait);
         const double more = std::max(std::ceil((tokens + new_tokens) / step_tokens) - steps, 0.0);
-        const double others = stream * (streams + pending) +
-                              resident_rate * (resident + at(5) + (streams + pending) * (output / 2));
+        const double others = stream * (decoding + pending) +
+                              resident_rate * (attended + at(5) + (decoding + pending) * (output / 2));
         const double expected = head + token * std::min(all - head_tokens, step_tokens);
         const double late = is_busy ? 1e3 * (now - at(9)) / (lateness * expected + grace) : 1.0;
         out[i] = backlog;
         out[num + i] = token * new_tokens + pair * new_tokens * (prompt - new_tokens / 2) + more * step;
-        out[2 * num + i] = decode_weight * output * (others + decode_own * (streams + pending));
+        out[2 * num + i] = decode_weight * output * (others + decode_own * (decoding + pending));
         out[3 * num + i] = std::max(late, 1.0) * pace[i];
         out[4 * num + i] = wait;
     }
