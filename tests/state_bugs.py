@@ -1,0 +1,76 @@
+"""Bugs of checkpoints to plant in core/: `put(owner, name, value)` is setattr, or that of a test that undoes it."""
+
+from collections.abc import Callable
+
+from headstart.core.batch import Chunk, Saves
+from headstart.core.cache.checkpoints import Checkpoints
+from headstart.core.cache.kv_cache import Hit, KVCache
+from headstart.core.request import Sequence
+
+Put = Callable[[type, str, object], None]
+
+
+def a_state_one_block_late(put: Put) -> None:
+    """A state is published under the name of the block before its own."""
+    right = Checkpoints._publish
+
+    def publish(self: Checkpoints, seq: Sequence, at: int, pages: tuple[int, ...]) -> None:
+        right(self, seq, at - 1 if at > 1 and not self._exists(seq, at - 1) else at, pages)
+
+    put(Checkpoints, "_publish", publish)
+
+
+def a_state_released_before_it_is_read(put: Put) -> None:
+    """The pages of a state that a chunk begins from are released as soon as its sequence is planned."""
+    begin, end = KVCache._begin_from, Checkpoints.end
+
+    def begin_from(self: KVCache, seq: Sequence, hit: Hit) -> None:
+        begin(self, seq, hit)
+        self.pool.release(hit.state)
+
+    def ends(self: Checkpoints, seq: Sequence, chunk: Chunk, num_tokens: int) -> None:
+        end(self, seq, chunk._replace(state=()), num_tokens)
+
+    put(KVCache, "_begin_from", begin_from)
+    put(Checkpoints, "end", ends)
+
+
+def a_slot_reused_too_early(put: Put) -> None:
+    """The pages that a state is to be written to are released as soon as its sequence is planned."""
+    allocate, end = Checkpoints.allocate, Checkpoints.end
+
+    def allocates(self: Checkpoints, seq: Sequence, start: int, stop: int) -> Saves:
+        saves = allocate(self, seq, start, stop)
+        for _, pages in saves:
+            self._pool.release(pages)
+        return saves
+
+    def ends(self: Checkpoints, seq: Sequence, chunk: Chunk, num_tokens: int) -> None:
+        unused = tuple(save for save in chunk.saves if not any(map(self._pool.refs, save[1])))
+        for page in (page for _, pages in unused for page in pages):
+            self._pool._scratch.remove(page)
+            self._pool._refs[page] = 1
+        end(self, seq, chunk._replace(saves=unused), num_tokens)
+
+    put(Checkpoints, "allocate", allocates)
+    put(Checkpoints, "end", ends)
+
+
+def a_state_of_rejected_drafts_is_kept(put: Put) -> None:
+    """A state behind drafts that were rejected is published as that of the last whole block that counts."""
+    end = Checkpoints.end
+
+    def ends(self: Checkpoints, seq: Sequence, chunk: Chunk, num_tokens: int) -> None:
+        size = self._size
+        saves = tuple((min(position, num_tokens // size * size), pages) for position, pages in chunk.saves)
+        end(self, seq, chunk._replace(saves=saves), num_tokens)
+
+    put(Checkpoints, "end", ends)
+
+
+STATE_BUGS = (
+    a_state_one_block_late,
+    a_state_released_before_it_is_read,
+    a_slot_reused_too_early,
+    a_state_of_rejected_drafts_is_kept,
+)
