@@ -46,7 +46,7 @@ def a_slot_reused_too_early(put: Put) -> None:
         return saves
 
     def ends(self: Checkpoints, seq: Sequence, chunk: Chunk, num_tokens: int) -> None:
-        unused = tuple(save for save in chunk.saves if not any(map(self._pool.refs, save[1])))
+        unused = tuple(save for save in chunk.saves if set(save[1]) <= set(self._pool._scratch))
         for page in (page for _, pages in unused for page in pages):
             self._pool._scratch.remove(page)
             self._pool._refs[page] = 1
@@ -62,7 +62,8 @@ def a_state_of_rejected_drafts_is_kept(put: Put) -> None:
 
     def ends(self: Checkpoints, seq: Sequence, chunk: Chunk, num_tokens: int) -> None:
         size = self._size
-        saves = tuple((min(position, num_tokens // size * size), pages) for position, pages in chunk.saves)
+        last = num_tokens // size * size or num_tokens + 1
+        saves = tuple((min(position, last), pages) for position, pages in chunk.saves)
         end(self, seq, chunk._replace(saves=saves), num_tokens)
 
     put(Checkpoints, "end", ends)
