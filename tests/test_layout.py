@@ -172,7 +172,6 @@ KNOWN_SPLINTERS: set[str] = {
     "http/protocol/write_watch.py",
     "model/layers/quantise.py",
     "model/source_digest.py",
-    "model/weights/gguf/gguf_tensors.py",
     "router/health.py",
     "router/index/cached_tokens.py",
     "router/policies/weighted.py",
