@@ -1,4 +1,9 @@
-"""Bugs of checkpoints to plant in core/: `put(owner, name, value)` is setattr, or that of a test that undoes it."""
+"""Bugs of checkpoints to plant in core/: `put(owner, name, value)` is setattr, or that of a test that undoes it.
+
+tests/laws/test_planted_bugs.py plants all of them. Against Transformers only two are planted: an executor on a CPU
+reads all states of a step before it writes anything, so a state released before it is read changes no token there, and
+few of its drafts end where a checkpoint is kept.
+"""
 
 from collections.abc import Callable
 

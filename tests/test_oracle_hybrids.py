@@ -12,7 +12,7 @@ from fickle_store import FickleStore
 from model.tiny import HYBRIDS, make_checkpoint
 from oracle import Tally
 from oracle_hybrids import ConfusedStore, compare_hybrid
-from state_bugs import STATE_BUGS, Put, a_state_released_before_it_is_read
+from state_bugs import Put, a_slot_reused_too_early, a_state_one_block_late
 
 from headstart.core.batch import Chunk
 from headstart.model.recurrent_states import RecurrentStates
@@ -78,7 +78,8 @@ def a_state_of_another_position_from_the_store(put: Put) -> None:
 @pytest.mark.parametrize(
     "bug",
     [
-        *(bug for bug in STATE_BUGS if bug is not a_state_released_before_it_is_read),
+        a_state_one_block_late,
+        a_slot_reused_too_early,
         a_rejected_draft_stays_in_the_state,
         a_state_of_another_position_from_the_store,
     ],
