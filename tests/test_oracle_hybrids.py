@@ -12,6 +12,7 @@ from fickle_store import FickleStore
 from model.tiny import HYBRIDS, make_checkpoint
 from oracle import Tally
 from oracle_hybrids import ConfusedStore, compare_hybrid
+from oracle_killed import compare_killed
 from state_bugs import Put, a_slot_reused_too_early, a_state_one_block_late
 
 from headstart.core.batch import Chunk
@@ -44,7 +45,8 @@ def test_thousands_of_requests(family: str, checkpoints: dict[str, Path], tmp_pa
     total, seed = Tally(), 30_000
     while total.requests < LONG_REQUESTS:
         seed += 1
-        total.add(compare_hybrid(checkpoints[family], tmp_path / str(seed), seed, min(40, LONG_REQUESTS)))
+        compare = compare_hybrid if seed % 5 else compare_killed  # a child of the latter is killed three times
+        total.add(compare(checkpoints[family], tmp_path / str(seed), seed, min(40, LONG_REQUESTS)))
     print(f"\noracle of {family}: {total}")
     assert total.wrong == []
     assert total.states_read > total.requests // 20 and total.dropped > total.requests
