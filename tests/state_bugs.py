@@ -62,16 +62,27 @@ def a_slot_reused_too_early(put: Put) -> None:
 
 
 def a_state_of_rejected_drafts_is_kept(put: Put) -> None:
-    """A state behind drafts that were rejected is published as that of the last whole block that counts."""
-    end = Checkpoints.end
+    """A state behind drafts that were rejected is published when the sequence has as many tokens."""
+    end, left = Checkpoints.end, Checkpoints.left
+    kept: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def ends(self: Checkpoints, seq: Sequence, chunk: Chunk, num_tokens: int) -> None:
-        size = self._size
-        last = num_tokens // size * size or num_tokens + 1
-        saves = tuple((min(position, last), pages) for position, pages in chunk.saves)
-        end(self, seq, chunk._replace(saves=saves), num_tokens)
+        for position, pages in chunk.saves:
+            if position > num_tokens and (chunk.request_id, position) not in kept:
+                for page in pages:
+                    self._pool._refs[page] += 1
+                kept[chunk.request_id, position] = pages
+        reached = [key for key in kept if key[0] == chunk.request_id and key[1] <= num_tokens]
+        saves = tuple((key[1], kept.pop(key)) for key in reached)
+        end(self, seq, chunk._replace(saves=saves + chunk.saves), num_tokens)
+
+    def lefts(self: Checkpoints, seq: Sequence) -> None:
+        for key in [key for key in kept if key[0] == seq.request.request_id]:
+            self._pool.release(kept.pop(key))
+        left(self, seq)
 
     put(Checkpoints, "end", ends)
+    put(Checkpoints, "left", lefts)
 
 
 STATE_BUGS = (

@@ -69,7 +69,7 @@ CAUGHT_BY = {
     "a_state_one_block_late": CHECKPOINTS + "the_next_turn_begins_where_the_last_one_ended",
     "a_state_released_before_it_is_read": CHECKPOINTS + "random_requests_never_get_a_wrong_state",
     "a_slot_reused_too_early": CHECKPOINTS + "random_requests_never_get_a_wrong_state",
-    "a_state_of_rejected_drafts_is_kept": DRAFTED + "random_requests_with_drafts_never_get_a_wrong_state",
+    "a_state_of_rejected_drafts_is_kept": DRAFTED + "a_place_within_rejected_drafts_has_none",
 }
 
 
