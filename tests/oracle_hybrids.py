@@ -54,6 +54,15 @@ class HybridFleet(Fleet):
                 self.tally.aborts += 1
                 self.send(self.requests[name])
 
+    def close(self) -> None:
+        """Wait for loads of aborted requests first: nobody else does."""
+        for engine in self.engines:
+            while engine.stats().pool.num_loading:
+                self.now += 0.1
+                engine.scheduler.transfers.wait(0.01)
+                engine.scheduler.transfers.take_in(engine.executor, self.now)
+        super().close()
+
     def lose(self, engine: Engine) -> None:
         """Evict some idle blocks, or the pages of some states only, or one page."""
         pool = engine.scheduler.pool
@@ -83,6 +92,14 @@ def tree_of(rng: Random, num: int) -> list[list[int]]:
     return [prompt[:44] for prompt in repeating(made, rng)]
 
 
+def with_turns(prompts: list[list[int]], reference: Reference, rng: Random) -> list[list[int]]:
+    """Make each third prompt but the first the next turn of the one before it, with its answer; return all."""
+    for index in range(0, len(prompts) - 1, 3):
+        due = reference.generate(prompts[index], NUM_TOKENS)[0]
+        prompts[index + 1] = [*prompts[index], *due, *(rng.randrange(128) for _ in range(rng.randint(1, 4)))]
+    return prompts
+
+
 def compare_hybrid(
     folder: Path, room: Path, seed: int, num_requests: int, store_class: type[FickleStore] = FickleStore
 ) -> Tally:
@@ -92,10 +109,8 @@ def compare_hybrid(
     prompts = tree_of(rng, num_requests)
     fleet = HybridFleet(under_test, room, rng, prompts, NUM_TOKENS, rng.choice([9 << 20, 1 << 30]), store_class)
     requests = [any_request(f"r{index}", prompt, NUM_TOKENS, rng) for index, prompt in enumerate(prompts)]
-    for index in range(0, num_requests - 1, 3):  # the next turn of an earlier one, with its answer
-        earlier, due = prompts[index], reference.generate(prompts[index], NUM_TOKENS)[0]
-        prompts[index + 1] = [*earlier, *due, *(rng.randrange(128) for _ in range(rng.randint(1, 4)))]
-        requests[index + 1] = replace(requests[index + 1], prompt=array("i", prompts[index + 1]))
+    with_turns(prompts, reference, rng)
+    requests = [replace(each, prompt=array("i", text)) for each, text in zip(requests, prompts, strict=True)]
     return judged(fleet, reference, requests, rng, f"{folder.name} seed {seed}")
 
 

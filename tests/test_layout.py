@@ -36,7 +36,7 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "core": Budget(("core",), 7_130, 6_000),
-    "model": Budget(("model",), 12_110, 8_000),
+    "model": Budget(("model",), 12_290, 8_000),
     "reuse": Budget(("reuse",), 2_310, 2_000),
     "router": Budget(("router",), 4_430, 4_100),
     "gateway": Budget(("gateway",), 11_200, 9_200),
@@ -44,8 +44,8 @@ BUDGETS = {
     "HTTP, server, engine": Budget(("http", "server", "engine"), 8_570, 7_500),
     "live page": Budget(("page",), 260, 300),
     "store": Budget(("store",), 3_250, 2_300),
-    "sim": Budget(("sim",), 2_790, 2_900),
-    "all": Budget(("",), 75_440, 58_900),
+    "sim": Budget(("sim",), 2_800, 2_900),
+    "all": Budget(("",), 75_630, 58_900),
 }
 REST = Budget(("",), 9_200, 6_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
@@ -172,7 +172,6 @@ KNOWN_SPLINTERS: set[str] = {
     "http/protocol/write_watch.py",
     "model/layers/quantise.py",
     "model/source_digest.py",
-    "model/weights/gguf/gguf_tensors.py",
     "router/health.py",
     "router/index/cached_tokens.py",
     "router/policies/weighted.py",

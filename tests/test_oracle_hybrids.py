@@ -12,19 +12,16 @@ from fickle_store import FickleStore
 from model.tiny import HYBRIDS, make_checkpoint
 from oracle import Tally
 from oracle_hybrids import ConfusedStore, compare_hybrid
+from oracle_killed import compare_killed
+from state_bugs import Put, a_slot_reused_too_early, a_state_one_block_late
 
 from headstart.core.batch import Chunk
-from headstart.core.cache.checkpoints import Checkpoints
-from headstart.core.cache.kv_cache import Hit, KVCache
-from headstart.core.request import Sequence
 from headstart.model.recurrent_states import RecurrentStates
 from headstart.model.step_inputs import RowState
 
 LONG_REQUESTS = int(os.environ.get("HEADSTART_ORACLE_REQUESTS", "3000"))
 EACH = 30  # requests of a run
 PLANTED_RUNS = 25  # runs at most, until a planted bug is seen
-
-Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +45,8 @@ def test_thousands_of_requests(family: str, checkpoints: dict[str, Path], tmp_pa
     total, seed = Tally(), 30_000
     while total.requests < LONG_REQUESTS:
         seed += 1
-        total.add(compare_hybrid(checkpoints[family], tmp_path / str(seed), seed, min(40, LONG_REQUESTS)))
+        compare = compare_hybrid if seed % 5 else compare_killed  # a child of the latter is killed three times
+        total.add(compare(checkpoints[family], tmp_path / str(seed), seed, min(40, LONG_REQUESTS)))
     print(f"\noracle of {family}: {total}")
     assert total.wrong == []
     assert total.states_read > total.requests // 20 and total.dropped > total.requests
@@ -60,33 +58,7 @@ def test_thousands_of_requests(family: str, checkpoints: dict[str, Path], tmp_pa
 # ---- planted bugs ----------------------------------------------------------------------------------------------------
 
 
-def a_state_one_block_late(patch: Patch) -> type[FickleStore]:
-    right = Checkpoints._publish
-
-    def publish(self: Checkpoints, seq: Sequence, at: int, pages: tuple[int, ...]) -> None:
-        right(self, seq, at - 1 if at > 1 and not self._exists(seq, at - 1) else at, pages)
-
-    patch.setattr(Checkpoints, "_publish", publish)
-    return FickleStore
-
-
-def a_slot_reused_too_early(patch: Patch) -> type[FickleStore]:
-    """The pages of a state that a chunk begins from are released as soon as its sequence is planned."""
-    begin, end = KVCache._begin_from, Checkpoints.end
-
-    def begin_from(self: KVCache, seq: Sequence, hit: Hit) -> None:
-        begin(self, seq, hit)
-        self.pool.release(hit.state)
-
-    def ends(self: Checkpoints, seq: Sequence, chunk: Chunk, num_tokens: int) -> None:
-        end(self, seq, chunk._replace(state=()), num_tokens)
-
-    patch.setattr(KVCache, "_begin_from", begin_from)
-    patch.setattr(Checkpoints, "end", ends)
-    return FickleStore
-
-
-def a_rejected_draft_stays_in_the_state(patch: Patch) -> type[FickleStore]:
+def a_rejected_draft_stays_in_the_state(put: Put) -> None:
     right = RecurrentStates._advance
 
     def advance(self: RecurrentStates, chunk: Chunk, begin: int, end: int) -> RowState:
@@ -95,12 +67,11 @@ def a_rejected_draft_stays_in_the_state(patch: Patch) -> type[FickleStore]:
             known[chunk.start] = known[max(known)]
         return right(self, chunk, begin, end)
 
-    patch.setattr(RecurrentStates, "_advance", advance)
-    return FickleStore
+    put(RecurrentStates, "_advance", advance)
 
 
-def a_state_of_another_position_from_the_store(patch: Patch) -> type[FickleStore]:
-    return ConfusedStore
+def a_state_of_another_position_from_the_store(put: Put) -> None:
+    """See ConfusedStore."""
 
 
 @pytest.mark.long
@@ -116,13 +87,15 @@ def a_state_of_another_position_from_the_store(patch: Patch) -> type[FickleStore
     ],
 )
 def test_a_planted_bug_is_found(
-    bug: Callable[[Patch], type[FickleStore]],
+    bug: Callable[[Put], None],
     family: str,
     checkpoints: dict[str, Path],
     tmp_path: Path,
-    monkeypatch: Patch,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store_class, tally = bug(monkeypatch), Tally()
+    bug(monkeypatch.setattr)
+    store_class = ConfusedStore if bug is a_state_of_another_position_from_the_store else FickleStore
+    tally = Tally()
     for seed in range(40_000, 40_000 + PLANTED_RUNS):
         tally.add(compare_hybrid(checkpoints[family], tmp_path / str(seed), seed, EACH, store_class))
         if tally.wrong:

@@ -7,9 +7,11 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from hypothesis import Phase, settings
+from state_bugs import STATE_BUGS
 
 from headstart.core import engine
 from headstart.core.cache import kv_cache
@@ -350,6 +352,7 @@ BUGS: dict[str, Callable[[], None]] = {
         penalties_are_planned_ahead,
     )
 }
+BUGS |= {bug.__name__: partial(bug, setattr) for bug in STATE_BUGS}
 
 # a planted bug has to be seen, not explained: no shrinking
 settings.register_profile("planted", phases=(Phase.explicit, Phase.generate), report_multiple_bugs=False)

@@ -19,8 +19,9 @@ BY_HAND, PROMISES, ORDER, ISOLATION, APART, LAG = (
     f"tests/laws/test_{name}.py::test_"
     for name in ("laws_by_hand", "promises", "order", "isolation", "tenants_apart", "lag")
 )
-TRANSFERS, TRUST, KEPT, ADMISSION = (
-    f"tests/core/test_{name}.py::test_" for name in ("transfers", "trust", "blocks_kept", "admission")
+TRANSFERS, TRUST, KEPT, ADMISSION, CHECKPOINTS, DRAFTED = (
+    f"tests/core/test_{name}.py::test_"
+    for name in ("transfers", "trust", "blocks_kept", "admission", "checkpoints", "drafted_checkpoints")
 )
 CAUGHT_BY = {
     "double_free": BY_HAND + "law_2_blocks_of_a_row_that_failed_are_never_found",
@@ -65,6 +66,10 @@ CAUGHT_BY = {
     "blocks_ahead_are_told_at_once": LAG
     + "blocks_of_a_step_are_read_by_the_next_and_seen_by_events_and_store_when_it_ends",
     "penalties_are_planned_ahead": LAG + "a_request_whose_next_step_needs_the_host_is_not_planned_ahead",
+    "a_state_one_block_late": CHECKPOINTS + "the_next_turn_begins_where_the_last_one_ended",
+    "a_state_released_before_it_is_read": CHECKPOINTS + "random_requests_never_get_a_wrong_state",
+    "a_slot_reused_too_early": CHECKPOINTS + "random_requests_never_get_a_wrong_state",
+    "a_state_of_rejected_drafts_is_kept": DRAFTED + "a_place_within_rejected_drafts_has_none",
 }
 
 

@@ -45,6 +45,10 @@ _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_U
 _WORDS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES_AND_SPACES}"
 _LLAMA3 = _WORDS % r"\p{N}{1,3}"
 _QWEN2 = _WORDS % r"\p{N}"
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
+    rf"|{_LINES_AND_SPACES}"
+)
 _TEKKEN = rf"{_CASED % ('', '')}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES_AND_SPACES}"
 _GPT4O = rf"{_CASED % ((_CONTRACTIONS + '?',) * 2)}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES_AND_SPACES}"
 
@@ -70,11 +74,12 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("gpt-2", "phi-2"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact"), _DIGITS),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3"),
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"),
         PreTokenizer(_split(_LLAMA3), ignore_merges=True, add_bos=True),
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer(_split(_LLAMA3))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), PreTokenizer(_split(_QWEN2), is_nfc=True)),
+    "qwen35": PreTokenizer(_split(_QWEN35), is_nfc=True),
     **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer(_split(_GPT4O))),
     "tekken": PreTokenizer(_split(_TEKKEN), ignore_merges=True, add_bos=True),
 }

@@ -26,6 +26,7 @@ class Profile:
     eviction_policy: str = "2q"
     step_bound: MaxStepTime | None = None  # of steps with prompt tokens, as on a CPU; None: unbounded
     offload: Offload | None = None  # a second, larger cache
+    state_tokens: int = 0  # of KV, whose bytes a recurrent state takes; 0: all layers have attention
 
     @property
     def capacity(self) -> int:
@@ -46,6 +47,7 @@ class Profile:
             policy=self.scheduling_policy,
             eviction_policy=self.eviction_policy,
             tenant_floor=0.0,
+            state_pages=-(-self.state_tokens // self.block_size),
         )
 
 

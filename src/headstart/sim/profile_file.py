@@ -53,11 +53,12 @@ class ModelShape:
     """A decoder. `active` and `total` in billions of parameters."""
 
     total: float
-    layers: int
+    layers: int  # with attention
     heads: int
     kv_heads: int
     head_dim: int = 128
     active: float = 0.0  # of a mixture of experts; 0: all
+    state_bytes: int = 0  # of the other layers, per sequence
 
     @property
     def kv_bytes(self) -> int:
@@ -84,6 +85,7 @@ MODELS = {
     "qwen3-8b": ModelShape(8.19, 36, 32, 8),
     "qwen3-32b": ModelShape(32.8, 64, 64, 8),
     "qwen3-30b-a3b": ModelShape(30.5, 48, 32, 4, active=3.3),
+    "qwen3.5-9b": ModelShape(8.94, 8, 16, 4, 256, state_bytes=52_690_944),
 }
 """Shapes from the models' published config.json."""
 
@@ -108,7 +110,8 @@ def datasheet_profile(name: str) -> Profile:
             f"profile {name!r}: weights of {weight_bytes / 1e9:.0f} GB leave no space for KV in {count} x {gpu.memory} "
             f"GB; write more GPUs, such as {model}@{2 * count}x{kind}"
         )
-    return Profile(name, LABEL, _datasheet_cost(shape, gpu, count), num_blocks, block_size=BLOCK_SIZE)
+    cost, state_tokens = _datasheet_cost(shape, gpu, count), -(-shape.state_bytes // shape.kv_bytes)
+    return Profile(name, LABEL, cost, num_blocks, block_size=BLOCK_SIZE, state_tokens=state_tokens)
 
 
 def _datasheet_cost(shape: ModelShape, gpu: Gpu, count: int) -> RooflineCost:
@@ -154,6 +157,8 @@ def read_profile(path: Path) -> Profile:
         if unknown:
             raise ConfigError(f"there is no field {unknown[0]!r}")
         found = Profile(**values)
+        if found.state_tokens < 0:
+            raise ConfigError(f"state_tokens is {found.state_tokens}; it must not be negative")
         found.scheduler_config()  # checks its limits
         return found
     except (ConfigError, KeyError, TypeError, ValueError) as error:

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf.constants import TENSOR_NAMES
+from model.hybrid_gguf import ARCHITECTURES, random_hybrid
 from model.tiny_gguf import write_gguf
 from tokenizer_folders import BYTE_LEVEL, METASPACE
 
@@ -54,6 +55,12 @@ PER_VOCABULARY = {
         "tokenizer.ggml.pre": "its words are not split",
     },
 }
+PER_ARCHITECTURE = {
+    "qwen35": {
+        "{arch}.full_attention_interval": "there is a list of the layers",
+        "{arch}.rope.dimension_sections": "text has one position; see test_gguf_hybrids.py",
+    }
+}
 # Values that are what a file without the key means.
 DEFAULTS: dict[str, list[Any]] = {
     "{arch}.attention.causal": [True],
@@ -74,23 +81,37 @@ def known_keys(group: type = gguf.Keys) -> Iterator[str]:
             yield value
 
 
+def write(path: Path, architecture: str, vocabulary: str = BYTE_LEVEL) -> GGUFFile:
+    """Write a small model of an architecture in F32 and return its header."""
+    families = {arch: family for family, arch in ARCHITECTURES.items()}
+    if architecture in families:
+        random_hybrid(path, families[architecture], tie_word_embeddings=False)
+    else:
+        write_gguf(path, architecture, "F32", tokenizer=vocabulary)
+    return read_gguf(path)
+
+
 def meaning(file: GGUFFile) -> list[Any]:
     return [gguf_config(file), gguf_tokenizer(file), named_tokens(file), end_token_ids(file)]
 
 
 @pytest.mark.parametrize(
     ("architecture", "vocabulary"),
-    [("llama", BYTE_LEVEL), ("llama", METASPACE), ("qwen2", BYTE_LEVEL), ("qwen3", BYTE_LEVEL), ("phi3", METASPACE)],
+    [
+        *((name, BYTE_LEVEL) for name in ("llama", "qwen2", "qwen3", "qwen35", "lfm2")),
+        *((name, METASPACE) for name in ("llama", "phi3")),
+    ],
 )
 def test_every_key_that_llama_cpp_knows_is_used_or_refused_by_name(
     architecture: str, vocabulary: str, tmp_path: Path
 ) -> None:
-    write_gguf(tmp_path / "m.gguf", architecture, "F32", tokenizer=vocabulary)
-    file = read_gguf(tmp_path / "m.gguf")
+    file = write(tmp_path / "m.gguf", architecture, vocabulary)
     before, ignored, forms = meaning(file), set[str](), set(known_keys())
     forms = {form for form in forms if form.split(".")[0] in ("{arch}", "tokenizer")}
     assert len(forms) > 120
-    for form in forms - HARMLESS.keys() - PER_VOCABULARY[vocabulary].keys():
+    for form in (
+        forms - HARMLESS.keys() - PER_VOCABULARY[vocabulary].keys() - PER_ARCHITECTURE.get(architecture, {}).keys()
+    ):
         key = form.replace("{arch}", architecture)
         for value in VALUES:
             if value == file.metadata.get(key) or value in DEFAULTS.get(form, ()):
@@ -105,10 +126,9 @@ def test_every_key_that_llama_cpp_knows_is_used_or_refused_by_name(
     assert not ignored, "\n".join(sorted(ignored))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "phi3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "phi3", "qwen35", "lfm2"])
 def test_every_tensor_that_llama_cpp_knows_is_used_or_refused_by_name(architecture: str, tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf", architecture, "F32")
-    file = read_gguf(tmp_path / "m.gguf")
+    file = write(tmp_path / "m.gguf", architecture)
     names = {form.format(bid=0, xid=0) for form in TENSOR_NAMES.values()}
     assert len(names) > 300
     ends = ("weight", "bias", "scale", "input_scale")

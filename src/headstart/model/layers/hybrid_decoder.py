@@ -4,8 +4,10 @@ Like Decoder it works on packed rows without padding. Each layer is one of three
 gated delta net, or a short convolution; all have a gated MLP behind it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,11 +19,12 @@ from headstart.model.kernels.recurrence import DeltaWeights, States, gate_rows
 from headstart.model.layers.decoder import EMBEDDING, HEAD, WeightReader, tied_embedding
 from headstart.model.layers.dispatch import are_rows_exact
 from headstart.model.layers.layer_ops import RMSNorm, join
-from headstart.model.layers.linear import PLAIN, Embedding, Form, Linear, look_up
+from headstart.model.layers.linear import PLAIN, Embedding, Form, Linear, Weight, look_up
 from headstart.model.layers.recurrent import GatedDeltaNet, Mixer, ShortConvolution, sigmoid
 from headstart.model.layers.rotary import Rotary
 from headstart.model.step_inputs import StepInputs
 from headstart.model.weights.checkpoint import Checkpoint
+from headstart.model.weights.gguf.block_formats import PackedTensor
 from headstart.model.weights.hybrid_config import HybridConfig
 from headstart.model.weights.model_config import ModelConfig
 
@@ -122,6 +125,14 @@ class HybridDecoder:
         return layer.out(attended, rows)
 
 
+def _rows(weight: Weight, order: np.ndarray) -> Weight:
+    """Return some rows of a weight, or of a bias."""
+    order = order.reshape(-1)
+    if isinstance(weight, PackedTensor):
+        return replace(weight, shape=(len(order), *weight.shape[1:]), data=weight.data[order])
+    return weight[torch.from_numpy(order)]
+
+
 def _run(chain: Chain, rows: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Return the heads [T, width] that a chain makes of `rows`."""
     buffers = Buffers(len(rows), chain.widths)
@@ -188,8 +199,8 @@ class _HybridReader(WeightReader):
         return self.config.hybrid
 
     def norm(self, name: str, size: int) -> RMSNorm:
-        """Return a norm; Qwen3.5 stores the weight less 1."""
-        if self.hybrid.delta is None:
+        """Return a norm; folders of Qwen3.5 store the weight less 1."""
+        if self.hybrid.delta is None or self.checkpoint.are_applied:
             return super().norm(name, size)
         weight = self.checkpoint.take(name, (size,), torch.float32) + 1.0
         return RMSNorm(weight.to(self.dtype).to(self.device), self.config.rms_norm_eps)
@@ -220,9 +231,9 @@ class _HybridReader(WeightReader):
         query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         sizes = {"q": query_size * (2 if gated else 1), "k": key_size, "v": key_size}
         parts = {part: f"{name}.{part}_proj" for part in sizes}
-        weights = [self.tensor(f"{parts[part]}.weight", size, config.hidden_size) for part, size in sizes.items()]
+        weights = [self.weight(f"{parts[part]}.weight", size, config.hidden_size) for part, size in sizes.items()]
         biases = [self.tensor(f"{parts[part]}.bias", size) for part, size in sizes.items()] if config.qkv_bias else []
-        if gated:  # a head's queries, then its gates: gates go to the end
+        if gated:
             weights, biases = self._gates_last(weights), self._gates_last(biases)
         qkv = Linear(weights, join(biases) if biases else None, norm=norm, form=self.form)
         query_norm, key_norm = (
@@ -243,17 +254,18 @@ class _HybridReader(WeightReader):
         out = self.linear([(f"{name}.{names.out}", config.hidden_size)], query_size, bias=config.o_bias)
         return AttentionWeights(qkv, query_norm, key_norm, out, gated, chain)
 
-    def _gates_last(self, parts: list[Tensor]) -> list[Tensor]:
+    def _gates_last(self, parts: list[Any]) -> list[Any]:
         """Return weights or biases of queries with gates, keys and values as queries, keys, values and gates."""
         if not parts:
             return parts
-        heads = parts[0].view(self.config.num_heads, 2, self.config.head_dim, *parts[0].shape[1:])
-        return [heads[:, 0].flatten(0, 1), *parts[1:], heads[:, 1].flatten(0, 1)]
+        rows = np.arange(parts[0].shape[0]).reshape(self.config.num_heads, 2, self.config.head_dim)
+        return [_rows(parts[0], rows[:, 0]), *parts[1:], _rows(parts[0], rows[:, 1])]
 
     def _delta(self, name: str, norm: RMSNorm) -> GatedDeltaNet:
         config, shape = self.config, self.hybrid.delta
         assert shape is not None
         heads = shape.num_value_heads
+        rate = self._wide(f"{name}.A_log", heads)
         parts = (("qkv", shape.num_channels), ("z", shape.num_values), ("b", heads), ("a", heads))
         return GatedDeltaNet(
             shape,
@@ -262,7 +274,7 @@ class _HybridReader(WeightReader):
             ),
             DeltaWeights(
                 self._wide(f"{name}.conv1d.weight", shape.num_channels, 1, shape.conv_size)[:, 0].T.contiguous(),
-                -self._wide(f"{name}.A_log", heads).exp(),
+                rate if self.checkpoint.are_applied else -rate.exp(),
                 self._wide(f"{name}.dt_bias", heads),
                 Norm(self.tensor(f"{name}.norm.weight", shape.value_dim), config.rms_norm_eps),
             ),

@@ -58,6 +58,11 @@ class Checkpoint:
         """The bytes of all tensors as stored."""
         return sum(entry.end - entry.begin for entry in self.entries.values())
 
+    @property
+    def are_applied(self) -> bool:
+        """See TensorFiles."""
+        return self._files.are_applied
+
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a copy of tensor `name` as `dtype` on the CPU. Raises ConfigError if it is missing or misshaped."""
         entry = self._entry(name, shape)

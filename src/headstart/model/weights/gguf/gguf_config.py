@@ -12,6 +12,7 @@ import numpy as np
 from headstart.core.errors import ConfigError
 from headstart.gguf.gguf_reader import GGUFFile
 from headstart.gguf.metadata import end_token_ids, integer_of, number_of, text_of, tokens_of
+from headstart.model.weights.gguf.gguf_hybrids import OWN_KEYS, hybrid_settings, refuse_other_mixers
 from headstart.model.weights.gguf.gguf_names import BIASED, LAYER, ROPE_TENSORS, hf_name
 
 ARCHITECTURES = {
@@ -19,6 +20,8 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
 }
 _HANDLED = {
     "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size", "rope.freq_base",
@@ -50,7 +53,7 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         "intermediate_size": _count(file, arch, "feed_forward_length"),
         "num_hidden_layers": _count(file, arch, "block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _count(file, arch, "attention.head_count_kv", heads),
+        "num_key_value_heads": 1 if arch == "lfm2" else _count(file, arch, "attention.head_count_kv", heads),
         "max_position_embeddings": integer_of(file, f"{arch}.context_length"),
         "rms_norm_eps": number_of(file, f"{arch}.attention.layer_norm_rms_epsilon"),
         "hidden_act": "silu",
@@ -68,6 +71,10 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         original = integer_of(file, "phi3.rope.scaling.original_context_length", None)
         if original is not None:
             config["original_max_position_embeddings"] = original
+    if arch in OWN_KEYS:
+        rotated = integer_of(file, f"{arch}.rope.dimension_count", head_dim)
+        config |= hybrid_settings(file, arch, config["num_hidden_layers"], rotated)
+        refuse_other_mixers(file, arch, config["layer_types"])
     biases = {setting: _has_biases(file, arch, parts) for setting, parts in BIASED[arch].items()}
     if not biases.pop("qkv_bias", True):
         raise ConfigError(f"{file.path}: tensor blk.0.attn_q.bias is missing, and a {arch} model has biases")
@@ -90,11 +97,12 @@ def _architecture(file: GGUFFile) -> str:
 
 def _refuse_unknown(file: GGUFFile, arch: str) -> None:
     """Raise ConfigError for settings that are not understood, and for tensors that the decoder would not use."""
+    handled = _HANDLED | OWN_KEYS.get(arch, set())
     for key, value in file.metadata.items():
         prefix, _, name = key.partition(".")
         if prefix != arch and name in _HANDLED:
             raise ConfigError(f"{file.path}: {key} is a setting of another architecture than {arch}")
-        if prefix != arch or name in _HANDLED or name in _HARMLESS:
+        if prefix != arch or name in handled or name in _HARMLESS:
             continue
         neutral = _NEUTRAL.get(name)
         if value == neutral if neutral is not None else not value:  # 0 experts, no scale, an empty list
@@ -175,7 +183,7 @@ def _rope(file: GGUFFile, arch: str, head_dim: int) -> dict[str, Any]:
     prefix = f"{arch}.rope"
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": number_of(file, f"{prefix}.freq_base", 10000.0)}
     rotated = integer_of(file, f"{prefix}.dimension_count", head_dim)
-    if arch == "phi3":
+    if arch in ("phi3", "qwen35"):
         rope["partial_rotary_factor"] = rotated / head_dim
     elif rotated != head_dim:
         raise ConfigError(f"{file.path}: {prefix}.dimension_count is {rotated}, but a head has {head_dim} dimensions")

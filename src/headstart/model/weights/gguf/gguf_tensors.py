@@ -1,5 +1,6 @@
 """GGUFTensors: the tensors of a GGUF file under their names in a model folder, with the rows in that order."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from headstart.core.errors import ConfigError
 from headstart.gguf.gguf_reader import read_gguf
 from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor, row_bytes, unpack
 from headstart.model.weights.gguf.gguf_config import gguf_config
+from headstart.model.weights.gguf.gguf_hybrids import delta_columns, delta_rows
 from headstart.model.weights.gguf.gguf_names import hf_name, row_order
 from headstart.model.weights.tensor_files import Entry
 
@@ -18,21 +20,23 @@ from headstart.model.weights.tensor_files import Entry
 class GGUFTensors:
     """The weights of one GGUF file, or of a split one. See TensorFiles."""
 
-    noun, config_noun = "the file", "its metadata"
+    noun, config_noun, are_applied = "the file", "its metadata", True
 
     def __init__(self, path: Path) -> None:
         """Read the header. Raises ConfigError for a file that cannot be served."""
         file = read_gguf(path)
         self.path = path
         self.config: dict[str, Any] = gguf_config(file)
-        self._architecture: str = self.config["model_type"]
+        self._architecture: str = file.metadata["general.architecture"]
         self._stored_names: dict[str, str] = {}
         self.entries: dict[str, Entry] = {}
         for stored, info in file.tensors.items():
             name = hf_name(stored, self._architecture)
             if name is not None:  # else a setting, which the config holds
                 self._stored_names[name] = stored
-                self.entries[name] = Entry(info.file, info.kind, info.shape, info.begin, info.end)
+                is_convolution = name.endswith((".conv1d.weight", ".conv.weight"))
+                shape = (info.shape[0], 1, *info.shape[1:]) if is_convolution else info.shape
+                self.entries[name] = Entry(info.file, info.kind, shape, info.begin, info.end)
 
     def stored_name(self, name: str) -> str:
         """See TensorFiles."""
@@ -41,11 +45,22 @@ class GGUFTensors:
     def read(self, name: str, dtype: torch.dtype) -> tuple[Tensor, memoryview]:
         """See TensorFiles."""
         packed, stored = self._read(name)
-        return unpack(packed, dtype), stored
+        tensor, order = unpack(packed, dtype), self._columns(name)
+        if order is not None:
+            tensor = tensor.unflatten(1, (len(order), -1))[:, order].flatten(1)
+        return tensor, stored
 
     def read_packed(self, name: str) -> tuple[PackedTensor, memoryview] | None:
         """See TensorFiles."""
-        return None if FORMATS[self.entries[name].dtype].block_size == 1 else self._read(name)
+        entry, order = self.entries[name], self._columns(name)
+        block_size = FORMATS[entry.dtype].block_size
+        if block_size == 1 or (order is not None and entry.shape[1] % (len(order) * block_size)):
+            return None
+        packed, stored = self._read(name)
+        if order is not None:
+            heads = packed.data.reshape(len(packed.data), len(order), -1)[:, order]
+            packed = replace(packed, data=heads.reshape(packed.data.shape))
+        return packed, stored
 
     def close(self) -> None:
         """See TensorFiles: nothing stays open."""
@@ -70,6 +85,11 @@ class GGUFTensors:
             rows = rows.reshape(len(order), -1)[order].reshape(1, -1)
         return PackedTensor(name, entry.dtype, entry.shape, rows), stored.data
 
+    def _columns(self, name: str) -> np.ndarray | None:
+        return delta_columns(name, self.config) if self._architecture == "qwen35" else None
+
     def _row_order(self, name: str, entry: Entry) -> np.ndarray | None:
+        if self._architecture == "qwen35":
+            return delta_rows(name, self.config)
         heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
         return row_order(name, self._architecture, heads, kv_heads, entry.shape[0])
