@@ -84,3 +84,8 @@ def test_random_requests_with_drafts_and_a_store_never_get_a_wrong_state(seed: i
     random_run(seed, 60, shelf, DRAFTS, repeating_token)
     _, loaded = random_run(seed, 60, shelf, DRAFTS, repeating_token)
     assert loaded > 0
+
+
+def test_a_hit_that_does_not_fit_beside_its_own_state_is_computed_again() -> None:
+    """Of 16 blocks it would leave 7 for the 8 that are missing, and what waits behind it would wait for ever."""
+    random_run(60_442, 400, speculation=DRAFTS, model=repeating_token)

@@ -320,6 +320,8 @@ class Scheduler:
 
     def _admit(self, plan: Plan, seq: Sequence, hit: Hit, reserved: int) -> bool:
         """Admit a waiting sequence and plan its first chunk; otherwise return False and change nothing."""
+        if hit.state and not self.running and not self._fits(seq, hit, reserved):
+            hit = NO_HIT  # alone it fits, but not beside the pages of the state that it would begin from
         want = seq.num_tokens - hit.num_tokens
         n = plan.chunk_len(seq, hit.num_tokens, want, alone=len(self._sequences) == 1)
         extra = self._charge_for(hit)

@@ -12,6 +12,7 @@ Where replicas report requests of other routers, prompts that begin alike have a
 by the same hash. It is expected to have more of a prompt than this router has sent there.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -70,9 +71,19 @@ class Beginnings:
 
     def __init__(self) -> None:
         self._now, self._before = Counts(), Counts()
+        self._uncounted = deque[Begun](maxlen=2 * COUNTED)  # a router alone never asks for what they count
 
     def add(self, prompt: Begun) -> None:
-        """Count one request."""
+        """Note one request."""
+        self._uncounted.append(prompt)
+
+    def _counted(self) -> tuple[Counts, Counts]:
+        """Return the counts of the last requests and of those before them, all that were noted included."""
+        while self._uncounted:
+            self._count(self._uncounted.popleft())
+        return self._now, self._before
+
+    def _count(self, prompt: Begun) -> None:
         if self._now.requests == COUNTED:
             self._now, self._before = Counts(), self._now
         now = self._now
@@ -87,7 +98,7 @@ class Beginnings:
     @property
     def hit_share(self) -> float:
         """Share of the tokens that were cached at the replica with most of a prompt, 0..1."""
-        now, before = self._now, self._before
+        now, before = self._counted()
         return (now.hit_tokens + before.hit_tokens) / max(now.tokens + before.tokens, 1)
 
     def key(self, hashes: list[BlockHash], num_replicas: int) -> BlockHash:
@@ -96,7 +107,7 @@ class Beginnings:
         The shortest one, unless more requests begin like that than one replica's share, and one: then the next one
         behind which most of these continue otherwise. A single chat, however long and busy, has one home.
         """
-        now, before = self._now, self._before
+        now, before = self._counted()
         share = (now.requests + before.requests) / num_replicas + 1.0
         found = hashes[0]
         for shorter, longer in pairwise(hashes):
@@ -120,27 +131,24 @@ class CostPolicy:
 
     def choose(self, view: View) -> Choice:
         """Rank by cost; of the replicas about as good as the best, the one with the highest key weight is first."""
-        size = min(endpoint.block_size for endpoint in view.candidates.endpoints)
-        block_hashes = view.request.prompt.block_hashes(size)
-        hashes = [block_hashes[(1 << power) - 1] for power in range(len(block_hashes).bit_length())]
-        memo = Begun(hashes, view.prompt_tokens, max(view.candidates.hit_tokens))
-        view = self._with_others(view, hashes)
-        choice = self.choose_among_few(view) if len(view.candidates) <= FEW else self.choose_among_many(view)
-        return choice._replace(memo=memo)
+        expected = self._with_others(view)
+        choice = self.choose_among_few(expected) if len(view.candidates) <= FEW else self.choose_among_many(expected)
+        return Choice(choice.ranked, choice.scores, choice.reason, view)
 
     def picked(self, choice: Choice, endpoint: Endpoint) -> None:
-        """Count how the prompt begins."""
-        assert isinstance(choice.memo, Begun)
-        self._beginnings.add(choice.memo)
+        """Note how the prompt begins."""
+        view = choice.memo
+        assert isinstance(view, View)
+        self._beginnings.add(Begun(_beginnings_of(view), view.prompt_tokens, max(view.candidates.hit_tokens)))
 
-    def _with_others(self, view: View, hashes: list[BlockHash]) -> View:
+    def _with_others(self, view: View) -> View:
         """Return the view with the hit that is expected at the prompt's home, if there are other routers.
 
         Of what we have not sent there, they have sent as large a share as we find of prompts anywhere. KV events show
         what others sent: an index that is made of them is believed.
         """
         endpoints, hits = view.candidates.endpoints, view.candidates.hit_tokens
-        if not endpoints[0].load.learner.others.share or not hashes:
+        if not endpoints[0].load.learner.others.share or not (hashes := _beginnings_of(view)):
             return view
         key = self._beginnings.key(hashes, len(endpoints))
         home = int(weights(key, [endpoint.digest for endpoint in endpoints]).argmax())
@@ -192,6 +200,12 @@ class CostPolicy:
         mask &= costs.factor <= costs.factor[best]
         first = _placed(view, np.flatnonzero(mask).tolist(), best, slack, evictions)
         return _choice(view, prices.argsort(kind="stable").tolist(), prices.tolist(), first, best)
+
+
+def _beginnings_of(view: View) -> list[BlockHash]:
+    """Return the hashes of the prompt's first 1, 2, 4, 8, ... blocks."""
+    block_hashes = view.request.prompt.block_hashes(min([one.block_size for one in view.candidates.endpoints]))
+    return [block_hashes[(1 << power) - 1] for power in range(len(block_hashes).bit_length())]
 
 
 def _copies(view: View, longest: int) -> list[float] | None:
