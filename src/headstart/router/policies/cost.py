@@ -12,7 +12,6 @@ Where replicas report requests of other routers, prompts that begin alike have a
 by the same hash. It is expected to have more of a prompt than this router has sent there.
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -71,16 +70,20 @@ class Beginnings:
 
     def __init__(self) -> None:
         self._now, self._before = Counts(), Counts()
-        self._uncounted = deque[Begun](maxlen=2 * COUNTED)  # a router alone never asks for what they count
+        self._uncounted = list[Begun]()  # a router alone never asks for the counts
 
     def add(self, prompt: Begun) -> None:
         """Note one request."""
+        if len(self._uncounted) == 2 * COUNTED:  # none before them counts any more
+            del self._uncounted[:COUNTED]
+            self._now, self._before = Counts(), Counts()
         self._uncounted.append(prompt)
 
     def _counted(self) -> tuple[Counts, Counts]:
         """Return the counts of the last requests and of those before them, all that were noted included."""
-        while self._uncounted:
-            self._count(self._uncounted.popleft())
+        for prompt in self._uncounted:
+            self._count(prompt)
+        self._uncounted.clear()
         return self._now, self._before
 
     def _count(self, prompt: Begun) -> None:
