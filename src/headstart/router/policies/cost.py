@@ -134,24 +134,24 @@ class CostPolicy:
 
     def choose(self, view: View) -> Choice:
         """Rank by cost; of the replicas about as good as the best, the one with the highest key weight is first."""
-        expected = self._with_others(view)
+        begun = Begun(_beginnings_of(view), view.prompt_tokens, max(view.candidates.hit_tokens))
+        expected = self._with_others(view, begun.hashes)
         choice = self.choose_among_few(expected) if len(view.candidates) <= FEW else self.choose_among_many(expected)
-        return Choice(choice.ranked, choice.scores, choice.reason, view)
+        return Choice(choice.ranked, choice.scores, choice.reason, begun)
 
     def picked(self, choice: Choice, endpoint: Endpoint) -> None:
         """Note how the prompt begins."""
-        view = choice.memo
-        assert isinstance(view, View)
-        self._beginnings.add(Begun(_beginnings_of(view), view.prompt_tokens, max(view.candidates.hit_tokens)))
+        assert isinstance(choice.memo, Begun)
+        self._beginnings.add(choice.memo)
 
-    def _with_others(self, view: View) -> View:
+    def _with_others(self, view: View, hashes: list[BlockHash]) -> View:
         """Return the view with the hit that is expected at the prompt's home, if there are other routers.
 
         Of what we have not sent there, they have sent as large a share as we find of prompts anywhere. KV events show
         what others sent: an index that is made of them is believed.
         """
         endpoints, hits = view.candidates.endpoints, view.candidates.hit_tokens
-        if not endpoints[0].load.learner.others.share or not (hashes := _beginnings_of(view)):
+        if not endpoints[0].load.learner.others.share or not hashes:
             return view
         key = self._beginnings.key(hashes, len(endpoints))
         home = int(weights(key, [endpoint.digest for endpoint in endpoints]).argmax())
