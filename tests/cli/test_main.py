@@ -1,6 +1,7 @@
 """The command line: help, errors, precedence, and each verb once."""
 
 import dataclasses
+import io
 import json
 import re
 import subprocess
@@ -123,6 +124,7 @@ def test_version_and_no_verb(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "broken"], "no such model"),
         (["init-model", "out"], "Missing option '--shape'"),
         (["generate", "--system", "x", "y"], "--system needs --chat"),
+        (["generate", "--lines", "y"], "--lines reads prompts from stdin"),
         (["generate", "--chat", "--system", "@nope", "y", "--model", "nope"], "nope"),
     ],
 )
@@ -319,6 +321,15 @@ def test_generate_reads_one_prompt_from_stdin(
         monkeypatch.setattr(sys, "stdin", stdin)
         assert cli.main(["generate", "--model", str(tiny), *GREEDY, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["prompt_tokens"] >= 1
+
+
+def test_generate_reads_a_prompt_from_each_line(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nhello there\n"))
+    assert cli.main(["generate", "--model", str(tiny), *GREEDY, "--lines", "--json"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first["prompt_tokens"] < second["prompt_tokens"]
 
 
 def test_generate_refuses_a_wrong_value_in_one_line(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from headstart.core.errors import ConfigError, HeadstartError
 EXAMPLES = """Examples:
   headstart generate --model Qwen/Qwen3-0.6B --chat "Why is the sky blue?"
   headstart generate --model ./my-model --temperature 0 --json < prompt.txt
+  headstart generate --model ./my-model --lines --json < prompts.txt > answers.jsonl
   headstart generate "wake me at seven" --json-schema answer.schema.json"""
 
 
@@ -24,6 +25,7 @@ def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT", help="One or several; none or '-': all of stdin.")
     ] = None,
+    lines: Annotated[bool, typer.Option("--lines", help="Each line of stdin is a prompt.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Render prompts with the model's chat template.")] = False,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message for --chat; @FILE reads it from FILE.")
@@ -55,7 +57,7 @@ def generate(
     options = settle(EngineOptions, *sources)
     if system is not None and not chat:
         raise ConfigError("--system needs --chat: without a chat template there are no roles")
-    texts = _prompts(prompts or [])
+    texts = _prompts(prompts or [], lines=lines)
     wishes = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "stop": stop or None}
     wishes |= {"guided_json": _read(json_schema), "guided_regex": regex, "guided_choice": choice or None}
     wishes["guided_grammar"] = _read(grammar)
@@ -78,12 +80,15 @@ def generate(
         raise HeadstartError(f"{len(failed)} of {len(completions)} prompts failed: {failed[0]}")
 
 
-def _prompts(arguments: list[str]) -> list[str]:
+def _prompts(arguments: list[str], *, lines: bool) -> list[str]:
     if arguments and arguments != ["-"]:
+        if lines:
+            raise ConfigError("--lines reads prompts from stdin: leave the others out")
         return arguments
     if not arguments and sys.stdin.isatty():
         raise ConfigError('no prompt: give one, as in headstart generate "The sky is", or pipe it in')
-    return [sys.stdin.read()]
+    text = sys.stdin.read()
+    return [line for line in text.splitlines() if line.strip()] if lines else [text]
 
 
 def _system(text: str) -> str:
