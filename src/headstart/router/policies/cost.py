@@ -70,23 +70,9 @@ class Beginnings:
 
     def __init__(self) -> None:
         self._now, self._before = Counts(), Counts()
-        self._uncounted = list[Begun]()  # a router alone never asks for the counts
 
     def add(self, prompt: Begun) -> None:
-        """Note one request."""
-        if len(self._uncounted) == 2 * COUNTED:  # none before them counts any more
-            del self._uncounted[:COUNTED]
-            self._now, self._before = Counts(), Counts()
-        self._uncounted.append(prompt)
-
-    def _counted(self) -> tuple[Counts, Counts]:
-        """Return the counts of the last requests and of those before them, all that were noted included."""
-        for prompt in self._uncounted:
-            self._count(prompt)
-        self._uncounted.clear()
-        return self._now, self._before
-
-    def _count(self, prompt: Begun) -> None:
+        """Count one request."""
         if self._now.requests == COUNTED:
             self._now, self._before = Counts(), self._now
         now = self._now
@@ -101,7 +87,7 @@ class Beginnings:
     @property
     def hit_share(self) -> float:
         """Share of the tokens that were cached at the replica with most of a prompt, 0..1."""
-        now, before = self._counted()
+        now, before = self._now, self._before
         return (now.hit_tokens + before.hit_tokens) / max(now.tokens + before.tokens, 1)
 
     def key(self, hashes: list[BlockHash], num_replicas: int) -> BlockHash:
@@ -110,7 +96,7 @@ class Beginnings:
         The shortest one, unless more requests begin like that than one replica's share, and one: then the next one
         behind which most of these continue otherwise. A single chat, however long and busy, has one home.
         """
-        now, before = self._counted()
+        now, before = self._now, self._before
         share = (now.requests + before.requests) / num_replicas + 1.0
         found = hashes[0]
         for shorter, longer in pairwise(hashes):
@@ -134,15 +120,16 @@ class CostPolicy:
 
     def choose(self, view: View) -> Choice:
         """Rank by cost; of the replicas about as good as the best, the one with the highest key weight is first."""
+        choose = self.choose_among_few if len(view.candidates) <= FEW else self.choose_among_many
+        if not view.candidates.endpoints[0].load.learner.others.share:
+            return choose(view)
         begun = Begun(_beginnings_of(view), view.prompt_tokens, max(view.candidates.hit_tokens))
-        expected = self._with_others(view, begun.hashes)
-        choice = self.choose_among_few(expected) if len(view.candidates) <= FEW else self.choose_among_many(expected)
-        return Choice(choice.ranked, choice.scores, choice.reason, begun)
+        return choose(self._with_others(view, begun.hashes))._replace(memo=begun)
 
     def picked(self, choice: Choice, endpoint: Endpoint) -> None:
-        """Note how the prompt begins."""
-        assert isinstance(choice.memo, Begun)
-        self._beginnings.add(choice.memo)
+        """Count how the prompt begins, if there are other routers."""
+        if isinstance(choice.memo, Begun):
+            self._beginnings.add(choice.memo)
 
     def _with_others(self, view: View, hashes: list[BlockHash]) -> View:
         """Return the view with the hit that is expected at the prompt's home, if there are other routers.
@@ -151,7 +138,7 @@ class CostPolicy:
         what others sent: an index that is made of them is believed.
         """
         endpoints, hits = view.candidates.endpoints, view.candidates.hit_tokens
-        if not endpoints[0].load.learner.others.share or not hashes:
+        if not hashes:
             return view
         key = self._beginnings.key(hashes, len(endpoints))
         home = int(weights(key, [endpoint.digest for endpoint in endpoints]).argmax())
