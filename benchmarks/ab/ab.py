@@ -168,7 +168,7 @@ def served_burst(old: Served, new: Served) -> Callable[[int, int], float]:
 
 @contextlib.contextmanager
 def fake_replica() -> Generator[str]:
-    """Run a replica that computes nothing; both sides use the same one."""
+    """Run a replica that computes nothing."""
     words = [sys.executable, "-m", "headstart_lab.runners.fake_replica", "--ttft-ms", "1", "--token-ms", "1"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -221,9 +221,9 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 
-        def served(arguments: list[str], name: str) -> tuple[Served, Served]:
+        def served(*arguments: list[str], name: str) -> tuple[Served, Served]:
             sides = [
-                Served(checkout, arguments, folder / f"{name}{i}", more if i else {})
+                Served(checkout, arguments[i % len(arguments)], folder / f"{name}{i}", more if i else {})
                 for i, checkout in enumerate(checkouts)
             ]
             for side in sides:
@@ -239,14 +239,13 @@ def main() -> int:
             for row in IN_PROCESS:
                 rows[row] = lambda side, seed, row=row: workers[side].measure(row, seed)
         if options.only in "server: router: chat streamed whole completion" or not options.only:
-            rows |= served_rows(*served(["serve"], "server"), "server", options.requests // CHUNKS)
-            replica = stack.enter_context(fake_replica())
-            rows |= served_rows(
-                *served(["route", "--replica", replica], "router"), "router", options.requests * 5 // CHUNKS
-            )
+            rows |= served_rows(*served(["serve"], name="server"), "server", options.requests // CHUNKS)
+            # A replica for each side: a router that sees requests of another one there decides otherwise.
+            routes = [["route", "--replica", stack.enter_context(fake_replica())] for _ in checkouts]
+            rows |= served_rows(*served(*routes, name="router"), "router", options.requests * 5 // CHUNKS)
         if options.only in BURST:
             sizes = ["--dtype", "bfloat16", "--max-model-len", "4096", "--kv-cache-memory", "1GiB"]
-            rows[BURST] = served_burst(*served(["serve", options.model, *sizes], "burst"))
+            rows[BURST] = served_burst(*served(["serve", options.model, *sizes], name="burst"))
         for row, measure in rows.items():
             if options.only in row:
                 is_short = row not in (*IN_PROCESS, BURST) or "no model" in row
