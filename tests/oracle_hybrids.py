@@ -55,7 +55,7 @@ class HybridFleet(Fleet):
                 self.send(self.requests[name])
 
     def close(self) -> None:
-        """Wait for loads of aborted requests first: nobody else does."""
+        """Wait for loads of aborted requests first: an idle engine does not."""
         for engine in self.engines:
             while engine.stats().pool.num_loading:
                 self.now += 0.1
