@@ -33,7 +33,8 @@ RULES = {
     "ends + junctions + spacing": ("ends", "junctions", "spacing"),
     "grid of 1,024 + junctions": ("grid", "junctions"),
 }
-EVICTIONS = ("lru", "replaced first")
+EVICTIONS = ("lru", "replaced first", "inner first")
+MAX_SHARE = 0.15  # of the budget, beyond which "inner first" evicts checkpoints that a prompt has a deeper one behind
 
 
 class Prompt(NamedTuple):
@@ -53,6 +54,7 @@ class Cache:
         self.budget, self.used, self.peak_state = budget, 0, 0.0
         self.items: OrderedDict[tuple[int, bool], int] = OrderedDict()  # (block, is a checkpoint) -> bytes; next first
         self.replaced: OrderedDict[tuple[int, bool], None] = OrderedDict()
+        self.inner: OrderedDict[tuple[int, bool], None] = OrderedDict()  # checkpoints before the deepest of a prompt
         self.reused: set[int] = set()  # blocks whose checkpoint was used and is kept like any other from then on
         self.fixed: set[int] = set()  # checkpoints at the end of a system message: never replaced
         self.state_bytes = 0
@@ -77,6 +79,8 @@ class Cache:
             if index in kept and self.places and (index != hit or hit):
                 self._touch((path[index - 1], True), STATE_BYTES)
             self._touch((path[index - 1], False), size * KV_BYTES)
+        if self.eviction == "inner first":
+            self._note_inner(path)
         self._evict()
         self.shares.append(self.state_bytes / max(self.used, 1))
         return hit * size, min(depth, most) * size
@@ -110,6 +114,14 @@ class Cache:
         elif new:
             self.replaced[item] = None
 
+    def _note_inner(self, path: tuple[int, ...]) -> None:
+        found = [(block, True) for block in reversed(path) if (block, True) in self.items]
+        for item in found[:1]:
+            self.inner.pop(item, None)
+        for item in found[1:]:
+            self.inner[item] = None
+            self.inner.move_to_end(item)
+
     def _touch(self, item: tuple[int, bool], num_bytes: int) -> None:
         if item in self.items:
             self.items.move_to_end(item)
@@ -120,8 +132,10 @@ class Cache:
 
     def _evict(self) -> None:
         while self.used > self.budget:
-            item = next(iter(self.replaced)) if self.replaced else next(iter(self.items))
+            first = self.inner if self.inner and self.state_bytes > MAX_SHARE * self.budget else self.replaced
+            item = next(iter(first or self.items))
             self.replaced.pop(item, None)
+            self.inner.pop(item, None)
             self.reused.discard(item[0])
             num_bytes = self.items.pop(item)
             self.used -= num_bytes
@@ -174,6 +188,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trace", type=Path, help="a folder of sessions, such as AgentX's")
     parser.add_argument("--at-once", type=int, nargs="+", default=[8, 32], help="sessions that overlap")
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
+    parser.add_argument("--evictions", nargs="+", choices=EVICTIONS, default=list(EVICTIONS))
     parser.add_argument("--pools", type=float, nargs="+", default=[0.5, 1, 2, 4, 1000], help="millions of tokens of KV")
     options = parser.parse_args()
     recorded, system = read_trace_file(options.trace), system_ends(options.trace)
@@ -184,7 +200,7 @@ def main() -> None:
         for pool in options.pools:
             budget = int(pool * 1e6 * KV_BYTES)
             cases = [("bound: states are free", (), "lru")]
-            cases += [(name, places, eviction) for name, places in RULES.items() for eviction in EVICTIONS]
+            cases += [(name, RULES[name], eviction) for name in options.rules for eviction in options.evictions]
             for name, places, eviction in cases:
                 row = measure(prompts, trace.block_size, budget, places, eviction)
                 rows.append({"at_once": at_once, "pool_mtokens": pool, "rule": name, "eviction": eviction, **row})

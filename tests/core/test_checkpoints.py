@@ -73,6 +73,31 @@ def test_a_state_is_kept_only_where_blocks_are_free_and_nothing_waits_for_it() -
     assert engine.scheduler.counters.num_preemptions == 0
 
 
+def states_and_hits(num_blocks: int, turns: int) -> tuple[int, list[int]]:
+    """Return the pages of states in the pool after a conversation, and what each of its turns has reused."""
+    engine, prompt, hits = state_engine(num_blocks, max_model_len=512), text(10), list[int]()
+    for turn in range(turns):
+        hits.append(cached(prompt, engine, 6, name=str(turn)))
+        prompt = [*prompt, *expected_tokens(prompt, 6), *text(4, 60 + turn)]
+    engine.scheduler.pool.check()
+    return engine.scheduler.pool.num_pages, hits
+
+
+def test_of_a_conversation_the_latest_state_is_kept_where_blocks_are_short() -> None:
+    num_pages, hits = states_and_hits(65, 16)
+    roomy_pages, roomy = states_and_hits(513, 16)
+    assert hits == roomy and hits[-1] > 140  # 38 blocks of keys and values in a pool of 64
+    assert num_pages <= 2 * PAGES + 64 * 3 // 20 < roomy_pages  # those of the last turn, which may be asked again
+
+
+def test_states_from_which_nothing_went_on_leave_as_other_blocks_do() -> None:
+    engine = state_engine(65)
+    prompts = [text(9, 20 * index) for index in range(12)]
+    for index, prompt in enumerate(prompts):
+        cached(prompt, engine, name=str(index))
+    assert [cached(prompt, engine, name=f"again {index}") for index, prompt in enumerate(prompts)] == [8] * 12
+
+
 def test_a_checkpoint_without_all_its_pages_is_none() -> None:
     engine = state_engine(65)
     cached(text(22), engine, name="0")

@@ -72,6 +72,7 @@ class BlockPool:
         self._ops = ops
         self.listeners: list[BlockListener] = []
         self.planners: list[BlockListener] = []  # they are told of blocks published ahead, too
+        self.num_pages = 0  # published ones, of checkpoints
         self.page_listeners: list[BlockListener] = []  # told of pages of checkpoints, too: published by checkpoints.py
         self.now = 0.0  # seconds; set by the pool's owner; retention times are measured by it
         self.evictions = {
@@ -309,7 +310,9 @@ class BlockPool:
             self._ahead.add(block)
         for listener in self.planners:
             listener.published(block, block_hash, parent, tokens)
-        for listener in () if ahead or is_page(block_hash) else self.listeners:
+        page = is_page(block_hash)
+        self.num_pages += page
+        for listener in () if ahead or page else self.listeners:
             listener.published(block, block_hash, parent, tokens)
         return True
 
@@ -463,6 +466,7 @@ class BlockPool:
             assert self._block_hashes[block] == block_hash, f"block {block} and the index disagree"
             assert self._history.get(block_hash) is None, f"block {block} is published and evicted"
         assert len(published) == len(self._entries)
+        assert self.num_pages == sum(map(is_page, self._entries))
         assert self._ahead <= published & referenced, "a block published ahead has no owner"
         assert len(self._history) <= self._max_history
         self._idle.check()
@@ -510,6 +514,8 @@ class BlockPool:
             remember(block_hash, evicted)
             if retentions is not None:
                 retentions.drop(block)
-            for listener in self.page_listeners if is_page(block_hash) else listeners:
+            page = is_page(block_hash)
+            self.num_pages -= page
+            for listener in self.page_listeners if page else listeners:
                 listener.removed(block_hash)
         self.evictions[evicted.cause] += num_before - len(entries)

@@ -7,8 +7,12 @@ are free. Listeners (the store) hear of the end of a sequence so far when it end
 
 Places: the end of each prompt; the end of the sequence so far, in place of the last such; junctions, where others have
 computed more keys and values than there is a checkpoint for; and, in between, every `spacing` blocks.
+
+Where blocks are short and checkpoints take more than `MAX_SHARE` of the pool, those are discarded first from which a
+sequence went on to a later one, the least recently used first. The last one of a sequence leaves as other blocks do.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from headstart.core.batch import Chunk, Saves
@@ -16,7 +20,7 @@ from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import BlockHash, page_hash
 from headstart.core.request import Sequence, Suspect
 
-MAX_SHARE = 0.15  # of the bytes of a long prompt, which its spaced checkpoints take
+MAX_SHARE = 0.15  # of a pool that is full; of the bytes of a long prompt, which its spaced checkpoints take
 
 
 class Checkpoints:
@@ -26,6 +30,7 @@ class Checkpoints:
         self.num_pages = num_pages
         self._pool, self._size = pool, block_size
         self._spacing = max(int(num_pages * (1 / MAX_SHARE - 1)), 1)  # blocks
+        self._inner: OrderedDict[BlockHash, None] = OrderedDict()  # behind which a later one was left; next to go first
 
     def names(self, block_hash: BlockHash) -> list[BlockHash]:
         """Return the names of the pages of the checkpoint behind a block, whether there is one or not."""
@@ -93,8 +98,11 @@ class Checkpoints:
             if old is not None:
                 self._pool.discard([old[0]])
             self._pool.publish(block, name, block_hash, tokens, seq.request.tenant)
+        before = seq.checkpoints[-1] if seq.checkpoints else seq.started_from
         if block_hash not in seq.checkpoints:  # it has left this one before, which was evicted since
             seq.checkpoints.append(block_hash)
+        if before is not None and before != block_hash:
+            self._went_on(before)
         if at * self._size <= len(seq.request.prompt) or not seq.block_ids:
             self._tell(block_hash)
         if at * self._size <= len(seq.request.prompt):
@@ -105,6 +113,19 @@ class Checkpoints:
                 self._pool.discard(self._pages(last))
             seq.checkpoints.remove(last)
         seq.last_checkpoint = block_hash
+
+    def _went_on(self, block_hash: BlockHash) -> None:
+        """Note a checkpoint behind which a sequence has left a later one, and discard some such if blocks are short."""
+        pool, inner = self._pool, self._inner
+        inner[block_hash] = None
+        inner.move_to_end(block_hash)
+        most = pool.num_usable if pool.num_scratch >= self.num_pages else MAX_SHARE * pool.num_usable
+        while inner and pool.num_pages > most:
+            oldest, _ = inner.popitem(last=False)
+            if not pool.is_pinned(page_hash(oldest, 0)):
+                pool.discard(self._pages(oldest))
+        if len(inner) * self.num_pages > 2 * pool.num_usable:  # most of them were evicted
+            self._inner = OrderedDict.fromkeys(known for known in inner if self._pages(known))
 
     def _exists(self, seq: Sequence, at: int) -> bool:
         """Return whether there is a checkpoint after `at` blocks of a sequence; of output not hashed yet: False."""
