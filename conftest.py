@@ -53,7 +53,7 @@ import patience  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
-pytest_plugins = ["fewer_examples", "file_seconds"]
+pytest_plugins = ["fewer_examples", "file_seconds", "forked_workers"]
 
 
 def only_loopback(event: str, arguments: tuple[Any, ...]) -> None:
@@ -90,20 +90,25 @@ settings.load_profile("headstart")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Builds the kernels before workers start: once, by all cores, and in no test's time. Cached, it takes a moment."""
-    if getattr(session.config.option, "numprocesses", None):
+    """Builds the kernels before tests: once, by all cores, and in no test's time. Cached, it takes a moment."""
+    if session.config.option.forks:
         subprocess.run([sys.executable, str(ROOT / "tests" / "build_kernels.py")], check=False)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Collects without the search for cycles, a fifth of its time, and keeps what it leaves out of later searches.
 
-    Modules and items are 700 MB, which a full search takes a second for, and tests of memory ask for many.
+    Modules and items are 700 MB, which a full search takes a second for, and tests of memory ask for many. Forked
+    processes of tests share the processes that fork servers.
     """
     gc.disable()
     try:
-        return (yield)
+        collected = yield
+        harness = sys.modules.get("server.harness")
+        if harness and session.config.option.forks and not session.config.option.collectonly:
+            harness.fork_server.start(harness.server_environment())
+        return collected
     finally:
         gc.freeze()
         atexit.register(gc.unfreeze)  # extension modules complain of what the last search, at the exit, does not free

@@ -69,7 +69,7 @@ class Forked:
 
 
 class ForkServer:
-    """A process with these modules, which forks servers until this process ends."""
+    """A process with these modules, which forks servers until this process ends, and those forked from it."""
 
     def __init__(self, modules: tuple[str, ...], environment: Mapping[str, str]) -> None:
         self._stream, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -102,6 +102,12 @@ def fork(words: list[str], environment: Mapping[str, str], log: IO[bytes], modul
     if modules not in _STARTED:
         _STARTED[modules] = ForkServer(modules, environment)
     return _STARTED[modules].fork(words, environment, log)
+
+
+def start(environment: Mapping[str, str]) -> None:
+    """Start the processes that fork, for this process and for those that are forked from it."""
+    for modules in (FAKE, REAL) if CAN_FORK else ():
+        _STARTED[modules] = ForkServer(modules, environment)
 
 
 # ----------------------------------------------------------------------------------------------- in the other process

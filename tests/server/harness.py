@@ -113,18 +113,19 @@ def address_of(pid: int) -> str | None:
     return f"http://127.0.0.1:{listening[0].laddr.port}" if listening else None
 
 
+def server_environment() -> dict[str, str]:
+    """Return the environment of servers: this process's, and the folders that modules are found in."""
+    folders = [*(str(ROOT / path) for path in ("src", "lab/src", "tests")), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders).rstrip(os.pathsep)}
+
+
 @contextmanager
 def spawn(command: list[str], log_path: Path, *, truly: bool = False) -> Iterator[Server]:
     """Starts a process that serves, and kills it at the end if it still runs.
 
     A server or router that tests start often is forked from a process that has imported it already, unless `truly`.
     """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(
-            [*(str(ROOT / path) for path in ("src", "lab/src", "tests")), os.environ.get("PYTHONPATH", "")]
-        ).rstrip(os.pathsep),
-    }
+    environment = server_environment()
     with log_path.open("wb") as log:
         modules = None if truly else _modules(command)
         process = modules and fork_server.fork(command[1:], environment, log, modules)
