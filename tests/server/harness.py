@@ -210,6 +210,12 @@ async def until(probe: Any) -> None:
             await asyncio.sleep(0.01)
 
 
+async def turns(count: int = 100) -> None:
+    """Lets the other tasks run, as many turns of the event loop on a busy machine as on an idle one."""
+    for _ in range(count):
+        await asyncio.sleep(0.001)
+
+
 def parse_events(text: str) -> list[Any]:
     """Returns the JSON of every data line, and "[DONE]" as it is."""
     datas = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
