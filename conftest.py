@@ -10,6 +10,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Generator
+from functools import cache
 from importlib.metadata import entry_points
 from ipaddress import ip_address
 from pathlib import Path
@@ -51,6 +52,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a script 
 
 import patience  # noqa: E402
 import pytest  # noqa: E402
+from httpx._transports import default as httpx_transports  # noqa: E402
+from httpx2._transports import default as httpx2_transports  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
 pytest_plugins = ["fewer_examples", "file_seconds", "forked_workers"]
@@ -64,6 +67,12 @@ def only_loopback(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(only_loopback)
+
+
+# One for all clients: each, and each `httpx.get`, reads the certificates of 150 authorities for 25 ms of CPU time.
+# Nothing here is signed by any of them.
+for transports in (httpx_transports, httpx2_transports):  # httpx2: of SDKs
+    transports.create_ssl_context = cache(transports.create_ssl_context)
 
 
 def has_cache() -> bool:

@@ -6,8 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import file_seconds
+import httpx
+import httpx2
+import pytest
 
 SPIN = (
     "import time\ndef test_it():\n    began = time.process_time()\n    while time.process_time() < began + {}: pass\n"
@@ -72,3 +76,9 @@ def test_no_file_took_a_minute_when_they_were_recorded() -> None:
 
 def test_garbage_collections_leave_out_what_collecting_the_tests_has_left() -> None:
     assert gc.get_freeze_count() > 10 * len(sys.modules)
+
+
+@pytest.mark.parametrize("library", [httpx, httpx2])
+def test_clients_share_the_certificates_that_are_read(library: Any) -> None:
+    one, two = (client._transport._pool for client in (library.Client(), library.AsyncClient()))
+    assert one._ssl_context is two._ssl_context
