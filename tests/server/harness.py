@@ -120,17 +120,19 @@ def server_environment() -> dict[str, str]:
 
 
 @contextmanager
-def spawn(command: list[str], log_path: Path, *, truly: bool = False) -> Iterator[Server]:
-    """Starts a process that serves, and kills it at the end if it still runs.
+def spawn(command: list[str], log_path: Path, *, truly: bool = False, umask: int = -1) -> Iterator[Server]:
+    """Starts a process that serves, and kills it at the end if it still runs. `umask`: -1 leaves this process's.
 
     A server or router that tests start often is forked from a process that has imported it already, unless `truly`.
     """
     environment = server_environment()
     with log_path.open("wb") as log:
         modules = None if truly else _modules(command)
-        process = modules and fork_server.fork(command[1:], environment, log, modules)
+        process = modules and fork_server.fork(command[1:], environment, log, modules, umask)
         if process is None:
-            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, umask=umask
+            )
     try:
         yield Server(process, log_path)
     finally:
