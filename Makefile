@@ -19,8 +19,8 @@ QUIET := $(if $(MAKE_TERMOUT),,--quiet)
 QUIET_CORES := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0
 # Written, bytecode is made once instead of by every process: half the time of collecting tests.
 BYTECODE := PYTHONDONTWRITEBYTECODE=
-# tests/file_seconds.py: whole files to the processes, the longest first.
-PYTEST := $(QUIET_CORES) $(BYTECODE) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Forked from the process that has collected (tests/forked_workers.py); whole files, the longest first.
+PYTEST := $(QUIET_CORES) $(BYTECODE) $(BIN)/python -m pytest --forks $(JOBS)
 LINT   := $(BIN)/ruff format --check . && $(BIN)/ruff check .
 TYPES  := $(BIN)/pyright --pythonpath $(BIN)/python
 SELF   := $(MAKE) --no-print-directory

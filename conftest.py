@@ -10,6 +10,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Generator
+from functools import cache
 from importlib.metadata import entry_points
 from ipaddress import ip_address
 from pathlib import Path
@@ -51,9 +52,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a script 
 
 import patience  # noqa: E402
 import pytest  # noqa: E402
+from httpx._transports import default as httpx_transports  # noqa: E402
+from httpx2._transports import default as httpx2_transports  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
-pytest_plugins = ["fewer_examples", "file_seconds"]
+pytest_plugins = ["fewer_examples", "file_seconds", "forked_workers"]
 
 
 def only_loopback(event: str, arguments: tuple[Any, ...]) -> None:
@@ -64,6 +67,12 @@ def only_loopback(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(only_loopback)
+
+
+# One for all clients: each, and each `httpx.get`, reads the certificates of 150 authorities for 25 ms of CPU time.
+# Nothing here is signed by any of them.
+for transports in (httpx_transports, httpx2_transports):  # httpx2: of SDKs
+    transports.create_ssl_context = cache(transports.create_ssl_context)
 
 
 def has_cache() -> bool:
@@ -90,20 +99,25 @@ settings.load_profile("headstart")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Builds the kernels before workers start: once, by all cores, and in no test's time. Cached, it takes a moment."""
-    if getattr(session.config.option, "numprocesses", None):
+    """Builds the kernels before tests: once, by all cores, and in no test's time. Cached, it takes a moment."""
+    if session.config.option.forks:
         subprocess.run([sys.executable, str(ROOT / "tests" / "build_kernels.py")], check=False)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Collects without the search for cycles, a fifth of its time, and keeps what it leaves out of later searches.
 
-    Modules and items are 700 MB, which a full search takes a second for, and tests of memory ask for many.
+    Modules and items are 700 MB, which a full search takes a second for, and tests of memory ask for many. Forked
+    processes of tests share the processes that fork servers.
     """
     gc.disable()
     try:
-        return (yield)
+        collected = yield
+        harness = sys.modules.get("server.harness")
+        if harness and session.config.option.forks and not session.config.option.collectonly:
+            harness.fork_server.start(harness.server_environment())
+        return collected
     finally:
         gc.freeze()
         atexit.register(gc.unfreeze)  # extension modules complain of what the last search, at the exit, does not free

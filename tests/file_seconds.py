@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order files by their recorded seconds, the longest first, if they are shared out between processes."""
-    if hasattr(config, "workerinput"):
+    if getattr(config.option, "forks", 0):
         seconds = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
         items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))
 
@@ -56,11 +56,14 @@ class FileSeconds:
         self._cpu: Counter[str] = Counter()
         self._elapsed: Counter[str] = Counter()
 
+    def pytest_runtest_logstart(self) -> None:
+        self._before = cpu_seconds()  # a forked process began at 0
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         now = cpu_seconds()
-        report.__dict__["cpu_seconds"], self._before = now - self._before, now  # goes from a worker to the controller
+        report.__dict__["cpu_seconds"], self._before = now - self._before, now  # goes to the process that sums
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -74,8 +77,6 @@ class FileSeconds:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if hasattr(self._config, "workerinput"):
-            return
         if self._too_long():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._config.option.record_file_seconds:

@@ -6,8 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import file_seconds
+import httpx
+import httpx2
+import pytest
 
 SPIN = (
     "import time\ndef test_it():\n    began = time.process_time()\n    while time.process_time() < began + {}: pass\n"
@@ -19,7 +23,18 @@ OWN_RECORD = "import file_seconds\nfile_seconds.RECORD = file_seconds.Path(__fil
 def run_pytest(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     (folder / "pytest.ini").write_text("[pytest]\n")
     path = str(Path(file_seconds.__file__).parent)
-    command = [sys.executable, "-m", "pytest", "-p", "file_seconds", "-p", "no:cacheprovider", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "file_seconds",
+        "-p",
+        "forked_workers",
+        "-p",
+        "no:cacheprovider",
+        *arguments,
+    ]
     return subprocess.run(command, cwd=folder, env={"PYTHONPATH": path}, capture_output=True, text=True)
 
 
@@ -28,7 +43,7 @@ def test_a_file_that_takes_too_much_cpu_time_fails_the_run(tmp_path: Path) -> No
     (tmp_path / "test_slow.py").write_text(SPIN.format(0.7))
     (tmp_path / "test_slow_child.py").write_text(CHILD.format(SPIN.format(0.7) + "test_it()"))
     for workers in ("0", "1"):
-        ended = run_pytest(tmp_path, "-n", workers, "--max-file-seconds", "0.6")
+        ended = run_pytest(tmp_path, "--forks", workers, "--max-file-seconds", "0.6")
         assert ended.returncode == 1, ended.stdout
         assert re.findall(r"FAILED (\S+): 1 s of CPU time", ended.stdout) == ["test_slow.py", "test_slow_child.py"]
     assert run_pytest(tmp_path).returncode == 0
@@ -40,8 +55,8 @@ def test_processes_begin_with_the_files_that_took_longest(tmp_path: Path) -> Non
         (tmp_path / f"test_{name}.py").write_text("def test_one(): pass\ndef test_two(): pass\n")
     (tmp_path / "conftest.py").write_text(OWN_RECORD)
     (tmp_path / "record.json").write_text(json.dumps({"test_b.py": 2.5, "test_d.py": 40.0}))
-    ended = run_pytest(tmp_path, "-v", "-n", "1", "--dist", "loadfile", "--no-loadscope-reorder")
-    assert re.findall(r"PASSED test_(\w)\.py::test_one", ended.stdout) == ["d", "b", "a", "c"], ended.stdout
+    ended = run_pytest(tmp_path, "-v", "--forks", "1")
+    assert re.findall(r"test_(\w)\.py::test_one PASSED", ended.stdout) == ["d", "b", "a", "c"], ended.stdout
     alone = run_pytest(tmp_path, "-v")
     assert re.findall(r"test_(\w)\.py::test_one PASSED", alone.stdout) == ["a", "b", "c", "d"], alone.stdout
 
@@ -50,7 +65,7 @@ def test_a_run_records_the_seconds_of_its_files(tmp_path: Path) -> None:
     (tmp_path / "test_quick.py").write_text(SPIN.format(0.01))
     (tmp_path / "test_slow.py").write_text(SPIN.format(1.1))
     (tmp_path / "conftest.py").write_text(OWN_RECORD)
-    run_pytest(tmp_path, "-n", "1", "--record-file-seconds")
+    run_pytest(tmp_path, "--forks", "1", "--record-file-seconds")
     assert list(json.loads((tmp_path / "record.json").read_text())) == ["test_slow.py"]
 
 
@@ -61,3 +76,9 @@ def test_no_file_took_a_minute_when_they_were_recorded() -> None:
 
 def test_garbage_collections_leave_out_what_collecting_the_tests_has_left() -> None:
     assert gc.get_freeze_count() > 10 * len(sys.modules)
+
+
+@pytest.mark.parametrize("library", [httpx, httpx2])
+def test_clients_share_the_certificates_that_are_read(library: Any) -> None:
+    one, two = (client._transport._pool for client in (library.Client(), library.AsyncClient()))
+    assert one._ssl_context is two._ssl_context

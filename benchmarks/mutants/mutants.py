@@ -237,7 +237,7 @@ def taken(waiting: "queue.SimpleQueue[Mutant]") -> Iterator[Mutant]:
 def run(mutant: Mutant, place: Path, tests: list[str], timeout: int) -> None:
     """Run tests of a checkout until the first failure, and write down what came of it."""
     environment = {**os.environ, "PYTHONPATH": str(place / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    words = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-profile", "no-shrink"]
+    words = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile", "no-shrink"]
     with tempfile.TemporaryFile() as log:  # no pipe, which processes that tests leave behind would keep open
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *words, *tests],

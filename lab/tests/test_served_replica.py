@@ -52,6 +52,7 @@ def test_the_store_and_every_key_are_on_the_command_line(tmp_path: Path) -> None
     command = Launch("", tmp_path, (), ("a", "b")).command(tmp_path / "store")
     assert command[-6:] == ["--api-key", "a", "--api-key", "b", "--kv-store", str(tmp_path / "store")]
     assert "--kv-store" not in Launch("", tmp_path).command(None)
+    assert command[2:5] == ["headstart", "serve", "--host"], "the bundled model, not this folder"
 
 
 def test_failures_and_differences_are_counted() -> None:

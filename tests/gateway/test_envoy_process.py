@@ -17,7 +17,7 @@ from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
 from headstart.gateway.picker import envoy_process
 from headstart.gateway.picker.envoy_process import find_envoy
-from headstart.gateway.picker.picker_fronts import PickerFront, is_loopback, picker_fronts
+from headstart.gateway.picker.picker_fronts import PickerFront, picker_fronts
 
 
 def route_command(*words: str) -> list[str]:
@@ -142,5 +142,6 @@ def test_a_core_is_left_to_the_router(monkeypatch: pytest.MonkeyPatch, num_cores
 
 
 def test_addresses_of_a_picker_that_others_may_reach_are_known() -> None:
-    assert all(map(is_loopback, ("127.0.0.1:9002", "[::1]:9002", "localhost:0")))
-    assert not any(map(is_loopback, ("0.0.0.0:9002", "[::]:9002", "10.0.0.7:9002", "picker:9002")))
+    assert all(PickerFront(address).is_local for address in ("127.0.0.1:9002", "[::1]:9002", "localhost:0"))
+    open_addresses = ("0.0.0.0:9002", "[::]:9002", "10.0.0.7:9002", "picker:9002")
+    assert not any(PickerFront(address).is_local for address in open_addresses)

@@ -119,6 +119,7 @@ def test_a_request_that_waits_for_a_replica_may_expire_too() -> None:
                 replica.health = (503, {"error": {"code": "loading"}})
             await until(lambda: all(one.health.absent for one in router.state.router.endpoints.values()))
             answer = asyncio.create_task(router.complete())
+            await until(lambda: router.state.num_under_way == 1 or answer.done())
             await asyncio.sleep(0.1)
             for replica in replicas:
                 replica.health = (200, {"status": "ok"})

@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from model.tiny import make_checkpoint
+from server.harness import spawn
 
 from headstart.core.errors import ConfigError
 from headstart.model.setup.sizing import checkpoint_bytes
@@ -320,21 +320,17 @@ def test_ids_that_are_no_ids_are_refused_with_one_short_line(model_id: str, tmp_
 
 
 @pytest.mark.parametrize("case", ["layers", "header", "id"])
-def test_serve_ends_with_exit_code_2_and_one_line(case: str, model: Callable[[str], Path]) -> None:
+def test_serve_ends_with_exit_code_2_and_one_line(case: str, model: Callable[[str], Path], tmp_path: Path) -> None:
     folder = model("llama")
     if case == "layers":
         edit(folder, num_hidden_layers=10**9)
     elif case == "header":
         header(folder, DEEP.encode())
     named = "a" * 5000 if case == "id" else str(folder)
-    ended = subprocess.run(
-        [sys.executable, "-m", "headstart", "serve", named, "--offline", "--port", "0"],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
-    assert ended.returncode == 2, ended.stderr
-    assert len([line for line in ended.stderr.splitlines() if line.strip()]) == 1, ended.stderr
+    command = [sys.executable, "-m", "headstart", "serve", named, "--offline", "--port", "0"]
+    with spawn(command, tmp_path / "log") as server:
+        assert server.wait() == 2, server.log
+    assert len([line for line in server.log.splitlines() if line.strip()]) == 1, server.log
 
 
 def test_the_models_themselves_load(models: dict[str, Path]) -> None:

@@ -69,7 +69,7 @@ class Forked:
 
 
 class ForkServer:
-    """A process with these modules, which forks servers until this process ends."""
+    """A process with these modules, which forks servers until this process ends, and those forked from it."""
 
     def __init__(self, modules: tuple[str, ...], environment: Mapping[str, str]) -> None:
         self._stream, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -82,16 +82,18 @@ class ForkServer:
                 process_group=0,
             )
 
-    def fork(self, words: list[str], environment: Mapping[str, str], log: IO[bytes]) -> Forked:
+    def fork(self, words: list[str], environment: Mapping[str, str], log: IO[bytes], umask: int) -> Forked:
         """Return the process of `python WORDS`; what it prints goes to the log."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        order = json.dumps({"words": words, "environment": dict(environment), "folder": os.getcwd()}).encode()
+        order = {"words": words, "environment": dict(environment), "folder": os.getcwd(), "umask": umask}
         with theirs:
-            socket.send_fds(self._stream, [order], [theirs.fileno(), log.fileno()])
+            socket.send_fds(self._stream, [json.dumps(order).encode()], [theirs.fileno(), log.fileno()])
         return Forked(*_NUMBER.unpack(ours.recv(_NUMBER.size)), ours)
 
 
-def fork(words: list[str], environment: Mapping[str, str], log: IO[bytes], modules: tuple[str, ...]) -> Forked | None:
+def fork(
+    words: list[str], environment: Mapping[str, str], log: IO[bytes], modules: tuple[str, ...], umask: int
+) -> Forked | None:
     """Fork `python WORDS` from the process with these modules, or return None if its surroundings are not the tests'.
 
     Modules may read the environment when they are imported; so an unusual one takes a true start.
@@ -101,7 +103,13 @@ def fork(words: list[str], environment: Mapping[str, str], log: IO[bytes], modul
         return None
     if modules not in _STARTED:
         _STARTED[modules] = ForkServer(modules, environment)
-    return _STARTED[modules].fork(words, environment, log)
+    return _STARTED[modules].fork(words, environment, log, umask)
+
+
+def start(environment: Mapping[str, str]) -> None:
+    """Start the processes that fork, for this process and for those that are forked from it."""
+    for modules in (FAKE, REAL) if CAN_FORK else ():
+        _STARTED[modules] = ForkServer(modules, environment)
 
 
 # ----------------------------------------------------------------------------------------------- in the other process
@@ -148,6 +156,8 @@ def _forked_command() -> list[str]:
     order = json.loads(message)
     os.setpgid(0, 0)
     os.chdir(order["folder"])
+    if order["umask"] >= 0:
+        os.umask(order["umask"])
     os.environ.clear()
     os.environ.update(order["environment"])
     for each in (1, 2):

@@ -113,23 +113,26 @@ def address_of(pid: int) -> str | None:
     return f"http://127.0.0.1:{listening[0].laddr.port}" if listening else None
 
 
+def server_environment() -> dict[str, str]:
+    """Return the environment of servers: this process's, and the folders that modules are found in."""
+    folders = [*(str(ROOT / path) for path in ("src", "lab/src", "tests")), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders).rstrip(os.pathsep)}
+
+
 @contextmanager
-def spawn(command: list[str], log_path: Path, *, truly: bool = False) -> Iterator[Server]:
-    """Starts a process that serves, and kills it at the end if it still runs.
+def spawn(command: list[str], log_path: Path, *, truly: bool = False, umask: int = -1) -> Iterator[Server]:
+    """Starts a process that serves, and kills it at the end if it still runs. `umask`: -1 leaves this process's.
 
     A server or router that tests start often is forked from a process that has imported it already, unless `truly`.
     """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(
-            [*(str(ROOT / path) for path in ("src", "lab/src", "tests")), os.environ.get("PYTHONPATH", "")]
-        ).rstrip(os.pathsep),
-    }
+    environment = server_environment()
     with log_path.open("wb") as log:
         modules = None if truly else _modules(command)
-        process = modules and fork_server.fork(command[1:], environment, log, modules)
+        process = modules and fork_server.fork(command[1:], environment, log, modules, umask)
         if process is None:
-            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, umask=umask
+            )
     try:
         yield Server(process, log_path)
     finally:
@@ -207,6 +210,12 @@ async def until(probe: Any) -> None:
     async with asyncio.timeout(PATIENCE):
         while not probe():
             await asyncio.sleep(0.01)
+
+
+async def turns(count: int = 100) -> None:
+    """Lets the other tasks run, as many turns of the event loop on a busy machine as on an idle one."""
+    for _ in range(count):
+        await asyncio.sleep(0.001)
 
 
 def parse_events(text: str) -> list[Any]:

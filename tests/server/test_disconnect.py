@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from server.fake_engine import Gate
-from server.harness import PATIENCE, Server, fake_server, gone_at_once, inside, until, wait_for
+from server.harness import PATIENCE, Server, fake_server, gone_at_once, inside, turns, until, wait_for
 
 from headstart.http.long_work import HUGE_BODY_BYTES
 from headstart.server import inference
@@ -156,7 +156,7 @@ def test_what_has_not_begun_when_its_client_disconnects_is_dropped(folder: str, 
                 async with server.state.long_work._huge.turn("another"):
                     asks = [asyncio.create_task(gone_at_once(app, path, body.encode())) for _ in range(5)]
                     await until(lambda: server.state.bodies.held_bytes >= 5 * len(body))
-                    await asyncio.sleep(0.05)  # all of them wait, and their clients disconnect
+                    await turns()  # all of them wait, and their clients disconnect
                 assert await asyncio.gather(*asks) == [499] * 5
             finally:
                 inference.parse_json = original

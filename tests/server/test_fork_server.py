@@ -48,6 +48,15 @@ def test_signals_reach_the_server_alone_and_its_engine_goes_with_it(truly: bool,
         assert "the fake engine was closed" in server.log
 
 
+@pytest.mark.parametrize("truly", [False, True])
+@pytest.mark.parametrize("umask", [0, 0o077])
+def test_the_umask_is_of_the_server_and_its_engine(truly: bool, umask: int, folder: str, tmp_path: Path) -> None:
+    with spawn(fake_command(folder), tmp_path / "log", truly=truly, umask=umask) as server:
+        front = psutil.Process(server.wait_ready().process.pid)
+        for process in (front, front.children()[0]):
+            assert f"Umask:\t{umask:04o}\n" in Path(f"/proc/{process.pid}/status").read_text()
+
+
 def test_one_server_leaves_no_trace_in_the_next(folder: str, tmp_path: Path) -> None:
     command = fake_command(folder, constants={"server.run_server.DEAD_SECONDS": 0.25}, api_key=("k",))
     with spawn(command, tmp_path / "one") as one, spawn(fake_command(folder), tmp_path / "two") as two:

@@ -513,6 +513,8 @@ def test_a_writer_is_not_ready_while_the_client_does_not_read() -> None:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        while not num_written:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         num_unread = num_written
         assert 0 < num_unread < MANY

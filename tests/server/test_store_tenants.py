@@ -5,7 +5,6 @@ run without a umask, so that nothing but their own care keeps the files private,
 (patience.py), so that who may load does load.
 """
 
-import shlex
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -91,10 +90,9 @@ class Store:
     def start(self) -> Server:
         self._num_servers += 1
         options = ["--port", "0", "--num-blocks", "512", "--max-model-len", "1024", "--kv-store", str(self.folder)]
-        serve = [*patient.COMMAND, "serve", str(self._model), *options]
-        serve += ["--config", str(self._room / "headstart.toml")]
-        command = ["sh", "-c", f"umask 000; exec {shlex.join(serve)}"]
-        server = self._stack.enter_context(spawn(command, self._room / f"log{self._num_servers}"))
+        command = [*patient.COMMAND, "serve", str(self._model), *options]
+        command += ["--config", str(self._room / "headstart.toml")]
+        server = self._stack.enter_context(spawn(command, self._room / f"log{self._num_servers}", umask=0))
         return server.wait_ready()
 
     def ask(self, server: Server, key: str, prompt: str, **fields: Any) -> Reply:

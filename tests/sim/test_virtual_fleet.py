@@ -1,6 +1,7 @@
 """Routers in front of replicas that behave like engines: what must never happen, whatever the policy."""
 
 from collections import Counter
+from functools import cache
 from itertools import product
 from random import Random
 
@@ -47,7 +48,8 @@ def router(count: int, num_blocks: int, policy: str = "cost", *, corrects: bool 
     return found
 
 
-def trap(count: int) -> list[Arrival]:
+@cache  # a hundred fleets are asked the same, which nothing changes
+def trap(count: int) -> tuple[Arrival, ...]:
     """Chat traffic as in Mooncake's trace: all share the first block, sessions grow, arrivals come close together."""
     rng, now, sessions = Random(0), 0.0, list[list[int]]()
     found: list[Arrival] = []
@@ -60,7 +62,7 @@ def trap(count: int) -> list[Arrival]:
             sessions.append(path)
         path += [rng.randrange(10**9) for _ in range(rng.randrange(2, 24))]
         found.append(arrival(now, *path))
-    return found
+    return tuple(found)
 
 
 def served(fleet: VirtualFleet) -> list[int]:

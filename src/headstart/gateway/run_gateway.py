@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
@@ -41,6 +40,7 @@ from headstart.http.lifecycle import (
     unlink,
 )
 from headstart.http.logs import Log
+from headstart.http.web_pages import is_loopback
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.router.index.modelled_pool import Pools
@@ -267,9 +267,8 @@ def _keys(options: ServerOptions) -> str:
     count = len(options.api_key) + sum(len(tenant.api_keys) for tenant in options.tenants)
     if count:
         return f"{count} configured, of {len(options.api_key) + len(options.tenants)} tenants"
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(options.host).is_loopback:
-            return "clients' keys are the replicas' business"
+    if is_loopback(options.host):
+        return "clients' keys are the replicas' business"
     return "NONE HERE: clients' keys are the replicas' business, and everyone can reach this address"
 
 

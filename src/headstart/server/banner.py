@@ -1,6 +1,5 @@
 """Startup banner of a server: its address, model, KV pool, store and keys, and a curl command to try."""
 
-import ipaddress
 import json
 import shlex
 from pathlib import Path
@@ -10,6 +9,7 @@ from headstart.bundled import EXAMPLE, bundled_model
 from headstart.config.options import ServerOptions
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineInfo
+from headstart.http.web_pages import is_loopback
 from headstart.openai.sampling_defaults import default_texts
 from headstart.server.server_state import Model
 
@@ -92,10 +92,6 @@ def _keys(options: ServerOptions, host: str) -> str:
     if num_keys:
         num_tenants = len(options.api_key) + len(options.tenants)
         return f"{num_keys} configured, of {num_tenants} tenants that share no cached prefix but public ones"
-    try:
-        is_local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_local = False
-    if is_local:
+    if is_loopback(host):
         return "none needed on this machine (--api-key adds some)"
     return "NONE: everyone who can reach this address may use it; add --api-key"

@@ -12,6 +12,7 @@ has the growth of the router and of each replica. The last line of stdout is JSO
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
@@ -130,8 +131,8 @@ class Memory(threading.Thread):
     def poll(self) -> int:
         """Return the resident bytes now."""
         servers = {self._root.pid: _rss(self._root)}
-        for child in self._root.children():
-            tree = sum(map(_rss, (child, *_children(child))))
+        for child in _children(self._root):
+            tree = sum(map(_rss, family(child)))
             server = child.pid if _is_replica(child) else self._root.pid
             servers[server] = servers.get(server, 0) + tree
         total = sum(servers.values())
@@ -144,7 +145,7 @@ class Memory(threading.Thread):
     def by_process(self) -> dict[str, int]:
         """Return the resident MB of each kind of process now."""
         found: Counter[str] = Counter()
-        for process in (self._root, *_children(self._root)):
+        for process in family(self._root):
             try:
                 name = next((word.rpartition(".")[2] for word in process.cmdline() if "headstart." in word), "server")
             except psutil.NoSuchProcess:
@@ -163,11 +164,18 @@ def _rss(process: psutil.Process) -> int:
         return 0
 
 
+def family(process: psutil.Process) -> list[psutil.Process]:
+    """Return a process and all below it."""
+    return [process, *(each for child in _children(process) for each in family(child))]
+
+
 def _children(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+    """Return the children that the kernel lists. psutil reads all processes of the machine for that."""
+    found = list[psutil.Process]()
+    for task in Path(f"/proc/{process.pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it has ended
+            found += [psutil.Process(int(pid)) for pid in task.read_text().split()]
+    return found
 
 
 def _is_replica(process: psutil.Process) -> bool:

@@ -54,14 +54,14 @@ class Answer:
 class Launch:
     """The launch settings of the servers of one benchmark."""
 
-    model: str  # folder or hub id
+    model: str  # folder or hub id; "": the bundled model
     folder: Path  # for logs, and as working folder, so that no headstart.toml is read
     flags: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
 
     def command(self, store: Path | None) -> list[str]:
         """Return the command line of a server on `store`."""
-        model = str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
+        model = str(Path(self.model).resolve()) if self.model and Path(self.model).exists() else self.model
         flags = ["--host", "127.0.0.1", "--port", "0", "--no-access-log", "--stats-interval", "0", *self.flags]
         for key in self.api_keys:
             flags += ["--api-key", key]

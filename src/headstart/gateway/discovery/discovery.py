@@ -8,7 +8,6 @@ look the same in two polls.
 """
 
 import asyncio
-import ipaddress
 import json
 import os
 import socket
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 from headstart.core.errors import ConfigError
 from headstart.gateway.replicas.replica_address import ReplicaAddress, is_of_a_replica, parse_address
 from headstart.http.logs import Log
+from headstart.http.web_pages import is_loopback
 
 MAX_REPLICAS = 4_096  # that a file or a name may list: the health of each is polled continuously
 
@@ -90,7 +90,7 @@ class DnsDiscovery:
         self._log = log or Log()
         self._ask_seconds = ask_seconds
         self._resolve = resolve or _system_resolve
-        self._allow_loopback = allow_loopback or name == "localhost" or _is_loopback(name)
+        self._allow_loopback = allow_loopback or is_loopback(name)
 
     def describe(self) -> str:
         return f"dns:{self._name}:{self._port}"
@@ -143,13 +143,6 @@ class DnsDiscovery:
 
 async def _system_resolve(name: str, port: int) -> Sequence[Any]:
     return await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
-
-
-def _is_loopback(name: str) -> bool:
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 class FileDiscovery:

@@ -6,7 +6,6 @@ Services by name are `liveness`, `readiness`, and the external processing servic
 """
 
 import asyncio
-import ipaddress
 import os
 import tempfile
 from collections.abc import Coroutine, Sequence
@@ -37,6 +36,7 @@ from headstart.http.http_errors import HttpError
 from headstart.http.lifecycle import listen
 from headstart.http.logs import Log
 from headstart.http.protocol.connections import most_connections
+from headstart.http.web_pages import is_loopback
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 HEALTH = "grpc.health.v1.Health"
@@ -204,15 +204,6 @@ def picker_fronts(router: RouterOptions, server: ServerOptions) -> list[Front]:
     return fronts
 
 
-def is_loopback(address: str) -> bool:
-    """Return whether HOST:PORT can be reached from this machine only."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class PickerFront:
     """An endpoint picker at HOST:PORT, for gateways."""
 
@@ -224,6 +215,7 @@ class PickerFront:
         self.ended = asyncio.Event()
         self._log = Log()
         self._address = address
+        self.is_local = is_loopback(host.strip("[]"))  # only this machine reaches it
         self._addresses = EndpointAddresses()
         self._server: PickerServer | None = None
 
@@ -240,7 +232,7 @@ class PickerFront:
         """Serve. Raises ConfigError."""
         self._server = PickerServer(state, self._addresses)
         await self._server.start(self._address)
-        if not is_loopback(self._address):
+        if not self.is_local:
             self._log.line(
                 f"headstart: the endpoint picker at {self._address} asks for no key: let only an Envoy reach it"
             )
