@@ -325,7 +325,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     above.plot([at[n] for n in order], [means[n] for n in order], color="tab:blue", label=f"last {width:.0f} s")
     above.axhline(1.05, color="black", linestyle=":", label="aim: 1.05")
     above.set(title=f"{found['replicas']} replicas, {found['model']}", ylabel="tokens computed / perfect cache's")
-    above.set_ylim(bottom=0.9)
+    above.set_ylim(0.0, 1.2)
     below.plot(at, [turn[4] for turn in turns], ".", color="tab:orange", label="TTFT")
     below.plot(at, [cold * turn[1] / 1e3 for turn in turns], ".", color="grey", alpha=0.4, label="cold, no load")
     below.set(ylabel="s", xlabel="s of the run", yscale="log")
