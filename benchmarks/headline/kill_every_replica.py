@@ -1,11 +1,12 @@
 """Kill every replica, by a Poisson clock, under sessions of agents: what is computed again, and how long answers take.
 
-    python benchmarks/headline/kill_every_replica.py --model llama-100m --replicas 4 [--kill-tier] >kill.json
+    python benchmarks/headline/kill_every_replica.py --model llama-100m --kill replicas --plot kill.png >kill.json
 
-Replicas with separate folders and one redis-server of its own (append-only file on) behind a router. All replicas are
-killed with SIGKILL at random moments, with --kill-tier the Redis server too, and started again. Each session sends its
-whole history again in every turn, and repeats a turn that failed. Tokens of failed turns are in no answer and do not
-count. At the end a new replica with an empty folder gets the last prompts directly. The last line of stdout is JSON.
+Replicas with separate folders and one redis-server of its own (append-only file on) behind a router. At random moments
+all replicas are killed with SIGKILL and started again (`--kill replicas`), the Redis server with them (`all`), or it
+alone, for DOWN_SECONDS (`tier`). Each session sends its whole history again in every turn, and repeats a turn that
+failed. At the end a new replica with an empty folder gets the next turn of each session directly. The last line of
+stdout is JSON.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import httpx
 
@@ -35,17 +37,23 @@ BLOCK = 16
 VOCABULARY = 500
 SYSTEM, TURN, LONGEST = 512, 160, 2560  # tokens: of a prompt that sessions share, of a turn, of a history
 OUTPUT = 16
-THINK = 1.0  # seconds between turns, the mean
+THINK = 2.0  # seconds between turns, the mean
 GROUPS = 4  # of sessions that share a system prompt
 WINDOW = 60.0  # seconds after a restart
 PATIENCE = 120.0  # seconds
+DOWN_SECONDS = 15.0  # of a tier that is killed alone
+KILLS = ("replicas", "all", "tier")
 
 
 @dataclass
 class Turn:
-    """One answer. `least`: tokens that a perfect cache would have computed; `at`: seconds of the run, at its begin."""
+    """One answer. `least`: tokens that a perfect cache would have computed; `at`: seconds of the run, at its begin.
+
+    Its begin is that of the attempt that was answered; `waited`: seconds from the first attempt to that one.
+    """
 
     at: float
+    waited: float
     prompt_tokens: int
     computed: int
     least: int
@@ -60,11 +68,11 @@ class Fleet:
     model: str
     threads: int
     folder: Path
+    redis_port: int
     redis: "subprocess.Popen[bytes] | None" = None
     replicas: list[Served] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        (self.redis_port,) = quiet_ports(1)
         self.secret = self.folder / "secret"
         self.secret.write_text(secrets.token_hex(32))
         self.secret.chmod(0o600)
@@ -84,12 +92,18 @@ class Fleet:
         self.replicas.append(Served(name, words, self.folder))
         return self.replicas[-1]
 
-    def kill(self, *, tier: bool) -> None:
-        for replica in self.replicas:
-            replica.kill()
-        if tier and self.redis is not None:
+    def kill(self, which: str) -> None:
+        if which != "replicas" and self.redis is not None:
             self.redis.kill()
+        for replica in self.replicas if which != "tier" else ():
+            replica.kill()
+        if which != "replicas" and self.redis is not None:
             self.redis.wait()
+
+    async def computed(self, client: httpx.AsyncClient) -> int:
+        """Return the prompt tokens that the living replicas have computed, also for requests that are not answered."""
+        answers = await asyncio.gather(*(client.get(f"{one.url}/v1/cache/stats") for one in self.replicas))
+        return sum(answer.json()["prefill_tokens"] for answer in answers)
 
 
 class Ideal:
@@ -138,6 +152,7 @@ class Sessions:
     ideal: Ideal = field(default_factory=Ideal)
     turns: list[Turn] = field(default_factory=list)
     last: "dict[int, array[int]]" = field(default_factory=dict)
+    failed: list[float] = field(default_factory=list)  # when attempts failed
 
     def tokens(self, num: int) -> "array[int]":
         return array("i", (self.rng.randrange(5, VOCABULARY) for _ in range(num)))
@@ -148,18 +163,21 @@ class Sessions:
             if len(history) + TURN > LONGEST:
                 history = array("i", system)
             history += self.tokens(TURN)
-            at, tries = time.monotonic() - self.began, 0
+            first, tries = time.monotonic() - self.began, 0
             while True:
                 tries += 1
+                at = time.monotonic() - self.began
                 try:
                     ttft, computed = await ask(client, self.url, history)
                     break
                 except httpx.HTTPError:
+                    self.failed.append(time.monotonic() - self.began)
                     await asyncio.sleep(0.2)
                     if time.monotonic() > self.ends_at + PATIENCE:
                         return
             self.last[number] = array("i", history)
-            self.turns.append(Turn(at, len(history), computed, self.ideal.least(history), ttft, tries))
+            least = self.ideal.least(history)
+            self.turns.append(Turn(at, at - first, len(history), computed, least, ttft, tries))
             await asyncio.sleep(self.rng.expovariate(1 / THINK))
 
 
@@ -172,52 +190,65 @@ async def cold_seconds_per_token(client: httpx.AsyncClient, url: str, rng: Rando
     return statistics.median(found[1:])
 
 
-async def measure(fleet: Fleet, options: argparse.Namespace) -> dict[str, object]:
-    rng, ports = Random(options.seed), quiet_ports(options.replicas + 2)
+async def measure(fleet: Fleet, options: argparse.Namespace, ports: list[int]) -> dict[str, object]:
+    rng = Random(options.seed)
     fleet.start_redis()
-    for port in ports[: options.replicas]:
+    for port in ports[2:]:
         fleet.add(port).start()
     for replica in fleet.replicas:
         await asyncio.to_thread(replica.wait_ready)
     urls = [replica.url for replica in fleet.replicas]
-    router = Served("router", router_command(urls, ports[-1], fleet.folder / "decisions"), fleet.folder)
+    router = Served("router", router_command(urls, ports[0], fleet.folder / "decisions"), fleet.folder)
     router.start()
     try:
         await asyncio.to_thread(router.wait_ready)
         async with httpx.AsyncClient(timeout=PATIENCE, limits=httpx.Limits(max_connections=None)) as client:
             cold = await cold_seconds_per_token(client, urls[0], rng)
+            already = await fleet.computed(client)
             began = time.monotonic()
             load = Sessions(router.url, rng, began, began + options.seconds)
             systems = [load.tokens(SYSTEM) for _ in range(GROUPS)]
             agents = [load.run(n, systems[n % GROUPS], client) for n in range(options.sessions)]
             running = asyncio.gather(*agents)
-            kills = await kill_by_clock(fleet, options, load)
+            kills, computed = await kill_by_clock(fleet, options, load, client)
             await running
-            return report(load, kills, cold) | await scale_out(fleet, ports[-2], load, client)
+            computed += await fleet.computed(client) - already
+            return report(load, kills, cold, computed) | await scale_out(fleet, ports[1], load, client)
     finally:
         router.kill()
 
 
-async def kill_by_clock(fleet: Fleet, options: argparse.Namespace, load: Sessions) -> list[tuple[float, float]]:
-    """Kill and start everything at random moments; return when each kill was, and when all were ready again."""
+async def kill_by_clock(
+    fleet: Fleet, options: argparse.Namespace, load: Sessions, client: httpx.AsyncClient
+) -> tuple[list[tuple[float, float]], int]:
+    """Kill and start at random moments; return when each kill was, when all were ready again, and tokens computed.
+
+    The tokens are those that killed processes had computed, as they reported in the last moment before.
+    """
     kills: list[tuple[float, float]] = []
-    clock = Random(f"{options.seed}/kills")
+    computed, clock = 0, Random(f"{options.seed}/kills")
     while True:
         await asyncio.sleep(clock.expovariate(1 / options.mean_seconds))
         if time.monotonic() > load.ends_at - WINDOW:
-            return kills
+            return kills, computed
+        computed += await fleet.computed(client) if options.kill != "tier" else 0
         killed_at = time.monotonic() - load.began
-        fleet.kill(tier=options.kill_tier)
-        if options.kill_tier:
+        fleet.kill(options.kill)
+        if options.kill == "tier":
+            await asyncio.sleep(DOWN_SECONDS)
+        if options.kill != "replicas":
             fleet.start_redis()
-        for replica in fleet.replicas:
-            replica.start()
-        for replica in fleet.replicas:
-            await asyncio.to_thread(replica.wait_ready)
+        if options.kill != "tier":
+            for replica in fleet.replicas:
+                replica.start()
+            for replica in fleet.replicas:
+                await asyncio.to_thread(replica.wait_ready)
         kills.append((killed_at, time.monotonic() - load.began))
 
 
-def report(load: Sessions, kills: list[tuple[float, float]], cold: float) -> dict[str, object]:
+def report(load: Sessions, kills: list[tuple[float, float]], cold: float, computed: int) -> dict[str, object]:
+    """Return the figures. A turn counts for the last kill before its begin; `between`: all other turns."""
+
     def figures(turns: list[Turn]) -> dict[str, object]:
         if not turns:
             return {"turns": 0}
@@ -229,28 +260,78 @@ def report(load: Sessions, kills: list[tuple[float, float]], cold: float) -> dic
             "ttft_over_cold": statistics.median(ratios),
             "ttft_over_cold_p99": ratios[int(0.99 * len(ratios))],
             "repeated": sum(turn.num_tries > 1 for turn in turns),
+            "longest_wait_s": max(turn.waited for turn in turns),
         }
 
-    after = [[turn for turn in load.turns if ready <= turn.at < ready + WINDOW] for _, ready in kills]
+    after, down = [list[Turn]() for _ in kills], [list[Turn]() for _ in kills]
+    between: list[Turn] = []
+    for turn in load.turns:
+        number = max((n for n, (killed, _) in enumerate(kills) if killed <= turn.at), default=None)
+        if number is not None and turn.at < kills[number][1]:
+            down[number].append(turn)
+        elif number is not None and turn.at < kills[number][1] + WINDOW:
+            after[number].append(turn)
+        else:
+            between.append(turn)
     return {
         "all": figures(load.turns),
         "after_restart": figures([turn for turns in after for turn in turns]),
+        "while_down": figures([turn for turns in down for turn in turns]),
+        "between": figures(between),
         "kills": [{"killed_s": k, "ready_s": r, **figures(t)} for (k, r), t in zip(kills, after, strict=True)],
+        "failed_attempts": len(load.failed),
+        "failed_attempts_while_up": sum(not any(k - 1 <= at <= r + 1 for k, r in kills) for at in load.failed),
+        "redundancy_with_lost_work": computed / sum(turn.least for turn in load.turns),
         "cold_ms_per_token": 1e3 * cold,
         "series": [[round(t.at, 2), t.prompt_tokens, t.computed, t.least, round(t.ttft, 4)] for t in load.turns],
     }
 
 
 async def scale_out(fleet: Fleet, port: int, load: Sessions, client: httpx.AsyncClient) -> dict[str, object]:
-    """Send the last prompt of each session twice to a new replica with an empty folder: from the tier, then warm."""
+    """Send the next turn of each session to a new replica with an empty folder, then another next turn: it is warm.
+
+    At last the latter again, without a new token: from the pool alone.
+    """
     replica = fleet.add(port)
     replica.start()
     await asyncio.to_thread(replica.wait_ready)
-    first = [await ask(client, replica.url, prompt) for prompt in load.last.values()]
-    again = [await ask(client, replica.url, prompt) for prompt in load.last.values()]
-    seconds, warm = (statistics.median(ttft for ttft, _ in found) for found in (first, again))
-    computed = sum(tokens for _, tokens in first) / sum(map(len, load.last.values()))
-    return {"scale_out": {"ttft_over_warm": seconds / warm, "computed_share": computed}}
+    await ask(client, replica.url, load.tokens(LONGEST // 2))  # the first steps of a process are slower
+    turns = [[history + load.tokens(TURN) for history in load.last.values()] for _ in range(2)]
+    found = [[await ask(client, replica.url, prompt) for prompt in prompts] for prompts in (*turns, turns[1])]
+    first, warm, again = (statistics.median(ttft for ttft, _ in answers) for answers in found)
+    computed, least = sum(tokens for _, tokens in found[0]), sum(load.ideal.least(prompt) for prompt in turns[0])
+    figures = {"ttft_ms": 1e3 * first, "warm_ms": 1e3 * warm, "in_pool_ms": 1e3 * again}
+    return {"scale_out": {"ttft_over_warm": first / warm, "redundancy": computed / least, **figures}}
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Draw redundancy and TTFT over the time of the run, each kill from its moment to the end of the restart."""
+    from matplotlib.figure import Figure  # takes a second, and only drawing needs it
+
+    figure = Figure(figsize=(10.0, 6.0), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    turns, cold = found["series"], found["cold_ms_per_token"]
+    for axes in (above, below):
+        for number, kill in enumerate(found["kills"]):
+            label = f"killed ({found['kill']}) to ready again" if not number else None
+            axes.axvspan(kill["killed_s"], kill["ready_s"], color="tab:red", alpha=0.25, label=label)
+    at, width = [turn[0] for turn in turns], 10.0
+    means: list[float] = []
+    for second in at:
+        near = [turn for turn in turns if second - width < turn[0] <= second]
+        means.append(sum(turn[2] for turn in near) / sum(turn[3] for turn in near))
+    above.plot(at, [turn[2] / turn[3] for turn in turns], ".", color="tab:blue", alpha=0.4, label="turn")
+    order = sorted(range(len(at)), key=lambda n: at[n])
+    above.plot([at[n] for n in order], [means[n] for n in order], color="tab:blue", label=f"last {width:.0f} s")
+    above.axhline(1.05, color="black", linestyle=":", label="aim: 1.05")
+    above.set(title=f"{found['replicas']} replicas, {found['model']}", ylabel="tokens computed / perfect cache's")
+    above.set_ylim(0.0, 1.2)
+    below.plot(at, [turn[4] for turn in turns], ".", color="tab:orange", label="TTFT")
+    below.plot(at, [cold * turn[1] / 1e3 for turn in turns], ".", color="grey", alpha=0.4, label="cold, no load")
+    below.set(ylabel="s", xlabel="s of the run", yscale="log")
+    for axes in (above, below):
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -263,15 +344,21 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=600.0, help="of the load")
     parser.add_argument("--mean-seconds", type=float, default=120.0, help="between kills")
-    parser.add_argument("--kill-tier", action="store_true", help="kill the Redis server with the replicas")
+    parser.add_argument("--kill", choices=KILLS, default="replicas", help="the processes that are killed")
+    parser.add_argument("--plot", type=Path, help="draw redundancy and TTFT over time into this file")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headstart-kill-")))
-        fleet = Fleet(model_folder(options.model, folder), options.threads, folder)
-        stack.callback(fleet.kill, tier=True)
-        found = asyncio.run(measure(fleet, options))
-    print(json.dumps({"benchmark": "kill_every_replica", **vars(options), **found}))
+        redis_port, *ports = quiet_ports(options.replicas + 3)
+        fleet = Fleet(model_folder(options.model, folder), options.threads, folder, redis_port)
+        stack.callback(fleet.kill, "all")
+        found = asyncio.run(measure(fleet, options, ports))
+    document = {"benchmark": "kill_every_replica", **vars(options), "plot": None, **found}
+    if options.plot is not None:
+        draw(document, options.plot)
+    del document["plot"]
+    print(json.dumps(document))
 
 
 def model_folder(name: str, folder: Path) -> str:

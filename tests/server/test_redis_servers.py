@@ -16,9 +16,12 @@ from server.harness import Server, spawn, wait_for
 
 from headstart.model.weights.init_model import init_model
 
-pytest.importorskip("redis")
+redis = pytest.importorskip("redis")
 pytest.importorskip("cryptography")
 
+KEY = "the-key-of-a-tenant"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+ADMIN_KEY = "the-key-of-an-administrator"
 CACHED = 320  # whole blocks of a prompt
 SIZES = ["--port", "0", "--num-blocks", "128", "--max-model-len", "512", "--heartbeat-timeout", "600"]
 
@@ -37,9 +40,10 @@ def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @contextmanager
 def serving(
-    model: Path, room: Path, place: str, secret: bytes = SECRET, *, command: list[str] = patient.COMMAND
+    model: Path, room: Path, place: str, *secrets: bytes, command: list[str] = patient.COMMAND
 ) -> Iterator[Server]:
-    store = ["--kv-store", place, "--kv-store-secret", str(secret_file(room, secret))]
+    files = ",".join(str(secret_file(room, secret)) for secret in secrets or (SECRET,))
+    store = ["--kv-store", place, "--kv-store-secret", files, "--api-key", KEY, "--admin-api-key", ADMIN_KEY]
     log = room / f"log{len(list(room.glob('log*')))}"
     with spawn([*command, "serve", str(model), *SIZES, *store], log) as server:
         yield server.wait_ready()
@@ -51,7 +55,8 @@ def prompt(seed: int) -> list[int]:
 
 
 def ask(server: Server, tokens: list[int]) -> dict[str, Any]:
-    answer = server.post("/v1/completions", json={"prompt": tokens, "max_tokens": 4, "temperature": 0})
+    request = {"prompt": tokens, "max_tokens": 4, "temperature": 0}
+    answer = server.post("/v1/completions", json=request, headers=HEADERS)
     assert answer.status_code == 200, answer.text
     body = answer.json()
     details = body["usage"]["prompt_tokens_details"]
@@ -59,7 +64,8 @@ def ask(server: Server, tokens: list[int]) -> dict[str, Any]:
 
 
 def store_stats(server: Server) -> dict[str, Any]:
-    return server.get("/v1/cache/stats").json()["store"]
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    return server.get("/v1/cache/stats", headers=headers).json()["store"]
 
 
 def test_a_restart_with_an_empty_disk_reads_the_prefix_from_redis_and_another_secret_nothing(
@@ -74,6 +80,23 @@ def test_a_restart_with_an_empty_disk_reads_the_prefix_from_redis_and_another_se
         assert ask(server, prompt(1)) == {"text": cold["text"], "cached": CACHED, "store": CACHED}
     with serving(model, tmp_path, redis_server.url, SECRET[::-1]) as server:
         assert store_stats(server)["blocks"] == 0 and ask(server, prompt(1)) == cold
+
+
+def test_a_new_secret_seals_anew_what_the_old_one_opens(model: Path, tmp_path: Path, redis_server: RedisServer) -> None:
+    old, new, found = SECRET, SECRET[::-1], {"cached": CACHED, "store": CACHED}
+    with serving(model, tmp_path, redis_server.url, old) as server:
+        cold = ask(server, prompt(1))
+        wait_for(lambda: store_stats(server)["written_blocks"] == CACHED // 16)
+    direct = redis.Redis(port=redis_server.port)
+    of_old = direct.keys()
+    with serving(model, tmp_path, redis_server.url, new, old) as server:
+        assert ask(server, prompt(1)) == {"text": cold["text"], **found}
+        wait_for(lambda: store_stats(server)["written_blocks"] == CACHED // 16)
+    direct.delete(*of_old)
+    with serving(model, tmp_path, redis_server.url, new, old) as server:
+        assert ask(server, prompt(1)) == {"text": cold["text"], **found}
+    with serving(model, tmp_path, redis_server.url, new) as server:  # the tenants' domains were those of the old one
+        assert store_stats(server)["blocks"] == CACHED // 16 and ask(server, prompt(1)) == cold
 
 
 def test_a_tier_that_is_slow_lossy_narrow_or_killed_costs_no_answer(

@@ -56,6 +56,19 @@ def test_the_faster_of_two_gives_what_both_have_and_one_that_is_not_to_be_used_n
     assert breakdown(ChainedStore([MemoryStore(), far]), [*A, *C]) == PromptTokenBreakdown(computed=16)
 
 
+def test_copies_of_loaded_blocks_wait_for_the_end_of_loads() -> None:
+    near, far = MemoryStore(), stock(MemoryStore(habits=Habits(piece=lambda: 1)), [*A, *B])
+    chain, prompt, seen = ChainedStore([near, far]), [*A, *B, 1], set[int]()
+    engine = make_engine(store=chain)
+    engine.add_request(make_request("a", prompt))
+    while engine.has_work:
+        engine.step()
+        seen.add(chain.stats().num_pending)
+        assert not far._jobs or not (near._offers or near.shelf)
+    near.flush()
+    assert near.shelf.keys() == far.shelf.keys() and len(near.shelf) == 4 and max(seen) == 4
+
+
 def test_a_load_that_is_cancelled_is_cancelled_where_it_runs() -> None:
     near, far = stock(MemoryStore(), A), stock(MemoryStore(habits=Habits(load_delay=lambda: 9)), C)
     chain = ChainedStore([near, far])

@@ -233,6 +233,29 @@ def test_before_anything_is_measured_a_load_is_thought_to_take_no_time(opened: O
     assert opened().expected_seconds(64) == 0.0
 
 
+def test_after_a_late_load_probes_find_out_how_long_loads_take_and_no_request(opened: Open, pool: Pool) -> None:
+    files, clock, never = Disk(), Clock(), float("inf")
+    store = opened(files=files, clock=clock)
+    pool.offer(store, 1)
+    assert written(store, 1)
+    files.gate.clear()
+    load_id = store.load(keys(1))
+    assert until(lambda: files.num_hanging == 1)
+    clock.now += 0.5
+    store.cancel(load_id, is_late=True)
+    assert store.expected_seconds(1) == never  # this asks for a probe
+    files.gate.set()
+    loader = store._loader  # type: ignore[reportPrivateUsage]
+    assert until(lambda: loader.num_read == 2) and until(lambda: len(loader.done) == 2)
+    assert store.expected_seconds(1) < never
+    clock.now += 60.0  # what was measured is old: without a probe it would fade
+    assert store.expected_seconds(1) == never
+    assert until(lambda: store.expected_seconds(1) < never)
+    assert load(store, keys(1)) == contents(1)
+    clock.now += 60.0
+    assert store.expected_seconds(1) < never
+
+
 def test_a_disk_that_hangs_is_not_asked_again_and_holds_up_nobody(opened: Open, pool: Pool) -> None:
     files, clock = Disk(), Clock()
     store = opened(files=files, clock=clock)

@@ -158,24 +158,27 @@ def test_whatever_a_server_answers_is_no_block(value: object) -> None:
     assert opens(value) == "corrupt" and SEALER.open_message(value) == b""
 
 
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.long)])
 def test_harmed_values_of_a_real_server_are_misses_found_by_verify_and_written_again(
-    opened: Open, pool: Pool, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    opened: Open, pool: Pool, server: RedisServer, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     monkeypatch.setattr(redis_tier, "LOOK_SECONDS", 0.0)
-    store, numbers, rng = opened(), range(1, 201), random.Random(2)
+    store, numbers, rng = opened(), range(1, count + 1), random.Random(2)
     pool.offer(store, *numbers)
     assert written(store, *numbers) and settled(store)
     found, direct = stored_names(server), client(server)
     values = dict(zip(found, direct.mget(found), strict=True))
     for place, at in enumerate(found):
         other = values[found[place - 1]]
-        cut = values[at][: rng.randrange(len(other))]
-        direct.set(at, [other, cut, rng.randbytes(len(other)), bytes(len(other) - 1) + b"x", b""][place % 5])
+        cut, flipped = values[at][: rng.randrange(len(other))], bytearray(values[at])
+        flipped[rng.randrange(len(flipped) - 16)] ^= 1 << rng.randrange(8)
+        forms = [other, cut, rng.randbytes(len(other)), bytes(len(other) - 1) + b"x", b"", bytes(flipped)]
+        direct.set(at, forms[place % len(forms)])
     report = redis_link.verify_server(redis_link.inspect_link(server.url, None))
-    assert report.bad.total() == 200 and report.num_blocks == 0
+    assert report.bad.total() == count and report.num_blocks == 0
     for number in numbers:
         assert load(store, keys(number)) == []
-    assert store.stats().misses["corrupt"] == 200 and store.stats().loaded_blocks == 0
+    assert store.stats().misses["corrupt"] == count and store.stats().loaded_blocks == 0
     pool.offer(store, *numbers)
     assert written(store, *numbers) and load(store, keys(*numbers)) == contents(*numbers)
 

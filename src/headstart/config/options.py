@@ -224,7 +224,7 @@ class EngineOptions:
     )
     kv_store_size: str = _option("20GiB", "Size limit of that folder; the least recently used is evicted.", SCHEDULING)
     kv_store_secret: str | None = _option(
-        None, "File of the secret that seals blocks in Redis, the same for all that share them.", SCHEDULING
+        None, "File of the secret that seals blocks in Redis; NEW,OLD: blocks of OLD are read too.", SCHEDULING
     )
     kv_store_password: str | None = _option(
         None, "Password of Redis; set HEADSTART_KV_STORE_PASSWORD instead of this flag.", SCHEDULING, secret=True

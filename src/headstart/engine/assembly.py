@@ -51,7 +51,7 @@ from headstart.store.disk import DiskStore, TierStore
 from headstart.store.files import prepare_folder
 from headstart.store.format import BlockShape
 from headstart.store.tiers.chained_store import ChainedStore
-from headstart.store.tiers.tier import Places, places, read_shared_secret
+from headstart.store.tiers.tier import Places, places, read_shared_secrets
 
 Profile = Callable[[LoadedModel, int], int]
 """Returns the bytes on a GPU that a step of so many tokens needs beside weights and pool."""
@@ -266,9 +266,10 @@ def _open_store(options: EngineOptions, found: Places, shape: BlockShape) -> Blo
         stores.append(DiskStore(found.folder, shape, store_bytes(options)))
     if found.url is not None:
         tier: Any = import_module(REDIS_TIER)  # needs the extra [redis]
-        secret = read_shared_secret(options.kv_store_secret)
         link = found.url, options.kv_store_password
-        stores.append(TierStore(tier.RedisTier(*link, shape, secret, options.kv_store_ttl), shape.block_bytes))
+        for number, secret in enumerate(read_shared_secrets(options.kv_store_secret)):
+            redis = tier.RedisTier(*link, shape, secret, options.kv_store_ttl)
+            stores.append(TierStore(redis, shape.block_bytes, writes=number == 0))
     return stores[0] if len(stores) == 1 else ChainedStore(stores) if stores else None
 
 

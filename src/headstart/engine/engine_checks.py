@@ -19,7 +19,7 @@ from headstart.engine.kv_event_publisher import parse_kv_events_config
 from headstart.model.setup.sizes import format_bytes, parse_bytes
 from headstart.model.weights.architectures import check_model_folder
 from headstart.model.weights.hub import local_folder, resolve_model
-from headstart.store.tiers.tier import places, read_shared_secret
+from headstart.store.tiers.tier import places, read_shared_secrets
 
 MIN_STORE_BYTES = 64 * 2**20
 UNSTORED_SECONDS = 0.4  # of computing in flight, which a kill loses; writing takes some more
@@ -104,7 +104,7 @@ def check_options(options: EngineOptions) -> None:
         raise ConfigError("--kv-store: nothing can be stored without the prefix cache; leave one of the two out")
     store_bytes(options)
     if options.kv_store is not None and places(options.kv_store).url is not None:
-        read_shared_secret(options.kv_store_secret)
+        read_shared_secrets(options.kv_store_secret)
     if parse_kv_events_config(options.kv_events_config) is not None and not options.enable_prefix_caching:
         raise ConfigError("kv_events_config: there are no events without the prefix cache; leave one of the two out")
     parse_speculative_config(options.speculative_config)

@@ -45,7 +45,7 @@ from headstart.server.prefix_requests import POLL_SECONDS, WARMING
 from headstart.server.server_state import Model, ServerState
 from headstart.server.statistics import write_statistics
 from headstart.store.files import read_secret
-from headstart.store.tiers.tier import derive, places, read_shared_secret
+from headstart.store.tiers.tier import derive, places, read_shared_secrets
 
 DEAD_SECONDS = 1.0  # a server whose engine died answers 503 for this long, so that clients and probes see it
 
@@ -136,7 +136,7 @@ class _Run:
         options = self._engine_options
         folder, url = (None, None) if options.kv_store is None else places(options.kv_store)
         if url is not None:  # also beside a folder: the domains are those of all machines
-            return derive(read_shared_secret(options.kv_store_secret), b"domains")
+            return derive(read_shared_secrets(options.kv_store_secret)[-1], b"domains")
         return secrets.token_bytes(32) if folder is None else read_secret(folder)
 
     async def _live(self, state: ServerState, engine: EngineClient) -> int:

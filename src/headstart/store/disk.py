@@ -25,14 +25,17 @@ MAX_LOADS = 1024  # in flight at once
 MISSES = ("gone", "corrupt", "mismatch", "io", "slow")
 KEEP = 0.7  # weight of the past at every measurement
 FADE_SECONDS = 5.0  # without a load, after which the estimate begins to decay; also its half-life
+PROBE_SECONDS = 2.0  # between two probes after a load that was late
 
 
 class TierStore:
     """A tier of blocks of one size. It ends with close(), with the interpreter, or when it is garbage-collected."""
 
-    def __init__(self, tier: Tier, block_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Read which blocks the tier has. Raises nothing: a tier that fails is degraded."""
-        self._block_bytes, self._clock = block_bytes, clock
+    def __init__(
+        self, tier: Tier, block_bytes: int, clock: Callable[[], float] = time.monotonic, *, writes: bool = True
+    ) -> None:
+        """Read which blocks the tier has; `writes` False: it lacks none. A tier that fails is degraded."""
+        self._block_bytes, self._clock, self._writes = block_bytes, clock, writes
         self._catalog = catalog = tier
         self._writer = writer = Writer(catalog, block_bytes, clock)
         self._loader = loader = Loader(catalog, block_bytes, clock)
@@ -45,6 +48,8 @@ class TierStore:
         self._distrusted_until = 0
         self._misses: dict[str, int] = dict.fromkeys(MISSES, 0)
         self._loaded_blocks = 0
+        self._late: BlockKey | None = None  # the first block of a load that was late, until a load is complete again
+        self._probed_at = self._measured_at = float("-inf")
         self._is_closed = False
         threads = [
             threading.Thread(target=body.run, name=f"kv-store-{name}", daemon=True)
@@ -62,12 +67,16 @@ class TierStore:
         return not self._is_distrusted(block_hash) and self._catalog.contains(block_hash)
 
     def lacks(self, block_hash: BlockHash) -> bool:
-        return not self.contains(block_hash)
+        return self._writes and not self.contains(block_hash)
 
     def expected_seconds(self, num_blocks: int, first: BlockHash | None = None) -> float:
         now, loader = self._clock(), self._loader
         if self._is_closed or loader.health.reason or len(self._loads) >= MAX_LOADS or loader.is_overdue(now):
             return float("inf")
+        if self._late is not None:
+            self._probe(self._late, now)
+            if now - self._measured_at > FADE_SECONDS:
+                return float("inf")
         return self._estimate.expected(num_blocks + self._num_requested - loader.num_read, now)
 
     def load(self, keys: Sequence[BlockKey]) -> int:
@@ -95,6 +104,7 @@ class TierStore:
             now = self._clock()
             self._misses["slow"] += 1
             self._estimate.too_slow(max(1, load.num_waiting), now - load.requested_at, now)
+            self._late, self._measured_at = load.keys[0] if load.keys else self._late, float("-inf")
 
     def poll(self) -> list[Loaded]:
         self._loader.has_done.clear()
@@ -116,8 +126,7 @@ class TierStore:
         loader = self._loader
         while True:
             loader.has_done.clear()
-            while loader.done and loader.done[0].load.load_id not in self._loads:
-                self._take(loader.done.popleft())
+            self._take_unawaited()
             left = until - time.monotonic()
             if loader.done or left <= 0:
                 return
@@ -128,7 +137,7 @@ class TierStore:
             self._writer.offer(Offer(block, version, key, self._clock()))
 
     def touch(self, block_hashes: Sequence[BlockHash]) -> None:
-        if not self._is_closed:
+        if self._writes and not self._is_closed:
             self._writer.touch(block_hashes)
 
     def keep(self, block_hashes: Iterable[BlockHash]) -> None:
@@ -179,7 +188,8 @@ class TierStore:
         """Return the engine's part of a piece; None if its load is no longer awaited."""
         load, buffer = piece.load, piece.buffer
         if piece.num_blocks:
-            self._estimate.measured(piece.num_blocks, piece.seconds, piece.latency, self._clock())
+            self._measured_at = self._clock()
+            self._estimate.measured(piece.num_blocks, piece.seconds, piece.latency, self._measured_at)
         is_awaited = load.load_id in self._loads
         num = min(piece.num_blocks, load.num_wanted - load.num_given) if is_awaited else 0
         data: tuple[Data, ...] = ()
@@ -198,8 +208,22 @@ class TierStore:
         is_last = piece.is_last or load.num_given >= load.num_wanted
         if is_last:
             load.is_cancelled = True  # the rest of it is not needed
+            self._late = self._late if piece.miss else None
             del self._loads[load.load_id]
         return Loaded(load.load_id, data, is_last)
+
+    def _probe(self, key: BlockKey, now: float) -> None:
+        """Read one block, if due: after a load that was late no request pays for finding out how long loads take."""
+        self._take_unawaited()
+        if now - self._probed_at > PROBE_SECONDS:
+            self._probed_at = now
+            self._num_requested += 1
+            self._loader.submit(BlockLoad(0, (key,), now, 1, 0))
+
+    def _take_unawaited(self) -> None:
+        done = self._loader.done
+        while done and done[0].load.load_id not in self._loads:
+            self._take(done.popleft())
 
     def _end_load(self, load: BlockLoad) -> None:
         """End a load of a closed store: blocks not yet handed out are not delivered."""

@@ -2,11 +2,12 @@
 
 A run of blocks is loaded from the store that is expected to be the fastest of those that have its first block, up to
 the first block that this one lacks; the rest is another load. Blocks are offered to every store that lacks them, so
-what one machine has loaded from the server is on its disk afterwards. Each store keeps its own threads, rates and
-health: one that hangs delays none of the others.
+what one machine has loaded from the server is on its disk afterwards: such copies wait for the end of loads, whose
+requests wait too. Each store keeps its own threads, rates and health: one that hangs delays none of the others.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import takewhile
@@ -14,6 +15,8 @@ from typing import Any
 
 from headstart.core.cache.block_store import BlockKey, BlockSource, BlockStore, Loaded, StoreStats
 from headstart.core.cache.hashing import BlockHash
+
+MAX_COPIES = 1024  # that wait for the end of loads
 
 
 class ChainedStore:
@@ -24,6 +27,7 @@ class ChainedStore:
         self._loads: dict[int, tuple[BlockStore, int]] = {}  # in flight: the store, and its own id
         self._ids: dict[tuple[int, int], int] = {}  # (number of a store, its own id) -> id
         self._num_loads = 0
+        self._copies: deque[tuple[int, int, BlockKey]] = deque()  # offers that wait
 
     def start(self, source: BlockSource) -> None:
         for store in self._stores:
@@ -60,6 +64,7 @@ class ChainedStore:
                 found.append(loaded._replace(load_id=load_id))
                 if loaded.is_last:
                     self._end(number, loaded.load_id)
+        self._offer_copies(0 if self._loads else len(self._copies))
         return found
 
     def done_with(self, loaded: Loaded) -> None:
@@ -75,9 +80,11 @@ class ChainedStore:
                 return  # it has something
 
     def offer(self, block: int, version: int, key: BlockKey) -> None:
-        for store in self._stores:
-            if store.lacks(key.block_hash):
-                store.offer(block, version, key)
+        if self._loads and self.contains(key.block_hash):
+            self._copies.append((block, version, key))
+            self._offer_copies(len(self._copies) - MAX_COPIES)
+        else:
+            self._offer(block, version, key)
 
     def touch(self, block_hashes: Sequence[BlockHash]) -> None:
         for store in self._stores:
@@ -89,10 +96,12 @@ class ChainedStore:
             store.keep(kept)
 
     def distrust(self, block_hashes: Sequence[BlockHash]) -> None:
+        self._copies = deque(copy for copy in self._copies if copy[2].block_hash not in block_hashes)
         for store in self._stores:
             store.distrust(block_hashes)
 
     def clear(self) -> None:
+        self._copies.clear()
         for store in self._stores:
             store.clear()
 
@@ -101,11 +110,22 @@ class ChainedStore:
         found = [store.stats() for store in self._stores]
         sums = {one.name: _joined([getattr(stats, one.name) for stats in found]) for one in fields(StoreStats)}
         longest = max(stats.pending_seconds for stats in found)
-        return replace(StoreStats(**sums), max_bytes=0, pending_seconds=longest)
+        pending = sums["num_pending"] + len(self._copies)
+        return replace(StoreStats(**sums), max_bytes=0, pending_seconds=longest, num_pending=pending)
 
     def close(self) -> None:
+        self._offer_copies(len(self._copies))
         for store in self._stores:
             store.close()
+
+    def _offer_copies(self, num: int) -> None:
+        for _ in range(num):
+            self._offer(*self._copies.popleft())
+
+    def _offer(self, block: int, version: int, key: BlockKey) -> None:
+        for store in self._stores:
+            if store.lacks(key.block_hash):
+                store.offer(block, version, key)
 
     def _fastest(self, num_blocks: int, first: BlockHash | None) -> int:
         """Return the number of the store to load from: among equals the first."""

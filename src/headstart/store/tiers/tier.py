@@ -118,7 +118,15 @@ def _check_url(url: str) -> None:
         raise ConfigError(f"--kv-store {url}: unknown option {unknown[0]!r}; known: {', '.join(URL_OPTIONS)}")
 
 
-def read_shared_secret(path: str | None) -> bytes:
+def read_shared_secrets(paths: str | None) -> tuple[bytes, ...]:
+    """Return the keys of NEW or NEW,OLD,...: the first seals blocks, all open them, and domains derive from the last.
+
+    Raises ConfigError as below.
+    """
+    return tuple(read_shared_secret(path) for path in (paths or "").split(","))
+
+
+def read_shared_secret(path: str) -> bytes:
     """Return a key from the content of the secret file, white space at its ends left out: HKDF-Extract (RFC 5869).
 
     Raises ConfigError if there is none, and for a file that is too short or that every user may read.

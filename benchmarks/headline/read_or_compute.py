@@ -1,0 +1,144 @@
+"""Read or compute: the length of a prompt from which reading its blocks is faster, by tier; and the CPU time of tiers.
+
+    python benchmarks/headline/read_or_compute.py --model llama-100m >read.json
+
+One engine for each tier, in this process, by turns. `lengths`: the time from a request to its first token for prompts
+that are in no pool, computed and read; reading is forced here, while the product reads if it expects that to be faster.
+`cold`: new prompts only, with and without a tier by turns: CPU time of this process per request, its threads included.
+The last line of stdout is JSON.
+"""
+
+import argparse
+import json
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from array import array
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from kill_every_replica import Fleet, model_folder
+
+from headstart.config.options import EngineOptions
+from headstart.core.cache import transfers
+from headstart.core.engine import Engine
+from headstart.core.request import Request, SamplingParams
+from headstart.engine.assembly import build_engine
+from headstart.store import disk
+from headstart_lab.router.failover_processes import quiet_ports
+
+LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens in whole blocks; one more follows
+COLD_TOKENS = 1024
+SETTLED = 0.02  # seconds between two looks at the writer
+
+
+def seconds(engine: Engine, prompt: "array[int]") -> float:
+    """Return the seconds to the first token."""
+    began = time.perf_counter()
+    engine.add_request(Request(secrets.token_hex(8), prompt, SamplingParams(temperature=0.0, max_tokens=1)))
+    while engine.has_work:
+        engine.step(time.monotonic())
+    return time.perf_counter() - began
+
+
+def settle(engine: Engine) -> None:
+    """Wait until all blocks are written."""
+    while (store := engine.stats().store) is not None and store.num_pending:
+        time.sleep(SETTLED)
+
+
+def lengths(engines: dict[str, Engine], options: argparse.Namespace, rng: Random) -> list[dict[str, float]]:
+    """Return a row for each length: medians in ms, computed without a store and read from each tier."""
+    rows: list[dict[str, float]] = []
+    for num in LENGTHS:
+        prompts = [array("i", (rng.randrange(5, 500) for _ in range(num + 1))) for _ in range(options.rounds)]
+        found: dict[str, list[float]] = {name: [] for name in engines}
+        for name, engine in engines.items():
+            for prompt in prompts if name != "none" else ():
+                seconds(engine, prompt)
+            settle(engine)
+        for prompt in prompts:
+            for name, engine in engines.items():
+                assert engine.reset_prefix_cache()
+                before = engine.stats().counters.store_tokens
+                found[name].append(1e3 * seconds(engine, prompt))
+                read = engine.stats().counters.store_tokens - before
+                assert read == (0 if name == "none" else num), (name, num, read)
+        rows.append({"tokens": num, **{name: statistics.median(values) for name, values in found.items()}})
+        print(rows[-1], file=sys.stderr)
+    return rows
+
+
+def cold(engines: dict[str, Engine], options: argparse.Namespace, rng: Random) -> dict[str, Any]:
+    """Return the CPU and wall time per request of new prompts by tier, in ms, and both over those without a store."""
+    used: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+    for number in range(2 * options.rounds):
+        for name, engine in sorted(engines.items(), reverse=bool(number % 2)):
+            prompts = [array("i", (rng.randrange(5, 500) for _ in range(COLD_TOKENS))) for _ in range(2)]
+            assert engine.reset_prefix_cache()
+            began, cpu = time.perf_counter(), time.process_time()
+            for prompt in prompts:
+                seconds(engine, prompt)
+            wall = time.perf_counter() - began
+            settle(engine)
+            used[name].append((1e3 * (time.process_time() - cpu) / len(prompts), 1e3 * wall / len(prompts)))
+    found: dict[str, Any] = {}
+    for name, pairs in used.items():
+        cpu_over, wall_over = (
+            statistics.median(pair[which] / none[which] for pair, none in zip(pairs, used["none"], strict=True))
+            for which in (0, 1)
+        )
+        cpu_ms, wall_ms = (statistics.median(pair[which] for pair in pairs) for which in (0, 1))
+        found[name] = {"cpu_ms": cpu_ms, "wall_ms": wall_ms, "cpu_over_none": cpu_over, "wall_over_none": wall_over}
+    print(found, file=sys.stderr)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-100m", help="folder, GGUF file, or a shape with random weights")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headstart-read-")))
+        (port,) = quiet_ports(1)
+        fleet = Fleet(model_folder(options.model, folder), options.threads, folder, port)
+        stack.callback(fleet.kill, "all")
+        fleet.start_redis()
+        url = f"redis://127.0.0.1:{port}"
+        places = {"none": None, "disk": str(folder / "a"), "redis": f"{url}/0", "both": f"{folder / 'b'},{url}/1"}
+        engines: dict[str, Engine] = {}
+        for name, place in places.items():
+            engine_options = EngineOptions(
+                model=fleet.model,
+                threads=options.threads,
+                num_gpu_blocks_override=1024,
+                kv_store=place,
+                kv_store_secret=str(fleet.secret),
+                enable_prefix_caching=True,
+            )
+            engines[name] = build_engine(engine_options)[0]
+            stack.callback(engines[name].close)
+            seconds(engines[name], array("i", range(5, 261)))
+        rng = Random(options.seed)
+        measured = cold(engines, options, rng)
+        transfers.GRACE_SECONDS = 60.0
+        disk.LoadEstimate.expected = lambda self, num_blocks, now: 0.0  # type: ignore[method-assign]
+        rows = lengths(engines, options, rng)
+    begins = {
+        name: next((row["tokens"] for row in rows if row[name] < row["none"]), None)
+        for name in places
+        if name != "none"
+    }
+    found = {"reads_from_tokens": begins, "lengths": rows, "cold": measured}
+    print(json.dumps({"benchmark": "read_or_compute", **vars(options), **found}))
+
+
+if __name__ == "__main__":
+    main()
