@@ -3,9 +3,9 @@
     PYTHONPATH=src:lab/src python benchmarks/agentx/agentx.py --sessions FOLDER --model FOLDER --aiperf ENVIRONMENT \
         --server headstart=http://127.0.0.1:8311:16 --server vllm=http://127.0.0.1:8312:32 >run.json
 
-Sessions are those of kv-cache-tester (AgentX, `*.json.gz`). AIPerf's scenario `inferencex-agentx-mvp` replays them, with
-lengths and times divided by `--divisor`, the first requests of each, and without sessions that exceed `--context`; that
-breaks its rules on duration and corpus, hence `--unsafe-override`. The number behind a URL is the server's block size.
+Sessions are those of kv-cache-tester (AgentX, `*.json.gz`). AIPerf's scenario `inferencex-agentx-mvp` replays them,
+with lengths and times divided by `--divisor`, the first requests of each, and without sessions that exceed `--context`;
+that breaks its rules on duration and corpus, hence `--unsafe-override`. The number behind a URL is the size of blocks.
 
 The prompts are those that AIPerf has sent, from its own record, rendered and tokenised here. *Possible*: tokens that a
 prompt begins with as any prompt sent before it. *Belady*: hits of the best eviction in a pool of `--pool` tokens, with
@@ -209,7 +209,11 @@ def main() -> None:
                 runs.append({"server": name, **summary(records, tokenizer, int(size), args.pool), "aiperf": theory})
                 print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
     settings = {key: value for key, value in vars(args).items() if isinstance(value, int)}
-    print(json.dumps({"settings": settings, "cut": cut, "runs": runs, "machine": describe_machine(), **describe_versions()}))
+    print(
+        json.dumps(
+            {"settings": settings, "cut": cut, "runs": runs, "machine": describe_machine(), **describe_versions()}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Does eviction by learned pauses of sessions find more than lru, 2q and lhd? Sessions of coding agents, without a model.
+"""Does eviction by learned pauses of sessions find more than lru, 2q and lhd? Coding agents, without a model.
 
-    PYTHONPATH=src:lab/src python benchmarks/eviction/pauses.py --sessions FOLDER [--half tuned] >benchmarks/eviction/pauses.json
+    PYTHONPATH=src:lab/src python benchmarks/eviction/pauses.py --sessions FOLDER --seeds 1 >pauses.json
 
 `pauses` knows which session a prompt belongs to, and the time. It learns online how long sessions pause, and evicts the
-blocks with the least expected hits per second: the Gittins index of the time since their last use, of blocks in the
-last prompt of their session and of others apart. Nothing is tuned by hand but the widths of the age buckets, on the
-sessions of `--half tuned`; the other half is held out. Each session comes twice, with ids of its own, in an order by
-seed, `at_once` of them at a time with the recorded pauses. One request at a time, as in eviction_replay.py.
+blocks with the least expected uses per second: the Gittins index of the time since their last use, of blocks in the
+last prompt of their session and of others apart. Its form was chosen on the sessions of `--half tuned`; the other half
+is held out. Each session comes twice, with ids of its own, in an order by seed, `at_once` of them at a time with the
+recorded pauses. One request at a time, as in eviction_replay.py.
 
-Pools are shares of what the sessions at a time need: the mean of their last prompts, times their number. Blocks are
-eight recorded ones, 512 tokens. The last line of stdout is one JSON document.
+Pools are shares of what the sessions at a time need: the mean length of a prompt times their number. Blocks are 32
+recorded ones, 2,048 tokens. The last line of stdout is one JSON document.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from headstart_lab.cache.eviction_replay import replay
 
 AT_ONCE, POOLS = (8, 32), (5, 10, 20, 50)  # sessions; per cent of what they need
 COPIES = 2
-COARSER = 8  # recorded blocks of a block here
+COARSER = 32  # recorded blocks of a block here
 WIDTHS = [2.0**power for power in range(-1, 15)]  # seconds of the age buckets: doubled, to 9 hours
 EDGES = list(accumulate(WIDTHS))
 PRIOR = 2.0  # weight of the common hazard, in returns
@@ -205,7 +205,10 @@ def cell(trace: Trace, at_once: int, pool_percent: int) -> dict[str, Any]:
     num_blocks = max(need * pool_percent // 100, 1)
     total = sum(map(len, paths))
     prompts = BlockPaths(trace.block_size, paths, [one.length for one in rows])
-    timed = [(one.session, one.at, max(ends.get(one.number, one.at), one.at), path) for one, path in zip(rows, paths, strict=True)]
+    timed = [
+        (one.session, one.at, max(ends.get(one.number, one.at), one.at), path)
+        for one, path in zip(rows, paths, strict=True)
+    ]
     found: dict[str, int] = {policy: sum(replay(prompts, policy, num_blocks)) for policy in POLICIES}
     found["pauses"] = sum(replay_pauses(timed, num_blocks))
     found["belady"] = sum(optimal_hits(paths, num_blocks))
