@@ -47,7 +47,7 @@ function showFigures(frame) {
   }
   showSources(frame.sources, frame.window_seconds);
   if (frame.kv_tokens) showCapacity(frame.kv_tokens);
-  showLosses(frame.losses, frame.sources, frame.window_seconds);
+  showLosses(frame);
   showTenants(frame.tenants ?? []);
 }
 
@@ -71,7 +71,7 @@ function showCapacity(kv) {
 
 const span = (seconds) => (seconds < 1 ? "since the start" : seconds < 90 ? `last ${number(seconds)} s` : `last ${number(seconds / 60)} min`);
 
-function showLosses(losses, sources, seconds) {
+function showLosses({ losses, sources, tenant, window_seconds: seconds }) {
   const total = Object.values(sources).reduce((sum, value) => sum + value, 0);
   byId("losses-window").textContent = total
     ? `${number(sources.computed)} of ${number(total)} prompt tokens were computed, ${span(seconds)}.`
@@ -81,16 +81,24 @@ function showLosses(losses, sources, seconds) {
       const part = bar([["computed", loss.tokens]], total);
       const name = element("b", "", loss.cause.replaceAll("_", " "));
       const head = element("p", "named", "", name, element("span", "", `${number(loss.tokens)} tokens`));
-      return element("li", "", "", head, part, element("p", "", loss.remedy));
+      const by = loss.by ? [element("p", "", `Evicted by ${evictors(loss.by, tenant)}.`)] : [];
+      return element("li", "", "", head, part, ...by, element("p", "", loss.remedy));
     }),
   );
 }
+
+function cause(one) {
+  const name = (one.cause ?? "-").replaceAll("_", " ");
+  return one.cause === "evicted" ? `evicted by ${evictors(one.evicted_by, one.tenant)}` : name;
+}
+
+const evictors = (by, own) => Object.entries(by).map(([name, tokens]) => `${name === own ? "itself" : name} (${number(tokens)})`).join(", ");
 
 function showTenants(tenants) {
   const heads = ["Tenant", "Prompt tokens", "Reused", "Computed", "Evicted earlier", "Main cause", "Cached now"];
   const rows = tenants.map((one) => [
     one.tenant, number(one.prompt_tokens), percent(one.cached_tokens / one.prompt_tokens),
-    number(one.prompt_tokens - one.cached_tokens), number(one.evicted_tokens), (one.cause ?? "-").replaceAll("_", " "),
+    number(one.prompt_tokens - one.cached_tokens), number(one.evicted_tokens), cause(one),
     number(held[one.tenant] ?? 0),
   ]);
   byId("tenants").hidden = tenants.length < 2;
