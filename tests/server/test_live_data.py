@@ -12,6 +12,7 @@ from server.checked_engine import BLOCK_SIZE, build_checked
 from server.harness import Inside, fake_server, inside, parse_events, until
 from server.test_response_models import fits
 
+from headstart.http.auth import Principal
 from headstart.page.live_stream import MAX_STREAMS_PER_TENANT
 from headstart.page.prefix_tree import COLUMNS
 from headstart.server.cache_api import cache_schema, cache_tree
@@ -292,3 +293,23 @@ def test_an_open_stream_does_not_keep_a_server_from_stopping(folder: str, tmp_pa
             server.process.send_signal(signal.SIGTERM)
             assert "event: error" in list(lines)
         assert server.wait() == 0
+
+
+def test_callers_of_an_unchanged_tree_share_its_rows_and_learn_that_it_holds(folder: str) -> None:
+    async def run() -> None:
+        async with inside(folder, build_checked) as server:
+            await complete(server, MONDAY)
+            answers = cache_tree.CacheTree(server.engine)
+            stats = server.engine.stats
+            model, viewer = server.state.loaded_model, Principal(is_admin=True)
+            first = await answers.answer(model, viewer, 100)
+            again = await answers.answer(model, viewer, 100)
+            assert first["runs"] and (server.engine.stats != stats or again["runs"] is first["runs"])
+            await complete(server, TUESDAY)
+            await until(lambda: server.engine.stats != stats)
+            later = await answers.answer(model, viewer, 100)
+            assert later["tokens"] > first["tokens"] and later["runs"] is not first["runs"]
+            fewer = await answers.answer(model, viewer, 1)
+            assert len(fewer["runs"]) == 1 < len(later["runs"])
+
+    asyncio.run(run())

@@ -9,6 +9,7 @@ const TREE_MS = 900;
 let stream = null;
 let treeAt = 0;
 let loading = false;
+let drawn = null; // what the frame said when the tree was loaded
 let held = {}; // tokens of the last tree, by tenant
 
 function status(text, isLive) {
@@ -165,12 +166,15 @@ function showDecisions(decisions) {
 async function refreshTree(frame) {
   const isFleet = frame.object === "fleet.figures";
   const url = byId("replica").value;
-  if (loading || (isFleet && !url)) return;
+  const state = frame.num_steps === undefined ? null : JSON.stringify([frame.num_steps, frame.kv_tokens, frame.evicted_blocks]);
+  if (loading || (isFleet && !url) || (state && state === drawn)) return;
   const now = performance.now();
   if (now - treeAt < TREE_MS) return;
-  [treeAt, loading] = [now, true];
+  [treeAt, loading, drawn] = [now, true, null];
   try {
-    held = (await loadTree(isFleet ? `&replica=${encodeURIComponent(url)}` : "")).tenants ?? {};
+    const tree = await loadTree(isFleet ? `&replica=${encodeURIComponent(url)}` : "");
+    held = tree.tenants ?? {};
+    if (tree.seconds_ago < 0.5) drawn = state; // an older tree may lack what the frame has counted
   } catch (error) {
     byId("tree-summary").textContent = error.message;
   } finally {
