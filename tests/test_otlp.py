@@ -20,7 +20,7 @@ from tokenizer_folders import BYTE_LEVEL, write
 from headstart.model.weights.init_model import init_model
 from headstart_lab.router.failover_processes import quiet_ports
 
-pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra [otlp] is not installed")
+pytest.importorskip("opentelemetry.sdk", reason="the extra [otlp] is not installed")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -43,7 +43,7 @@ class Receiver:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 assert self.path == "/v1/traces"
-                receiver.headers.append(dict(self.headers))
+                receiver.headers.append({name.lower(): value for name, value in self.headers.items()})
                 body = self.rfile.read(int(self.headers["content-length"]))
                 if self.headers["content-encoding"] == "gzip":
                     body = gzip.decompress(body)

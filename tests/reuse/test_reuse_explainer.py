@@ -265,7 +265,13 @@ def test_a_tenant_sees_nothing_of_others() -> None:
     victim = why_not(engine, prompt(), A, **of("a"))
     assert victim.eviction is not None and (victim.eviction.by, victim.eviction.by_another_tenant) == (None, True)
     told = why_not(engine, prompt(), ADMIN, **of("a")).eviction
-    assert told == victim.eviction._replace(by="of-b")
+    assert told == victim.eviction._replace(by="of-b", by_tenant="b") and victim.eviction.by_tenant is None
+    forgotten = explain_prompt(engine.scheduler, RecentRequests(), make_request("", prompt(), **of("a")), ADMIN, 10.0)
+    assert forgotten.eviction == told
+    again = make_request("again", prompt(), **of("a"))
+    engine.add_request(again)
+    (output,) = [output for output in run(engine)["again"] if output.breakdown is not None]
+    assert (output.evicted_by, output.num_evicted_tokens) == ("b", 16)
 
 
 def test_an_administrator_sees_all() -> None:

@@ -1,14 +1,22 @@
 """Context overflow: every refusal has the phrases by which clients and agents recognise one, and a remedy."""
 
+import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checking import make_engine, make_request
-from server.harness import Server, fake_server
+from checking import CheckingExecutor, make_engine, make_request
+from server.checked_engine import build_checked
+from server.harness import Server, fake_server, inside
 
+from headstart.config.options import EngineOptions
+from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import RequestTooLargeError
+from headstart.core.sched.limits import Limits
+from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 
 CONTEXT = 512  # of the fake engine
 RECOGNISED = {
@@ -84,3 +92,41 @@ def test_a_server_that_clamps_lowers_max_tokens_to_what_fits(folder: str, tmp_pa
                 assert answered.status_code == 200, answered.text
         refused = server.post("/v1/completions", json={"prompt": LONG, "max_tokens": 10**9})
         assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+def build_short_pool(options: EngineOptions) -> tuple[Engine, EngineInfo]:
+    """16 usable blocks of 4 tokens for contexts of 256."""
+    limits = Limits(max_batched_tokens=256, max_seqs=4, max_model_len=256)
+    _, info = build_checked(options)
+    engine = Engine(Scheduler(SchedulerConfig(17, 4, limits, policy="lpm")), CheckingExecutor(17, 4))
+    return engine, replace(info, num_blocks=16)
+
+
+def test_without_max_tokens_an_answer_ends_with_the_pool_in_every_api(folder: str) -> None:
+    asked: dict[str, Any] = {
+        "/v1/completions": {"prompt": "fox"},
+        "/v1/chat/completions": {"messages": SHORT},
+        "/v1/responses": {"input": "fox"},
+        "/v1/messages": {"messages": SHORT, "max_tokens": 250, "model": "checked"},
+        "/api/chat": {"messages": SHORT, "stream": False},
+        "/api/generate": {"prompt": "fox", "stream": False},
+    }
+
+    async def run() -> None:
+        async with inside(folder, build=build_short_pool) as server:
+            (card,) = (await server.client.get("/v1/models")).json()["data"]
+            assert card["max_model_len"] == 16 * 4 + 1
+            for path, body in asked.items():
+                answer = await server.client.post(path, json=body)
+                assert answer.status_code == 200, (path, answer.text)
+            refused = await server.client.post("/v1/completions", json={"prompt": [5] * 65})
+            assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+    asyncio.run(run())
+
+
+def test_a_sequence_that_fills_the_pool_is_answered_in_process() -> None:
+    engine, info = build_short_pool(EngineOptions(model="none"))
+    engine.add_request(make_request("full", [1] * 5, info.max_sequence_len - 5))
+    with pytest.raises(RequestTooLargeError):
+        engine.add_request(make_request("more", [1] * 5, info.max_sequence_len - 4))

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from server.checked_engine import BLOCK_SIZE, build_checked
 from server.harness import Inside, fake_server, inside, parse_events, until
 from server.test_response_models import fits
 
+from headstart.http.auth import Principal
 from headstart.page.live_stream import MAX_STREAMS_PER_TENANT
 from headstart.page.prefix_tree import COLUMNS
 from headstart.server.cache_api import cache_schema, cache_tree
+from headstart.server.prompt_doctor import AvoidableCounts
 
 KEYS: dict[str, Any] = {"api_key": ("key-a", "key-b"), "admin_api_key": ("root",)}
 WORDS = "the quick brown fox jumps over the lazy dog and runs through the old forest until it is dark again "
@@ -251,10 +254,33 @@ def test_an_administrator_sees_which_tenant_loses_what_and_who_holds_the_pool(fo
             other, loser = frame["tenants"]  # the most computed tokens first
             assert own["tenants"] == {loser["tenant"]: own["tokens"]}
             assert tree["tenants"] == {**own["tenants"], other["tenant"]: tree["tokens"] - own["tokens"]}
-            assert loser["evicted_tokens"] > 0 == other["evicted_tokens"] and loser["cause"] is None
+            assert loser["evicted_tokens"] > 0 == other["evicted_tokens"] and loser["cause"] == "evicted"
+            assert loser["evicted_by"] == {other["tenant"]: loser["evicted_tokens"]}
             computed = sum(row["prompt_tokens"] - row["cached_tokens"] for row in frame["tenants"])
             assert computed == frame["sources"]["computed"]
-            assert "tenants" not in await frame_of(server, "key-a")
+            mine = await frame_of(server, "key-a")
+            (loss,) = [loss for loss in mine["losses"] if loss["cause"] == "evicted"]
+            assert loss["by"] == {"another tenant": loss["tokens"]} and loss["tokens"] == loser["evicted_tokens"]
+            assert "tenants" not in mine and other["tenant"] not in str(mine)
+
+    asyncio.run(run())
+
+
+def test_what_the_doctor_examined_is_scaled_to_no_more_than_was_computed_in_the_window(folder: str) -> None:
+    """Examined: a prompt of 100 tokens, 90 of them avoidable; computed beside it: none of 10,000 reused tokens."""
+
+    async def run() -> None:
+        async with inside(folder, build_checked, **KEYS) as server:
+            await complete(server, MONDAY, "key-a")
+            for _ in range(9):
+                await complete(server, MONDAY, "key-a")
+            counts = AvoidableCounts(1, 100, 100, 90, Counter(timestamp=90))
+            doctor = server.state.loaded_model.doctor
+            doctor.counts, doctor.tenants = counts, {name: counts for name in server.state.loaded_model.metrics.tenants}
+            for key in ("root", "key-a"):
+                frame = await frame_of(server, key)
+                (loss,) = [loss for loss in frame["losses"] if loss["cause"] == "timestamp"]
+                assert loss["tokens"] == round(0.9 * frame["sources"]["computed"])
 
     asyncio.run(run())
 
@@ -267,3 +293,23 @@ def test_an_open_stream_does_not_keep_a_server_from_stopping(folder: str, tmp_pa
             server.process.send_signal(signal.SIGTERM)
             assert "event: error" in list(lines)
         assert server.wait() == 0
+
+
+def test_callers_of_an_unchanged_tree_share_its_rows_and_learn_that_it_holds(folder: str) -> None:
+    async def run() -> None:
+        async with inside(folder, build_checked) as server:
+            await complete(server, MONDAY)
+            answers = cache_tree.CacheTree(server.engine)
+            stats = server.engine.stats
+            model, viewer = server.state.loaded_model, Principal(is_admin=True)
+            first = await answers.answer(model, viewer, 100)
+            again = await answers.answer(model, viewer, 100)
+            assert first["runs"] and (server.engine.stats != stats or again["runs"] is first["runs"])
+            await complete(server, TUESDAY)
+            await until(lambda: server.engine.stats != stats)
+            later = await answers.answer(model, viewer, 100)
+            assert later["tokens"] > first["tokens"] and later["runs"] is not first["runs"]
+            fewer = await answers.answer(model, viewer, 1)
+            assert len(fewer["runs"]) == 1 < len(later["runs"])
+
+    asyncio.run(run())

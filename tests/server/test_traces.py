@@ -27,7 +27,7 @@ from headstart.http.tracing.tracer import Tracer, make_tracer
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CALLER = f"00-{TRACE}-{SPAN}-01"
-EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+EXPORTER = "opentelemetry.sdk.trace"
 
 
 @pytest.fixture(autouse=True)

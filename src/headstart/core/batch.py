@@ -168,3 +168,4 @@ class Output(NamedTuple):
     is_invalid: bool = False  # `error` is the client's mistake
     num_evicted_tokens: int = 0  # with the breakdown: computed prompt tokens whose blocks had been evicted
     prefill: tuple[PrefillChunk, ...] = ()  # of a traced request, with the breakdown
+    evicted_by: str | None = None  # tenant for whose request the first of them was evicted; None: for no request

@@ -47,6 +47,11 @@ class EngineInfo:
     exceptions: tuple[str, ...] = ()  # from exact reuse, by name; see invariant 15 in docs/invariants.md
     max_num_batched_tokens: int = 0  # of a step; 0: not stated
 
+    @property
+    def max_sequence_len(self) -> int:
+        """The tokens of the longest sequence: a pool may be smaller than `max_model_len`. The last needs no KV."""
+        return min(self.max_model_len, self.num_blocks * self.block_size + 1)
+
 
 class PoolStats(NamedTuple):
     """A snapshot of the block pool, in blocks."""

@@ -162,6 +162,7 @@ class Sequence:
     num_store_tokens: int = 0  # loaded from the store while this one waited for them
     num_loads: int = 0  # begun for it
     num_evicted_tokens: int = 0  # of its first admission: in the blocks behind the hit that had been evicted
+    evicted_by: str | None = None  # tenant for whose request the first of them was evicted; None: for no request
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # reported so far; not reported again after a preemption
     block_ids: "array[int]" = field(default_factory=empty_table)  # block table, packed as an executor takes it

@@ -115,7 +115,7 @@ class LLM:
         eos_token_ids = info.eos_token_ids or tokenizer.eos_token_ids
         self._bounds = Bounds(
             info.vocab_size,
-            info.max_model_len,
+            info.max_sequence_len,
             eos_token_ids,
             max_prompts=sys.maxsize,
             scheduling_policy=info.scheduling_policy,

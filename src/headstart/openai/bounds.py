@@ -79,7 +79,7 @@ class Bounds:
         """
         return cls(
             vocab_size=info.vocab_size,
-            max_model_len=info.max_model_len,
+            max_model_len=info.max_sequence_len,
             eos_token_ids=info.eos_token_ids,
             clamp_max_tokens=options.clamp_max_tokens,
             max_n=options.max_n,

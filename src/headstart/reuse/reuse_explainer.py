@@ -67,8 +67,9 @@ class ExplainedEviction(NamedTuple):
     """The eviction of the first missing block."""
 
     cause: str  # "capacity", "failed", "reset"
-    by: str | None  # id of the request that needed the space; None: no request, another tenant's, or no longer known
+    by: str | None  # id of the request that needed the space; None: no request, or another tenant's
     by_another_tenant: bool
+    by_tenant: str | None  # None: as `by`, or a request without a tenant
     seconds_ago: float
 
 
@@ -232,12 +233,10 @@ class _Case:
         return self.scheduler.pool.eviction_of(self.seq.block_hashes[self._index])
 
     def _eviction(self, evicted: Evicted) -> ExplainedEviction:
-        by = self.recent.find(evicted.by)
-        visible = self.viewer.is_admin or (by is not None and self.viewer.may_see(by.seq))
-        another = by is not None and by.seq.request.tenant != self.seq.request.tenant
-        return ExplainedEviction(
-            evicted.cause, evicted.by or None if visible else None, another, max(self.now - evicted.at, 0.0)
-        )
+        another = bool(evicted.by) and evicted.tenant != self.seq.request.tenant
+        is_visible = bool(evicted.by) and (self.viewer.is_admin or evicted.tenant == self.viewer.tenant)
+        by, tenant = (evicted.by, evicted.tenant or None) if is_visible else (None, None)
+        return ExplainedEviction(evicted.cause, by, another, tenant, max(self.now - evicted.at, 0.0))
 
     def _nearest(self, *, isolated: bool) -> "tuple[AdmittedRequest | None, int]":
         """Return the recent request with most leading tokens in common, the newest of equals, and their number.

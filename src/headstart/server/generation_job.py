@@ -1,6 +1,7 @@
 """ApiRequest: a prepared client request. GenerationJob: its engine requests, from submission to the last token."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -90,7 +91,7 @@ class GenerationJob:
         self._reserved_tokens = sum(min(request.sampling.max_tokens, RESERVED_TOKENS) for request in requests)
         self._num_tokens = 0
         self._ledger = PromptTokenBreakdown()
-        self.num_evicted_tokens = 0  # of the prompts' computed tokens: in blocks that had been evicted
+        self.evicted = Counter[str | None]()  # computed prompt tokens in blocks that had been evicted, by tenant
         self.examined = asked.examined
         self.diagnosis = asked.diagnosis
         self._block_size = 1 if engine.info is None else engine.info.block_size
@@ -148,7 +149,7 @@ class GenerationJob:
     def diagnostics(self) -> Json:
         """Return the diagnostics of the prompt cache under Headstart's own name; empty unless requested."""
         diagnosis = self.diagnosis
-        found = None if diagnosis is None else diagnosis.found(self._ledger.cached, self.num_evicted_tokens)
+        found = None if diagnosis is None else diagnosis.found(self._ledger.cached, self.evicted.total())
         if diagnosis is None or found is None:
             return {}
         return {"cache_diagnostics": {**diagnosis.own(found), "rules": dict(self.params.applied_rules)}}
@@ -189,7 +190,7 @@ class GenerationJob:
         self.record.num_prompt_tokens = usage["prompt_tokens"]
         self.record.num_tokens = usage["completion_tokens"]
         self.record.breakdown = self._ledger
-        self._metrics.prompts(self.record.principal.tenant, self.record.breakdown, self.num_evicted_tokens)
+        self._metrics.prompts(self.record.principal.tenant, self.record.breakdown, self.evicted)
         self.record.finish_reason = self.generations[0].finish_reason or "abort"
         if self.record.trace is not None and self.record.trace.is_sampled:
             _add_spans(self.record.trace, self.record, self._chunks, time.monotonic())
@@ -203,7 +204,7 @@ class GenerationJob:
         if generation.breakdown is not was and index % self.params.n == 0:  # a prompt counts once, by its first choice
             parts = zip(self._ledger, generation.breakdown, was, strict=True)
             self._ledger = PromptTokenBreakdown(*(total + new - old for total, new, old in parts))
-            self.num_evicted_tokens += output.num_evicted_tokens
+            self.evicted[output.evicted_by] += output.num_evicted_tokens
         if delta.finish_reason in ("error", "abort"):
             self._open.discard(output.request_id)
             self._metrics.finished("error")

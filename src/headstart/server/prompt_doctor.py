@@ -26,8 +26,9 @@ class AvoidableCounts:
 
     num_requests: int = 0
     prompt_tokens: int = 0
+    computed_tokens: int = 0  # of these, but for those in evicted blocks: no cause has more
     avoidable_tokens: int = 0
-    causes: Counter[str] = field(default_factory=Counter[str])
+    causes: Counter[str] = field(default_factory=Counter[str])  # replaced, so that samples may keep it
 
     @property
     def share(self) -> float | None:
@@ -101,8 +102,9 @@ class PromptDoctor:
         for counts in (self.counts, *([self.tenants.setdefault(tenant, AvoidableCounts())] if tenant else [])):
             counts.num_requests += 1
             counts.prompt_tokens += entry.num_tokens
+            counts.computed_tokens += limit
             counts.avoidable_tokens += tokens
-            counts.causes.update(causes)
+            counts.causes = counts.causes + Counter(causes)
 
     def _may_spend(self) -> bool:
         return self.spent_seconds < FREE_SECONDS + self._share * self._cpu_seconds()

@@ -25,6 +25,8 @@ from headstart.server.prompt_doctor import PromptDoctor
 from headstart.server.store_metrics import StoreCollector
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
+MAX_EVICTORS = 64  # of a tenant, by name
+OTHER = "(others)"  # further ones, requests without a tenant, and no request
 
 _TTFT = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0),
@@ -94,7 +96,9 @@ class Metrics:
             self._finished.add((model_name, reason), 0)
         self._rejected.add((model_name,), 0)
         self.tenants: dict[str, PromptTokenBreakdown] = {}  # tokens of their prompts, by tenant
-        self.evicted_of_tenants: dict[str, int] = {}  # those computed again because their blocks had been evicted
+        self.evicted_of_tenants: dict[
+            str, Mapping[str, int]
+        ] = {}  # those in evicted blocks, by the tenant that evicted
 
     def watch(self, engine: EngineView) -> None:
         """Add the engine's own counters and gauges to every scrape."""
@@ -110,13 +114,20 @@ class Metrics:
         """Add the counts of exported and lost spans to every scrape."""
         self._registry.register(SpanCounts(tracer))
 
-    def prompts(self, tenant: str, breakdown: PromptTokenBreakdown, num_evicted: int = 0) -> None:
+    def prompts(
+        self, tenant: str, breakdown: PromptTokenBreakdown, evicted: Mapping[str | None, int] | None = None
+    ) -> None:
         """Add the prompt token breakdown of one client request; `tenant` is that of a configured key, or empty.
 
-        `num_evicted`: tokens that were computed because their blocks had been evicted.
+        `evicted`: tokens that were computed because their blocks had been evicted, by the tenant that needed the space.
+        Of each tenant the first MAX_EVICTORS of them are told apart.
         """
         if tenant:
-            self.evicted_of_tenants[tenant] = self.evicted_of_tenants.get(tenant, 0) + num_evicted
+            rows = dict(self.evicted_of_tenants.get(tenant, {}))  # a copy, so that samples may keep the rows of before
+            for name, tokens in (evicted or {}).items() if any((evicted or {}).values()) else ():
+                by = OTHER if not name or (name not in rows and len(rows) >= MAX_EVICTORS) else name
+                rows[by] = rows.get(by, 0) + tokens
+            self.evicted_of_tenants[tenant] = rows
             before = self.tenants.get(tenant, PromptTokenBreakdown())
             self.tenants[tenant] = PromptTokenBreakdown(*map(sum, zip(before, breakdown, strict=True)))
 

@@ -217,7 +217,7 @@ class ServerState:
         job.close()
         if job.examined is not None and self._model is not None and job.record.finish_reason not in ("abort", "error"):
             tenant = job.record.principal.tenant
-            self._model.doctor.finished(tenant, job.examined, job.breakdown, job.num_evicted_tokens)
+            self._model.doctor.finished(tenant, job.examined, job.breakdown, job.evicted.total())
             job.examined = None
         self._jobs.discard(job)
         if not self._jobs:

@@ -26,12 +26,13 @@ class Lost(msgspec.Struct):
 
 
 class TenantFigures(msgspec.Struct):
-    """Prompt tokens of a tenant; `evicted_tokens`: computed again. `cause`: of most of its losses."""
+    """Prompt tokens of a tenant; `evicted_tokens`: computed again, `evicted_by` tenants. `cause`: of most losses."""
 
     tenant: str
     prompt_tokens: int
     cached_tokens: int
     evicted_tokens: int
+    evicted_by: dict[str, int] = {}
     cause: str | None = None
 
 
@@ -125,7 +126,8 @@ def _tenants(tenants: list[TenantFigures], held: Mapping[str, int]) -> Iterator[
     for one in tenants[:MAX_TENANTS]:
         share, computed = _share(one.cached_tokens / (one.prompt_tokens or 1)), one.prompt_tokens - one.cached_tokens
         numbers = f"{one.prompt_tokens:>10,} {share:>6} {computed:>10,} {one.evicted_tokens:>9,}"
-        cause = (one.cause or "-").replace("_", " ")
+        names = ["itself" if name == one.tenant else name for name in one.evicted_by]
+        cause = f"evicted by {', '.join(names)}" if one.cause == "evicted" else (one.cause or "-").replace("_", " ")
         yield f"{one.tenant:<20} {numbers} {held.get(one.tenant, 0):>9,}  {cause}"
 
 

@@ -483,7 +483,7 @@ class BlockPool:
         self._queued_refs.count()
         wanted: Callable[[int], bool] | None = self._is_queued if self._queued_refs else None
         blocks = self._idle.evict(num, tenant, last_resort, self.now, wanted)
-        self._forget(blocks, Evicted("capacity", by, self.now))
+        self._forget(blocks, Evicted("capacity", by, self.now, tenant=tenant))
         return blocks
 
     def _vacate(self, blocks: Iterable[int]) -> None:
@@ -510,7 +510,7 @@ class BlockPool:
             del entries[block_hash]
             block_hashes[block] = None
             if model is not None:
-                evicted = Evicted(evicted.cause, evicted.by, evicted.at, model.forgotten(block))
+                evicted = evicted._replace(memo=model.forgotten(block))
             remember(block_hash, evicted)
             if retentions is not None:
                 retentions.drop(block)

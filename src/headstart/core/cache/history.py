@@ -17,6 +17,7 @@ class Evicted(NamedTuple):
     by: str  # id of the request that needed the space; empty for other causes
     at: float  # seconds, the scheduler's clock
     memo: int = -1  # of the eviction policy `lhd`; -1: none
+    tenant: str = ""  # of that request
 
 
 class EvictionHistory:

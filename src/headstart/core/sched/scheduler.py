@@ -629,6 +629,7 @@ class Scheduler:
             seq.scheduled_at,
             error is not None and error.kind is RowErrorKind.GRAMMAR,
             0 if breakdown is None else self.accounting.num_evicted(seq, breakdown),
+            evicted_by=seq.evicted_by,
         )
 
     def _demands(self) -> Iterator[Demand]:

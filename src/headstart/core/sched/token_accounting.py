@@ -81,7 +81,7 @@ class TokenAccounting:
         seq.scheduled_at = now
         cached = hit.num_tokens if seq.num_hit_tokens is None else min(seq.num_hit_tokens, hit.num_tokens)
         seq.num_cached_tokens = cached
-        seq.num_evicted_tokens = self._num_evicted(seq, len(hit.block_ids))
+        self._find_evicted(seq, len(hit.block_ids))
         self._late(seq, cached, hit.num_tokens)
         if self._cache.pool.num_pinned_hashes:
             pinned = self._cache.num_pinned_blocks(seq.block_hashes[: len(hit.block_ids)])
@@ -142,14 +142,16 @@ class TokenAccounting:
         """Return how many of the computed prompt tokens were in blocks that had been evicted."""
         return min(seq.num_evicted_tokens, breakdown.computed)
 
-    def _num_evicted(self, seq: Sequence, start: int) -> int:
-        """Return the tokens of the blocks from `start` on that follow each other and were evicted."""
+    def _find_evicted(self, seq: Sequence, start: int) -> None:
+        """Set the tokens of the blocks from `start` on that follow each other and were evicted, and by which tenant."""
         pool, block_hashes, index = self._cache.pool, seq.block_hashes, start
-        if not self._cache.reads(seq):
-            return 0
+        if not self._cache.reads(seq) or start >= len(block_hashes):
+            return
+        first = pool.eviction_of(block_hashes[start])
+        seq.evicted_by = first.tenant if first is not None and first.by else None
         while index < len(block_hashes) and pool.eviction_of(block_hashes[index]) is not None:
             index += 1
-        return (index - start) * self._cache.block_size
+        seq.num_evicted_tokens = (index - start) * self._cache.block_size
 
     def _num_ideal(self, block_hashes: list[BlockHash]) -> int:
         """Return the number of leading `block_hashes` that a perfect cache or the real one holds."""

@@ -1,44 +1,56 @@
-"""OtlpExporter: traces to a collector by OTLP over HTTP, with OpenTelemetry's SDK. Needs the extra [otlp].
+"""OtlpExporter: traces to a collector by OTLP over HTTP. Needs the extra [otlp], for samplers and resources.
 
-OpenTelemetry's own variables apply: OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _COMPRESSION and _TIMEOUT,
-OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG.
+OpenTelemetry's own variables apply: OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _CLIENT_CERTIFICATE, _CLIENT_KEY,
+_COMPRESSION and _TIMEOUT, each also as OTEL_EXPORTER_OTLP_TRACES_..., OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES,
+OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG.
 """
 
-import logging
-from collections.abc import Iterator, Sequence
+import gzip
+import os
+import ssl
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from http.client import HTTPException
+from typing import cast
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 from uuid import uuid4
 
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, SERVICE_VERSION, Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SpanExportResult
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import (
-    NonRecordingSpan,
-    SpanContext,
-    SpanKind,
-    Status,
-    StatusCode,
-    TraceFlags,
-    TraceState,
-    set_span_in_context,
-)
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+from opentelemetry.util.re import parse_env_headers
 
 from headstart import __version__
-from headstart.http.tracing.request_trace import Attributes, RequestTrace, TraceParent, TraceSpan
+from headstart.core.errors import ConfigError
+from headstart.http.tracing.otlp_encoding import encode_request
+from headstart.http.tracing.request_trace import Attribute, RequestTrace, TraceParent
 
-_KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL}
-_SCOPE = InstrumentationScope("headstart", __version__)
+_SECONDS = 10.0  # of an export, with all its tries
+_PASSING = frozenset({429, 502, 503, 504})  # statuses after which OTLP has the same request sent again
+_COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
 
 
 class OtlpExporter:
     """An exporter to the URL of an OTLP endpoint; `service` is the name of the service unless a variable names it."""
 
     def __init__(self, url: str, service: str) -> None:
-        logging.getLogger("opentelemetry").addHandler(logging.NullHandler())  # the tracer reports what is lost
+        """Raises ConfigError for a variable with an invalid value."""
         self._resource = _resource(service)
         self._sampler = TracerProvider(shutdown_on_exit=False).sampler  # that of the variables
-        self._exporter = OTLPSpanExporter(endpoint=url)
+        self._url = url
+        self._seconds = _timeout()
+        compression = _variable("COMPRESSION").strip().lower()
+        if compression not in ("", "none", *_COMPRESSIONS):
+            raise ConfigError(f"OTEL_EXPORTER_OTLP_COMPRESSION is {compression!r}; write none, gzip or deflate")
+        self._compress = _COMPRESSIONS.get(compression)
+        encoding = {} if self._compress is None else {"content-encoding": compression}
+        own = {"content-type": "application/x-protobuf", "user-agent": f"headstart/{__version__}", **encoding}
+        self._headers = {**own, **parse_env_headers(_variable("HEADERS"), liberal=True)}
+        self._tls = _tls() if url.startswith("https:") else None
+        self._is_closed = threading.Event()
 
     def is_sampled(self, trace_id: int, parent: TraceParent | None) -> bool:
         """Return whether a trace is exported: as its caller decided, else as the sampler decides."""
@@ -52,45 +64,59 @@ class OtlpExporter:
 
     def export(self, traces: Sequence[RequestTrace]) -> bool:
         """Send traces and return whether they were accepted; blocks for OTEL_EXPORTER_OTLP_TIMEOUT (10 s) at most."""
-        spans = [span for trace in traces for span in self._spans(trace)]
-        return self._exporter.export(spans) is SpanExportResult.SUCCESS
+        data = encode_request(traces, self._resource, "headstart", __version__)
+        data, deadline, pause = self._compress(data) if self._compress else data, time.monotonic() + self._seconds, 1.0
+        while not self._is_closed.is_set():
+            left = deadline - time.monotonic()
+            try:
+                request = Request(self._url, data, self._headers, method="POST")
+                with urlopen(request, timeout=left, context=self._tls) as answer:
+                    return 200 <= answer.status < 300
+            except HTTPError as error:
+                if error.code not in _PASSING:
+                    return False
+                asked = error.headers.get("retry-after", "")
+                wait = float(asked) if asked.isdecimal() else pause
+            except (OSError, HTTPException):
+                wait = pause
+            if wait >= deadline - time.monotonic():
+                return False
+            self._is_closed.wait(wait)
+            pause *= 2
+        return False
 
     def shutdown(self) -> None:
         """Make `export` return soon."""
-        self._exporter.shutdown()
-
-    def _spans(self, trace: RequestTrace) -> Iterator[ReadableSpan]:
-        state = TraceState.from_header([trace.state]) if trace.state else TraceState()
-        flags = TraceFlags(TraceFlags.SAMPLED)
-
-        def context(span_id: int, *, is_remote: bool) -> SpanContext:
-            return SpanContext(trace.trace_id, span_id, is_remote, flags, state)
-
-        def ns(at: float) -> int:
-            return int(at * 1e9) + trace.epoch_ns
-
-        for span in trace.spans:
-            is_remote = span is trace.root
-            yield ReadableSpan(
-                span.name,
-                context(span.span_id, is_remote=False),
-                context(span.parent_id, is_remote=is_remote) if span.parent_id else None,
-                self._resource,
-                _attributes(span),
-                [Event(event.name, event.attributes, ns(event.at)) for event in span.events],
-                kind=_KINDS[span.kind],
-                status=Status(StatusCode.ERROR if span.is_failed else StatusCode.UNSET),
-                start_time=ns(span.start),
-                end_time=ns(span.end),
-                instrumentation_scope=_SCOPE,
-            )
+        self._is_closed.set()
 
 
-def _attributes(span: TraceSpan) -> Attributes:
-    return {**span.attributes, "error.type": span.error} if span.error else {**span.attributes}
+def _variable(name: str) -> str:
+    """Return the value of a variable of OpenTelemetry's exporters, that for traces before that for all signals."""
+    return os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") or ""
 
 
-def _resource(service: str) -> Resource:
-    found = Resource.create({SERVICE_VERSION: __version__, SERVICE_INSTANCE_ID: str(uuid4())})
-    is_named = not str(found.attributes.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service")
-    return found if is_named else found.merge(Resource({SERVICE_NAME: service}))
+def _timeout() -> float:
+    try:
+        seconds = float(_variable("TIMEOUT") or _SECONDS)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise ConfigError(f"OTEL_EXPORTER_OTLP_TIMEOUT is {_variable('TIMEOUT')!r}; write seconds, more than 0")
+    return seconds
+
+
+def _tls() -> ssl.SSLContext:
+    certificate, key = _variable("CLIENT_CERTIFICATE"), _variable("CLIENT_KEY")
+    try:
+        context = ssl.create_default_context(cafile=_variable("CERTIFICATE") or None)
+        if certificate:
+            context.load_cert_chain(certificate, key or None)
+    except OSError as error:
+        raise ConfigError(f"the certificates of OTEL_EXPORTER_OTLP_... cannot be read: {error}") from None
+    return context
+
+
+def _resource(service: str) -> Mapping[str, Attribute]:
+    found = Resource.create({SERVICE_VERSION: __version__, SERVICE_INSTANCE_ID: str(uuid4())}).attributes
+    is_named = not str(found.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service")
+    return cast(Mapping[str, Attribute], {**found} if is_named else {**found, SERVICE_NAME: service})

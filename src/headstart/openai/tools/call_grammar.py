@@ -14,6 +14,7 @@ from headstart.openai.tools.tool_fields import Tool, ToolParams
 
 TokenId = Callable[[str], int | None]
 ANY_TEXT = r"/(.|\n)*/"
+LINE_BREAK = r'"\n"'
 DEFINITIONS = ("$defs", "definitions")
 ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema")
@@ -36,7 +37,7 @@ class CallGrammar:
     call: str  # an expression: one call, or a list of them
     opener: str | None  # the marker before it; None: calls begin the answer
     plain: str = ANY_TEXT  # text without calls
-    repeats: bool = False  # several calls may follow each other
+    between: str | None = None  # an expression: as templates write it between two calls; None: there is one call
 
 
 class Argument(NamedTuple):

@@ -12,6 +12,7 @@ from headstart.openai.structured.grammar_text import lark_grammar
 from headstart.openai.tools.call_grammar import (
     ANY_TEXT,
     DEFINITIONS,
+    LINE_BREAK,
     CallGrammar,
     TokenId,
     cannot_write,
@@ -62,11 +63,9 @@ def answer_grammar(
 def _calls(grammar: CallGrammar, tools: ToolParams, content: str | None) -> str:
     """Return the expression of all calls. Calls with text between them are repeated by `free`."""
     is_free = tools.choice.mode != "required" and content is None
-    return (
-        f"{grammar.call} (SPACE {grammar.call})*"
-        if grammar.repeats and tools.parallel and not is_free
-        else grammar.call
-    )
+    if grammar.between is None or not tools.parallel or is_free:
+        return grammar.call
+    return f"{grammar.call} ({grammar.between} {grammar.call})*"
 
 
 def _with_content(answer: str, content: str | None) -> str:
@@ -122,7 +121,7 @@ def _objects(tools: ToolParams) -> list[str]:
 def _hermes(tools: ToolParams, _: ChatFormat, token_id: TokenId) -> CallGrammar:
     opening, closing = (marker(text, token_id) for text in HERMES_MARKERS)
     rules = [*_objects(tools), f"call: {opening} behind", f"behind: SPACE object SPACE {closing}"]
-    return CallGrammar(rules, "call", HERMES_MARKERS[0], repeats=True)
+    return CallGrammar(rules, "call", HERMES_MARKERS[0], between=LINE_BREAK)
 
 
 def _llama3_json(tools: ToolParams, _: ChatFormat, token_id: TokenId) -> CallGrammar:
@@ -153,7 +152,7 @@ def _mistral(tools: ToolParams, form: ChatFormat, token_id: TokenId) -> CallGram
         rules.append(f"named_{index}: {json.dumps(tool.name)} {with_id}{arguments} arguments_{index}")
         rules.append(f"arguments_{index}: {json_rule(tool_schema(tool), tool)}")
     rules.append(one_of("named", len(tools.callable_tools)).replace("named:", "behind:", 1))
-    return CallGrammar(rules, f"{opening} behind", MISTRAL_MARKERS[0], repeats=True)
+    return CallGrammar(rules, f"{opening} behind", MISTRAL_MARKERS[0], between="SPACE")
 
 
 def _pythonic(tools: ToolParams, _: ChatFormat, token_id: TokenId) -> CallGrammar:

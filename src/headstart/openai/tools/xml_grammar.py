@@ -13,6 +13,7 @@ from typing import Any
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.tools.call_grammar import (
     ANNOTATIONS,
+    LINE_BREAK,
     CallGrammar,
     TokenId,
     cannot_write,
@@ -82,7 +83,7 @@ def qwen3_coder_grammar(tools: ToolParams, token_id: TokenId) -> CallGrammar:
         rules.append(f'object_{index}: {json.dumps(f"<function={tool.name}>")} "\\n" {items} "</function>"')
     opening, closing = (marker(text, token_id) for text in CALL_MARKERS)
     rules += [one_of("object", len(tools.callable_tools)), f'behind: "\\n" object "\\n" {closing}']
-    return CallGrammar([*rules, f"call: {opening} behind"], "call", CALL_MARKERS[0], repeats=True)
+    return CallGrammar([*rules, f"call: {opening} behind"], "call", CALL_MARKERS[0], between=LINE_BREAK)
 
 
 def glm45_grammar(tools: ToolParams, template: str, token_id: TokenId) -> CallGrammar:
@@ -95,7 +96,9 @@ def glm45_grammar(tools: ToolParams, template: str, token_id: TokenId) -> CallGr
         rules.append(f"object_{index}: {json.dumps(tool.name + line)} {items}")
     opening, closing = (marker(text, token_id) for text in CALL_MARKERS)
     rules += [one_of("object", len(tools.callable_tools)), f"behind: object {closing}"]
-    return CallGrammar([*rules, f"call: {opening} behind"], "call", CALL_MARKERS[0], repeats=True)
+    return CallGrammar(
+        [*rules, f"call: {opening} behind"], "call", CALL_MARKERS[0], between=LINE_BREAK if line else "SPACE"
+    )
 
 
 def _items(index: int, tool: Tool, form: XmlForm, line: str, token_id: TokenId, rules: list[str]) -> str:

@@ -9,6 +9,7 @@ const TREE_MS = 900;
 let stream = null;
 let treeAt = 0;
 let loading = false;
+let drawn = null; // what the frame said when the tree was loaded
 let held = {}; // tokens of the last tree, by tenant
 
 function status(text, isLive) {
@@ -47,7 +48,7 @@ function showFigures(frame) {
   }
   showSources(frame.sources, frame.window_seconds);
   if (frame.kv_tokens) showCapacity(frame.kv_tokens);
-  showLosses(frame.losses, frame.sources, frame.window_seconds);
+  showLosses(frame);
   showTenants(frame.tenants ?? []);
 }
 
@@ -71,7 +72,7 @@ function showCapacity(kv) {
 
 const span = (seconds) => (seconds < 1 ? "since the start" : seconds < 90 ? `last ${number(seconds)} s` : `last ${number(seconds / 60)} min`);
 
-function showLosses(losses, sources, seconds) {
+function showLosses({ losses, sources, tenant, window_seconds: seconds }) {
   const total = Object.values(sources).reduce((sum, value) => sum + value, 0);
   byId("losses-window").textContent = total
     ? `${number(sources.computed)} of ${number(total)} prompt tokens were computed, ${span(seconds)}.`
@@ -81,16 +82,24 @@ function showLosses(losses, sources, seconds) {
       const part = bar([["computed", loss.tokens]], total);
       const name = element("b", "", loss.cause.replaceAll("_", " "));
       const head = element("p", "named", "", name, element("span", "", `${number(loss.tokens)} tokens`));
-      return element("li", "", "", head, part, element("p", "", loss.remedy));
+      const by = loss.by ? [element("p", "", `Evicted by ${evictors(loss.by, tenant)}.`)] : [];
+      return element("li", "", "", head, part, ...by, element("p", "", loss.remedy));
     }),
   );
 }
+
+function cause(one) {
+  const name = (one.cause ?? "-").replaceAll("_", " ");
+  return one.cause === "evicted" ? `evicted by ${evictors(one.evicted_by, one.tenant)}` : name;
+}
+
+const evictors = (by, own) => Object.entries(by).map(([name, tokens]) => `${name === own ? "itself" : name} (${number(tokens)})`).join(", ");
 
 function showTenants(tenants) {
   const heads = ["Tenant", "Prompt tokens", "Reused", "Computed", "Evicted earlier", "Main cause", "Cached now"];
   const rows = tenants.map((one) => [
     one.tenant, number(one.prompt_tokens), percent(one.cached_tokens / one.prompt_tokens),
-    number(one.prompt_tokens - one.cached_tokens), number(one.evicted_tokens), (one.cause ?? "-").replaceAll("_", " "),
+    number(one.prompt_tokens - one.cached_tokens), number(one.evicted_tokens), cause(one),
     number(held[one.tenant] ?? 0),
   ]);
   byId("tenants").hidden = tenants.length < 2;
@@ -157,12 +166,15 @@ function showDecisions(decisions) {
 async function refreshTree(frame) {
   const isFleet = frame.object === "fleet.figures";
   const url = byId("replica").value;
-  if (loading || (isFleet && !url)) return;
+  const state = frame.num_steps === undefined ? null : JSON.stringify([frame.num_steps, frame.kv_tokens, frame.evicted_blocks]);
+  if (loading || (isFleet && !url) || (state && state === drawn)) return;
   const now = performance.now();
   if (now - treeAt < TREE_MS) return;
-  [treeAt, loading] = [now, true];
+  [treeAt, loading, drawn] = [now, true, null];
   try {
-    held = (await loadTree(isFleet ? `&replica=${encodeURIComponent(url)}` : "")).tenants ?? {};
+    const tree = await loadTree(isFleet ? `&replica=${encodeURIComponent(url)}` : "");
+    held = tree.tenants ?? {};
+    if (tree.seconds_ago < 0.5) drawn = state; // an older tree may lack what the frame has counted
   } catch (error) {
     byId("tree-summary").textContent = error.message;
   } finally {

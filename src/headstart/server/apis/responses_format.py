@@ -92,7 +92,7 @@ def _format(
     def stored(response: Json) -> Json:
         """Add the diagnostics of the prompt cache before the usage, store the response, and return it."""
         diagnosis = job.diagnosis
-        found = None if diagnosis is None else diagnosis.found(job.breakdown.cached, job.num_evicted_tokens)
+        found = None if diagnosis is None else diagnosis.found(job.breakdown.cached, job.evicted.total())
         if found is not None:
             usage = response.pop("usage")
             response["prompt_cache_diagnostics"] = found.openai()

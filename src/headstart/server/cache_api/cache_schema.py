@@ -89,6 +89,7 @@ _BLOCK_EVICTION = object_of(
     cause=one_of("capacity", "failed", "reset"),
     by=maybe(STRING),
     by_another_tenant=BOOLEAN,
+    by_tenant=maybe(STRING),
     seconds_ago=NUMBER,
 )
 _FINDING = object_of(
@@ -145,12 +146,17 @@ CACHE_TREE = object_of(
     runs=list_of(LIST),
 )
 _LOSS = object_of(
-    "Prompt tokens that were computed for one cause, and how to mend it.", cause=STRING, tokens=INTEGER, remedy=STRING
+    "Prompt tokens that were computed for one cause, and how to mend it; evicted ones by tenant that needed the space.",
+    cause=STRING,
+    tokens=INTEGER,
+    remedy=STRING,
+    by=optional(map_of(INTEGER)),
 )
 _TENANT_FIGURES = object_of(
     "A tenant's prompt tokens, and what ends most of its reuse.",
     tenant=STRING,
     **ints("prompt_tokens cached_tokens evicted_tokens"),
+    evicted_by=map_of(INTEGER),
     cause=maybe(STRING),
 )
 

@@ -136,6 +136,7 @@ def _cost(near: Json) -> str:
 def _evicted(answer: Json) -> str:
     eviction = answer["eviction"]
     by = _named(eviction["by"]) if eviction["by"] else "another tenant" if eviction["by_another_tenant"] else ""
+    by += f" of tenant {eviction['by_tenant']}" if eviction["by_tenant"] else ""
     for_whom = f" for {by}" if by and eviction["cause"] == "capacity" else f" ({by})" if by else ""
     ago = _ago(eviction["seconds_ago"])
     return (

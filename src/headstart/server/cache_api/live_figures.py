@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from headstart.core.batch import PromptTokenBreakdown
@@ -15,7 +16,6 @@ from headstart.http.auth import Principal
 from headstart.http.packed_metrics import quantile
 from headstart.openai.responses import CACHE_SOURCES, Json
 from headstart.reuse.causes import CAUSES
-from headstart.server.prompt_doctor import AvoidableCounts
 from headstart.server.server_metrics import blocks_by_state
 from headstart.server.server_state import Model, ServerState
 
@@ -27,7 +27,22 @@ EVICTED = (
     '"cache": "read-only" for prompts that do not come again'
 )
 MAX_TENANTS = 20
+MAX_EVICTORS = 3  # of a tenant, those that needed the most space
 NEW = "text that the cache has not seen: nothing to mend"
+
+
+class Examined(NamedTuple):
+    """The doctor's sample: computed prompt tokens that were not evicted earlier, and the avoidable ones by cause."""
+
+    computed: int = 0
+    causes: Mapping[str, int] = MappingProxyType({})
+
+    def since(self, before: "Examined", computed: int) -> dict[str, int]:
+        """Return the avoidable ones of `computed` tokens by cause, the most first: as many as in the sample since."""
+        examined = self.computed - before.computed
+        counts = {cause: count - before.causes.get(cause, 0) for cause, count in self.causes.items()}
+        found = {cause: round(count * computed / examined) for cause, count in counts.items() if count}
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 class Sample(NamedTuple):
@@ -36,9 +51,8 @@ class Sample(NamedTuple):
     at: float
     stats: EngineStats
     tenants: dict[str, PromptTokenBreakdown]
-    evicted: dict[str, int]  # by tenant
-    examined: int  # prompt tokens of the doctor's sample
-    causes: dict[str, int]  # avoidable ones among them, by cause
+    evicted: dict[str, Mapping[str, int]]  # by tenant, then by the tenant that needed the space
+    examined: dict[str, Examined]  # by tenant; "": of all
     ttft: tuple[int, ...]  # requests by bucket
 
 
@@ -69,19 +83,15 @@ class LiveFigures:
         long = self._before(now, LOSS_SECONDS)
         if not principal.is_admin:
             tenant = principal.tenant
-            return answer | _own(
-                now.tenants.get(tenant, PromptTokenBreakdown()),
-                long.tenants.get(tenant, PromptTokenBreakdown()),
-                model.doctor.tenants.get(tenant, AvoidableCounts()),
-                now.at - long.at,
-            )
+            return answer | _own(now, long, tenant)
         return answer | self._all(model, self._before(now, RATE_SECONDS), long, now)
 
     def _sample(self, model: Model) -> Sample:
-        counts, stats = model.doctor.counts, self._state.engine.stats
-        causes, ttft = dict(counts.causes), model.metrics.time_to_first_token.counts
-        tenants, evicted = dict(model.metrics.tenants), dict(model.metrics.evicted_of_tenants)
-        return Sample(time.monotonic(), stats, tenants, evicted, counts.prompt_tokens, causes, ttft)
+        doctor, stats, metrics = model.doctor, self._state.engine.stats, model.metrics
+        counts = {**doctor.tenants, "": doctor.counts}
+        examined = {name: Examined(one.computed_tokens, one.causes) for name, one in counts.items()}
+        tenants, evicted = dict(metrics.tenants), dict(metrics.evicted_of_tenants)
+        return Sample(time.monotonic(), stats, tenants, evicted, examined, metrics.time_to_first_token.counts)
 
     def _before(self, now: Sample, seconds: float) -> Sample:
         """Return the newest sample that is at least that old, else the oldest; without any, one of the start."""
@@ -90,9 +100,7 @@ class LiveFigures:
                 return sample
         if self._samples:
             return self._samples[0]
-        return now._replace(
-            stats=EngineStats(), tenants={}, evicted={}, examined=0, causes={}, ttft=(0,) * len(now.ttft)
-        )
+        return now._replace(stats=EngineStats(), tenants={}, evicted={}, examined={}, ttft=(0,) * len(now.ttft))
 
     def _all(self, model: Model, before: Sample, long: Sample, now: Sample) -> Json:
         elapsed = max(now.at - before.at, 1e-3) if before.at < now.at else RATE_SECONDS
@@ -110,9 +118,9 @@ class LiveFigures:
             "evicted_blocks": now.stats.pool.total_evictions - long.stats.pool.total_evictions,
             "num_steps": now.stats.num_steps,
             "window_seconds": round(now.at - long.at, 1),
-            **_sources(_breakdown(long.stats), _breakdown(now.stats)),
+            **_sources(_since(_breakdown(long.stats), _breakdown(now.stats))),
             "losses": _losses(long, now),
-            "tenants": _tenants(long, now, model.doctor.tenants),
+            "tenants": _tenants(long, now),
         }
 
 
@@ -122,54 +130,69 @@ def _breakdown(stats: EngineStats) -> PromptTokenBreakdown:
     return PromptTokenBreakdown(*cached, computed=counters.prompt_computed_tokens)
 
 
-def _sources(before: PromptTokenBreakdown, now: PromptTokenBreakdown) -> Json:
-    since = PromptTokenBreakdown(*(b - a for a, b in zip(before, now, strict=True)))
+def _since(before: PromptTokenBreakdown, now: PromptTokenBreakdown) -> PromptTokenBreakdown:
+    return PromptTokenBreakdown(*(b - a for a, b in zip(before, now, strict=True)))
+
+
+def _sources(since: PromptTokenBreakdown) -> Json:
     return {"sources": since._asdict(), "hit_rate": since.cached / sum(since) if sum(since) else None}
 
 
-def _own(now: PromptTokenBreakdown, before: PromptTokenBreakdown, counts: AvoidableCounts, seconds: float) -> Json:
-    """Return the figures of a tenant; its losses are those since the start, as far as its prompts were examined."""
+def _own(now: Sample, before: Sample, tenant: str) -> Json:
+    """Return the figures of a tenant; of others it learns how many of its tokens were evicted for them."""
+    evicted, causes, since = _lost(before, now, tenant)
+    own = evicted.pop(tenant, 0)
+    by = {name: tokens for name, tokens in ((tenant, own), ("another tenant", sum(evicted.values()))) if tokens}
+    more = [{"cause": "evicted", "tokens": sum(by.values()), "remedy": EVICTED, "by": by}] if by else []
     return {
-        "window_seconds": round(seconds, 1),
-        **_sources(before, now),
-        "losses": _rows(counts.causes, 1.0),
+        "window_seconds": round(now.at - before.at, 1),
+        **_sources(since),
+        "losses": [*_rows(causes), *more],
     }
 
 
-def _tenants(before: Sample, now: Sample, examined: Mapping[str, AvoidableCounts]) -> list[Json]:
+def _lost(before: Sample, now: Sample, tenant: str) -> tuple[dict[str, int], dict[str, int], PromptTokenBreakdown]:
+    """Return a tenant's evicted prompt tokens by tenant, its avoidable ones by cause, and all by source, since then."""
+    earlier = before.evicted.get(tenant, {})
+    evicted = {name: count - earlier.get(name, 0) for name, count in now.evicted.get(tenant, {}).items()}
+    evicted = {name: count for name, count in evicted.items() if count}
+    since = _since(before.tenants.get(tenant, PromptTokenBreakdown()), now.tenants.get(tenant, PromptTokenBreakdown()))
+    rest = max(since.computed - sum(evicted.values()), 0)
+    causes = now.examined.get(tenant, Examined()).since(before.examined.get(tenant, Examined()), rest)
+    return evicted, causes, since
+
+
+def _tenants(before: Sample, now: Sample) -> list[Json]:
     """Return the tenants with prompts in a window, those with the most computed tokens first.
 
-    `cause`: what ends most of a tenant's reuse since the start, as far as its prompts were examined.
+    `cause`: of most of a tenant's losses in the window: that of its examined prompts, or that its blocks were evicted.
     """
     rows: list[Json] = []
-    for tenant, total in now.tenants.items():
-        found = PromptTokenBreakdown(
-            *(b - a for a, b in zip(before.tenants.get(tenant, PromptTokenBreakdown()), total, strict=True))
-        )
-        evicted = now.evicted.get(tenant, 0) - before.evicted.get(tenant, 0)
-        causes = examined[tenant].causes.most_common(1) if tenant in examined else []
-        row = {"tenant": tenant, "prompt_tokens": sum(found), "cached_tokens": found.cached}
-        rows.append({**row, "evicted_tokens": evicted, "cause": causes[0][0] if causes and causes[0][1] else None})
+    for tenant in now.tenants:
+        evicted, causes, since = _lost(before, now, tenant)
+        count = sum(evicted.values())
+        cause = next(iter(causes), None)
+        row = {"tenant": tenant, "prompt_tokens": sum(since), "cached_tokens": since.cached, "evicted_tokens": count}
+        by = dict(sorted(evicted.items(), key=lambda item: -item[1])[:MAX_EVICTORS])
+        rows.append({**row, "evicted_by": by, "cause": "evicted" if count > causes.get(cause or "", 0) else cause})
     rows.sort(key=lambda row: row["cached_tokens"] - row["prompt_tokens"])
     return [row for row in rows if row["prompt_tokens"]][:MAX_TENANTS]
 
 
 def _losses(before: Sample, now: Sample) -> list[Json]:
-    """Return the prompt tokens that were computed in a window, by cause; those of the doctor's sample are scaled."""
+    """Return the prompt tokens that were computed in a window, by cause; evicted ones were counted.
+
+    The others are the doctor's shares of the computed tokens that were not evicted, so no cause has more than these.
+    """
     counters, earlier = now.stats.counters, before.stats.counters
-    prompts = counters.prompt_tokens - earlier.prompt_tokens
     computed = counters.prompt_computed_tokens - earlier.prompt_computed_tokens
     evicted = min(counters.evicted_tokens - earlier.evicted_tokens, computed)
-    causes = {cause: count - before.causes.get(cause, 0) for cause, count in now.causes.items()}
-    examined = now.examined - before.examined
-    rows = _rows(causes, prompts / examined if examined else 0.0)
-    rest = computed - evicted - max((row["tokens"] for row in rows), default=0)
-    more = {"evicted": (evicted, EVICTED), "new": (max(rest, 0), NEW)}
-    rows += [{"cause": name, "tokens": tokens, "remedy": text} for name, (tokens, text) in more.items() if tokens]
-    return rows
+    causes = now.examined[""].since(before.examined.get("", Examined()), computed - evicted)
+    rest = computed - evicted - max(causes.values(), default=0)
+    more = {"evicted": (evicted, EVICTED), "new": (rest, NEW)}
+    rows = [{"cause": name, "tokens": tokens, "remedy": text} for name, (tokens, text) in more.items() if tokens]
+    return _rows(causes) + rows
 
 
-def _rows(causes: Mapping[str, int], scale: float) -> list[Json]:
-    rows = [(cause, round(count * scale)) for cause, count in causes.items()]
-    rows.sort(key=lambda row: -row[1])
-    return [{"cause": cause, "tokens": tokens, "remedy": CAUSES[cause]} for cause, tokens in rows if tokens]
+def _rows(causes: Mapping[str, int]) -> list[Json]:
+    return [{"cause": cause, "tokens": tokens, "remedy": CAUSES[cause]} for cause, tokens in causes.items() if tokens]
