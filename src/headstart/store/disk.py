@@ -52,7 +52,7 @@ class TierStore:
         ]
         for thread in threads:
             thread.start()
-        self._finalizer = weakref.finalize(self, _end, writer, loader, catalog, threads)
+        self._finalizer = weakref.finalize(self, _end, writer, loader, catalog, threads, max_seconds=float("inf"))
 
     def start(self, source: BlockSource) -> None:
         """Start writing. `source` must not refer to this store, or dropping the store would not end it."""
@@ -173,7 +173,7 @@ class TierStore:
         for load in list(self._loads.values()):
             self._end_load(load)
         if (alive := self._finalizer.detach()) is not None:
-            _end(*alive[2], max_seconds)
+            _end(*alive[2], max_seconds=max_seconds)
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -244,13 +244,7 @@ class DiskStore(TierStore):
         super().__init__(Catalog(folder, shape, max_bytes, files or Files(), clock), shape.block_bytes, clock)
 
 
-def _end(
-    writer: Writer,
-    loader: Loader,
-    catalog: Tier,
-    threads: Sequence[threading.Thread],
-    max_seconds: float = float("inf"),
-) -> None:
+def _end(writer: Writer, loader: Loader, catalog: Tier, threads: list[threading.Thread], max_seconds: float) -> None:
     """End both threads, or abandon one whose disk does not answer: they are daemons."""
     loader.stop()
     writer.stop(min(max_seconds, max(CLOSE_SECONDS, MAX_CLOSE_SECONDS)))
