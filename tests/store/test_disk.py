@@ -380,6 +380,21 @@ def test_closing_does_not_wait_for_a_disk_that_hangs(opened: Open, pool: Pool, m
     files.gate.set()
 
 
+def test_closing_ends_within_the_seconds_it_is_given(opened: Open, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "CLOSE_SECONDS", PATIENCE)
+    files = Disk()
+    store = opened(files=files)
+    files.gate.clear()
+    pool.offer(store, 1)
+    assert until(lambda: bool(pool.asked))
+    too_late = threading.Timer(20.0, files.gate.set)
+    too_late.start()
+    store.close(0.1)
+    assert not files.gate.is_set()
+    too_late.cancel()
+    files.gate.set()
+
+
 def test_a_store_that_is_dropped_ends_its_threads(tmp_path: Path, pool: Pool) -> None:
     store = DiskStore(tmp_path, SHAPE, MAX_BYTES)
     store.start(pool)

@@ -57,7 +57,7 @@ class TierStore:
         ]
         for thread in threads:
             thread.start()
-        self._finalizer = weakref.finalize(self, _end, writer, loader, catalog, threads)
+        self._finalizer = weakref.finalize(self, _end, writer, loader, catalog, threads, max_seconds=float("inf"))
 
     def start(self, source: BlockSource) -> None:
         """Start writing. `source` must not refer to this store, or dropping the store would not end it."""
@@ -176,11 +176,13 @@ class TierStore:
             write_bytes_per_s=writer.bytes_per_s,
         )
 
-    def close(self) -> None:
+    def close(self, max_seconds: float = float("inf")) -> None:
+        """Write pending blocks, for some seconds and at most `max_seconds`, and stop. Idempotent."""
         self._is_closed = True
         for load in list(self._loads.values()):
             self._end_load(load)
-        self._finalizer()
+        if (alive := self._finalizer.detach()) is not None:
+            _end(*alive[2], max_seconds=max_seconds)
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -266,13 +268,14 @@ class DiskStore(TierStore):
         super().__init__(Catalog(folder, shape, max_bytes, files or Files(), clock), shape.block_bytes, clock)
 
 
-def _end(writer: Writer, loader: Loader, catalog: Tier, threads: Sequence[threading.Thread]) -> None:
+def _end(writer: Writer, loader: Loader, catalog: Tier, threads: list[threading.Thread], max_seconds: float) -> None:
     """End both threads, or abandon one whose disk does not answer: they are daemons."""
     loader.stop()
-    writer.stop(max(CLOSE_SECONDS, MAX_CLOSE_SECONDS))
+    writer.stop(min(max_seconds, max(CLOSE_SECONDS, MAX_CLOSE_SECONDS)))
+    last = time.monotonic() + max_seconds
     until, num_written = time.monotonic() + CLOSE_SECONDS, writer.written_blocks
     others = [thread for thread in threads if thread is not threading.current_thread()]
-    while any(thread.is_alive() for thread in others) and time.monotonic() < until:
+    while any(thread.is_alive() for thread in others) and time.monotonic() < min(until, last):
         for thread in others:
             thread.join(LOOK_SECONDS)
         if writer.written_blocks > num_written:

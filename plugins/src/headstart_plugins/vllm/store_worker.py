@@ -9,6 +9,7 @@ from threading import Lock
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.envs import VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
 
 from headstart.core.cache.block_store import Loaded
 from headstart.core.cache.transfers import BLIND_SECONDS, GRACE_SECONDS, GRACE_SHARE, PATIENCE
@@ -16,6 +17,7 @@ from headstart.store.disk import DiskStore
 from headstart_plugins.vllm.store_planner import BlockLoad, StoreMetadata, StoreReport
 
 STAGED_BYTES = 128 << 20  # copies of blocks that wait to be written; the oldest are dropped
+SPARE_SECONDS = 2.0  # of those that vLLM waits for a worker to exit, for all else that it does then
 IDLE_SECONDS = 0.005  # maximum wait for a load in a step that computes nothing
 
 
@@ -132,8 +134,8 @@ class StoreWorker:
         return StoreReport(max(one - per_block, 0.0), per_block, unreadable)
 
     def close(self) -> None:
-        """Write what is pending, within some seconds."""
-        self._store.close()
+        """Write what is pending, as far as vLLM waits for its worker: it kills one that takes longer."""
+        self._store.close(max(0.0, VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS - SPARE_SECONDS))
 
     def _take_in(self, load: _Load, loaded: Loaded) -> None:
         for data in loaded.data:
