@@ -150,6 +150,7 @@ def test_a_chunk_that_does_not_continue_the_state_of_its_request_is_a_bug(tmp_pa
         ("granitemoehybrid", {"mamba_n_groups": 3}, "not a multiple of mamba_n_groups"),
         ("granitemoehybrid", {"num_local_experts": 2}, "num_local_experts is 2"),
         ("granitemoehybrid", {"residual_multiplier": 0.0}, "residual_multiplier is 0"),
+        ("granitemoehybrid", {"layers_block_type": None}, "layer_types names 0 layers"),
         ("bamba", {"time_step_limit": [0.001, 0.1]}, "time_step_limit is"),
     ],
 )

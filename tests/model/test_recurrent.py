@@ -156,7 +156,7 @@ def test_no_chunk_batch_or_number_of_threads_changes_a_bit(
 
 def test_arguments_that_do_not_fit_are_refused(kernels: Kernels) -> None:
     shape = SHAPES[0]
-    weights, rows = (make(shape, torch.float32, "delta") for make in (matrix_weights, matrix_rows))
+    weights, rows = matrix_weights(shape, torch.float32, "delta"), matrix_rows(shape, torch.float32, "delta")
     states = states_of(Guards(), shape.state_size, LENGTHS, ((), (), ()))
     with pytest.raises(ValueError, match=r"no \d+ from 1 on"):
         matrix_mixer(kernels, shape, weights, rows, states, 1)

@@ -177,25 +177,14 @@ class _HybridReader(WeightReader):
     def _mamba(self, name: str, norm: RMSNorm) -> MatrixMixer:
         hybrid, shape = self.hybrid, self.hybrid.matrix
         assert shape is not None
-        hidden, heads, values, channels = (
-            self.config.hidden_size,
-            shape.num_value_heads,
-            shape.num_values,
-            shape.num_channels,
-        )
+        hidden, heads = self.config.hidden_size, shape.num_value_heads
+        values, channels = shape.num_values, shape.num_channels
         # Stored as gate, x, B, C, rate; here C, B and x are queries, keys and values, as in a delta net.
-        order = np.concatenate(
-            (
-                np.arange(values + shape.num_keys, channels),
-                np.arange(values, values + shape.num_keys),
-                np.arange(values),
-            )
-        )
-        rows = np.concatenate(
-            (order + values, np.arange(values), np.arange(values + channels, values + channels + heads))
-        )
+        order = np.concatenate(np.split(np.arange(channels), (values, values + shape.num_keys))[::-1])
+        gate, rate = np.arange(values), np.arange(values + channels, values + channels + heads)
+        rows = np.concatenate((values + order, gate, rate))
         inner = _rows(self.weight(f"{name}.in_proj.weight", len(rows), hidden), rows)
-        bias = _rows(self.tensor(f"{name}.in_proj.bias", len(rows)), rows) if hybrid.mixer_bias else None
+        bias = self.tensor(f"{name}.in_proj.bias", len(rows))[rows] if hybrid.mixer_bias else None
         kernel = self._wide(f"{name}.conv1d.weight", channels, 1, shape.conv_size)[:, 0][order]
         return MatrixMixer(
             shape,

@@ -96,7 +96,7 @@ def read_hybrid(config: Any, family: str, architecture: str) -> HybridConfig | N
     kinds = KINDS.get(family)
     if kinds is None:
         return None
-    names: list[str] = config.layer_types
+    names: list[str] = config.layer_types or []
     if len(names) != config.num_hidden_layers:
         raise ConfigError(f"layer_types names {len(names)} layers, num_hidden_layers is {config.num_hidden_layers}")
     if not set(names) <= kinds.keys():
