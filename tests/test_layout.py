@@ -45,7 +45,7 @@ BUDGETS = {
     "live page": Budget(("page",), 260, 300),
     "store": Budget(("store",), 3_250, 2_300),
     "sim": Budget(("sim",), 2_800, 2_900),
-    "all": Budget(("",), 75_840, 58_900),
+    "all": Budget(("",), 75_870, 58_900),
 }
 REST = Budget(("",), 9_210, 6_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
