@@ -121,6 +121,7 @@ MORE_THAN_TRANSFORMERS: dict[str, str] = {
     "attn_implementation": "attention is computed by our code, whatever the file names",
     "_attn_implementation": "attention is computed by our code, whatever the file names",
     "architectures": "Transformers does not read it",
+    "mamba_chunk_size": "the pieces in which Transformers computes a prompt; ours go token after token",
     "number_of_conv_states": "null is what its cache assumes without the key",
 }
 

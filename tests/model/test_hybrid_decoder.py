@@ -26,6 +26,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_5_text", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
     ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "num_key_value_heads": 4}),
     ("lfm2", {"tie_word_embeddings": False, "block_ffn_dim_multiplier": 1.3}),
+    ("granitemoehybrid", {"position_embedding_type": "rope", "mamba_proj_bias": True, "mamba_conv_bias": False}),
+    ("granitemoehybrid", {"attention_bias": True, "tie_word_embeddings": True, "mamba_n_heads": 4, "mamba_d_conv": 2}),
+    ("bamba", {"mlp_bias": True, "attention_bias": True, "mamba_n_groups": 8, "attn_layer_indices": [0, 3]}),
 ]
 NAMES = [f"{family}-{index}" for index, (family, _) in enumerate(VARIANTS)]
 
@@ -144,6 +147,11 @@ def test_a_chunk_that_does_not_continue_the_state_of_its_request_is_a_bug(tmp_pa
         ("qwen3_5_text", {"layer_types": ["linear_attention"] * 5}, "no layer has attention"),
         ("qwen3_5_text", {"linear_num_value_heads": 3}, "not a multiple of linear_num_key_heads"),
         ("lfm2", {"conv_L_cache": 0}, "conv_L_cache is 0"),
+        ("granitemoehybrid", {"mamba_n_groups": 3}, "not a multiple of mamba_n_groups"),
+        ("granitemoehybrid", {"num_local_experts": 2}, "num_local_experts is 2"),
+        ("granitemoehybrid", {"residual_multiplier": 0.0}, "residual_multiplier is 0"),
+        ("granitemoehybrid", {"layers_block_type": None}, "layer_types names 0 layers"),
+        ("bamba", {"time_step_limit": [0.001, 0.1]}, "time_step_limit is"),
     ],
 )
 def test_settings_that_make_no_model_are_refused(

@@ -31,7 +31,8 @@ BUGS = {
     "late_state": ("recurrent.cpp", "save->at == at + 1 - chunk.begin", "save->at == at - chunk.begin"),
     "late_inputs": ("recurrent.cpp", "save->at == row + 1 - chunk.begin", "save->at == row - chunk.begin"),
     "lost_input": ("recurrent.cpp", "some(at + width, count) : input", "some(at + width, count) : sum"),
-    "wrong_key_head": ("recurrent.cpp", "head / (delta.heads / delta.key_heads)", "head % delta.key_heads"),
+    "wrong_key_head": ("recurrent.cpp", "head / (layer.heads / layer.key_heads)", "head % layer.key_heads"),
+    "lost_skip": ("recurrent.cpp", "IS_DELTA ? sum : fma(all(layer.skip[head]), seen[v], sum)", "sum"),
     "first_of_chunk": (
         "recurrent.cpp",
         "decay = all(decays[head])",

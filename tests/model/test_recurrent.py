@@ -11,18 +11,19 @@ from torch import Tensor
 
 from headstart.model.kernels.library import Kernels, load, runnable_variants
 from headstart.model.kernels.packed import Norm
-from headstart.model.kernels.recurrence import DeltaWeights, States, delta_net, gate_rows, short_convolution
-from headstart.model.layers.recurrent import convolve_in_torch, delta_net_in_torch, sigmoid
+from headstart.model.kernels.recurrence import MatrixWeights, States, gate_rows, matrix_mixer, short_convolution
+from headstart.model.layers.recurrent import convolve_in_torch, delta_net_in_torch, mamba_in_torch, sigmoid
 from headstart.model.step_inputs import RowState
-from headstart.model.weights.hybrid_config import DeltaShape
+from headstart.model.weights.hybrid_config import MatrixShape
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [  # key heads, value heads, key_dim, value_dim, tokens of the convolution
-    DeltaShape(2, 4, 8, 12, 4),
-    DeltaShape(1, 1, 128, 128, 4),
-    DeltaShape(3, 3, 33, 70, 1),
-    DeltaShape(1, 6, 17, 5, 2),
+    MatrixShape(2, 4, 8, 12, 4),
+    MatrixShape(1, 1, 128, 128, 4),
+    MatrixShape(3, 3, 33, 70, 1),
+    MatrixShape(1, 6, 17, 5, 2),
 ]
+TWINS = {"delta": delta_net_in_torch, "mamba": mamba_in_torch}
 OFFSET = 7  # of the layer's part of a state
 LENGTHS = (75, 1, 21)  # of the sequences
 
@@ -39,15 +40,19 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def delta_weights(shape: DeltaShape, dtype: torch.dtype) -> DeltaWeights:
+def matrix_weights(shape: MatrixShape, dtype: torch.dtype, kind: str) -> MatrixWeights:
     heads = shape.num_value_heads
     rate, bias = -draw(heads, seed=2).exp(), draw(heads, seed=3)
-    norm = Norm(1 + 0.1 * draw(shape.value_dim, seed=4).to(dtype), 1e-6)
-    return DeltaWeights(draw(shape.conv_size, shape.num_channels, seed=1), rate, bias, norm)
+    norm = Norm(1 + 0.1 * draw(shape.value_dim if kind == "delta" else shape.num_values, seed=4).to(dtype), 1e-6)
+    made = MatrixWeights(draw(shape.conv_size, shape.num_channels, seed=1), rate, bias, norm)
+    if kind == "delta":
+        return made
+    return made._replace(convolution_bias=draw(shape.num_channels, seed=8), skip=draw(heads, seed=9))
 
 
-def delta_rows(shape: DeltaShape, dtype: torch.dtype, count: int = sum(LENGTHS)) -> Tensor:
-    return draw(count, shape.num_channels + shape.num_values + 2 * shape.num_value_heads, seed=5, dtype=dtype)
+def matrix_rows(shape: MatrixShape, dtype: torch.dtype, kind: str) -> Tensor:
+    rates = (2 if kind == "delta" else 1) * shape.num_value_heads
+    return draw(sum(LENGTHS), shape.num_channels + shape.num_values + rates, seed=5, dtype=dtype)
 
 
 def states_of(guards: Guards, size: int, lengths: Sequence[int], places: Sequence[Sequence[int]]) -> States:
@@ -69,12 +74,13 @@ PLACES = ((16, 17, 75), (), (1,))
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_delta_net_equals_its_twin(kernels: Kernels, shape: DeltaShape, dtype: torch.dtype) -> None:
-    weights, rows, guards = delta_weights(shape, dtype), delta_rows(shape, dtype), Guards()
+@pytest.mark.parametrize("kind", TWINS)
+def test_a_matrix_mixer_equals_its_twin(kernels: Kernels, shape: MatrixShape, dtype: torch.dtype, kind: str) -> None:
+    weights, rows, guards = matrix_weights(shape, dtype, kind), matrix_rows(shape, dtype, kind), Guards()
     found, due = (states_of(guards, OFFSET + shape.state_size + 3, LENGTHS, PLACES) for _ in range(2))
-    expected = delta_net_in_torch(shape, weights, rows, due, OFFSET)
+    expected = TWINS[kind](shape, weights, rows, due, OFFSET)
     guarded = weights._replace(convolution=guards.put(weights.convolution), rate=guards.put(weights.rate))
-    outputs = delta_net(kernels, shape, guarded, guards.put(rows), found, OFFSET)
+    outputs = matrix_mixer(kernels, shape, guarded, guards.put(rows), found, OFFSET)
     exact = dtype == torch.float32
     # In bfloat16 an input of the recurrence may be rounded to the other neighbour.
     torch.testing.assert_close(outputs, expected, atol=2e-5 if exact else 0.06, rtol=1e-4 if exact else 0.02)
@@ -113,15 +119,16 @@ def test_gates_open_rows_as_torch_does(kernels: Kernels, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", TWINS)
 def test_no_chunk_batch_or_number_of_threads_changes_a_bit(
-    kernels: Kernels, shape: DeltaShape, dtype: torch.dtype
+    kernels: Kernels, shape: MatrixShape, dtype: torch.dtype, kind: str
 ) -> None:
-    weights, rows, rng = delta_weights(shape, dtype), delta_rows(shape, dtype), Random(1)
+    weights, rows, rng = matrix_weights(shape, dtype, kind), matrix_rows(shape, dtype, kind), Random(1)
     size, taps = shape.state_size, 3
     inner, weight = draw(len(rows), 3 * 131, seed=6, dtype=dtype), draw(taps, 131, seed=7)
     conv_size = (taps - 1) * 131
     together = states_of(Guards(), size + conv_size, LENGTHS, PLACES)
-    outputs = delta_net(kernels, shape, weights, rows.clone(), together, conv_size)
+    outputs = matrix_mixer(kernels, shape, weights, rows.clone(), together, conv_size)
     convolved = short_convolution(kernels, weight, None, inner, together, 0)
     before = torch.get_num_threads()
     try:
@@ -135,7 +142,7 @@ def test_no_chunk_batch_or_number_of_threads_changes_a_bit(
                 for start, end in pairwise(cuts):
                     states = States([RowState(0, end - start, alone.state)])
                     part = slice(begin + start, begin + end)
-                    found = delta_net(kernels, shape, weights, rows[part].clone(), states, conv_size)
+                    found = matrix_mixer(kernels, shape, weights, rows[part].clone(), states, conv_size)
                     assert torch.equal(found, outputs[part])
                     assert torch.equal(
                         short_convolution(kernels, weight, None, inner[part].contiguous(), states, 0), convolved[part]
@@ -149,16 +156,20 @@ def test_no_chunk_batch_or_number_of_threads_changes_a_bit(
 
 def test_arguments_that_do_not_fit_are_refused(kernels: Kernels) -> None:
     shape = SHAPES[0]
-    weights, rows = delta_weights(shape, torch.float32), delta_rows(shape, torch.float32)
+    weights, rows = matrix_weights(shape, torch.float32, "delta"), matrix_rows(shape, torch.float32, "delta")
     states = states_of(Guards(), shape.state_size, LENGTHS, ((), (), ()))
     with pytest.raises(ValueError, match=r"no \d+ from 1 on"):
-        delta_net(kernels, shape, weights, rows, states, 1)
+        matrix_mixer(kernels, shape, weights, rows, states, 1)
     with pytest.raises(ValueError, match="rows is"):
-        delta_net(kernels, shape, weights, rows[:-1], states, 0)
+        matrix_mixer(kernels, shape, weights, rows[:-1], states, 0)
     with pytest.raises(ValueError, match="norm is"):
-        delta_net(kernels, shape, delta_weights(shape, torch.bfloat16), rows, states, 0)
+        matrix_mixer(kernels, shape, matrix_weights(shape, torch.bfloat16, "delta"), rows, states, 0)
+    with pytest.raises(ValueError, match="rows is"):
+        matrix_mixer(kernels, shape, matrix_weights(shape, torch.float32, "mamba"), rows, states, 0)
+    with pytest.raises(ValueError, match="skip is"):
+        matrix_mixer(kernels, shape, weights._replace(skip=draw(3)), rows[:, 4:].contiguous(), states, 0)
     with pytest.raises(ValueError, match="bfloat16 and float32"):
-        delta_net(kernels, shape, weights, rows.double(), states, 0)
+        matrix_mixer(kernels, shape, weights, rows.double(), states, 0)
     with pytest.raises(ValueError, match="no 120 from 900 on"):
         short_convolution(kernels, draw(3, 60), None, draw(sum(LENGTHS), 180), states, 900)
     with pytest.raises(ValueError, match="gates"):

@@ -47,6 +47,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
 }
+MAMBA = {"num_hidden_layers": 4, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text": (
         "Qwen3_5TextConfig",
@@ -64,6 +65,20 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2Config",
         {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 32},
     ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **MAMBA,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "embedding_multiplier": 2.5,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 1.5,
+        },
+    ),
+    "bamba": ("BambaConfig", {**MAMBA, "attn_layer_indices": [1]}),
 }
 NATIVE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 

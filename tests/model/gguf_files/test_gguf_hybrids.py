@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from model.hybrid_gguf import ARCHITECTURES
 from model.hybrid_gguf import random_hybrid as write
 from model.paged import tiny_runner
 from model.test_hybrid_decoder import in_chunks
-from model.tiny import HYBRIDS
 from transformers import PreTrainedModel
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX, Qwen3_5Tokenizer
 
@@ -32,7 +32,7 @@ def largest_error(path: Path, oracle: PreTrainedModel, dtype: str = "float32", b
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1", "Q4_K", "BF16"])
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_logits_equal_transformers_with_the_dequantised_weights(family: str, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     oracle = write(path, family, kind)
@@ -40,7 +40,7 @@ def test_logits_equal_transformers_with_the_dequantised_weights(family: str, kin
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "BF16"])
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_logits_in_bfloat16_stay_close_to_fp32(family: str, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     oracle = write(path, family, kind, std=0.05)
@@ -48,7 +48,7 @@ def test_logits_in_bfloat16_stay_close_to_fp32(family: str, kind: str, tmp_path:
     assert largest_error(path, oracle, "bfloat16", 8) < 0.1
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_a_file_in_float32_has_the_logits_of_its_model_folder(family: str, tmp_path: Path) -> None:
     path, texts = tmp_path / "model.gguf", [[Random(2).randrange(3, 400) for _ in range(40)]]
     write(path, family)

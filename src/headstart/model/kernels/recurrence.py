@@ -1,4 +1,4 @@
-"""Layers with a recurrent state, by the kernels of recurrent.cpp: gated delta net, short convolution, gates of rows."""
+"""Layers with a recurrent state, by the kernels of recurrent.cpp: gated delta net, Mamba-2, short convolution, gate."""
 
 import ctypes
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 from headstart.model.kernels.library import Kernels, threads
 from headstart.model.kernels.packed import Norm, check
 from headstart.model.step_inputs import RowState
-from headstart.model.weights.hybrid_config import DeltaShape
+from headstart.model.weights.hybrid_config import MatrixShape
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -26,12 +26,12 @@ class _Convolution(ctypes.Structure):
     )
 
 
-class _Delta(ctypes.Structure):
-    """`Delta` of recurrent.cpp."""
+class _Matrices(ctypes.Structure):
+    """`Matrices` of recurrent.cpp."""
 
     _fields_ = (
         ("convolution", _Convolution),
-        *((name, _pointer) for name in ("rows", "out", "rate", "rate_bias", "norm", "factors", "scratch")),
+        *((name, _pointer) for name in ("rows", "out", "rate", "rate_bias", "skip", "norm", "factors", "scratch")),
         *((name, _long) for name in ("count", "key_heads", "heads", "key_dim", "value_dim")),
         ("eps", _float),
         ("is_bf16", _int),
@@ -75,38 +75,42 @@ def _within(places: list[int], length: int) -> bool:
     return not places or 1 <= places[0] <= places[-1] <= length
 
 
-class DeltaWeights(NamedTuple):
-    """The weights of a gated delta net between its two products; see layers/recurrent.py."""
+class MatrixWeights(NamedTuple):
+    """The weights of a gated delta net or Mamba-2 between its two products; see layers/recurrent.py."""
 
     convolution: Tensor  # [conv_size, channels], fp32
     rate: Tensor  # [value heads], fp32
     rate_bias: Tensor  # [value heads], fp32
-    norm: Norm  # [value_dim]
+    norm: Norm  # [value_dim]; of Mamba-2 [values]
+    convolution_bias: Tensor | None = None  # [channels], fp32
+    skip: Tensor | None = None  # [value heads], fp32: of Mamba-2 alone
 
 
-def delta_net(
-    kernels: Kernels, shape: DeltaShape, weights: DeltaWeights, rows: Tensor, states: States, offset: int
+def matrix_mixer(
+    kernels: Kernels, shape: MatrixShape, weights: MatrixWeights, rows: Tensor, states: States, offset: int
 ) -> Tensor:
     """Return the outputs [T, values] for `rows` [T, channels + values + 2 heads], which are overwritten.
 
+    Mamba-2 has rows of channels + values + heads: queries (C), keys (B), values (x); gate; rate.
     Advances the states, whose part for this layer begins at `offset`. Raises ValueError for arguments that do not fit.
     """
-    heads, count = shape.num_value_heads, states.count
-    _check_rows(rows, (count, shape.num_channels + shape.num_values + 2 * heads))
-    for name in ("rate", "rate_bias"):
+    heads, count, skip = shape.num_value_heads, states.count, weights.skip
+    _check_rows(rows, (count, shape.num_channels + shape.num_values + (2 if skip is None else 1) * heads))
+    for name in ("rate", "rate_bias") if skip is None else ("rate", "rate_bias", "skip"):
         check(getattr(weights, name), name, (heads,), torch.float32)
-    check(weights.norm.weight, "norm", (shape.value_dim,), rows.dtype)
+    check(weights.norm.weight, "norm", (shape.value_dim if skip is None else shape.num_values,), rows.dtype)
     if states.size < offset + shape.state_size:
         raise ValueError(f"states of {states.size} numbers have no {shape.state_size} from {offset} on")
     out = torch.empty((count, shape.num_values), dtype=rows.dtype)
     factors = torch.empty(count, 2 * (shape.num_key_heads + heads))
-    scratch = torch.empty(threads(), kernels.library.headstart_delta_scratch(shape.key_dim))
-    call = _Delta(
-        convolution=_convolution(weights.convolution, None, states, offset, shape.num_channels),
+    scratch = torch.empty(threads(), kernels.library.headstart_matrices_scratch(shape.key_dim))
+    call = _Matrices(
+        convolution=_convolution(weights.convolution, weights.convolution_bias, states, offset, shape.num_channels),
         rows=rows.data_ptr(),
         out=out.data_ptr(),
         rate=weights.rate.data_ptr(),
         rate_bias=weights.rate_bias.data_ptr(),
+        skip=None if skip is None else skip.data_ptr(),
         norm=weights.norm.weight.data_ptr(),
         factors=factors.data_ptr(),
         scratch=scratch.data_ptr(),
@@ -119,7 +123,7 @@ def delta_net(
         is_bf16=int(rows.dtype == torch.bfloat16),
         threads=threads(),
     )
-    kernels.library.headstart_delta(ctypes.byref(call))
+    kernels.library.headstart_matrices(ctypes.byref(call))
     return out
 
 

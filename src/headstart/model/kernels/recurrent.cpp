@@ -1,4 +1,4 @@
-// Layers with a recurrent state: gated delta net and short convolution, and the gate of an attention's output.
+// Layers with a recurrent state: gated delta net, Mamba-2, short convolution; and the gate of an attention's output.
 //
 // A state advances token after token, each of its numbers with one order of operations, so it depends neither on chunks
 // nor on batch and threads. Columns of a head's matrix do not depend on each other: a part of them stays in the L1 cache
@@ -31,21 +31,23 @@ struct Convolution {  // mirrored by recurrence.py
     long taps, channels;
 };
 
-struct Delta {  // mirrored by recurrence.py
+struct Matrices {  // mirrored by recurrence.py: a gated delta net, or Mamba-2 if there is a skip
     Convolution convolution;
-    void *rows;  // [count, channels + values + 2 heads], changed: queries, keys, values; gate; strength; rate
+    void *rows;  // [count, width], changed: queries, keys, values; gate; strength, of a delta net alone; rate
     void *out;   // [count, values]
     const float *rate, *rate_bias;  // [heads]
-    const void *norm;               // [value_dim], of the rows' type
+    const float *skip;              // [heads] or null
+    const void *norm;               // [value_dim], of Mamba-2 [values], of the rows' type
     float *factors;                 // [count, 2 key heads + 2 heads]
-    float *scratch;                 // [threads, headstart_delta_scratch]
+    float *scratch;                 // [threads, headstart_matrices_scratch]
     long count, key_heads, heads, key_dim, value_dim;
     float eps;
     int is_bf16, threads;
 
     long keys() const { return key_heads * key_dim; }
     long values() const { return heads * value_dim; }
-    long width() const { return convolution.channels + values() + 2 * heads; }
+    long rates() const { return convolution.channels + values() + (skip ? 0 : heads); }
+    long width() const { return rates() + heads; }
     long num_factors() const { return 2 * key_heads + 2 * heads; }
 };
 
@@ -130,21 +132,26 @@ inline float inverse_length(const Element *x, long size) {
 }
 
 // Sets a token's factors: of its queries, of its keys, the decay of each head's matrix and the strength of its change.
+// Mamba-2 takes queries and keys as they are.
 template <class Element>
-inline void set_factors(const Delta &delta, const Element *row, float *factors) {
-    float scale = 1.0f / sqrtf((float)delta.key_dim);
-    for (long head = 0; head < delta.key_heads; head++) {
-        const Element *query = row + head * delta.key_dim;
-        factors[head] = inverse_length(query, delta.key_dim) * scale;
-        factors[delta.key_heads + head] = inverse_length(query + delta.keys(), delta.key_dim);
+inline void set_factors(const Matrices &layer, const Element *row, float *factors) {
+    float scale = 1.0f / sqrtf((float)layer.key_dim);
+    for (long head = 0; head < layer.key_heads; head++) {
+        if (layer.skip) {
+            factors[head] = factors[layer.key_heads + head] = 1.0f;
+            continue;
+        }
+        const Element *query = row + head * layer.key_dim;
+        factors[head] = inverse_length(query, layer.key_dim) * scale;
+        factors[layer.key_heads + head] = inverse_length(query + layer.keys(), layer.key_dim);
     }
-    const Element *strength = row + delta.convolution.channels + delta.values(), *rate = strength + delta.heads;
-    float *decay = factors + 2 * delta.key_heads;
-    for (long head = 0; head < delta.heads; head++) {
-        float x = to_float(rate[head]) + delta.rate_bias[head];
+    const Element *strength = row + layer.convolution.channels + layer.values(), *rate = row + layer.rates();
+    float *decay = factors + 2 * layer.key_heads;
+    for (long head = 0; head < layer.heads; head++) {
+        float x = to_float(rate[head]) + layer.rate_bias[head];
         float softplus = (x > 0.0f ? x : 0.0f) + log1pf(expf(-fabsf(x)));
-        decay[head] = expf(delta.rate[head] * softplus);
-        decay[delta.heads + head] = 1.0f / (1.0f + expf(-to_float(strength[head])));
+        decay[head] = expf(layer.rate[head] * softplus);
+        decay[layer.heads + head] = layer.skip ? softplus : 1.0f / (1.0f + expf(-to_float(strength[head])));
     }
 }
 
@@ -157,11 +164,11 @@ inline void scale_into(float *to, const Element *from, long size, float factor) 
 inline long padded(long key_dim) { return (key_dim + LANES - 1) / LANES * LANES; }
 
 // Advances columns [column, column + COLUMNS) of a head's matrix over a chunk, and writes the outputs of its tokens.
-template <class Element>
-void advance(const Delta &delta, const Chunk &chunk, long head, long column, float *scratch) {
-    long dim = delta.key_dim, rows = padded(dim), wide = delta.value_dim, count = least(COLUMNS, wide - column);
-    long key_head = head / (delta.heads / delta.key_heads);
-    const Convolution &conv = delta.convolution;
+template <class Element, bool IS_DELTA>
+void advance(const Matrices &layer, const Chunk &chunk, long head, long column, float *scratch) {
+    long dim = layer.key_dim, rows = padded(dim), wide = layer.value_dim, count = least(COLUMNS, wide - column);
+    long key_head = head / (layer.heads / layer.key_heads);
+    const Convolution &conv = layer.convolution;
     long part = conv.offset + (conv.taps - 1) * conv.channels + head * dim * wide + column;
     float *memory = scratch, *query = memory + rows * COLUMNS, *key = query + rows;
     auto copy_to = [&](float *state) {
@@ -172,13 +179,14 @@ void advance(const Delta &delta, const Chunk &chunk, long head, long column, flo
         memcpy(memory + i * COLUMNS, chunk.state + part + i * wide, count * sizeof(float));
     const Save *save = chunk.saves, *end = save + chunk.num_saves;
     for (long at = chunk.begin; at < chunk.end; at++) {
-        const Element *row = (const Element *)delta.rows + at * delta.width();
-        const float *factors = delta.factors + at * delta.num_factors(), *decays = factors + 2 * delta.key_heads;
+        const Element *row = (const Element *)layer.rows + at * layer.width();
+        const float *factors = layer.factors + at * layer.num_factors(), *decays = factors + 2 * layer.key_heads;
         scale_into(query, row + key_head * dim, dim, factors[key_head]);
-        scale_into(key, row + delta.keys() + key_head * dim, dim, factors[delta.key_heads + key_head]);
-        vec even[VECS], odd[VECS], change[VECS], decay = all(decays[head]), strength = all(decays[delta.heads + head]);
+        scale_into(key, row + layer.keys() + key_head * dim, dim, factors[layer.key_heads + key_head]);
+        vec even[VECS], odd[VECS], seen[VECS], change[VECS];
+        vec decay = all(decays[head]), strength = all(decays[layer.heads + head]);
         for (long v = 0; v < VECS; v++) even[v] = odd[v] = all(0.0f);
-        for (long i = 0; i < rows; i += 2) {
+        for (long i = 0; IS_DELTA && i < rows; i += 2) {
             const float *from = memory + i * COLUMNS;
             vec first = all(key[i]), second = all(key[i + 1]);
             for (long v = 0; v < VECS; v++) {
@@ -186,10 +194,10 @@ void advance(const Delta &delta, const Chunk &chunk, long head, long column, flo
                 odd[v] = fma(second, load(from + COLUMNS + v * LANES), odd[v]);
             }
         }
-        const Element *value = row + 2 * delta.keys() + head * wide + column;
+        const Element *value = row + 2 * layer.keys() + head * wide + column;
         for (long v = 0; v < VECS; v++) {
-            vec seen = v * LANES < count ? some(value + v * LANES, count - v * LANES) : all(0.0f);
-            change[v] = mul(strength, sub(seen, mul(decay, add(even[v], odd[v]))));
+            seen[v] = v * LANES < count ? some(value + v * LANES, count - v * LANES) : all(0.0f);
+            change[v] = mul(strength, IS_DELTA ? sub(seen[v], mul(decay, add(even[v], odd[v]))) : seen[v]);
             even[v] = odd[v] = all(0.0f);
         }
         for (long i = 0; i < rows; i += 2) {
@@ -201,39 +209,44 @@ void advance(const Delta &delta, const Chunk &chunk, long head, long column, flo
                 even[v] = fma(all(query[i]), first, even[v]), odd[v] = fma(all(query[i + 1]), second, odd[v]);
             }
         }
-        Element *out = (Element *)delta.out + at * delta.values() + head * wide + column;
-        for (long v = 0; v * LANES < count; v++) put(out + v * LANES, add(even[v], odd[v]), count - v * LANES);
+        Element *out = (Element *)layer.out + at * layer.values() + head * wide + column;
+        for (long v = 0; v * LANES < count; v++) {
+            vec sum = add(even[v], odd[v]);
+            put(out + v * LANES, IS_DELTA ? sum : fma(all(layer.skip[head]), seen[v], sum), count - v * LANES);
+        }
         for (; save < end && save->at == at + 1 - chunk.begin; save++) copy_to(save->state + part);
     }
     copy_to(chunk.state + part);
 }
 
-// norm(x) * silu(gate) for the output x of one head, in place.
+// norm(x) * silu(gate) for the outputs x of one head, of Mamba-2 norm(x * silu(gate)) of one group, in place.
 template <class Element>
-inline void norm_and_gate(const Delta &delta, Element *x, const Element *gate) {
-    const Element *norm = (const Element *)delta.norm;
-    long size = delta.value_dim;
+inline void norm_and_gate(const Matrices &layer, Element *x, const Element *gate, const Element *norm, long size) {
+    auto silu = [=](long i) {
+        vec g = some(gate + i, size - i);
+        return mul(g, sigmoid(g));
+    };
+    auto value = [=](long i) { return layer.skip ? mul(some(x + i, size - i), silu(i)) : some(x + i, size - i); };
     vec sum = all(0.0f);
+    for (long i = 0; i < size; i += LANES) sum = fma(value(i), value(i), sum);
+    vec factor = all(1.0f / sqrtf(sum_of(sum) / (float)size + layer.eps));
     for (long i = 0; i < size; i += LANES) {
-        vec part = some(x + i, size - i);
-        sum = fma(part, part, sum);
-    }
-    vec factor = all(1.0f / sqrtf(sum_of(sum) / (float)size + delta.eps));
-    for (long i = 0; i < size; i += LANES) {
-        vec normed = mul(mul(some(x + i, size - i), factor), some(norm + i, size - i)), g = some(gate + i, size - i);
-        put(x + i, mul(as_stored<Element>(normed), mul(g, sigmoid(g))), size - i);
+        vec normed = mul(value(i), factor), weight = some(norm + i, size - i);
+        if (layer.skip) normed = mul(as_stored<Element>(normed), weight);
+        else normed = mul(as_stored<Element>(mul(normed, weight)), silu(i));
+        put(x + i, normed, size - i);
     }
 }
 
 long scratch_numbers(long key_dim) { return padded(key_dim) * (COLUMNS + 2); }
 
 template <class Element>
-void delta_net(const Delta &delta) {
-    const Convolution &conv = delta.convolution;
-    Element *rows = (Element *)delta.rows, *out = (Element *)delta.out;
-    long pieces = (conv.channels + CHANNELS - 1) / CHANNELS, parts = (delta.value_dim + COLUMNS - 1) / COLUMNS;
-    long width = delta.width(), heads = delta.heads;
-#pragma omp parallel num_threads(delta.threads) if (delta.count * delta.values() * delta.key_dim >= MANY)
+void matrix_mixer(const Matrices &layer) {
+    const Convolution &conv = layer.convolution;
+    Element *rows = (Element *)layer.rows, *out = (Element *)layer.out;
+    long pieces = (conv.channels + CHANNELS - 1) / CHANNELS, parts = (layer.value_dim + COLUMNS - 1) / COLUMNS;
+    long width = layer.width(), heads = layer.heads;
+#pragma omp parallel num_threads(layer.threads) if (layer.count * layer.values() * layer.key_dim >= MANY)
     {
 #pragma omp for collapse(2) schedule(dynamic, 1)
         for (long chunk = 0; chunk < conv.num_chunks; chunk++)
@@ -246,18 +259,21 @@ void delta_net(const Delta &delta) {
                         put(rows + row * width + c, mul(sum, sigmoid(sum)), count);
                     });
 #pragma omp for schedule(static)
-        for (long row = 0; row < delta.count; row++)
-            set_factors(delta, rows + row * width, delta.factors + row * delta.num_factors());
-        float *scratch = delta.scratch + omp_get_thread_num() * scratch_numbers(delta.key_dim);
+        for (long row = 0; row < layer.count; row++)
+            set_factors(layer, rows + row * width, layer.factors + row * layer.num_factors());
+        float *scratch = layer.scratch + omp_get_thread_num() * scratch_numbers(layer.key_dim);
 #pragma omp for collapse(2) schedule(dynamic, 1)
         for (long chunk = 0; chunk < conv.num_chunks; chunk++)
             for (long task = 0; task < heads * parts; task++)
-                advance<Element>(delta, conv.chunks[chunk], task / parts, task % parts * COLUMNS, scratch);
+                (layer.skip ? advance<Element, false> : advance<Element, true>)(
+                    layer, conv.chunks[chunk], task / parts, task % parts * COLUMNS, scratch);
+        long groups = layer.skip ? layer.key_heads : heads, size = layer.values() / groups;
 #pragma omp for collapse(2) schedule(static)
-        for (long row = 0; row < delta.count; row++)
-            for (long head = 0; head < heads; head++)
-                norm_and_gate(delta, out + row * delta.values() + head * delta.value_dim,
-                              rows + row * width + conv.channels + head * delta.value_dim);
+        for (long row = 0; row < layer.count; row++)
+            for (long group = 0; group < groups; group++)
+                norm_and_gate(layer, out + row * layer.values() + group * size,
+                              rows + row * width + conv.channels + group * size,
+                              (const Element *)layer.norm + (layer.skip ? group * size : 0), size);
     }
 }
 
@@ -276,12 +292,12 @@ void gate_rows(Element *rows, const Element *gates, long count, long size, long 
 // ---- exported ---------------------------------------------------------------------------------------------------------
 
 // The numbers of a thread's scratch memory.
-EXPORT long headstart_delta_scratch(long key_dim) { return scratch_numbers(key_dim); }
+EXPORT long headstart_matrices_scratch(long key_dim) { return scratch_numbers(key_dim); }
 
-// A gated delta net from the product before it to the one behind it; advances the states of all chunks.
-EXPORT void headstart_delta(const Delta *delta) {
-    if (delta->is_bf16) delta_net<bf16>(*delta);
-    else delta_net<float>(*delta);
+// A gated delta net or Mamba-2 from the product before it to the one behind it; advances the states of all chunks.
+EXPORT void headstart_matrices(const Matrices *layer) {
+    if (layer->is_bf16) matrix_mixer<bf16>(*layer);
+    else matrix_mixer<float>(*layer);
 }
 
 // out = C * convolution(B * x) for rows [count, 3 channels] of B, C and x; advances the states of all chunks.

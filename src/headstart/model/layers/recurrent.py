@@ -1,10 +1,11 @@
-"""Mixers with a recurrent state: gated delta net (Qwen3.5) and short convolution (LFM2).
+"""Mixers with a recurrent state: gated delta net (Qwen3.5), Mamba-2 (Granite-4, Bamba), short convolution (LFM2).
 
 The state of a request is one vector in fp32, with a part for each of these layers. States are computed token after
 token, in one order, so they do not depend on how the tokens are cut into chunks; see invariant 15. Between their
 products the layers run on our kernels (kernels/recurrence.py), or slowly in torch, the reference.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.model.kernels.library import Kernels
-from headstart.model.kernels.recurrence import DeltaWeights, States, delta_net, short_convolution
+from headstart.model.kernels.recurrence import MatrixWeights, States, matrix_mixer, short_convolution
 from headstart.model.layers.linear import Linear
-from headstart.model.weights.hybrid_config import DeltaShape
+from headstart.model.weights.hybrid_config import MatrixShape
 
 EPSILON = 1e-6  # of the norm of queries and keys, as in Transformers and in flash-linear-attention
 
@@ -67,12 +68,16 @@ class ShortConvolution:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GatedDeltaNet:
-    """Linear attention with a gated delta rule (arXiv 2412.06464), as in Transformers' `qwen3_5`."""
+class MatrixMixer:
+    """A gated delta net (arXiv 2412.06464), or Mamba-2 (arXiv 2405.21060) if its weights have a skip.
 
-    shape: DeltaShape
-    inner: Linear  # norm, then queries, keys and values together, gate, strength (b), rate (a)
-    weights: DeltaWeights
+    Both keep a matrix per head, which decays by each token and takes up its key and value; a delta net takes up only
+    what the matrix does not give for that key.
+    """
+
+    shape: MatrixShape
+    inner: Linear  # norm, then queries, keys and values together, gate, strength (b, of a delta net), rate (a)
+    weights: MatrixWeights
     out: Linear
     kernels: Kernels | None
 
@@ -86,9 +91,10 @@ class GatedDeltaNet:
 
     def __call__(self, rows: Tensor, residual: Tensor, states: States, offset: int) -> Tensor:
         inner = self.inner(rows)
-        if self.kernels is None:
-            return self.out(delta_net_in_torch(self.shape, self.weights, inner, states, offset), residual)
-        return self.out(delta_net(self.kernels, self.shape, self.weights, inner, states, offset), residual)
+        if self.kernels is not None:
+            return self.out(matrix_mixer(self.kernels, self.shape, self.weights, inner, states, offset), residual)
+        twin = delta_net_in_torch if self.weights.skip is None else mamba_in_torch
+        return self.out(twin(self.shape, self.weights, inner, states, offset), residual)
 
 
 def convolve_in_torch(weight: Tensor, bias: Tensor | None, rows: Tensor, states: States, offset: int) -> Tensor:
@@ -100,29 +106,17 @@ def convolve_in_torch(weight: Tensor, bias: Tensor | None, rows: Tensor, states:
     return after * mixed.to(rows.dtype)
 
 
-def delta_net_in_torch(shape: DeltaShape, weights: DeltaWeights, rows: Tensor, states: States, offset: int) -> Tensor:
-    """Do the same as `delta_net`, but leave `rows` as they are."""
+def delta_net_in_torch(shape: MatrixShape, weights: MatrixWeights, rows: Tensor, states: States, offset: int) -> Tensor:
+    """Do the same as `matrix_mixer` for a delta net, but leave `rows` as they are."""
     num_rows, heads = len(rows), shape.num_value_heads
     sizes = (shape.num_channels, shape.num_values, heads, heads)
     mixed, gate, beta, rate = rows.split(sizes, dim=-1)
-    convolved = _convolve(mixed.float(), weights.convolution, states, offset).to(rows.dtype).float()
-    mixed = (convolved * sigmoid(convolved)).to(rows.dtype).float()
-    queries, keys, values = mixed.split((shape.num_keys, shape.num_keys, shape.num_values), dim=-1)
+    queries, keys, values = _mixed(shape, weights, mixed, states, offset)
     queries, keys = _unit(shape, queries) * shape.key_dim**-0.5, _unit(shape, keys)
     values = values.reshape(num_rows, heads, 1, shape.value_dim)
     decay = (weights.rate * _softplus(rate.float() + weights.rate_bias)).exp()[:, :, None, None]
     strength = sigmoid(beta.float())[:, :, None, None]
-    found = torch.empty_like(values)
-    tokens = list(zip(*(part.unbind(0) for part in (queries, keys, values, decay, strength, found)), strict=True))
-    begin = offset + (shape.conv_size - 1) * shape.num_channels
-    matrices = (heads, shape.key_dim, shape.value_dim)
-    for row in states.rows:
-        memory = row.state[begin : offset + shape.state_size].view(matrices)
-        saves = {at: saved[begin : offset + shape.state_size].view(matrices) for at, saved in row.saves}
-        for at in range(row.begin, row.end):
-            _update(memory, *tokens[at])
-            if at + 1 - row.begin in saves:
-                saves[at + 1 - row.begin].copy_(memory)
+    found = _scan(shape, states, offset, _update, queries, keys, values, decay, strength)
     found = found.to(rows.dtype).view(num_rows, heads, shape.value_dim)
     normed = F.rms_norm(found, (shape.value_dim,), weights.norm.weight, weights.norm.eps)
     gate = gate.float().reshape(normed.shape)
@@ -130,7 +124,59 @@ def delta_net_in_torch(shape: DeltaShape, weights: DeltaWeights, rows: Tensor, s
     return gated.to(rows.dtype).reshape(num_rows, -1)
 
 
-def _unit(shape: DeltaShape, rows: Tensor) -> Tensor:
+def mamba_in_torch(shape: MatrixShape, weights: MatrixWeights, rows: Tensor, states: States, offset: int) -> Tensor:
+    """Do the same as `matrix_mixer` for Mamba-2, but leave `rows` as they are."""
+    num_rows, heads, groups = len(rows), shape.num_value_heads, shape.num_key_heads
+    mixed, gate, rate = rows.split((shape.num_channels, shape.num_values, heads), dim=-1)
+    queries, keys, values = _mixed(shape, weights, mixed, states, offset)
+    queries, keys = (
+        part.reshape(num_rows, groups, 1, shape.key_dim).repeat_interleave(heads // groups, dim=1)
+        for part in (queries, keys)
+    )
+    values = values.reshape(num_rows, heads, 1, shape.value_dim)
+    step = _softplus(rate.float() + weights.rate_bias)
+    decay = (weights.rate * step).exp()[:, :, None, None]
+    found = _scan(shape, states, offset, _take_up, queries, keys, values * step[:, :, None, None], decay)
+    assert weights.skip is not None
+    found = (found + weights.skip[:, None, None] * values).to(rows.dtype).float().reshape(num_rows, groups, -1)
+    gate = gate.float().reshape(found.shape)
+    normed = F.rms_norm(found * (gate * sigmoid(gate)), found.shape[-1:], None, weights.norm.eps)
+    return normed.to(rows.dtype).reshape(num_rows, -1) * weights.norm.weight
+
+
+def _mixed(
+    shape: MatrixShape, weights: MatrixWeights, inputs: Tensor, states: States, offset: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values in fp32 after the convolution of `inputs` [T, channels] and its silu."""
+    convolved = _convolve(inputs.float(), weights.convolution, states, offset)
+    if weights.convolution_bias is not None:
+        convolved += weights.convolution_bias
+    convolved = convolved.to(inputs.dtype).float()
+    mixed = (convolved * sigmoid(convolved)).to(inputs.dtype).float()
+    queries, keys, values = mixed.split((shape.num_keys, shape.num_keys, shape.num_values), dim=-1)
+    return queries, keys, values
+
+
+def _scan(
+    shape: MatrixShape, states: States, offset: int, update: Callable[..., None], queries: Tensor, *parts: Tensor
+) -> Tensor:
+    """Apply `update` to the matrices of each request token after token; return the outputs [T, H, 1, value_dim]."""
+    heads = shape.num_value_heads
+    found = queries.new_empty(len(queries), heads, 1, shape.value_dim)
+    tokens = list(zip(*(part.unbind(0) for part in (queries, *parts, found)), strict=True))
+    begin = offset + (shape.conv_size - 1) * shape.num_channels
+    matrices = (heads, shape.key_dim, shape.value_dim)
+    for row in states.rows:
+        memory = row.state[begin : offset + shape.state_size].view(matrices)
+        saves = {at: saved[begin : offset + shape.state_size].view(matrices) for at, saved in row.saves}
+        for at in range(row.begin, row.end):
+            update(memory, *tokens[at])
+            if at + 1 - row.begin in saves:
+                saves[at + 1 - row.begin].copy_(memory)
+    return found
+
+
+def _unit(shape: MatrixShape, rows: Tensor) -> Tensor:
     """Return queries or keys [T, keys] as unit vectors [T, value heads, 1, key_dim]: a head serves several."""
     heads = rows.reshape(len(rows), shape.num_key_heads, shape.key_dim)
     unit = heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + EPSILON)
@@ -156,6 +202,12 @@ def _update(
     memory.mul_(decay)
     change = (value - torch.bmm(key, memory)).mul_(strength)
     memory.baddbmm_(key.transpose(1, 2), change)
+    torch.bmm(query, memory, out=found)
+
+
+def _take_up(memory: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, found: Tensor) -> None:
+    """Do the same as `_update`, but for Mamba-2."""
+    memory.mul_(decay).baddbmm_(key.transpose(1, 2), value)
     torch.bmm(query, memory, out=found)
 
 

@@ -25,6 +25,8 @@ NATIVE_ARCHITECTURES = {
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Lfm2ForCausalLM": "lfm2",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+    "BambaForCausalLM": "bamba",
 }
 SUPPORTED = f"{', '.join(NATIVE_ARCHITECTURES)}, and decoders of Transformers with full or sliding attention layers"
 _GENERATES = re.compile("CausalLM|LMHead|ConditionalGeneration|GenerationDecoder")  # in the name of a class

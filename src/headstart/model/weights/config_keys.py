@@ -11,6 +11,8 @@ import copy
 from typing import Any
 
 from transformers import (
+    BambaConfig,
+    GraniteMoeHybridConfig,
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
@@ -32,6 +34,8 @@ CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {
     "phi3": Phi3Config,
     "qwen3_5_text": Qwen3_5TextConfig,
     "lfm2": Lfm2Config,
+    "granitemoehybrid": GraniteMoeHybridConfig,
+    "bamba": BambaConfig,
 }
 # Read by parse_config or by the loader, or (is_causal, sliding_window, ...) checked there against the computation here.
 HANDLED = {
@@ -40,6 +44,10 @@ HANDLED = {
     "max_position_embeddings", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "rope_parameters",
     "rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "is_causal",
     "sliding_window", "layer_types",
+}  # fmt: skip
+_MAMBA = {
+    "attention_bias", "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
+    "mamba_expand", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit", "layers_block_type",
 }  # fmt: skip
 HANDLED_BY_FAMILY = {
     "llama": {"attention_bias", "mlp_bias"},
@@ -55,6 +63,11 @@ HANDLED_BY_FAMILY = {
         "norm_eps", "conv_bias", "conv_L_cache", "block_multiple_of", "block_ffn_dim_multiplier",
         "block_auto_adjust_ff_dim", "block_ff_dim", "full_attn_idxs", "tie_embedding",
     },
+    "granitemoehybrid": _MAMBA | {
+        "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "num_local_experts",
+        "shared_intermediate_size", "position_embedding_type",
+    },
+    "bamba": _MAMBA | {"attn_layer_indices", "mlp_bias"},
 }  # fmt: skip
 # Read by Transformers, but without effect on the logits of greedy decoding: training, outputs, labels, metadata.
 HARMLESS = {
@@ -63,7 +76,8 @@ HARMLESS = {
     "return_dict", "use_return_dict", "torchscript", "tie_last_hidden_states", "transformers_version",
     "name_or_path", "_name_or_path", "id2label", "label2id", "num_labels", "problem_type", "chunk_size_feed_forward",
     "keys_to_ignore_at_inference", "gradient_checkpointing", "attn_implementation", "_attn_implementation",
-    "_attn_implementation_internal",
+    "_attn_implementation_internal", "mamba_chunk_size", "num_experts_per_tok", "router_aux_loss_coef",
+    "z_loss_coefficient", "num_logits_to_keep",
 }  # fmt: skip
 # Read by Transformers with getattr, though its config classes do not declare them: name -> the value without effect.
 READ_BESIDES: dict[str, Any] = dict.fromkeys((

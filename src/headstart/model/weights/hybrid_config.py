@@ -1,22 +1,29 @@
 """HybridConfig: the settings of models in which some layers keep a recurrent state instead of keys and values."""
 
+import math
 from typing import Any, NamedTuple
 
 from headstart.core.errors import ConfigError
-from headstart.model.weights.config_bounds import MAX_SIZE
+from headstart.model.weights.config_bounds import MAX_SIZE, finite
 from headstart.model.weights.config_keys import NotNativeError
 from headstart.model.weights.json_file import shorten
 
 KINDS = {  # family -> layer_types of its config, and what they are here
     "qwen3_5_text": {"full_attention": "attention", "linear_attention": "delta"},
     "lfm2": {"full_attention": "attention", "conv": "convolution"},
+    "granitemoehybrid": {"full_attention": "attention", "linear_attention": "mamba"},
+    "bamba": {"full_attention": "attention", "linear_attention": "mamba"},
 }
+MIN_SCALE = 1e-6  # of multipliers; published ones are 0.008 to 12
 MULTIMODAL = "Qwen3_5ForConditionalGeneration"
 _OF_ALL = ("quantization_config", "compression_config", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
 
 
-class DeltaShape(NamedTuple):
-    """The sizes of a gated delta net; `conv_size` is the number of tokens that its convolution sees."""
+class MatrixShape(NamedTuple):
+    """The sizes of a layer whose state is a matrix per head; `conv_size` is the number of tokens its convolution sees.
+
+    In Mamba-2 key heads are called groups, keys B, queries C, values x, and key_dim the size of the state.
+    """
 
     num_key_heads: int
     num_value_heads: int
@@ -49,11 +56,26 @@ class DeltaShape(NamedTuple):
 class HybridConfig(NamedTuple):
     """The settings of a hybrid that a Llama-like decoder does not have."""
 
-    kinds: tuple[str, ...]  # per layer: "attention", "delta" or "convolution"
-    delta: DeltaShape | None = None
+    family: str
+    kinds: tuple[str, ...]  # per layer: "attention", "delta", "mamba" or "convolution"
+    matrix: MatrixShape | None = None  # of a gated delta net or Mamba-2
     conv_size: int = 0  # tokens that a short convolution sees
     conv_bias: bool = False
+    mixer_bias: bool = False  # of Mamba-2's two products
     tensor_prefix: str = "model"  # of the tensors of layers in a checkpoint
+    has_rope: bool = True
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what each layer adds
+    attention_scale: float | None = None  # None: head_dim**-0.5
+    logits_divisor: float = 1.0
+
+
+def decoded(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a `config.json` with infinite limits of time steps as numbers; Transformers saves them as objects."""
+    limit = raw.get("time_step_limit")
+    if not isinstance(limit, list):
+        return raw
+    return raw | {"time_step_limit": [math.inf if each == {"__float__": "Infinity"} else each for each in limit]}
 
 
 def text_part(raw: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +96,7 @@ def read_hybrid(config: Any, family: str, architecture: str) -> HybridConfig | N
     kinds = KINDS.get(family)
     if kinds is None:
         return None
-    names: list[str] = config.layer_types
+    names: list[str] = config.layer_types or []
     if len(names) != config.num_hidden_layers:
         raise ConfigError(f"layer_types names {len(names)} layers, num_hidden_layers is {config.num_hidden_layers}")
     if not set(names) <= kinds.keys():
@@ -85,20 +107,55 @@ def read_hybrid(config: Any, family: str, architecture: str) -> HybridConfig | N
     if "attention" not in found:
         raise NotNativeError("no layer has attention")
     if family == "lfm2":
-        return HybridConfig(found, None, _count(config.conv_L_cache, "conv_L_cache"), bool(config.conv_bias))
+        size = _count(config.conv_L_cache, "conv_L_cache")
+        return HybridConfig(family, found, conv_size=size, conv_bias=bool(config.conv_bias))
+    if "mamba_n_heads" in type(config).__dict__:
+        return _mamba(config, family, found)
     sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    delta = DeltaShape(*(_count(getattr(config, f"linear_{name}"), f"linear_{name}") for name in sizes))
-    if delta.num_value_heads % delta.num_key_heads:
-        raise ConfigError(
-            f"linear_num_value_heads {delta.num_value_heads} is not a multiple of linear_num_key_heads "
-            f"{delta.num_key_heads}"
-        )
     prefix = "model.language_model" if architecture == MULTIMODAL else "model"
-    return HybridConfig(found, delta, tensor_prefix=prefix)
+    return HybridConfig(family, found, _shape(config, *(f"linear_{name}" for name in sizes)), tensor_prefix=prefix)
+
+
+def _shape(config: Any, *keys: str) -> MatrixShape:
+    """Return the shape of the numbers at `keys`, in the order of its fields."""
+    shape = MatrixShape(*(_count(getattr(config, key), key) for key in keys))
+    if shape.num_value_heads % shape.num_key_heads:
+        raise ConfigError(f"{keys[1]} {shape.num_value_heads} is not a multiple of {keys[0]} {shape.num_key_heads}")
+    return shape
+
+
+def _mamba(config: Any, family: str, kinds: tuple[str, ...]) -> HybridConfig:
+    """Return the settings of Granite-4 or Bamba. Raises ConfigError."""
+    if config.time_step_limit != (0.0, math.inf):
+        raise NotNativeError(f"time_step_limit is {config.time_step_limit}")
+    made = HybridConfig(
+        family,
+        kinds,
+        _shape(config, "mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
+        conv_bias=bool(config.mamba_conv_bias),
+        mixer_bias=bool(config.mamba_proj_bias),
+    )
+    if family == "bamba":
+        return made
+    if config.num_local_experts:
+        raise NotNativeError(f"num_local_experts is {config.num_local_experts}")
+
+    def scale(name: str) -> float:
+        return finite(getattr(config, name), name, at_least=MIN_SCALE, at_most=1 / MIN_SCALE)
+
+    return made._replace(
+        has_rope=config.position_embedding_type == "rope",
+        embedding_scale=scale("embedding_multiplier"),
+        residual_scale=scale("residual_multiplier"),
+        attention_scale=scale("attention_multiplier"),
+        logits_divisor=scale("logits_scaling"),
+    )
 
 
 def mlp_size(config: Any, family: str) -> int:
-    """Return the width of the MLP, which LFM2 computes from its settings unless told not to."""
+    """Return the width of the MLP: LFM2 computes it unless told not to, Granite-4 has only that of shared experts."""
+    if family == "granitemoehybrid":
+        return _count(config.shared_intermediate_size, "shared_intermediate_size")
     size: int = config.intermediate_size
     if family != "lfm2" or not config.block_auto_adjust_ff_dim:
         return size

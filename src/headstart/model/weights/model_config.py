@@ -14,7 +14,7 @@ from headstart.model.layers.rotary import RopeConfig, read_rope
 from headstart.model.weights.architectures import NATIVE_ARCHITECTURES, architecture_of
 from headstart.model.weights.config_bounds import MAX_EPSILON, MAX_THETA, MIN_THETA, check_sizes, finite
 from headstart.model.weights.config_keys import NotNativeError, reference_config
-from headstart.model.weights.hybrid_config import KINDS, HybridConfig, mlp_size, read_hybrid, text_part
+from headstart.model.weights.hybrid_config import KINDS, HybridConfig, decoded, mlp_size, read_hybrid, text_part
 from headstart.model.weights.json_file import read_json, shorten
 
 
@@ -39,7 +39,7 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    fused_weights: bool  # the checkpoint holds qkv_proj and gate_up_proj
+    fused_weights: bool  # the checkpoint holds gate and up as one tensor, and Phi-3's queries, keys and values
     hybrid: HybridConfig | None = None  # None: all layers have attention
 
     @property
@@ -70,7 +70,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     architecture = architecture_of(raw)
     family = NATIVE_ARCHITECTURES[architecture]
     check_sizes(raw)
-    raw = text_part(raw)
+    raw = decoded(text_part(raw))
     for key in ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"):
         given = (
             raw.get("block_ff_dim", raw.get(key)) if (family, key) == ("lfm2", "intermediate_size") else raw.get(key)
@@ -88,7 +88,9 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     if not getattr(config, "is_causal", True):
         raise NotNativeError(f"is_causal is {config.is_causal!r}")
     rope = _rope(config, family, head_dim)
-    attention_bias = config.attention_bias if family in ("llama", "qwen3", "qwen3_5_text") else False
+    attention_bias = (
+        config.attention_bias if family in ("llama", "qwen3", "qwen3_5_text", "granitemoehybrid", "bamba") else False
+    )
     epsilon = config.norm_eps if family == "lfm2" else config.rms_norm_eps
     return ModelConfig(
         architecture=architecture,
@@ -106,9 +108,9 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         tie_word_embeddings=config.tie_word_embeddings if family == "lfm2" else raw.get("tie_word_embeddings"),
         qkv_bias=family == "qwen2" or attention_bias,
         o_bias=attention_bias,
-        mlp_bias=config.mlp_bias if family == "llama" else False,
+        mlp_bias=config.mlp_bias if family in ("llama", "bamba") else False,
         qk_norm=family == "qwen3",
-        fused_weights=family == "phi3",
+        fused_weights=family in ("phi3", "granitemoehybrid"),
         hybrid=read_hybrid(config, family, architecture),
     )
 
@@ -124,7 +126,7 @@ def _rope(config: Any, family: str, head_dim: int) -> RopeConfig:
     parameters = config.rope_parameters
     if not isinstance(parameters, dict):
         raise ConfigError(f"rotary settings {shorten(repr(parameters), 80)} are not an object")
-    if family not in ("phi3", "qwen3_5_text") and parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    if family not in ("phi3", "qwen3_5_text", "bamba") and parameters.get("partial_rotary_factor", 1.0) != 1.0:
         if parameters.get("rope_type") != "default":
             raise NotNativeError("partial_rotary_factor is given beside a scaled rotary embedding")
         parameters = {**parameters, "partial_rotary_factor": 1.0}  # as in Transformers: rotates all

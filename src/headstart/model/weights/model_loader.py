@@ -22,7 +22,8 @@ from headstart.model.kernels.library import find, kernels
 from headstart.model.kernels.packed import ACTIVATION_BITS
 from headstart.model.layers.decoder import Decoder, LanguageModel, load_decoder
 from headstart.model.layers.dispatch import CHOICES, chosen_kernels
-from headstart.model.layers.hybrid_decoder import HybridDecoder, load_hybrid
+from headstart.model.layers.hybrid_decoder import HybridDecoder
+from headstart.model.layers.hybrid_weights import load_hybrid
 from headstart.model.layers.linear import Form
 from headstart.model.paged_kv import KVShape
 from headstart.model.source_digest import source_digest
