@@ -25,7 +25,7 @@ def told(reason: Reason, **fields: Any) -> str:
 
 @pytest.mark.parametrize("reason", Reason)
 def test_every_reason_is_told_in_whole_sentences(reason: Reason) -> None:
-    message = told(reason, near=NEAR, eviction=ExplainedEviction("capacity", "cmpl-3", False, 5.0)).split("\n")[0]
+    message = told(reason, near=NEAR, eviction=ExplainedEviction("capacity", "cmpl-3", False, None, 5.0)).split("\n")[0]
     assert message.startswith("32 of 100 prompt tokens were cached (16 pinned, 16 shared). ")
     assert message.endswith(".") and "None" not in message and "{" not in message
 
@@ -61,12 +61,20 @@ def test_a_pinned_prefix_goes_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("eviction", "said"),
     [
-        (ExplainedEviction("capacity", "cmpl-3", False, 5.0), "evicted to make room for request cmpl-3 5 s ago"),
-        (ExplainedEviction("capacity", None, True, 600.0), "evicted to make room for another tenant 10 min ago"),
-        (ExplainedEviction("capacity", None, False, 7200.0), "evicted to make room 2 h ago"),
-        (ExplainedEviction("reset", None, False, 5.0), "dropped when the prefix cache was reset 5 s ago"),
+        (ExplainedEviction("capacity", "cmpl-3", False, None, 5.0), "evicted to make room for request cmpl-3 5 s ago"),
         (
-            ExplainedEviction("failed", None, False, 5.0),
+            ExplainedEviction("capacity", "cmpl-3", False, "batch", 5.0),
+            "evicted to make room for request cmpl-3 of tenant batch 5 s ago",
+        ),
+        (
+            ExplainedEviction("capacity", None, False, "batch", 5.0),
+            "evicted to make room for a request of tenant batch 5 s ago",
+        ),
+        (ExplainedEviction("capacity", None, True, None, 600.0), "evicted to make room for another tenant 10 min ago"),
+        (ExplainedEviction("capacity", None, False, None, 7200.0), "evicted to make room 2 h ago"),
+        (ExplainedEviction("reset", None, False, None, 5.0), "dropped when the prefix cache was reset 5 s ago"),
+        (
+            ExplainedEviction("failed", None, False, None, 5.0),
             "dropped because a request that used them failed in the engine 5 s ago",
         ),
     ],

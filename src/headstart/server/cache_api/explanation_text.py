@@ -136,7 +136,8 @@ def _cost(near: Json) -> str:
 def _evicted(answer: Json) -> str:
     eviction = answer["eviction"]
     by = _named(eviction["by"]) if eviction["by"] else "another tenant" if eviction["by_another_tenant"] else ""
-    by += f" of tenant {eviction['by_tenant']}" if eviction["by_tenant"] else ""
+    if eviction["by_tenant"]:
+        by = f"{by or 'a request'} of tenant {eviction['by_tenant']}"
     for_whom = f" for {by}" if by and eviction["cause"] == "capacity" else f" ({by})" if by else ""
     ago = _ago(eviction["seconds_ago"])
     return (
