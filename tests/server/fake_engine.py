@@ -221,13 +221,14 @@ def build_fake(options: EngineOptions) -> tuple[FakeEngine, EngineInfo]:
         raise ConfigError("there is no such model; name another")
     if "broken" in knobs:
         raise RuntimeError("a bug while loading")
+    max_model_len = int(knobs.get("length", MAX_MODEL_LEN))
     info = EngineInfo(
         model=folder,
         served_name="fake",
         vocab_size=int(knobs.get("vocab", VOCAB_SIZE)),
-        max_model_len=int(knobs.get("length", MAX_MODEL_LEN)),
+        max_model_len=max_model_len,
         block_size=BLOCK_SIZE,
-        num_blocks=NUM_BLOCKS,
+        num_blocks=max(NUM_BLOCKS, -(-max_model_len // BLOCK_SIZE)),
         kv_bytes=NUM_BLOCKS * BLOCK_SIZE * 1024,
         dtype="float32",
         device="cpu",

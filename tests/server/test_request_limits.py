@@ -22,7 +22,7 @@ from headstart.server import request_limits as admission
 from headstart.server.request_limits import answer_entries, check_size, initial_bytes, max_held_bytes, shown_entries
 
 MILLION = 1 << 20
-INFO = EngineInfo("m", "m", 1000, 128 * 1024, 16, 100, 1, "float32", "cpu", 1, "none", (), "lpm")
+INFO = EngineInfo("m", "m", 1000, 128 * 1024, 16, 8192, 1, "float32", "cpu", 1, "none", (), "lpm")
 BOUNDS = Bounds.of(INFO, ServerOptions())
 
 

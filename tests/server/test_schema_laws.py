@@ -138,6 +138,11 @@ def check(schema: Any, seed: int) -> None:
             assert checker._check_value(text) in (Result.VALID, Result.OVERFLOW), text
 
 
+def test_a_number_whose_exponent_no_decimal_has_is_checked() -> None:
+    checker = Checker(SuiteSchema("draft2020-12", "law", "law", {"type": "number"}, ()), {}, Path(), BYTES)
+    assert checker._check_value(f"70E-9{'0' * 25}") == Result.VALID
+
+
 @settings(max_examples=250, deadline=None)
 @given(ROOTS, st.integers(0, 999))
 def test_a_text_that_ends_is_a_value_of_the_schema(schema: Any, seed: int) -> None:

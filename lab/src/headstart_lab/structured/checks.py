@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +72,10 @@ class Checker:
         def number(digits: str) -> Decimal | float:
             nonlocal overflows
             if not math.isinf(float(digits)):
-                return Decimal(digits)  # a double would be no multiple of 1.5 any more after 17 digits
+                try:
+                    return Decimal(digits)  # a double would be no multiple of 1.5 any more after 17 digits
+                except InvalidOperation:  # an exponent that no Decimal has
+                    return float(digits)
             overflows = True
             return math.copysign(LARGEST, float(digits))
 
