@@ -11,6 +11,20 @@ def build_engine(options: EngineOptions) -> tuple[Engine, EngineInfo]:
     from headstart.engine.engine_checks import checked_model_folder
 
     folder = checked_model_folder(options)
+    _leave_out_distributed()
     from headstart.engine.assembly import build_engine as build
 
     return build(options, folder)
+
+
+def _leave_out_distributed() -> None:
+    """Let Transformers believe that torch has no distributed tensors: importing them takes 0.6 s of CPU time."""
+    import torch.distributed
+    from transformers.utils.import_utils import is_torch_distributed_available
+
+    is_available = torch.distributed.is_available
+    torch.distributed.is_available = lambda: False
+    try:
+        is_torch_distributed_available()  # remembers its answer
+    finally:
+        torch.distributed.is_available = is_available
