@@ -273,7 +273,7 @@ def same_tokens(args: argparse.Namespace) -> dict[str, Any]:
     """Count requests with the same greedy tokens as without plug-ins: with the scheduler, and the store, twice."""
     stems = [prompt(f"stem{i}", 300) for i in range(10)]
     requests = [
-        {"prompt": stems[i % 10][: 37 * (i % 9)] + prompt(i, 20 + i % 200), "max_tokens": 16}
+        {"prompt": stems[i % 10][: 37 * (i % 9)] + prompt(i, 20 + i % 40), "max_tokens": 16}
         for i in range(args.requests)
     ]
     forms = {
