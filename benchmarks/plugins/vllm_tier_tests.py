@@ -2,7 +2,7 @@
 
     PYTHONPATH=src:plugins/src python benchmarks/plugins/vllm_tier_tests.py SOURCES > vllm_tier_tests.json
 
-Runs in the environment of vllm_core_tests.py, on the same sources. It is a plug-in of pytest too. The last line is JSON.
+Runs in the environment of vllm_core_tests.py, on the same sources; a plug-in of pytest too. The last line is JSON.
 """
 
 import json

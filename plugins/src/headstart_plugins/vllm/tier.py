@@ -1,4 +1,4 @@
-"""HeadstartTier: the store under vLLM's host pool, a secondary tier of its TieringOffloadingSpec (docs/plugins-vllm.md).
+"""HeadstartTier: the store under vLLM's host pool, a tier of its TieringOffloadingSpec (docs/plugins-vllm.md).
 
 Every call is vLLM's scheduler's and returns at once; one thread copies between the host pool and the store. Blocks are
 written behind: a store job ends when its blocks are copied, and a lookup finds them when they are written.
