@@ -286,7 +286,7 @@ def same_tokens(args: argparse.Namespace) -> dict[str, Any]:
     }
     report: dict[str, Any] = {"requests": len(requests)}
     alone = None
-    for name, options in forms.items():
+    for name, options in [item for item in forms.items() if item[0] in (args.form or forms)]:
         engine = Engine(model=args.model, dtype=args.dtype, **options)
         answer = engine.run(requests, at_once=50)
         engine.kill()
@@ -308,6 +308,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240, help="scheduler: rounds begin until then")
     parser.add_argument("--rounds", type=int, default=1_000, help="scheduler: at most so many")
     parser.add_argument("--traffic", action="append", choices=traffic(0), help="scheduler: only this kind")
+    parser.add_argument("--form", action="append", help="tokens: only this one of its forms, the first with `vllm`")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--length", type=int, default=1_024, help="store: tokens of a prompt")
     parser.add_argument("--folder", help="of the store")
