@@ -72,7 +72,7 @@ def pytest_configure() -> None:
                 Path(folder).chmod(0o700)
             own = spec(Path(self._room.name))
             super().__init__(own, primary_kv_view, tier_type, None, folder=folder, size="512MiB")
-            self.chunks = Planted(self)
+            self.chunks, self.completed_jobs = Planted(self), self._finished
             self._lookup_manager = SimpleNamespace(
                 _pending_results=SimpleNamespace(empty=lambda: False), _lookup_batch=[]
             )

@@ -26,7 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from headstart.core.errors import ConfigError
 from headstart_plugins.vllm import Scheduler, store_worker
 from headstart_plugins.vllm.connector import HeadstartConnector
-from headstart_plugins.vllm.store_planner import StoreReport
+from headstart_plugins.vllm.store_planner import BlockLoad, StoreMetadata, StoreReport
 
 FOLDER = Path(sys.argv[1])
 NUM_BLOCKS, SECONDS = 600, 600.0
@@ -187,6 +187,23 @@ def check_blocks_are_read_only_if_that_is_expected_to_be_faster() -> None:
         engine.planner._rate.seconds_per_token = seconds_per_token
         engine.planner.reported(report)
         assert engine.planner.num_loadable(request, 0) == expected, (report, expected)
+    engine.close()
+
+
+def check_a_tier_that_is_slower_than_computing_is_not_read() -> None:
+    """The scheduler's side does not know from which tier a block comes, so the worker asks once more."""
+    engine = Engine(filled("slower"))
+    request, copies = make_request("x", sessions()[0]), engine.worker._worker
+    keys = [engine.planner._key(request, place) for place in range(2)]
+    copies._store.expected_seconds = lambda num, first=None: 1.0 if first == keys[0].block_hash else 0.0
+    for computing, failed in (0.5, {7, 9}), (2.0, set[int]()):
+        metadata = StoreMetadata(loads=[BlockLoad("x", keys, [7, 9], computing)])
+        copies.begin_loads(metadata)
+        until, ended = time.monotonic() + SECONDS, set[str]()
+        while not ended:
+            assert time.monotonic() < until
+            ended = copies.poll(metadata)
+        assert ended == {"x"} and copies.failed_blocks() == failed and not copies.report().unreadable
     engine.close()
 
 
