@@ -177,8 +177,8 @@ class FickleStore:
     def stats(self) -> StoreStats:
         return self.inner.stats()
 
-    def close(self) -> None:
-        self.inner.close()
+    def close(self, max_seconds: float = float("inf")) -> None:
+        self.inner.close(max_seconds)
 
     def check_idle(self) -> None:
         """Nothing is owed to either side any more."""

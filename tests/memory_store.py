@@ -119,7 +119,7 @@ class MemoryStore:
     def stats(self) -> StoreStats:
         return StoreStats(num_blocks=len(self.shelf), num_pending=len(self._offers))
 
-    def close(self) -> None:
+    def close(self, max_seconds: float = float("inf")) -> None:
         self.is_closed = True
 
     def flush(self) -> None:

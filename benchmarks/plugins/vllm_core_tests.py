@@ -70,12 +70,12 @@ def lay_model(home: Path) -> None:
     (model / "snapshots" / revision / "config.json").write_text(json.dumps(OPT))
 
 
-def outcomes(folder: Path, form: str, words: list[str]) -> dict[str, str]:
-    """Run tests in one form; return 'passed', or the kind and first line of the failure, by the id of each."""
+def outcomes(folder: Path, form: str, words: list[str], plugin: str = Path(__file__).stem) -> dict[str, str]:
+    """Run tests in a form of a plug-in of pytest; return 'passed', or kind and first line of the failure, by id."""
     report = folder / "report.xml"
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(paths), "HF_HOME": str(folder / "hf"), "HEADSTART_FORM": form}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", Path(__file__).stem, "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", plugin, "-p", "no:cacheprovider"]
     subprocess.run(
         [*command, f"--junitxml={report}", *words],
         cwd=folder,

@@ -209,15 +209,17 @@ def figures(answer: dict[str, Any]) -> dict[str, float]:
 def compare_schedulers(args: argparse.Namespace) -> dict[str, Any]:
     """Measure each kind of traffic by turns, as many rounds as fit; ratios are to vLLM in the same round."""
     engines = {name: Engine(model=args.model, dtype=args.dtype, **options) for name, options in ENGINES.items()}
+    kinds = args.traffic or list(traffic(-1))
     for engine in engines.values():
-        for requests in traffic(-1).values():
-            engine.run(requests)
+        for kind in kinds:
+            engine.run(traffic(-1)[kind])
     rows: list[dict[str, Any]] = []
     names, until = list(engines), time.monotonic() + args.seconds
-    while time.monotonic() < until:
+    while time.monotonic() < until and len(rows) < args.rounds:
         turn = len(rows)
         row: dict[str, Any] = {}
-        for kind, requests in traffic(turn).items():
+        for kind in kinds:
+            requests = traffic(turn)[kind]
             order = names[turn % len(names) :] + names[: turn % len(names)]
             row[kind] = {name: figures(engines[name].run(requests)) for name in order}
         rows.append(row)
@@ -273,7 +275,7 @@ def same_tokens(args: argparse.Namespace) -> dict[str, Any]:
     """Count requests with the same greedy tokens as without plug-ins: with the scheduler, and the store, twice."""
     stems = [prompt(f"stem{i}", 300) for i in range(10)]
     requests = [
-        {"prompt": stems[i % 10][: 37 * (i % 9)] + prompt(i, 20 + i % 200), "max_tokens": 16}
+        {"prompt": stems[i % 10][: 37 * (i % 9)] + prompt(i, 20 + i % 40), "max_tokens": 16}
         for i in range(args.requests)
     ]
     forms = {
@@ -284,7 +286,7 @@ def same_tokens(args: argparse.Namespace) -> dict[str, Any]:
     }
     report: dict[str, Any] = {"requests": len(requests)}
     alone = None
-    for name, options in forms.items():
+    for name, options in [item for item in forms.items() if item[0] in (args.form or forms)]:
         engine = Engine(model=args.model, dtype=args.dtype, **options)
         answer = engine.run(requests, at_once=50)
         engine.kill()
@@ -304,6 +306,9 @@ def main() -> None:
     parser.add_argument("--model", help="a folder")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seconds", type=float, default=240, help="scheduler: rounds begin until then")
+    parser.add_argument("--rounds", type=int, default=1_000, help="scheduler: at most so many")
+    parser.add_argument("--traffic", action="append", choices=traffic(0), help="scheduler: only this kind")
+    parser.add_argument("--form", action="append", help="tokens: only this one of its forms, the first with `vllm`")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--length", type=int, default=1_024, help="store: tokens of a prompt")
     parser.add_argument("--folder", help="of the store")

@@ -1,5 +1,6 @@
 """Both plug-ins in whole engines with random weights: vLLM's own counters, and the same tokens."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +36,18 @@ def test_a_killed_server_starts_again_with_its_blocks(model: Path, tmp_path: Pat
     first, second = run
     assert second["tokens"] == first["tokens"]
     assert second["counters"]["vllm:external_prefix_cache_hits"] >= 0.9 * first["prompt_tokens"]
+
+
+def test_no_flipped_byte_changes_an_answer(model: Path, tmp_path: Path) -> None:
+    run: Any = run_script("use_engine_store.py", str(model), str(tmp_path / "kv"), "flip", "60")
+    assert run["wrong"] == 0 and run["misses"]["corrupt"] + run["misses"]["mismatch"] > 0
+    assert run["store"]["loaded"] > 0
+
+
+def test_two_engines_at_once_share_one_folder(model: Path, tmp_path: Path) -> None:
+    arguments = "use_engine_store.py", str(model), str(tmp_path / "kv"), "end"
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.map(lambda _: run_script(*arguments), range(2))
+    third: Any = run_script(*arguments)
+    assert one["tokens"] == two["tokens"] == third["tokens"]  # type: ignore[index]
+    assert third["counters"]["vllm:external_prefix_cache_hits"] >= 0.9 * third["prompt_tokens"]

@@ -37,8 +37,17 @@ def vllm_python() -> Path:
         assert not made.returncode, (
             f"no environment with vLLM could be made; {VARIABLE} names one: {made.stderr[-300:]}"
         )
-        pip = [str(cache / "vllm" / "bin" / "python"), "-m", "pip", "install", "--quiet", "xxhash"]
-        subprocess.run(pip, check=True, timeout=SECONDS)  # of Headstart's requirements the only one that vLLM lacks
+        pip = [
+            str(cache / "vllm" / "bin" / "python"),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "xxhash",
+            "redis",
+            "cryptography",
+        ]
+        subprocess.run(pip, check=True, timeout=SECONDS)  # of Headstart's requirements those that vLLM lacks
         done.touch()
     return cache / "vllm" / "bin" / "python"
 

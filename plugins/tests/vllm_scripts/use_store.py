@@ -5,9 +5,11 @@ counts every slot of the context that holds anything else. Prints one JSON objec
 """
 
 import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,22 +23,29 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from headstart.core.errors import ConfigError
 from headstart_plugins.vllm import Scheduler, store_worker
 from headstart_plugins.vllm.connector import HeadstartConnector
-from headstart_plugins.vllm.store_planner import StoreReport
+from headstart_plugins.vllm.store_planner import BlockLoad, StoreMetadata, StoreReport
 
 FOLDER = Path(sys.argv[1])
 NUM_BLOCKS, SECONDS = 600, 600.0
 store_worker.BLIND_SECONDS = SECONDS  # a busy machine is not a slow disk
 
 
-def transfer(folder: Path, **changes: Any) -> KVTransferConfig:
+def transfer(folder: Path | None, url: str = "", **changes: Any) -> KVTransferConfig:
+    places: dict[str, Any] = {} if folder is None else {"folder": str(folder), "size": "64MiB"}
+    if url:
+        secret = FOLDER / "secret"
+        secret.write_text("a secret of more than thirty-two bytes")
+        secret.chmod(0o600)
+        places |= {"url": url, "secret": str(secret), "ttl": 600}
     settings: dict[str, Any] = {
         "kv_connector": "HeadstartConnector",
         "kv_connector_module_path": "headstart_plugins.vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"folder": str(folder), "size": "64MiB"},
+        "kv_connector_extra_config": places,
     }
     return KVTransferConfig(**{**settings, **changes})
 
@@ -46,17 +55,18 @@ class Engine:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         *,
         weights: bytes = b"w",
         num_blocks: int = NUM_BLOCKS,
         cls: type[VllmScheduler] = VllmScheduler,
+        url: str = "",
     ) -> None:
         model = FOLDER / f"model-{weights.hex()}"
         model.mkdir(exist_ok=True)
         config = model_config(model, weights)
         self.scheduler = make_scheduler(
-            cls, transfer=transfer(folder), model=config, num_blocks=num_blocks, cap=0, budget=512
+            cls, transfer=transfer(folder, url), model=config, num_blocks=num_blocks, cap=0, budget=512
         )
         self.worker = HeadstartConnector(
             self.scheduler.vllm_config, KVConnectorRole.WORKER, self.scheduler.kv_cache_config
@@ -83,7 +93,7 @@ class Engine:
     def settle(self) -> None:
         """Wait until all is written, and the scheduler's side has seen it."""
         until, store = time.monotonic() + SECONDS, self.worker._worker._store
-        while store.stats().num_pending or store.stats().num_blocks != self.planner._store.stats().num_blocks:
+        while store.stats().num_pending or store.stats().num_blocks > self.planner._store.stats().num_blocks:
             assert time.monotonic() < until, (store.stats(), self.planner._store.stats())
             time.sleep(0.05)
 
@@ -180,6 +190,23 @@ def check_blocks_are_read_only_if_that_is_expected_to_be_faster() -> None:
     engine.close()
 
 
+def check_a_tier_that_is_slower_than_computing_is_not_read() -> None:
+    """The scheduler's side does not know from which tier a block comes, so the worker asks once more."""
+    engine = Engine(filled("slower"))
+    request, copies = make_request("x", sessions()[0]), engine.worker._worker
+    keys = [engine.planner._key(request, place) for place in range(2)]
+    copies._store.expected_seconds = lambda num, first=None: 1.0 if first == keys[0].block_hash else 0.0
+    for computing, failed in (0.5, {7, 9}), (2.0, set[int]()):
+        metadata = StoreMetadata(loads=[BlockLoad("x", keys, [7, 9], computing)])
+        copies.begin_loads(metadata)
+        until, ended = time.monotonic() + SECONDS, set[str]()
+        while not ended:
+            assert time.monotonic() < until
+            ended = copies.poll(metadata)
+        assert ended == {"x"} and copies.failed_blocks() == failed and not copies.report().unreadable
+    engine.close()
+
+
 def check_blocks_that_are_being_loaded_are_promised() -> None:
     """With both plug-ins, requests behind one stored prefix load it once; with vLLM's scheduler, each loads it."""
     folder = new_folder("promised")
@@ -264,6 +291,59 @@ def check_two_engines_share_one_folder() -> None:
     assert two.num_computed < 0.8 * ideal(sessions()), two.num_computed
 
 
+@contextmanager
+def redis() -> Generator[tuple[str, subprocess.Popen[bytes]]]:
+    """Run a server of Redis; yield its URL and process."""
+    folder = new_folder("redis")
+    folder.mkdir()
+    options = ["--port", "0", "--unixsocket", str(folder / "sock"), "--save", "", "--dir", str(folder)]
+    server = subprocess.Popen(["redis-server", *options], stdout=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + SECONDS
+        while not (folder / "sock").exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        yield f"unix://{folder}/sock?db=0", server
+    finally:
+        server.kill()
+        server.wait()
+
+
+def check_a_server_of_redis_gives_another_machine_the_blocks() -> None:
+    """The second has an empty folder of its own, which has all blocks afterwards; the third has some of them."""
+    least = sum((len(p) - 1) % BLOCK + 1 for p in sessions())
+    parts = new_folder("redis-parts")
+    third = Engine(parts)
+    third.serve([prompt[:200] for prompt in sessions()])
+    third.settle()
+    third.close()
+    with redis() as (url, _):
+        for folder, expected in (None, None), (new_folder("redis-second"), least), (parts, least):
+            engine = Engine(folder, url=url)
+            engine.serve(sessions())
+            engine.settle()
+            engine.close()
+            print(f"redis: {engine.num_computed} computed, {least} at least", file=sys.stderr)
+            assert engine.num_wrong == 0 and len(engine.finished) == 24
+            assert expected is None or engine.num_computed <= 1.05 * expected, engine.num_computed
+    again = Engine(FOLDER / "redis-second")
+    again.serve(sessions())
+    again.close()
+    assert again.num_computed <= 1.05 * least, again.num_computed
+
+
+def check_a_server_of_redis_that_ends_stops_no_request() -> None:
+    with redis() as (url, server):
+        engine = Engine(None, url=url)
+        engine.serve(sessions()[:12])
+        engine.settle()
+        server.kill()
+        server.wait()
+        engine.serve(sessions()[12:], name="late")
+        engine.close()
+    assert engine.num_wrong == 0 and len(engine.finished) == 24
+
+
 def check_a_folder_that_cannot_be_written_stops_no_request() -> None:
     folder = filled("broken")
     engine = Engine(folder)
@@ -285,13 +365,14 @@ def check_what_it_cannot_serve_is_refused_by_name() -> None:
         ("kv_role is 'kv_consumer'", {"kv_role": "kv_consumer"}, {}),
         ("no option 'path'", {"kv_connector_extra_config": {"path": "x"}}, {}),
         ("name the folder", {"kv_connector_extra_config": {}}, {}),
+        ("--kv-store-secret", {"kv_connector_extra_config": {"url": "redis://127.0.0.1:6379"}}, {}),
         ("hybrids are not supported", {}, {"is_hybrid": True}),
         ("xxhash gives other hashes", {}, {"hash_algorithm": "xxhash"}),
     ]
     for message, changes, settings in cases:
         try:
             make_scheduler(VllmScheduler, transfer=transfer(folder, **changes), model=config, **settings)
-        except ValueError as error:
+        except (ValueError, ConfigError) as error:
             assert message in str(error), (message, error)
         else:
             raise AssertionError(f"not refused: {message}")

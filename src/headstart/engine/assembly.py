@@ -47,16 +47,14 @@ from headstart.model.setup.threads import prepare_threads
 from headstart.model.weights.model_loader import LoadedModel, load_model, resolve_device, runs_on_cuda
 from headstart.openai.sampling_defaults import read_sampling_defaults
 from headstart.openai.structured.grammar_limits import parser_limits
-from headstart.store.disk import DiskStore, TierStore
 from headstart.store.files import prepare_folder
 from headstart.store.format import BlockShape
-from headstart.store.tiers.chained_store import ChainedStore
+from headstart.store.tiers.chained_store import open_store
 from headstart.store.tiers.tier import Places, places, read_shared_secrets
 
 Profile = Callable[[LoadedModel, int], int]
 """Returns the bytes on a GPU that a step of so many tokens needs beside weights and pool."""
 PROFILE_BLOCK_SIZE = 16
-REDIS_TIER = "headstart.store.tiers.redis_tier"  # imported if --kv-store names a server: needs the extra [redis]
 CUDA_RUNNER = "headstart.model.cuda.cuda_runner"  # imported where there is a GPU: it needs Triton
 
 
@@ -260,17 +258,12 @@ def _store_places(options: EngineOptions) -> Places:
 
 
 def _open_store(options: EngineOptions, found: Places, shape: BlockShape) -> BlockStore | None:
-    """Open the tiers of --kv-store: a folder alone, a server alone, or one after the other. Raises ConfigError."""
-    stores: list[BlockStore] = []
-    if found.folder is not None:
-        stores.append(DiskStore(found.folder, shape, store_bytes(options)))
-    if found.url is not None:
-        tier: Any = import_module(REDIS_TIER)  # needs the extra [redis]
-        link = found.url, options.kv_store_password
-        for number, secret in enumerate(read_shared_secrets(options.kv_store_secret)):
-            redis = tier.RedisTier(*link, shape, secret, options.kv_store_ttl)
-            stores.append(TierStore(redis, shape.block_bytes, writes=number == 0))
-    return stores[0] if len(stores) == 1 else ChainedStore(stores) if stores else None
+    """Open the tiers of --kv-store. Raises ConfigError."""
+    secrets = () if found.url is None else read_shared_secrets(options.kv_store_secret)
+    given: dict[str, Any] = {
+        "password": options.kv_store_password, "secrets": secrets, "ttl": options.kv_store_ttl,
+    }  # fmt: skip
+    return open_store(found, shape, store_bytes(options), **given)
 
 
 def _event_publisher(options: EngineOptions) -> KVEventPublisher | None:

@@ -106,7 +106,7 @@ class SimStore:
     def stats(self) -> StoreStats:
         return StoreStats(num_blocks=len(self._blocks), loaded_blocks=self.num_loaded, evicted_blocks=self._num_evicted)
 
-    def close(self) -> None:
+    def close(self, max_seconds: float = float("inf")) -> None:
         """Do nothing."""
 
     def _seconds(self, num_blocks: int) -> float:

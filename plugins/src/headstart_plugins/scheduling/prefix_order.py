@@ -91,6 +91,10 @@ class PrefixQueue(Generic[R]):
     def __len__(self) -> int:
         return len(self._requests)
 
+    def __getitem__(self, place: int) -> R:
+        """Return a request by its place in the order of age."""
+        return self._requests[place]
+
     def __iter__(self) -> Iterator[R]:
         """Iterate over the requests, by age."""
         return iter(self._requests)

@@ -1,7 +1,7 @@
-"""HeadstartConnector: vLLM's prefix cache on disk, across restarts and between servers (docs/plugins-vllm.md).
+"""HeadstartConnector: vLLM's prefix cache on disk and in Redis, across restarts and servers (docs/plugins-vllm.md).
 
-vLLM makes two of it: one beside the scheduler, which plans, and one in the worker, which copies. Both open the folder,
-so they need not be in one process; only the worker's writes.
+vLLM makes two of it: one beside the scheduler, which plans, and one in the worker, which copies. Both open the store,
+so they need not be in one process; only the worker writes.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from headstart.store.disk import DiskStore
+from headstart.store.tiers.chained_store import ChainedStore, open_store
 from headstart_plugins.vllm.store_planner import StoreMetadata, StorePlanner, StoreReport
 from headstart_plugins.vllm.store_settings import check_supported, read_settings, store_shape
 from headstart_plugins.vllm.store_worker import StoreWorker
@@ -33,17 +33,18 @@ class HeadstartConnector(KVConnectorBase_V1):
     _cache_hit_source = CacheHitSource.DISK
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Open the store. Raises ValueError for what is not supported, ConfigError for an unusable folder."""
+        """Open the store. Raises ValueError for what is not supported, ConfigError for an unusable folder or URL."""
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config, kv_cache_config)
         settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         shape = store_shape(vllm_config, kv_cache_config)
-        store = DiskStore(settings.folder, shape, settings.max_bytes)
+        store = open_store(**settings._asdict(), shape=shape)
+        assert store is not None
         self._planner = self._worker = None
         if role is KVConnectorRole.SCHEDULER:
             self._planner = StorePlanner(store, shape.block_size)
         else:
-            self._worker = StoreWorker(store, shape.block_bytes)
+            self._worker = StoreWorker(store, shape.block_bytes, is_chain=isinstance(store, ChainedStore))
 
     # ------------------------------------------------------------------------------------------- of the scheduler
 

@@ -10,10 +10,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from headstart.core.cache.block_store import BlockKey
+from headstart.core.cache.block_store import BlockKey, BlockStore
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.cache.transfers import ComputeRate
-from headstart.store.disk import DiskStore
 
 ROOT = bytes(32)  # the parent of first blocks
 
@@ -53,7 +52,7 @@ class StoreReport(KVConnectorWorkerMetadata):
 class StorePlanner:
     """The plans for all requests of a scheduler. Its store is read for its index only."""
 
-    def __init__(self, store: DiskStore, block_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: BlockStore, block_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._block_size, self._clock = store, block_size, clock
         self._requests: dict[str, Request] = {}
         self._matched: dict[str, tuple[int, int]] = {}  # the blocks found for a request: first, number
@@ -120,7 +119,7 @@ class StorePlanner:
             self._num_saved[name] = end
             block_ids = None if state is None else state.get_block_ids(name)
             if block_ids is not None:
-                missing = [place for place in range(first, end) if not self._contains(request.block_hashes[place])]
+                missing = [place for place in range(first, end) if self._lacks(request.block_hashes[place])]
                 saves += [(block_ids[0][place], self._key(request, place)) for place in missing]
                 self._unreadable.difference_update(request.block_hashes[place] for place in missing)
         loads, self._loads = self._loads, []
@@ -150,11 +149,14 @@ class StorePlanner:
         return {"seconds_per_token": self._rate.seconds_per_token, "seconds_per_block": self._report.per_block}
 
     def close(self) -> None:
-        """Stop reading the folder."""
+        """Stop reading the store."""
         self._store.close()
 
     def _contains(self, block_hash: bytes) -> bool:
         return block_hash not in self._unreadable and self._store.contains(BlockHash(bytes(block_hash)))
+
+    def _lacks(self, block_hash: bytes) -> bool:
+        return block_hash in self._unreadable or self._store.lacks(BlockHash(bytes(block_hash)))
 
     def _seconds_to_compute(self, num_blocks: int) -> float:
         return num_blocks * self._block_size * self._rate.seconds_per_token

@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+import os
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -18,34 +18,41 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from headstart.model.setup.sizes import parse_bytes
 from headstart.store.format import BlockShape
+from headstart.store.tiers.tier import Places, places, read_shared_secrets
 from headstart_plugins.vllm.host import HOST_VERSION
 
 FORM = 1  # of the stored blocks: a layer after the other, each as vLLM's CPU backend has it in memory
 HASHES = ("sha256", "sha256_cbor")  # with a fixed root and 32 bytes; those of xxhash are random in every process
-OPTIONS = ("folder", "size")
-DEFAULT_SIZE = "20GiB"
+OPTIONS: dict[str, str | int | None] = {"folder": None, "size": "20GiB", "url": None, "secret": None, "ttl": 7 * 86_400}
+PASSWORD = "HEADSTART_KV_STORE_PASSWORD"  # a variable, so that lists of processes do not show it
 _CHUNK = 1 << 22
 
 
-@dataclass(frozen=True, slots=True)
-class StoreSettings:
-    """A folder of blocks and its limit in bytes."""
+class StoreSettings(NamedTuple):
+    """The arguments of `open_store`: a folder and its limit in bytes, a server and what its blocks are sealed with."""
 
-    folder: Path
+    found: Places
     max_bytes: int
+    password: str | None
+    secrets: tuple[bytes, ...]
+    ttl: int
 
 
 def read_settings(extra: dict[str, Any]) -> StoreSettings:
-    """Return the settings in `kv_connector_extra_config`. Raises ValueError for unknown or missing ones,
-    ConfigError for a size that is none.
+    """Return the settings in `kv_connector_extra_config`. Raises ValueError for unknown or missing ones and those of
+    another type, ConfigError for a size, URL or file of a secret that cannot be used.
     """
-    for name in extra:
+    for name, value in extra.items():
         if name not in OPTIONS:
             raise ValueError(f"kv_connector_extra_config has no option {name!r}; it has {', '.join(OPTIONS)}")
-    folder, size = extra.get("folder"), extra.get("size", DEFAULT_SIZE)
-    if not isinstance(folder, str) or not folder:
-        raise ValueError(f"kv_connector_extra_config.folder is {folder!r}; name the folder of the store")
-    return StoreSettings(Path(folder).expanduser(), parse_bytes(size))
+        if type(value) is not (int if name == "ttl" else str):
+            raise ValueError(f"kv_connector_extra_config.{name} is {value!r}; it must be of another type")
+    given: dict[str, Any] = {**OPTIONS, **extra}
+    if not given["folder"] and not given["url"]:
+        raise ValueError("kv_connector_extra_config: name the folder of the store, the url of a server, or both")
+    found = places(",".join(filter(None, (given["folder"], given["url"]))))
+    secrets = read_shared_secrets(given["secret"]) if found.url else ()
+    return StoreSettings(found, parse_bytes(given["size"]), os.environ.get(PASSWORD), secrets, given["ttl"])
 
 
 def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -11,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 from vllm.envs import VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
 
-from headstart.core.cache.block_store import Loaded
+from headstart.core.cache.block_store import BlockStore, Loaded
 from headstart.core.cache.transfers import BLIND_SECONDS, GRACE_SECONDS, GRACE_SHARE, PATIENCE
-from headstart.store.disk import DiskStore
 from headstart_plugins.vllm.store_planner import BlockLoad, StoreMetadata, StoreReport
 
 STAGED_BYTES = 128 << 20  # copies of blocks that wait to be written; the oldest are dropped
@@ -27,6 +26,7 @@ class _Load:
     deadline: float
     patience: float
     num_done: int = 0
+    num_before: int = 0  # of these, before the part that is being read: the tiers of a store have different blocks
 
 
 @dataclass(slots=True)
@@ -39,11 +39,12 @@ class _Finished:
 class StagedBlocks:
     """Copies of computed blocks until they are written; from two threads.
 
-    vLLM may reuse a block in the next step, so it is copied in the step that fills it.
+    vLLM may reuse a block in the next step, so it is copied in the step that fills it. `is_chain`: several tiers
+    take a copy, so it is kept until newer ones need its place.
     """
 
-    def __init__(self, max_blocks: int) -> None:
-        self._max_blocks = max_blocks
+    def __init__(self, max_blocks: int, *, is_chain: bool) -> None:
+        self._max_blocks, self._is_kept = max_blocks, is_chain
         self._copies: OrderedDict[int, bytes] = OrderedDict()
         self._num_staged = 0
         self._lock = Lock()
@@ -58,17 +59,17 @@ class StagedBlocks:
             return self._num_staged
 
     def take(self, number: int, version: int) -> bytes | None:
-        """Return the copy and drop it; None if it was dropped before. A `BlockSource`."""
+        """Return the copy, and drop it if nothing else takes it; None if it was dropped before. A `BlockSource`."""
         with self._lock:
-            return self._copies.pop(number, None)
+            return self._copies.get(number) if self._is_kept else self._copies.pop(number, None)
 
 
 class StoreWorker:
     """The transfers of one worker."""
 
-    def __init__(self, store: DiskStore, block_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._block_bytes, self._clock = store, block_bytes, clock
-        self._staged = StagedBlocks(max(1, STAGED_BYTES // block_bytes))
+    def __init__(self, store: BlockStore, block_bytes: int, *, is_chain: bool = False) -> None:
+        self._store, self._block_bytes = store, block_bytes
+        self._staged = StagedBlocks(max(1, STAGED_BYTES // block_bytes), is_chain=is_chain)
         self._layers: list[NDArray[np.uint8]] = []  # [blocks, bytes] each
         self._loads: dict[int, _Load] = {}
         self._finished = _Finished()
@@ -88,17 +89,21 @@ class StoreWorker:
             raise ValueError(f"a block has {num_bytes} bytes in memory, {self._block_bytes} by vLLM's configuration")
 
     def begin_loads(self, metadata: StoreMetadata) -> None:
-        """Begin the loads of a step."""
+        """Begin the loads of a step, but those that take longer than computing from the tier that has them."""
         for plan in metadata.loads:
-            expected, computing = self._store.expected_seconds(len(plan.keys)), plan.computing
-            grace = GRACE_SHARE * computing if computing else BLIND_SECONDS
+            expected = self._store.expected_seconds(len(plan.keys), plan.keys[0].block_hash)
+            grace = GRACE_SHARE * plan.computing if plan.computing else BLIND_SECONDS
             patience = max(PATIENCE * expected, grace) + GRACE_SECONDS
-            self._loads[self._store.load(plan.keys)] = _Load(plan, self._clock() + patience, patience)
+            load = _Load(plan, time.monotonic() + patience, patience)
+            if plan.computing and expected >= plan.computing:
+                self._end(load)
+            else:
+                self._loads[self._store.load(plan.keys)] = load
 
     def save(self, metadata: StoreMetadata) -> None:
         """Copy the blocks that this step has filled, and offer them to the store."""
         for block_id, key in metadata.saves:
-            if not self._store.contains(key.block_hash):
+            if self._store.lacks(key.block_hash):
                 data = b"".join(layer[block_id].data for layer in self._layers)
                 self._store.offer(self._staged.stage(data), 0, key)
 
@@ -111,11 +116,11 @@ class StoreWorker:
             if load is not None:
                 self._take_in(load, loaded)
             self._store.done_with(loaded)
-        now = self._clock()
+        now = time.monotonic()
         for load_id, load in list(self._loads.items()):
             if now > load.deadline:
                 self._store.cancel(load_id, is_late=True)
-                self._end(load_id, load)
+                self._fail(self._loads.pop(load_id))
         ended, self._finished.request_ids = self._finished.request_ids, set()
         return ended
 
@@ -145,14 +150,23 @@ class StoreWorker:
                 layer[block_id] = content[at : at + layer.shape[1]]
                 at += layer.shape[1]
             load.num_done += 1
-        load.deadline = self._clock() + load.patience
-        if loaded.is_last:
-            self._end(loaded.load_id, load)
+        load.deadline = time.monotonic() + load.patience
+        if not loaded.is_last:
+            return
+        del self._loads[loaded.load_id]
+        rest = load.plan.keys[load.num_done :]
+        if not rest:
+            self._end(load)
+        elif load.num_done > load.num_before and self._store.contains(rest[0].block_hash):  # in another tier
+            load.num_before = load.num_done
+            self._loads[self._store.load(rest)] = load
+        else:
+            self._fail(load)
 
-    def _end(self, load_id: int, load: _Load) -> None:
-        del self._loads[load_id]
-        plan, done = load.plan, load.num_done
-        self._finished.request_ids.add(plan.request_id)
-        if done < len(plan.keys):
-            self._finished.block_ids.update(plan.block_ids[done:])
-            self._finished.hashes.append(plan.keys[done].block_hash)
+    def _fail(self, load: _Load) -> None:
+        self._finished.hashes.append(load.plan.keys[load.num_done].block_hash)
+        self._end(load)
+
+    def _end(self, load: _Load) -> None:
+        self._finished.request_ids.add(load.plan.request_id)
+        self._finished.block_ids.update(load.plan.block_ids[load.num_done :])

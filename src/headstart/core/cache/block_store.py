@@ -128,6 +128,6 @@ class BlockStore(Protocol):
 
     def stats(self) -> StoreStats: ...
 
-    def close(self) -> None:
-        """Write pending blocks as far as that takes no more than some seconds, and stop. Idempotent."""
+    def close(self, max_seconds: float = float("inf")) -> None:
+        """Write pending blocks, for some seconds and at most `max_seconds`, and stop. Idempotent."""
         ...

@@ -10,13 +10,36 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
+from importlib import import_module
 from itertools import takewhile
 from typing import Any
 
 from headstart.core.cache.block_store import BlockKey, BlockSource, BlockStore, Loaded, StoreStats
 from headstart.core.cache.hashing import BlockHash
+from headstart.store.disk import DiskStore, TierStore
+from headstart.store.format import BlockShape
+from headstart.store.tiers.tier import Places
 
+REDIS_TIER = "headstart.store.tiers.redis_tier"  # imported if a server is named: needs the extra [redis]
 MAX_COPIES = 1024  # that wait for the end of loads
+
+
+def open_store(
+    found: Places, shape: BlockShape, max_bytes: int, *, password: str | None, secrets: Sequence[bytes], ttl: int
+) -> BlockStore | None:
+    """Open the tiers at these places: a folder alone, a server alone, one after the other, or none. Raises ConfigError.
+
+    `max_bytes`: of the folder. The first secret seals what is written to the server; blocks of the others are read too.
+    """
+    stores: list[BlockStore] = []
+    if found.folder is not None:
+        stores.append(DiskStore(found.folder, shape, max_bytes))
+    if found.url is not None:
+        tier: Any = import_module(REDIS_TIER)
+        for number, secret in enumerate(secrets):
+            redis = tier.RedisTier(found.url, password, shape, secret, ttl)
+            stores.append(TierStore(redis, shape.block_bytes, writes=number == 0))
+    return stores[0] if len(stores) == 1 else ChainedStore(stores) if stores else None
 
 
 class ChainedStore:
@@ -113,10 +136,11 @@ class ChainedStore:
         pending = sums["num_pending"] + len(self._copies)
         return replace(StoreStats(**sums), max_bytes=0, pending_seconds=longest, num_pending=pending)
 
-    def close(self) -> None:
+    def close(self, max_seconds: float = float("inf")) -> None:
         self._offer_copies(len(self._copies))
+        until = time.monotonic() + max_seconds
         for store in self._stores:
-            store.close()
+            store.close(max(0.0, until - time.monotonic()))
 
     def _offer_copies(self, num: int) -> None:
         for _ in range(num):
