@@ -8,8 +8,8 @@ stops after a time: a session's next request comes after the answer to the one b
 MAX_PAUSE seconds after the division), `--concurrency` sessions at a time, and the next session when one has ended.
 Prompts are random tokens by the recorded ids, the same for all servers; answers have the recorded lengths.
 
-*Possible*: blocks that an infinite pool finds. *Belady*: blocks that the best eviction finds in a pool of this size, one
-request after the other; once in the order in which the requests were sent, and once in that of their first tokens.
+*Possible*: blocks that an infinite pool finds. *Belady*: blocks that the best eviction finds in a pool of this size,
+one request after the other; once in the order in which the requests were sent, and once in that of their first tokens.
 Servers need /reset_prefix_cache. `--dry` prints the sizes only. The last line of stdout is one JSON document.
 """
 
@@ -52,10 +52,10 @@ def paths_of(prompts: Sequence["array[int]"], size: int) -> list[list[int]]:
 
 def summary(jobs: Sequence[Job], records: Sequence[RequestRecord], size: int, pool: int) -> Json:
     """Return the figures of one run; tokens found are what the server reports."""
-    pairs = list(zip(jobs, records, strict=True))
     good = [record for record in records if record.ok]
-    sent = [job.prompt for job, _ in sorted(pairs, key=lambda pair: pair[1].arrival)]
-    served = [job.prompt for job, one in sorted(pairs, key=lambda pair: pair[1].first_token or 1e9)]
+    order = sorted(range(len(jobs)), key=lambda index: records[index].arrival)
+    sent = [jobs[index].prompt for index in order]
+    served = [jobs[index].prompt for index in sorted(order, key=lambda index: records[index].first_token or 1e9)]
     paths, in_turn = paths_of(sent, size), paths_of(served, size)
     cached, tokens = sum(record.cached_tokens for record in good), sum(map(len, sent))
     found: Json = {"possible": size * sum(infinite_hits(paths))}
@@ -101,7 +101,7 @@ def main() -> None:
         for seed in args.seeds:
             jobs = make_jobs(args, Path(scratch), seed)
             prompts = [job.prompt for job in jobs]
-            distinct = {16: 0, 32: 0} | {size: len(set().union(*paths_of(prompts, size))) * size for size in (16, 32)}
+            distinct = {size: len(set().union(*paths_of(prompts, size))) * size for size in (16, 32)}
             sizes = {"requests": len(jobs), "prompt_tokens": sum(map(len, prompts)), "distinct": distinct}
             print(json.dumps(cut | sizes | {"longest": max(map(len, prompts))}), file=sys.stderr, flush=True)
             for name, _, rest in () if args.dry else (server.partition("=") for server in args.server):
