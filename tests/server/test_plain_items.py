@@ -67,6 +67,9 @@ def test_only_kinds_that_other_engines_read_are_left_and_turns_extend_each_other
         assert {tool.get("type", "function") for tool in body["tools"]} <= {"function", "custom", "namespace"}
         assert "encrypted" not in json.dumps(body["input" if path == RESPONSES else "messages"])
         rows = body["input" if path == RESPONSES else "messages"]
+        if before and rows[len(before) - 1] != before[-1]:  # text that more text is joined to
+            text, more = before.pop()["content"][0]["text"], rows[len(before)]["content"][0]["text"]
+            assert more.startswith(text) and "[web_search_call]" in text
         assert rows[: len(before)] == before
         before = rows
 

@@ -7,7 +7,7 @@ is left to the engine.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -42,17 +42,39 @@ def plain_tools(api: str, tools: list[Values], counts: Counter[str]) -> list[Val
     return found
 
 
-def plain_items(items: list[Values], counts: Counter[str]) -> list[Values]:
+def plain_items(items: Sequence[Values], counts: Counter[str]) -> list[Values]:
     """Return the items of a Responses conversation as messages, calls of functions, their outputs and reasoning."""
     found: list[Values] = []
+    was_placed = False
     for item in items:
         try:
             plain = _plain_item(item)
         except InvalidRequestError:
             plain = item
         counts["plain_items"] += plain is not item
-        found += [] if plain is None else [plain]
+        if plain is None:
+            continue
+        is_placed = plain is not item and plain["type"] == "message"
+        if found and (is_placed or was_placed) and (joined := _joined(found[-1], plain)):
+            found[-1] = joined
+        else:
+            found.append(plain)
+        was_placed = is_placed
     return found
+
+
+def _joined(one: Values, other: Values) -> Values | None:
+    """Return two messages of the assistant as one with one text: vLLM reads no other part; None: they are no such."""
+    parts: list[Any] = []
+    for message in (one, other):
+        content = message.get("content")
+        if message.get("role") != "assistant" or not isinstance(content, list):
+            return None
+        parts += cast("list[Any]", content)
+    texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    if len(texts) < len(parts):
+        return None
+    return {**one, "content": [{"type": "output_text", "text": "\n".join(texts)}]}
 
 
 def _plain_item(item: Values) -> Values | None:
