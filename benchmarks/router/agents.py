@@ -2,12 +2,13 @@
 
     PYTHONPATH=src:lab/src python benchmarks/router/agents.py --sessions FOLDER [--rows ROW;ROW] [--only POLICY,POLICY]
 
-Recorded sessions (kv-cache-tester, AgentX) with lengths, outputs and pauses divided by 16, the first requests of
-each, all sessions behind one prefix of tools and system prompt, which the ids of the recording do not show, and
-sub-agents that are made up: of each two, one begins as its parent does and one with a prompt of its own kind. `cost`
-reads no names of sessions. Forms of it do: `names as key` places new prefixes by the name of the session, its
-sub-agents' too; `names as hits` believes the replica of the session's last request, or of its parent's, to have all
-of that prompt where the index knows of less; `two by name` is `cost` between two replicas by two hashes of the name.
+Recorded sessions (kv-cache-tester, AgentX) with lengths, outputs and pauses divided by 16 (rows `full length`: by 1),
+the first requests of each (`whole sessions`: all), all sessions behind one prefix of tools and system prompt, which the
+ids of the recording do not show, and sub-agents that are made up: of each two, one begins as its parent does and one
+with a prompt of its own kind. `cost` reads no names of sessions. Forms of it do: `names as key` places new prefixes by
+the name of the session, its sub-agents' too; `names as hits` believes the replica of the session's last request, or of
+its parent's, to have all of that prompt where the index knows of less; `two by name` is `cost` between two replicas by
+two hashes of the name.
 `two by content` is the same without names, by hashes of the prompt's beginning, as in DualMap (arXiv 2602.06502).
 `oracle` serves each request as early as it can; `oracle of all` adds the costs to others that `cost` knows.
 Virtual time; cells that are in the file are not run again.
@@ -39,14 +40,16 @@ from headstart.sim.sweep import Simulation
 from headstart.workload.recorded.agent_sessions import IdRuns
 from headstart.workload.recorded.trace_files import TraceOptions
 from headstart.workload.traces import Trace, TracedRequest
+from headstart_lab.router.peers import DualMapPolicy
 
 OUT = Path(__file__).with_name("agents.json")
-DIVISOR = 16  # of lengths and times
+DIVISOR = 16  # of lengths and times, but in rows of full length
 NUM_SESSIONS = 32
 PER_SESSION = 24  # first requests of each
+WHOLE = 100_000
 MAX_PAUSE = 600.0  # seconds, before the division
 SPREAD = 120.0  # seconds over which sessions begin, likewise
-BLOCK = 32  # tokens: eight ids
+BLOCK_IDS = 8  # of 64 tokens before the division: blocks of 512 tokens, or of 32
 SHARED_IDS = 232  # of 64 tokens before the division: tools and system prompt, alike in all sessions
 AGENT_IDS = 180  # the same of sub-agents with prompts of their own kind
 MAX_NAMES = 4096
@@ -124,8 +127,9 @@ class TwoByContent(TwoByName):
 
     def key(self, view: View) -> bytes:
         """Return the hash of the block at `BEGINNING` tokens."""
-        block_hashes = view.request.prompt.block_hashes(BLOCK)
-        return block_hashes[min(BEGINNING // BLOCK, len(block_hashes)) - 1] if block_hashes else view.key
+        size = view.candidates.endpoints[0].block_size
+        block_hashes = view.request.prompt.block_hashes(size)
+        return block_hashes[min(BEGINNING // size, len(block_hashes)) - 1] if block_hashes else view.key
 
 
 class OracleOfAll(OraclePolicy):
@@ -168,6 +172,9 @@ class Row:
     pool: int = 250_000
     routers: int = 1
     sub_agents: int = 0  # of each session
+    or_fewer: bool = False  # sub-agents: 1 to that number
+    divisor: int = DIVISOR
+    per_session: int = PER_SESSION
     restarts: bool = False  # of all routers at half of the time: their indexes are empty then
 
 
@@ -178,6 +185,15 @@ ROWS = {
     "4 sub-agents, 4 routers": Row(sub_agents=4, routers=4),
     "4 sub-agents, 2 routers": Row(sub_agents=4, routers=2),
     "4 sub-agents, 2 routers that restart": Row(sub_agents=4, routers=2, restarts=True),
+    "full length, pools of 0.25M": Row(divisor=1),
+    "full length, pools of 1M": Row(pool=1_000_000, divisor=1),
+    "full length, pools of 4M": Row(pool=4_000_000, divisor=1),
+    "full length, whole sessions, pools of 0.25M": Row(divisor=1, per_session=WHOLE),
+    "full length, whole sessions, pools of 1M": Row(pool=1_000_000, divisor=1, per_session=WHOLE),
+    "full length, whole sessions, pools of 4M": Row(pool=4_000_000, divisor=1, per_session=WHOLE),
+    "full length, 1 to 8 sub-agents": Row(pool=1_000_000, divisor=1, sub_agents=8, or_fewer=True),
+    "full length, 1 to 8 sub-agents, 2 routers": Row(1_000_000, 2, 8, or_fewer=True, divisor=1),
+    "full length, 1 to 8 sub-agents, 4 routers": Row(1_000_000, 4, 8, or_fewer=True, divisor=1),
 }
 
 
@@ -186,10 +202,10 @@ def workload(trace: Trace, row: Row, seed: int) -> list[SimRequest]:
     rng = Random(f"agents/{seed}")
     names = sorted({one.root for one in trace.requests})
     chosen = {name: rng.uniform(0.0, SPREAD) for name in rng.sample(names, NUM_SESSIONS)}
-    limit = int(0.9 * row.pool) // DIVISOR
+    limit = int(0.9 * row.pool) // row.divisor
     kept: dict[str, list[TracedRequest]] = {name: [] for name in chosen}
     for one in trace.requests:
-        if one.root in kept and len(kept[one.root]) < PER_SESSION and one.length + one.output <= limit:
+        if one.root in kept and len(kept[one.root]) < row.per_session and one.length + one.output <= limit:
             shared = () if one.parent else (range(1 << 30, (1 << 30) + min(SHARED_IDS, len(one.hash_ids))),)
             own = IdRuns(tuple(_behind(one.hash_ids, SHARED_IDS if shared else 0)))
             at = one.at + chosen[one.root] if not one.after else one.at
@@ -201,8 +217,8 @@ def workload(trace: Trace, row: Row, seed: int) -> list[SimRequest]:
         one if set(one.after) & numbers or not one.after else replace(one, at=chosen[one.root], after=())
         for one in requests
     ]
-    found = from_trace(replace(trace, requests=tuple(starts)), speed=float(DIVISOR))
-    return _with_sub_agents(found, row.sub_agents, rng)
+    found = from_trace(replace(trace, requests=tuple(starts)), speed=float(row.divisor))
+    return _with_sub_agents(found, row, rng)
 
 
 def _behind(ids: Any, count: int) -> list[range]:
@@ -214,15 +230,15 @@ def _behind(ids: Any, count: int) -> list[range]:
     return found
 
 
-def _with_sub_agents(requests: list[SimRequest], count: int, rng: Random) -> list[SimRequest]:
-    """Return the requests and those of `count` sub-agents in each session, behind some of its requests."""
+def _with_sub_agents(requests: list[SimRequest], row: Row, rng: Random) -> list[SimRequest]:
+    """Return the requests and those of the row's sub-agents in each session, behind some of its requests."""
     found, size, next_id = list(requests), requests[0].id_size, 1_500_000_000
     own = [index for index, one in enumerate(requests) if one.session and "/" not in one.session]
     by_session: dict[str, list[int]] = {}
     for index in own:
         by_session.setdefault(str(requests[index].session), []).append(index)
     for session, indices in by_session.items():
-        for number in range(count):
+        for number in range(rng.randint(1, row.sub_agents) if row.or_fewer else row.sub_agents):
             parent = rng.choice(indices)
             kind = range((1 << 30) + 1000, (1 << 30) + 1000 + AGENT_IDS)
             ids = requests[parent].block_ids if number % 2 else IdRuns((kind,))
@@ -233,10 +249,10 @@ def _with_sub_agents(requests: list[SimRequest], count: int, rng: Random) -> lis
                 runs = (*runs, range(next_id, next_id + more))
                 next_id += more
                 prompt = IdRuns(runs)
-                pause = rng.expovariate(1 / 5.0) / DIVISOR if turn else 0.0
+                pause = rng.expovariate(1 / 5.0) / row.divisor if turn else 0.0
                 one = replace(requests[parent], session=f"{session}/made{number}", block_ids=prompt, pause=pause)
                 length = len(prompt) * size
-                found.append(replace(one, prompt_tokens=length, output_tokens=14, after=(before,)))
+                found.append(replace(one, prompt_tokens=length, output_tokens=224 // row.divisor, after=(before,)))
                 before = len(found) - 1
             waits = [index for index in indices if parent in requests[index].after]
             for index in waits:
@@ -248,9 +264,12 @@ def run(trace: Trace, name: str, policy: str, seed: int) -> dict[str, Any]:
     """Run one cell."""
     row = ROWS[name]
     requests = workload(trace, row, seed)
-    profile = replace(REFERENCE, block_size=BLOCK, num_blocks=row.pool // DIVISOR // BLOCK)
-    base = "cost" if policy in FORMS else policy
-    fleet = Simulation(profile, 8, base, seed, row.routers, options=FleetOptions()).build(FORMS.get(policy))
+    block = BLOCK_IDS * 64 // row.divisor
+    profile = replace(REFERENCE, block_size=block, num_blocks=row.pool // row.divisor // block)
+    base, make = "cost" if policy in FORMS else policy, FORMS.get(policy)
+    if policy == "dualmap":  # longer than what all sessions begin with
+        make = lambda _: DualMapPolicy(BEGINNING * DIVISOR // row.divisor)  # noqa: E731
+    fleet = Simulation(profile, 8, base, seed, row.routers, options=FleetOptions()).build(make)
     if row.restarts:
         _restart_at_half(fleet, len(requests))
     fleet.run(requests)
@@ -284,14 +303,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     asked = parser.parse_args()
     found: dict[str, Any] = json.loads(asked.out.read_text()) if asked.out.exists() else {}
-    trace = TraceOptions(divisor=DIVISOR).read(asked.sessions)
+    traces = {divisor: TraceOptions(divisor=divisor).read(asked.sessions) for divisor in (1, DIVISOR)}
     policies = asked.only.split(",") if asked.only else POLICIES
     for seed in range(asked.seeds):
         for row in asked.rows.split(";") if asked.rows else ROWS:
             for policy in policies:
                 key, start = f"{row}/{policy}/{seed}", time.process_time()
                 if key not in found:
-                    found[key] = run(trace, row, policy, seed)
+                    found[key] = run(traces[ROWS[row].divisor], row, policy, seed)
                     asked.out.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n")
                     text = " ".join(f"{name} {value}" for name, value in found[key].items())
                     print(f"{key}: {text}, {time.process_time() - start:.0f} s", file=sys.stderr, flush=True)

@@ -100,6 +100,7 @@ def test_each_rule_changes_its_own_mistake_only(rule: str) -> None:
         "messages": [
             {"role": "system", "content": system},
             {"role": "assistant", "content": content, "reasoning_content": "Hm."},
+            {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "a", "arguments": '{"x": "y'}}]},
             {"role": "tool", "content": '{"b": 1, "a": 2}'},
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "Go on.\n<total_tokens>9 tokens left</total_tokens>"},
@@ -129,10 +130,10 @@ def test_bodies_of_the_other_apis_are_changed_alike() -> None:
     last = found["messages"][1]["content"]
     assert last[0]["content"] == '{"a":2,"b":1}' and last[1] == {"type": "text", "text": "\nrequest_id: 12345678"}
     assert [one["name"] for one in found["tools"]] == ["a", "b"]
-    assert set(applied) == ALL - {"schemas", "trace_headers", "dates", "token_counts", "inline_system"}
+    assert set(applied) == ALL - {"schemas", "trace_headers", "dates", "token_counts", "inline_system", "plain_items"}
 
     items = [
-        {"type": "reasoning", "summary": []},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
         {"type": "function_call_output", "call_id": "c", "output": "[1 , 2]"},
     ]
     found, applied = rewritten(RESPONSES, {"instructions": BILLING.format("3") + RULES, "input": items, "tools": None})

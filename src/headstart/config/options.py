@@ -48,7 +48,8 @@ def _table(name: str) -> Any:
 
 PROMPT_RULES = (
     *("tools", "schemas", "json", "drop_reasoning", "keep_reasoning"),
-    *("billing_header", "trace_headers", "request_ids", "token_counts", "inline_system", "dates"),
+    *("billing_header", "trace_headers", "request_ids", "token_counts", "inline_system", "plain_items"),
+    "dates",
 )
 """Names of the rules in openai/canonical/."""
 

@@ -21,6 +21,7 @@ from headstart.openai.canonical.canonical_messages import (
     without_counts,
     without_thought,
 )
+from headstart.openai.canonical.plain_items import plain_items, plain_messages, plain_tools
 from headstart.openai.canonical.prompt_rules import AppliedRules, PromptRules, applied_rules
 from headstart.openai.canonical.stable_tools import sorted_schema, sorted_tools, tool_name
 from headstart.openai.chat.template_forms import ContentForms
@@ -51,7 +52,9 @@ def canonical_body(
     if of_api is None:
         return CanonicalBody(data, values, ())
     counts: Counter[str] = Counter()
-    changed = {**_changed_tools(values, rules, counts), **of_api(values, rules, counts)}
+    plain = _plain(path, values, counts) if "plain_items" in rules else {}
+    values = {**values, **plain}
+    changed = {**plain, **_changed_tools(values, rules, counts), **of_api(values, rules, counts)}
     if "inline_system" in rules:
         changed |= _inlined(path, {**values, **changed}, forms, counts)
     if changed:
@@ -73,6 +76,19 @@ def canonical_line(line: str, rules: PromptRules) -> str:
     path = RESPONSES if "input" in values else MESSAGES if "system" in values else CHAT
     found = dict(canonical_body(path, json.dumps(values).encode(), values, rules).values)
     return json.dumps(found if key is None else {**sent, key: found})
+
+
+def _plain(path: str, values: Values, counts: Counter[str]) -> dict[str, Any]:
+    """Return the fields that the rule `plain_items` changes."""
+    name, found = "input" if path == RESPONSES else "messages", dict[str, Any]()
+    if (tools := _objects(values.get("tools"))) is not None and not _same(
+        kept := plain_tools(path, tools, counts), tools
+    ):
+        found["tools"] = kept
+    if (sent := _objects(values.get(name))) is not None:
+        plain = plain_items(sent, counts) if path == RESPONSES else plain_messages(path, sent, counts)
+        found |= {} if _same(plain, sent) else {name: plain}
+    return found
 
 
 def _inlined(path: str, values: Values, forms: ContentForms | None, counts: Counter[str]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ RULE_TEXTS: dict[str, str] = {
     "request_ids": "lines of system prompts that are ids (`Request ID: ...`) moved to the end of the last message",
     "token_counts": "statements of the tokens that are left (`<total_tokens>`, `<system_warning>`) dropped",
     "inline_system": "system messages that the chat template refuses, drops or moves written as a user's, in place",
+    "plain_items": "at a router: items, blocks and tools that other engines refuse written as those that they read",
     "dates": "dates and times in system prompts counted; never changed",
 }
 """Every rule, and its effect."""

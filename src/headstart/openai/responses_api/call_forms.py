@@ -203,7 +203,7 @@ def _chat_tool(field_name: str, tool: Json, namespace: str | None = None) -> Cha
         return ChatTool(field_name, function, form, {"execution": "client"} if kind == "tool_search" else {})
     names = {"name": tool["name"]} | ({} if namespace is None else {"namespace": namespace})
     if kind == "custom":
-        function = {"name": tool["name"], "description": _custom_description(tool), "parameters": _CUSTOM_INPUT}
+        function = {"name": tool["name"], "description": custom_description(tool), "parameters": _CUSTOM_INPUT}
         form = CALL_FORMS["custom_tool_call"][1]
     else:
         function = {key: value for key, value in tool.items() if key in _FUNCTION_KEYS and key != "type"}
@@ -216,7 +216,7 @@ def function_name(name: str, namespace: object) -> str:
     return f"{namespace}__{name}" if isinstance(namespace, str) else name
 
 
-def _custom_description(tool: Json) -> str:
+def custom_description(tool: Json) -> str:
     """Return the description with the grammar of the input, which is not enforced."""
     text = tool.get("description")
     format_ = tool.get("format")
