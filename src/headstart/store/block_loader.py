@@ -23,6 +23,7 @@ PIECE_BYTES = 2 << 20
 LENT_BYTES = 32 << 20
 """The maximum bytes read and not yet given back; at least two pieces."""
 MAX_ERRORS = 3  # consecutive loads that end with a disk error
+LONGEST_PAUSE = 4.0  # seconds: an attempt while reading is paused costs no request anything
 OVERDUE_SECONDS = 1.0  # for one piece
 LOOK_SECONDS = 0.05  # between two checks of whether a pause is over, or a load that waits for a buffer was cancelled
 
@@ -56,7 +57,7 @@ class Loader:
     """The thread's body, and its queues to the engine's thread, none of which blocks that thread."""
 
     def __init__(self, catalog: Tier, block_bytes: int, clock: Callable[[], float]) -> None:
-        self.health = SideHealth("reading", max_errors=MAX_ERRORS)
+        self.health = SideHealth("reading", max_errors=MAX_ERRORS, longest=LONGEST_PAUSE)
         self.done: deque[Piece] = deque()
         self.has_done = Event()
         self.num_read = 0  # blocks of all loads that are read or given up
