@@ -32,7 +32,7 @@ class SlowTier:
     def contains(self, block_hash: object) -> bool:
         return True
 
-    def read(self, keys: Sequence[BlockKey], buffer: memoryview) -> ReadResult:
+    def read(self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()) -> ReadResult:
         seconds = self.way(len(keys))
         self.clock.now += min(seconds, self.deadline)
         if seconds > self.deadline:
