@@ -240,6 +240,18 @@ def test_what_is_held_goes_before_a_running_sequence_does(shelf: Shelf) -> None:
         engine.step(store.now)
 
 
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 1.95])
+def test_what_arrives_before_its_sequence_is_admitted_is_used(shelf: Shelf, seconds: float) -> None:
+    """The load takes 2 s; meanwhile there is no place for the sequence for `seconds`."""
+    store = TimedStore(dict(shelf), expected=0.05, seconds=0.05)
+    engine = engine_on(store)
+    scheduler = engine.scheduler
+    admit = scheduler._admit
+    scheduler._admit = lambda *values: store.now > seconds and admit(*values)  # type: ignore[method-assign]
+    seconds_to_answer(engine, store)
+    assert engine.stats().counters.store_tokens / BLOCK >= 20 + 10 * seconds - 4
+
+
 def test_blocks_that_are_distrusted_meanwhile_are_not_published(shelf: Shelf) -> None:
     engine, store = begun(shelf)
     (load,) = engine.scheduler.transfers._loads.values()

@@ -272,7 +272,9 @@ class Transfers:
         for load_id, load in list(self._loads.items()):
             self._publish_held(load)
             is_running = load.is_met and load.seq.status is Status.RUNNING
-            if is_running and not load.held and load.is_over(self._cache.block_size):
+            if load.is_met and not load.held and load.index == load.end:
+                self._forget(load_id)
+            elif is_running and not load.held and load.is_over(self._cache.block_size):
                 self._drop(load_id, is_late=not load.index)
             elif not is_running and now > load.deadline:
                 load.seq.num_loads = MAX_LOADS

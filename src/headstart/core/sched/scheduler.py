@@ -27,7 +27,7 @@ from headstart.core.cache.eviction import PYTHON, BlockOps
 from headstart.core.cache.hashing import HashChain
 from headstart.core.cache.kv_cache import NO_HIT, Hit, KVCache
 from headstart.core.cache.pinned_prefixes import Demand, PinnedPrefixes
-from headstart.core.cache.transfers import Transfers
+from headstart.core.cache.transfers import Transfers, Wanted
 from headstart.core.cache.trust import Trust
 from headstart.core.errors import prompt_overflow
 from headstart.core.request import FinishReason, Request, Sequence, Status
@@ -318,12 +318,15 @@ class Scheduler:
         if not wanted.pieces:
             return False
         if reserved is None:
-            left = self.cache.num_available(seq, hit) - len(wanted.pieces) - transfers.num_outstanding
-            fits, may_meet = left >= 0, left >= len(wanted.pieces)
+            fits = len(wanted.pieces) + transfers.num_outstanding <= self.cache.num_available(seq, hit)
         else:
             fits = self._fits(seq, hit, reserved + wanted.num_pages)
-            may_meet = alone and self._fits(seq, hit, reserved + len(wanted.pieces))  # it runs beside its load
-        return fits and transfers.begin(seq, wanted, self._now, may_meet=alone and may_meet)
+        return fits and transfers.begin(seq, wanted, self._now, may_meet=alone and self._fits_beside(seq, hit, wanted))
+
+    def _fits_beside(self, seq: Sequence, hit: Hit, wanted: Wanted) -> bool:
+        """Return whether all of it fits beside what is loaded for it meanwhile."""
+        coming = len(wanted.pieces) + self.transfers.num_outstanding
+        return self.cache.num_new_blocks(seq, hit, len(seq.token_ids)) + coming <= self.cache.num_available(seq, hit)
 
     def _admit(self, plan: Plan, seq: Sequence, hit: Hit, reserved: int) -> bool:
         """Admit a waiting sequence and plan its first chunk; otherwise return False and change nothing."""
