@@ -17,6 +17,7 @@ SECONDS = 3600.0
 def prefer_the_store(put: Callable[[object, str, object], object]) -> None:
     """Loading is thought to take no time and never given up; closing writes all. `put` is setattr, or monkeypatch's."""
     put(transfers, "GRACE_SECONDS", SECONDS)
+    put(transfers, "WAIT_SECONDS", SECONDS)
     put(loader, "OVERDUE_SECONDS", SECONDS)
     put(disk, "CLOSE_SECONDS", SECONDS)
     put(disk.LoadEstimate, "expected", lambda self, num_blocks, now: 0.0)

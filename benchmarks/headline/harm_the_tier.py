@@ -219,7 +219,8 @@ def main() -> None:
         here = str(Path(__file__).resolve().parent)
         os.environ |= {CALLS_FILE: str(calls), "PYTHONPATH": f"{here}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         fleet = Fleet(model_folder(options.model, folder), options.threads, folder, redis_port)
-        stack.callback(fleet.kill, "all")
+        stack.callback(fleet.end)
+        fleet.end_at_sigterm()
         found = asyncio.run(measure(fleet, options, ports, calls))
     print(json.dumps({"benchmark": "harm_the_tier", **vars(options), **found}))
 

@@ -14,6 +14,7 @@ import asyncio
 import json
 import secrets
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -71,6 +72,7 @@ class Fleet:
     redis_port: int
     redis: "subprocess.Popen[bytes] | None" = None
     replicas: list[Served] = field(default_factory=list)
+    router: Served | None = None
 
     def __post_init__(self) -> None:
         self.secret = self.folder / "secret"
@@ -99,6 +101,20 @@ class Fleet:
             replica.kill()
         if which != "replicas" and self.redis is not None:
             self.redis.wait()
+
+    def end_at_sigterm(self) -> None:
+        """Kill all processes when this one is to end: an event loop would first wait for threads that wait for them."""
+
+        def end(number: int, frame: object) -> None:
+            self.end()
+            sys.exit(128 + number)
+
+        signal.signal(signal.SIGTERM, end)
+
+    def end(self) -> None:
+        self.kill("all")
+        if self.router is not None:
+            self.router.kill()
 
     async def computed(self, client: httpx.AsyncClient) -> int:
         """Return the prompt tokens that the living replicas have computed, also for requests that are not answered."""
@@ -198,7 +214,7 @@ async def measure(fleet: Fleet, options: argparse.Namespace, ports: list[int]) -
     for replica in fleet.replicas:
         await asyncio.to_thread(replica.wait_ready)
     urls = [replica.url for replica in fleet.replicas]
-    router = Served("router", router_command(urls, ports[0], fleet.folder / "decisions"), fleet.folder)
+    router = fleet.router = Served("router", router_command(urls, ports[0], fleet.folder / "decisions"), fleet.folder)
     router.start()
     try:
         await asyncio.to_thread(router.wait_ready)
@@ -352,7 +368,8 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headstart-kill-")))
         redis_port, *ports = quiet_ports(options.replicas + 3)
         fleet = Fleet(model_folder(options.model, folder), options.threads, folder, redis_port)
-        stack.callback(fleet.kill, "all")
+        stack.callback(fleet.end)
+        fleet.end_at_sigterm()
         found = asyncio.run(measure(fleet, options, ports))
     document = {"benchmark": "kill_every_replica", **vars(options), "plot": None, **found}
     if options.plot is not None:

@@ -109,7 +109,8 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headstart-read-")))
         (port,) = quiet_ports(1)
         fleet = Fleet(model_folder(options.model, folder), options.threads, folder, port)
-        stack.callback(fleet.kill, "all")
+        stack.callback(fleet.end)
+        fleet.end_at_sigterm()
         fleet.start_redis()
         url = f"redis://127.0.0.1:{port}"
         places = {"none": None, "disk": str(folder / "a"), "redis": f"{url}/0", "both": f"{folder / 'b'},{url}/1"}

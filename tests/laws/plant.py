@@ -235,11 +235,29 @@ def loaded_blocks_are_cleared() -> None:
 
 
 def promises_of_a_failed_load_stay() -> None:
-    def planted(self: Transfers, load_id: int) -> None:
-        load = self._loads.pop(load_id)
+    def planted(self: Transfers, load: Any) -> None:
         self.num_outstanding -= load.end - load.index
+        load.end = load.index
 
-    Transfers._forget = planted  # type: ignore[method-assign]
+    Transfers._end = planted  # type: ignore[method-assign]
+
+
+def a_met_load_outlives_its_sequence() -> None:
+    Transfers.left = lambda self, seq: None  # type: ignore[method-assign]
+
+
+def blocks_are_published_before_those_in_front_of_them() -> None:
+    def planted(self: Transfers, load: Any) -> None:
+        for index, block in load.held.items():
+            self._cache.publish_block(load.seq, index, block)
+            self._pool.release([block])
+        load.held = {}
+
+    Transfers._publish_held = planted  # type: ignore[method-assign]
+
+
+def what_has_arrived_is_computed_too() -> None:
+    Transfers.chunk_len = lambda self, seq, start, num: num  # type: ignore[method-assign]
 
 
 def what_a_failed_row_used_is_loaded_again() -> None:
@@ -339,6 +357,9 @@ BUGS: dict[str, Callable[[], None]] = {
         the_store_writes_what_is_there_now,
         loaded_blocks_are_cleared,
         promises_of_a_failed_load_stay,
+        a_met_load_outlives_its_sequence,
+        blocks_are_published_before_those_in_front_of_them,
+        what_has_arrived_is_computed_too,
         what_a_failed_row_used_is_loaded_again,
         shared_blocks_of_a_failed_row_are_given_up,
         corrupt_shared_blocks_stay,

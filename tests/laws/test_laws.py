@@ -255,7 +255,7 @@ def check_laws(engine: Engine) -> None:
     transfers = scheduler.transfers
     loads = transfers._loads.values()
     assert transfers.num_outstanding == len(transfers._promised) == sum(load.end - load.index for load in loads)
-    references: dict[int, int] = {}
+    references = {block: 1 for load in loads for block in load.held.values()}
     for seq in scheduler.running:
         assert seq.status is Status.RUNNING
         for block in seq.block_ids:

@@ -19,9 +19,9 @@ BY_HAND, PROMISES, ORDER, ISOLATION, APART, LAG = (
     f"tests/laws/test_{name}.py::test_"
     for name in ("laws_by_hand", "promises", "order", "isolation", "tenants_apart", "lag")
 )
-TRANSFERS, TRUST, KEPT, ADMISSION, CHECKPOINTS, DRAFTED = (
+TRANSFERS, MEETING, TRUST, KEPT, ADMISSION, CHECKPOINTS, DRAFTED = (
     f"tests/core/test_{name}.py::test_"
-    for name in ("transfers", "trust", "blocks_kept", "admission", "checkpoints", "drafted_checkpoints")
+    for name in ("transfers", "meeting", "trust", "blocks_kept", "admission", "checkpoints", "drafted_checkpoints")
 )
 CAUGHT_BY = {
     "double_free": BY_HAND + "law_2_blocks_of_a_row_that_failed_are_never_found",
@@ -53,6 +53,9 @@ CAUGHT_BY = {
     "the_store_writes_what_is_there_now": TRANSFERS + "a_block_that_was_given_to_another_is_not_written",
     "loaded_blocks_are_cleared": TRANSFERS + "a_suspect_block_is_cleared_before_it_is_filled_and_not_after",
     "promises_of_a_failed_load_stay": TRANSFERS + "a_load_that_fails_is_computed",
+    "a_met_load_outlives_its_sequence": MEETING + "an_aborted_sequence_leaves_nothing_behind",
+    "blocks_are_published_before_those_in_front_of_them": MEETING + "chains_are_published_from_the_front",
+    "what_has_arrived_is_computed_too": MEETING + "front_and_back_meet",
     "what_a_failed_row_used_is_loaded_again": TRANSFERS + "what_a_failed_row_wrote_is_not_loaded_again",
     "shared_blocks_of_a_failed_row_are_given_up": TRUST + "requests_that_overflow_cost_a_pinned_prefix_no_block",
     "corrupt_shared_blocks_stay": TRUST + "a_corrupt_shared_block_is_gone_after_the_first_request_that_reads_it",

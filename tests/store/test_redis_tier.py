@@ -85,6 +85,23 @@ def test_what_one_process_writes_another_loads_in_order_and_after_a_restart(open
     assert (stats.loaded_blocks, stats.degraded, sum(stats.misses.values())) == (3, "", 0)
 
 
+def test_the_next_piece_is_asked_for_while_one_is_opened(server: RedisServer, opened: Open, pool: Pool) -> None:
+    writes = opened()
+    pool.offer(writes, *range(1, 5))
+    tier = RedisTier(server.url, None, SHAPE, SECRET, TTL)
+    assert written(writes, *range(1, 5))
+    first, second, buffer = keys(1, 2), keys(3, 4), bytearray(2 * BLOCK_BYTES)
+    assert tier.read(first, memoryview(buffer), second).num_blocks == 2 and bytes(buffer) == content(name(1)) + content(
+        name(2)
+    )
+    asked = tier._asked
+    assert asked is not None and len(asked[1].result()) == 2
+    client(server).flushall()  # it has been fetched already
+    assert tier.read(second, memoryview(buffer)).num_blocks == 2
+    assert tier.read(list(second), memoryview(buffer)).miss == "gone", "it is for one load"
+    tier.close()
+
+
 def test_through_a_unix_socket(opened: Open, pool: Pool, server: RedisServer) -> None:
     store = opened(f"unix://{server.socket_path}?db=3")
     pool.offer(store, 1)

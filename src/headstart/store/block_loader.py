@@ -23,6 +23,7 @@ PIECE_BYTES = 2 << 20
 LENT_BYTES = 32 << 20
 """The maximum bytes read and not yet given back; at least two pieces."""
 MAX_ERRORS = 3  # consecutive loads that end with a disk error
+LONGEST_PAUSE = 4.0  # seconds: an attempt while reading is paused costs no request anything
 OVERDUE_SECONDS = 1.0  # for one piece
 LOOK_SECONDS = 0.05  # between two checks of whether a pause is over, or a load that waits for a buffer was cancelled
 
@@ -56,7 +57,7 @@ class Loader:
     """The thread's body, and its queues to the engine's thread, none of which blocks that thread."""
 
     def __init__(self, catalog: Tier, block_bytes: int, clock: Callable[[], float]) -> None:
-        self.health = SideHealth("reading", max_errors=MAX_ERRORS)
+        self.health = SideHealth("reading", max_errors=MAX_ERRORS, longest=LONGEST_PAUSE)
         self.done: deque[Piece] = deque()
         self.has_done = Event()
         self.num_read = 0  # blocks of all loads that are read or given up
@@ -118,8 +119,11 @@ class Loader:
         """Hand over all pieces of a load; in every case one of them is the last."""
         latency = max(0.0, self._clock() - max(load.requested_at, self._idle_since))
         num, miss = 0, "io" if self.health.reason else None
+        ahead = load.keys[: self._piece_blocks]
         while num < len(load.keys) and miss is None and (buffer := self._buffer(load)) is not None:
-            found, seconds = self._read(load.keys[num : num + self._piece_blocks], buffer)
+            end = num + 2 * self._piece_blocks
+            keys, ahead = ahead, load.keys[num + self._piece_blocks : end]
+            found, seconds = self._read(keys, buffer, ahead)
             num, miss = num + found.num_blocks, found.miss
             self.num_read += found.num_blocks
             is_last = miss is not None or num == len(load.keys)
@@ -130,11 +134,13 @@ class Loader:
             self.hand_over(Piece(load, None, 0, True, miss, 0.0, latency))
         self.num_read += len(load.keys) - num
 
-    def _read(self, keys: Sequence[BlockKey], buffer: bytearray) -> tuple[ReadResult, float]:
+    def _read(
+        self, keys: Sequence[BlockKey], buffer: bytearray, ahead: Sequence[BlockKey] = ()
+    ) -> tuple[ReadResult, float]:
         """Read one piece; return the result and the seconds it took."""
         began = self._reading_since = self._clock()
         try:
-            found = self._catalog.read(keys, memoryview(buffer))
+            found = self._catalog.read(keys, memoryview(buffer), ahead)
             error = found.error
         except Exception as mistake:  # an internal error: it must not end the thread
             say(traceback.format_exc())

@@ -200,7 +200,7 @@ class Catalog:
         """
         self._folder.refresh()
 
-    def read(self, keys: Sequence[BlockKey], buffer: memoryview) -> ReadResult:
+    def read(self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()) -> ReadResult:
         """Read blocks from the first on, each verified against its key, until one is unavailable.
 
         `buffer` has space for all; after the blocks that count its content is undefined. A block that does not match

@@ -26,6 +26,7 @@ MISSES = ("gone", "corrupt", "mismatch", "io", "slow")
 KEEP = 0.7  # weight of the past at every measurement
 FADE_SECONDS = 5.0  # without a load, after which the estimate begins to decay; also its half-life
 PROBE_SECONDS = 2.0  # between two probes after a load that was late
+STALE_SECONDS = 30.0  # after which a probe says nothing about the tier any more
 
 
 class TierStore:
@@ -75,8 +76,9 @@ class TierStore:
             return float("inf")
         if self._late is not None:
             self._probe(self._late, now)
-            if now - self._measured_at > FADE_SECONDS:
+            if now - self._measured_at > STALE_SECONDS:
                 return float("inf")
+            now = self._measured_at  # until a load is complete only a probe may lower what is expected
         return self._estimate.expected(num_blocks + self._num_requested - loader.num_read, now)
 
     def load(self, keys: Sequence[BlockKey]) -> int:
@@ -191,7 +193,8 @@ class TierStore:
         load, buffer = piece.load, piece.buffer
         if piece.num_blocks:
             self._measured_at = self._clock()
-            self._estimate.measured(piece.num_blocks, piece.seconds, piece.latency, self._measured_at)
+            learn = self._estimate.measured if load.load_id else self._estimate.probed
+            learn(piece.num_blocks, piece.seconds, piece.latency, self._measured_at)
         is_awaited = load.load_id in self._loads
         num = min(piece.num_blocks, load.num_wanted - load.num_given) if is_awaited else 0
         data: tuple[Data, ...] = ()
@@ -286,15 +289,17 @@ def _end(writer: Writer, loader: Loader, catalog: Tier, threads: list[threading.
 
 
 class LoadEstimate:
-    """The expected duration of loads: latency + blocks waiting or requested x seconds per block. Pure: no clock.
+    """The expected duration of loads: latency + a constant + blocks waiting or requested x seconds per block. No clock.
 
-    An exponentially weighted average per block, so that the fixed costs of small loads have little weight in it.
-    Without new measurements it decays after some seconds, so that eventually a load is tried again; while that one is
-    in flight, the old estimate applies to all others.
+    Loads teach the seconds per block, by an exponentially weighted average, so that the fixed costs of small ones have
+    little weight in it. A probe of one block teaches latency and constant, and what a block takes at most, each at
+    once: so after harm a tier is used as soon as one probe was fast. Without new measurements the estimate decays after
+    some seconds, so that eventually a load is tried again; while that one is in flight, the old estimate applies to all
+    others.
     """
 
     def __init__(self) -> None:
-        self._seconds, self._blocks, self._latency = 0.0, 0.0, 0.0
+        self._seconds, self._blocks, self._latency, self._constant = 0.0, 0.0, 0.0, 0.0
         self._last_at = float("-inf")  # when a load was requested or measured
         self._was_raised = False  # since the last measurement
 
@@ -304,7 +309,7 @@ class LoadEstimate:
             return 0.0
         idle = now - self._last_at - FADE_SECONDS
         fade = 0.5 ** (idle / FADE_SECONDS) if idle > 0 else 1.0
-        return (self._latency + num_blocks * self._seconds / self._blocks) * fade
+        return (self._latency + self._constant + num_blocks * self._seconds / self._blocks) * fade
 
     def blocks_per_s(self) -> float:
         """Return the blocks per second while loading; 0.0: not measured."""
@@ -316,12 +321,18 @@ class LoadEstimate:
 
     def measured(self, num_blocks: int, seconds: float, latency: float, now: float) -> None:
         """Record that `num_blocks` were read in `seconds`, by a load that had waited for `latency` before."""
-        is_first = not self._blocks
-        self._latency = latency if is_first else KEEP * self._latency + (1 - KEEP) * latency
-        self._seconds = KEEP * self._seconds + seconds
-        self._blocks = KEEP * self._blocks + num_blocks
-        self._last_at = now
-        self._was_raised = False
+        if self._blocks:
+            latency = KEEP * self._latency + (1 - KEEP) * latency
+            self._constant = min(self._constant, seconds)
+        self._add(num_blocks, seconds - self._constant, latency, now)
+
+    def probed(self, num_blocks: int, seconds: float, latency: float, now: float) -> None:
+        """Record that a probe read `num_blocks` in `seconds`, constant included, after it had waited for `latency`."""
+        if not self._blocks:
+            self._add(num_blocks, seconds, latency, now)
+        self._seconds = min(self._seconds, self._blocks * seconds / num_blocks)
+        self._constant = max(0.0, seconds - num_blocks * self._seconds / self._blocks)
+        self._add(0, 0.0, latency, now)
 
     def too_slow(self, num_blocks: int, seconds: float, now: float) -> None:
         """Record that a load was given up after `seconds`, within which `num_blocks` should have been read."""
@@ -331,3 +342,9 @@ class LoadEstimate:
         self._seconds = self._blocks * max(per_block, seconds / num_blocks)
         self._was_raised = True
         self._last_at = now
+
+    def _add(self, num_blocks: int, seconds: float, latency: float, now: float) -> None:
+        self._latency, self._last_at, self._was_raised = latency, now, False
+        keep = KEEP if num_blocks else 1.0
+        self._seconds = keep * self._seconds + seconds
+        self._blocks = keep * self._blocks + num_blocks

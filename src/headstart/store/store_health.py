@@ -33,11 +33,14 @@ def reason_of(error: BaseException) -> str:
 class SideHealth:
     """The state of one side, e.g. "writing"; `max_errors` in a row pause it."""
 
-    def __init__(self, side: str, *, max_errors: int = 1, say: Callable[[str], None] = say) -> None:
+    def __init__(
+        self, side: str, *, max_errors: int = 1, longest: float = LONGEST_PAUSE, say: Callable[[str], None] = say
+    ) -> None:
+        """`longest`: the longest pause in seconds."""
         self.side = side
         self.reason = ""  # why it is paused; empty: it works
         self.num_degraded = 0  # times that it stopped working
-        self._max_errors = max_errors
+        self._max_errors, self._longest = max_errors, longest
         self._say = say
         self._errors = 0  # in a row
         self._pause = 0.0
@@ -63,8 +66,8 @@ class SideHealth:
         self._errors += 1
         if not self.reason and self._errors < self._max_errors:
             return
-        is_recent = bool(self.reason) or now - self._works_since < LONGEST_PAUSE
-        self._pause = min(2 * self._pause, LONGEST_PAUSE) if self._pause and is_recent else FIRST_PAUSE
+        is_recent = bool(self.reason) or now - self._works_since < self._longest
+        self._pause = min(2 * self._pause, self._longest) if self._pause and is_recent else FIRST_PAUSE
         self._retry_at = now + self._pause
         began = not self.reason
         self.reason = reason

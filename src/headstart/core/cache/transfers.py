@@ -5,10 +5,16 @@ waits, takes it over once it is published, and costs no other sequence its turn.
 sequence misses and the store has, if the expected load time is less than the time to compute them, both as measured on
 this machine; cancel if it takes much longer than expected. Data arrive outside the pool and get blocks only when they
 are complete and verified, so a hanging disk holds nothing but the promise, and that only until its deadline.
+
+A sequence that is the only one with a prompt to compute does not wait for more than a tenth of that time. A load that
+is expected to take longer is *met* (after Cake, arXiv 2410.03065): it brings the last blocks first, the sequence
+computes from the front, and takes the rest over when it gets there. What has arrived is held until then, and is given
+up first if blocks run out. A shorter load that is late is passed: the sequence computes, and uses what still arrives.
+Recurrent layers exclude both: a load brings one state, and computing on the way to it would be for nothing.
 """
 
 from collections.abc import Iterable
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 from headstart.core.cache.block_pool import BlockPool
@@ -16,11 +22,14 @@ from headstart.core.cache.block_store import BlockKey, BlockStore, Loaded
 from headstart.core.cache.hashing import BlockHash, page_hash
 from headstart.core.cache.kv_cache import Hit, KVCache
 from headstart.core.executor import Executor
-from headstart.core.request import Sequence
+from headstart.core.request import Sequence, Status
 
 MAX_LOADS = 8  # of one sequence; after that it computes
 PATIENCE = 2.0  # times the expected duration
 GRACE_SHARE, GRACE_SECONDS = 0.1, 0.05  # minimum patience: this share of the compute time, plus a constant
+WAIT_SECONDS = 0.02  # for which a load is waited for at least
+MEET_BLOCKS, MEET_RUN = 4, 4  # the shortest load that is met; blocks that one brings in their order, for runs on a disk
+MIN_CHUNK = 2  # blocks that are computed between two looks at what has arrived
 BLIND_SECONDS = 1.0  # minimum patience while the compute rate is unknown
 FADING_TOKENS = 4096  # prefill tokens over which the measured rate decays
 
@@ -60,14 +69,44 @@ class Wanted(NamedTuple):
 
 
 class _Load:
-    """Pieces `[index, end)` of what one sequence wants are being loaded; `index` advances as they arrive."""
+    """Pieces `[index, end)` of what one sequence wants are being loaded; `index` advances as they arrive.
 
-    __slots__ = ("deadline", "depth", "end", "index", "names", "patience", "pieces", "seq")
+    `is_passed`: its sequence computes meanwhile. `held`: blocks that have arrived, by their index in the sequence, if
+    it is met.
+    """
+
+    __slots__ = (
+        "began",
+        "deadline",
+        "depth",
+        "end",
+        "expected",
+        "held",
+        "index",
+        "is_passed",
+        "names",
+        "patience",
+        "pieces",
+        "seq",
+        "wait_until",
+    )
 
     def __init__(self, seq: Sequence, wanted: Wanted, names: list[BlockHash], patience: float, now: float) -> None:
         self.seq, self.pieces, self.names, self.index, self.end = seq, wanted.pieces, names, 0, len(names)
         self.depth = wanted.pieces[0][0] + 1 if wanted.num_pages else 0  # of the checkpoint, in blocks
         self.patience, self.deadline = patience, now + patience
+        self.began, self.expected, self.wait_until = now, 0.0, inf
+        self.is_passed, self.held = False, dict[int, int]()
+
+    @property
+    def is_met(self) -> bool:
+        """Whether it brings its last blocks first."""
+        return self.wait_until == self.began
+
+    def is_over(self, block_size: int) -> bool:
+        """Return whether its sequence has computed all that it has not brought yet."""
+        coming = self.pieces[self.index : min(self.index + MEET_RUN, self.end)]
+        return all((index + 1) * block_size <= self.seq.next_start for index, _ in coming)
 
     def brings_state(self, seq: Sequence, start: int, block_size: int) -> bool:
         """Return whether it brings a checkpoint from which this sequence could continue behind `start`."""
@@ -87,10 +126,11 @@ class Transfers:
         self.rate = ComputeRate()
         self.num_outstanding = 0  # blocks promised by loads
         self._cache = cache
+        self._now = 0.0  # at the last `take_in`
         self._pool: BlockPool = cache.pool
         self._store = store
         self._loads: dict[int, _Load] = {}
-        self._promised: set[BlockHash] = set()
+        self._promised: dict[BlockHash, _Load] = {}
         self._loaded: set[BlockHash] = set()  # published hashes that came from the store
         self._offered: set[BlockHash] = (
             set()
@@ -99,13 +139,18 @@ class Transfers:
             self._pool.listeners.append(self)
             self._pool.page_listeners.append(self)
 
-    def awaits(self, seq: Sequence, index: int, start: int) -> bool:
-        """Return whether block `index` of the sequence, or a state behind `start`, is being loaded. Changes nothing."""
+    def awaits(self, seq: Sequence, index: int, start: int, *, alone: bool = False) -> bool:
+        """Return whether to wait for block `index` of the sequence, or a state behind `start`, that is being loaded.
+
+        `alone`: no other sequence has a prompt to compute. Then a load that is late is passed.
+        """
         block_hashes, size = seq.block_hashes, self._cache.block_size
         if not self._promised or not self._cache.reads(seq):
             return False
-        if index < len(block_hashes) and block_hashes[index] in self._promised:
-            return True
+        load = self._promised.get(block_hashes[index]) if index < len(block_hashes) else None
+        if load is not None:
+            load.is_passed = load.is_passed or (alone and self._now >= load.wait_until)
+            return not load.is_passed
         return any(load.brings_state(seq, start, size) for load in self._loads.values())
 
     def finds(self, seq: Sequence, index: int, start: int) -> Wanted:
@@ -118,6 +163,8 @@ class Transfers:
             return Wanted()
         if self._cache.checkpoints.num_pages:
             return self._finds_state(seq, index, start)
+        if self._passed(seq) is not None:
+            return Wanted()
         end = index
         while end < len(block_hashes) and store.contains(block_hashes[end]):
             if self._pool.contains(block_hashes[end]) or block_hashes[end] in self._promised:
@@ -149,8 +196,11 @@ class Transfers:
         """Return whether the pool or the store has a block with this hash. Changes nothing."""
         return self._pool.contains(block_hash) or (self._store is not None and self._store.contains(block_hash))
 
-    def begin(self, seq: Sequence, wanted: Wanted, now: float) -> bool:
-        """Begin to load what a sequence wants if that is faster than computing; else change nothing."""
+    def begin(self, seq: Sequence, wanted: Wanted, now: float, *, may_meet: bool = False) -> bool:
+        """Begin to load what a sequence wants if that is faster than computing; else change nothing.
+
+        Return whether the sequence waits for it; if it `may_meet` a long load, it does not.
+        """
         store, cache, num = self._store, self._cache, len(wanted.pieces)
         assert store is not None and num > 0
         expected = store.expected_seconds(num, cache.key(seq, *wanted.pieces[0]).block_hash)
@@ -158,19 +208,60 @@ class Transfers:
         if not expected < computing:
             return False
         grace = BLIND_SECONDS if computing == inf else GRACE_SHARE * computing
+        longest = max(GRACE_SHARE * computing, WAIT_SECONDS)
+        meets = may_meet and num >= MEET_BLOCKS and expected > longest and not cache.checkpoints.num_pages
+        if meets:
+            runs = [wanted.pieces[at : at + MEET_RUN] for at in range(0, num, MEET_RUN)]
+            wanted = wanted._replace(pieces=tuple(piece for run in reversed(runs) for piece in run))
         keys = [cache.key(seq, index, page) for index, page in wanted.pieces]
         load_id = store.load(keys)
         patience = max(PATIENCE * expected, grace) + GRACE_SECONDS
         names = [key.block_hash for key in keys]
-        self._loads[load_id] = _Load(seq, wanted, names, patience, now)
-        self._promised.update(names)
+        load = self._loads[load_id] = _Load(seq, wanted, names, patience, now)
+        load.expected, load.is_passed = expected, meets
+        if not cache.checkpoints.num_pages:
+            load.wait_until = now if meets else now + max(expected, longest)
+        self._promised.update(dict.fromkeys(names, load))
         self.num_outstanding += num
         seq.num_loads += 1
-        return True
+        return not meets
+
+    def chunk_len(self, seq: Sequence, start: int, num: int) -> int:
+        """Return how many of `num` tokens from `start` on to compute until the next look at a load that is passed.
+
+        That is up to the first block that has arrived, and no longer than until load and sequence should meet.
+        """
+        load = self._passed(seq) if self._loads and num > 1 else None
+        if load is None:
+            return num
+        size, late = self._cache.block_size, self._now - load.began
+        first, last = start // size, max(index for index, _ in load.pieces) + 1
+        ahead = (index for index in load.held if index * size >= start + (not seq.num_scheduled_tokens))
+        stop = min(ahead, default=last)
+        if load.index < load.end and stop > first:
+            coming = load.expected - late if late < load.expected else late
+            share = coming / (coming + (stop - first) * size * self.rate.seconds_per_token)
+            stop = min(stop, first + max(ceil((stop - first) * share), MIN_CHUNK))
+        elif stop == last:
+            return num
+        return min(num, max(stop * size - start, 0))
+
+    def left(self, seq: Sequence) -> None:
+        """Give up the loads that a sequence was to meet: it is finished, or begins again."""
+        for load_id in [load_id for load_id, load in self._loads.items() if load.is_met and load.seq is seq]:
+            self._drop(load_id, is_late=False)
+
+    def give_up_held(self) -> bool:
+        """Give up the loads that hold blocks, which others need; return whether there were any."""
+        found = [load_id for load_id, load in self._loads.items() if load.held]
+        for load_id in found:
+            self._drop(load_id, is_late=False)
+        return bool(found)
 
     def take_in(self, executor: Executor, now: float) -> None:
         """Publish the blocks that have arrived, so that their sequences find them, and cancel overdue loads."""
         store = self._store
+        self._now = now
         if store is None:
             return
         for loaded in store.poll():
@@ -179,10 +270,15 @@ class Transfers:
                 self._take_in(load, loaded, executor, now)
             store.done_with(loaded)
         for load_id, load in list(self._loads.items()):
-            if now > load.deadline:
-                load.seq.num_loads = MAX_LOADS
-                store.cancel(load_id, is_late=True)
+            self._publish_held(load)
+            is_running = load.is_met and load.seq.status is Status.RUNNING
+            if load.is_met and not load.held and load.index == load.end:
                 self._forget(load_id)
+            elif is_running and not load.held and load.is_over(self._cache.block_size):
+                self._drop(load_id, is_late=not load.index)
+            elif not is_running and now > load.deadline:
+                load.seq.num_loads = MAX_LOADS
+                self._drop(load_id, is_late=True)
 
     def wait(self, timeout: float) -> None:
         """Wait for loaded blocks, if any load is in flight."""
@@ -228,6 +324,9 @@ class Transfers:
         """Discard blocks that are or may be corrupt from the store."""
         if self._store is not None and block_hashes:
             self._store.distrust(block_hashes)
+            for load_id, load in list(self._loads.items()):
+                if not {load.seq.block_hashes[index] for index in load.held}.isdisjoint(block_hashes):
+                    self._drop(load_id, is_late=False)
 
     # ------------------------------------------------------------------------------------------- called by the pool
 
@@ -241,7 +340,9 @@ class Transfers:
         self._offered.discard(block_hash)
 
     def cleared(self) -> None:
-        """Drop the origin of all blocks."""
+        """Drop the origin of all blocks; what is held goes with the next step."""
+        for load in self._loads.values():
+            load.deadline = -inf if load.held else load.deadline
         self._loaded.clear()
         self._offered.clear()
 
@@ -268,9 +369,10 @@ class Transfers:
             load.seq.num_loads = MAX_LOADS  # out of space: the sequence computes as much as fits
             if not loaded.is_last:
                 self._store.cancel(loaded.load_id, is_late=False)
-            self._forget(loaded.load_id)
-        elif loaded.is_last:
-            self._forget(loaded.load_id)
+        if loaded.is_last or len(blocks) < len(loaded.data):
+            self._end(load)
+            if not load.held:
+                self._forget(loaded.load_id)
 
     def _allocate(self, load: _Load, num: int) -> list[int]:
         """Allocate at most `num` blocks, without evicting blocks that the sequence is about to take over."""
@@ -288,17 +390,52 @@ class Transfers:
         return pool.allocate(num, request.tenant, by=request.request_id, states=states)
 
     def _publish(self, load: _Load, blocks: list[int]) -> None:
+        """Publish the next blocks of a load, or hold them if it is met."""
         seq, start = load.seq, load.index
         load.index += len(blocks)
         names = load.names[start : load.index]
-        self._promised.difference_update(names)
+        for name in names:
+            del self._promised[name]
         self.num_outstanding -= len(blocks)
+        if load.is_met:
+            load.held.update((index, block) for (index, _), block in zip(load.pieces[start:], blocks, strict=False))
+            return
         for (index, page), name, block in zip(load.pieces[start : load.index], names, blocks, strict=True):
             if self._cache.publish_block(seq, index, block, page):
                 self._loaded.add(name)
         self._pool.release(blocks, seq.request.retention)
 
+    def _publish_held(self, load: _Load) -> None:
+        """Publish the blocks that are held and whose sequence has come to them, from the front on."""
+        seq, size, published = load.seq, self._cache.block_size, list[int]()
+        for index in sorted(load.held):
+            is_behind = not seq.num_scheduled_tokens and index > 0 and self._pool.contains(seq.block_hashes[index - 1])
+            if index * size > seq.num_computed_tokens and not is_behind:
+                break
+            published.append(load.held.pop(index))
+            if self._cache.publish_block(seq, index, published[-1]):
+                self._loaded.add(seq.block_hashes[index])
+        self._pool.release(published, seq.request.retention)
+
+    def _passed(self, seq: Sequence) -> _Load | None:
+        """Return the load that this sequence does not wait for."""
+        return next((load for load in self._loads.values() if load.is_passed and load.seq is seq), None)
+
+    def _end(self, load: _Load) -> None:
+        """End a load: what has not arrived is promised no more."""
+        for name in load.names[load.index : load.end]:
+            del self._promised[name]
+        self.num_outstanding -= load.end - load.index
+        load.end = load.index
+
+    def _drop(self, load_id: int, *, is_late: bool) -> None:
+        """Cancel a load, unless all has arrived, and forget it."""
+        assert self._store is not None
+        if self._loads[load_id].index < self._loads[load_id].end:
+            self._store.cancel(load_id, is_late=is_late)
+        self._forget(load_id)
+
     def _forget(self, load_id: int) -> None:
         load = self._loads.pop(load_id)
-        self._promised.difference_update(load.names[load.index :])
-        self.num_outstanding -= load.end - load.index
+        self._end(load)
+        self._pool.release(list(load.held.values()))

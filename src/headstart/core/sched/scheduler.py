@@ -27,7 +27,7 @@ from headstart.core.cache.eviction import PYTHON, BlockOps
 from headstart.core.cache.hashing import HashChain
 from headstart.core.cache.kv_cache import NO_HIT, Hit, KVCache
 from headstart.core.cache.pinned_prefixes import Demand, PinnedPrefixes
-from headstart.core.cache.transfers import Transfers
+from headstart.core.cache.transfers import Transfers, Wanted
 from headstart.core.cache.trust import Trust
 from headstart.core.errors import prompt_overflow
 from headstart.core.request import FinishReason, Request, Sequence, Status
@@ -91,6 +91,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._num_arrivals = 0
         self._now = 0.0
+        self._num_prompts = 0  # sequences with prompt tokens to compute, when the step was planned
         self._drains = False  # the next plan may preempt, so nothing may be in flight
         self._finished: list[str] = []  # ids whose state the executor may drop
 
@@ -152,7 +153,7 @@ class Scheduler:
         plan = self._plan(running, shares, victims)
         if shares and not plan.entries and not self.in_flight:  # those with a share wait, and the others may run
             plan = self._plan(running, NO_SHARES, victims)
-        if not plan.entries and (self.transfers.num_outstanding or self.in_flight):
+        if not plan.entries and (self.transfers.num_outstanding or self.in_flight or self.transfers.give_up_held()):
             return Batch(())
         assert plan.entries or not self._sequences, (
             f"nothing planned for {len(self.waiting)} waiting and {len(self.running)} running sequences "
@@ -197,7 +198,8 @@ class Scheduler:
         if shares:
             decodes = Counter(seq.request.tenant for seq in running if is_decode(seq))
             num_decodes = sum(min(num, shares[tenant].num_rows) for tenant, num in decodes.items())
-        most = self.step_times.max_prompt_tokens(num_decodes, len(self._sequences) - total)
+        self._num_prompts = len(self._sequences) - total
+        most = self.step_times.max_prompt_tokens(num_decodes, self._num_prompts)
         plan = Plan(self.limits, self.block_size, num_decodes=num_decodes, max_prompt_tokens=most, shares=shares)
         preempted = self._plan_running(plan, running)
         if self.waiting and not self._drains and not (preempted and plan.entries):
@@ -228,8 +230,10 @@ class Scheduler:
                 if self._is_promised(plan, seq, index) or self._is_loading(seq, hit, index):
                     continue
             want = num_tokens - start
-            n = plan.chunk_len(seq, start, want, alone=alone)
+            n = self.transfers.chunk_len(seq, start, plan.chunk_len(seq, start, want, alone=alone))
             while n and not self.cache.extend(seq, hit, start + n, last_resort=len(self.running) == 1):
+                if self.transfers.give_up_held():
+                    continue
                 if self.in_flight:
                     self._drains = True
                     return preempted
@@ -307,7 +311,8 @@ class Scheduler:
         `reserved`.
         """
         transfers, start = self.transfers, max(hit.num_tokens, seq.next_start)
-        if transfers.awaits(seq, index, start):
+        alone = self._num_prompts == 1
+        if transfers.awaits(seq, index, start, alone=alone):
             return True
         wanted = transfers.finds(seq, index, start)
         if not wanted.pieces:
@@ -316,7 +321,12 @@ class Scheduler:
             fits = len(wanted.pieces) + transfers.num_outstanding <= self.cache.num_available(seq, hit)
         else:
             fits = self._fits(seq, hit, reserved + wanted.num_pages)
-        return fits and transfers.begin(seq, wanted, self._now)
+        return fits and transfers.begin(seq, wanted, self._now, may_meet=alone and self._fits_beside(seq, hit, wanted))
+
+    def _fits_beside(self, seq: Sequence, hit: Hit, wanted: Wanted) -> bool:
+        """Return whether all of it fits beside what is loaded for it meanwhile."""
+        coming = len(wanted.pieces) + self.transfers.num_outstanding
+        return self.cache.num_new_blocks(seq, hit, len(seq.token_ids)) + coming <= self.cache.num_available(seq, hit)
 
     def _admit(self, plan: Plan, seq: Sequence, hit: Hit, reserved: int) -> bool:
         """Admit a waiting sequence and plan its first chunk; otherwise return False and change nothing."""
@@ -324,6 +334,7 @@ class Scheduler:
             hit = NO_HIT  # alone it fits, but not beside the pages of the state that it would begin from
         want = seq.num_tokens - hit.num_tokens
         n = plan.chunk_len(seq, hit.num_tokens, want, alone=len(self._sequences) == 1)
+        n = self.transfers.chunk_len(seq, hit.num_tokens, n)
         extra = self._charge_for(hit)
         if not n or (extra and plan.entries and extra + n > plan.budget) or not self._fits(seq, hit, reserved):
             return False
@@ -387,6 +398,7 @@ class Scheduler:
         """Release all blocks of a running sequence and queue it."""
         self.running.remove(seq)
         self.tenants.preempted(seq)
+        self.transfers.left(seq)
         if self.cache.reads(seq):
             self.cache.hash_blocks(seq, until=seq.num_computed_tokens)
         self.in_flight.release(seq)
@@ -604,6 +616,7 @@ class Scheduler:
     def _finish(self, seq: Sequence) -> None:
         (self.running if seq.status is Status.RUNNING else self.waiting).remove(seq)
         self.tenants.finished(seq, self._now)
+        self.transfers.left(seq)
         self.in_flight.release(seq)
         self.accounting.finished(seq)
         if self.speculation is not None:

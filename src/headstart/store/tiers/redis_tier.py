@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
@@ -58,6 +59,8 @@ class RedisTier:
         self._used: set[BlockHash] = set()  # to be renewed
         self._last_entry: bytes | str = "0"
         self._look_at = float("-inf")
+        self._fetcher = ThreadPoolExecutor(1, "kv-store-fetcher")
+        self._asked: tuple[Sequence[BlockKey], Future[list[Any]]] | None = None  # the next piece of the same load
 
     @property
     def num_blocks(self) -> int:
@@ -70,10 +73,12 @@ class RedisTier:
     def contains(self, block_hash: BlockHash) -> bool:
         return block_hash in self._known
 
-    def read(self, keys: Sequence[BlockKey], buffer: memoryview) -> ReadResult:
-        names = [self._name(key.block_hash) for key in keys]
+    def read(self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()) -> ReadResult:
+        asked = self._asked
+        found = asked[1] if asked is not None and asked[0] is keys else self._fetcher.submit(self._fetch, keys)
+        self._asked = (ahead, self._fetcher.submit(self._fetch, ahead)) if ahead else None
         try:
-            values: list[Any] = self._reads.run(lambda server: list(server.mget(names)))
+            values = found.result()
         except TierError as error:
             return ReadResult(0, "io", error)
         size = self._block_bytes
@@ -86,6 +91,11 @@ class RedisTier:
                 self._forget([*missing, key.block_hash])
                 return ReadResult(done, miss)
         return ReadResult(len(keys))
+
+    def _fetch(self, keys: Sequence[BlockKey]) -> list[Any]:
+        """Return the values of these blocks. In a thread of its own, while the values before are opened."""
+        names = [self._name(key.block_hash) for key in keys]
+        return self._reads.run(lambda server: list(server.mget(names)))
 
     def append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
         new = {key.block_hash: (key, data) for key, data in blocks if not self.contains(key.block_hash)}
@@ -150,6 +160,7 @@ class RedisTier:
         clear_server(self._writes, self._space)
 
     def close(self) -> None:
+        self._fetcher.shutdown(wait=False, cancel_futures=True)
         for link in (self._reads, self._writes):
             link.close()
 

@@ -51,8 +51,11 @@ class Tier(Protocol):
         """Learn what other processes wrote. Raises OSError."""
         ...
 
-    def read(self, keys: Sequence[BlockKey], buffer: memoryview) -> ReadResult:
-        """Read blocks from the first on, each verified against its key, until one is unavailable. Raises nothing."""
+    def read(self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()) -> ReadResult:
+        """Read blocks from the first on, each verified against its key, until one is unavailable. Raises nothing.
+
+        `ahead`: what the next call reads if it is given this very object, so that it may be fetched meanwhile.
+        """
         ...
 
     def append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
