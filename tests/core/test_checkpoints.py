@@ -10,8 +10,8 @@ from headstart.core.request import Request
 from headstart.reuse.reuse_explainer import Reason, Viewer, explain_prompt, explain_request
 
 
-def cached(prompt: list[int], engine: Engine, num: int = 1, name: str = "a") -> int:
-    found = serve(engine, prompt, num, name).breakdown
+def cached(prompt: list[int], engine: Engine, num: int = 1, name: str = "a", boundary: int = 0) -> int:
+    found = serve(engine, prompt, num, name, boundary=boundary).breakdown
     assert found is not None
     return found.cached
 
@@ -38,6 +38,39 @@ def test_a_branch_is_found_at_second_sight() -> None:
     engine = state_engine(129)
     prompts = [[*text(18), *text(13, start)] for start in (30, 50, 70)]
     assert [cached(prompt, engine, name=str(index)) for index, prompt in enumerate(prompts)] == [0, 0, 16]
+
+
+@pytest.mark.parametrize("boundary", [16, 18, 19])  # the end of the fourth block, behind it, one token too deep
+def test_a_branch_is_found_at_first_sight_behind_a_boundary(boundary: int) -> None:
+    engine = state_engine(129)
+    prompts = [[*text(18), *text(13, start)] for start in (30, 50, 70)]
+    hits = [cached(prompt, engine, name=str(index), boundary=boundary) for index, prompt in enumerate(prompts)]
+    assert hits == [0, 16, 16]
+    explained = explain_request(engine.scheduler, engine.recent, "1", Viewer(), 1.0)
+    assert explained is not None and (explained.reason, explained.position) == (Reason.DIVERGED, 16)
+
+
+def test_a_boundary_is_kept_once_and_where_it_was_evicted_again() -> None:
+    engine = state_engine(129)
+    pool, states = engine.scheduler.pool, engine.scheduler.cache.checkpoints
+    cached([*text(18), *text(13, 30)], engine, name="0", boundary=18)
+    num_pages = pool.num_pages
+    assert num_pages == 2 * PAGES  # at the boundary, and at the end of the prompt
+    cached([*text(18), *text(13, 50)], engine, name="1", boundary=18)
+    assert pool.num_pages == num_pages + PAGES
+    hashes = engine.scheduler.cache.new_sequence(request(text(18)), 1).block_hashes
+    pool.discard(states.find(hashes, 4)[1])
+    hits = [cached([*text(18), *text(13, at)], engine, name=str(at), boundary=18) for at in (2, 3)]
+    assert hits == [0, 16]
+
+
+def test_chats_that_begin_together_share_the_state_at_their_boundary() -> None:
+    engine = state_engine(257, max_batched_tokens=40)
+    for index in range(3):
+        engine.add_request(make_request(str(index), [*text(30), *text(9, 40 + 10 * index)], 1, boundary=30))
+    outputs = [output for _ in range(20) if engine.has_work for output in engine.step()]
+    found = [output.breakdown for output in outputs if output.breakdown is not None]
+    assert sorted(each.cached for each in found) == [0, 28, 28]
 
 
 def test_an_explanation_says_where_no_state_was_kept() -> None:

@@ -5,8 +5,9 @@ blocks do: scratch, idle, referenced, evicted, cleared, charged to a tenant. A c
 published. What a state is only the executor knows. Nothing waits or is preempted for a checkpoint: it is kept if blocks
 are free. Listeners (the store) hear of the end of a sequence so far when it ends, of the others when they are left.
 
-Places: the end of each prompt; the end of the sequence so far, in place of the last such; junctions, where others have
-computed more keys and values than there is a checkpoint for; and, in between, every `spacing` blocks.
+Places: the end of each prompt; the boundary that its request states; the end of the sequence so far, in place of the
+last such; junctions, where others have computed more keys and values than there is a checkpoint for; and, in between,
+every `spacing` blocks.
 
 Where blocks are short and checkpoints take more than `MAX_SHARE` of the pool, those are discarded first from which a
 sequence went on to a later one, the least recently used first. The last one of a sequence leaves as other blocks do.
@@ -50,7 +51,7 @@ class Checkpoints:
         """Return the numbers of blocks after which a chunk `[start, end)` of a sequence leaves a checkpoint."""
         size, num_prompt = self._size, len(seq.request.prompt)
         first, last = start // size + 1, end // size
-        found = {(num_prompt - 1) // size, num_prompt // size, seq.junction}
+        found = {(num_prompt - 1) // size, num_prompt // size, seq.request.boundary // size, seq.junction}
         found.update(range(-(-first // self._spacing) * self._spacing, last + 1, self._spacing))
         if end > num_prompt:
             found.add(last)
