@@ -94,9 +94,9 @@ def test_blocks_behind_a_checkpoint_are_shared_although_they_are_computed_again(
 
 
 def test_long_prompts_have_checkpoints_in_between() -> None:
-    engine = state_engine(129)
-    cached(text(60), engine, name="0")
-    assert cached([*text(50), 1, 2, 3], engine, name="1") == 44  # every 11 blocks: 2 pages are 15 % of 13 blocks
+    engine = state_engine(129, max_model_len=128)
+    cached(text(125), engine, name="0")
+    assert cached([*text(115), 1, 2, 3], engine, name="1") == 104  # every 26 blocks: 2 pages are 7 % of 28 blocks
 
 
 def test_a_state_is_kept_only_where_blocks_are_free_and_nothing_waits_for_it() -> None:
@@ -121,6 +121,26 @@ def test_of_a_conversation_the_latest_state_is_kept_where_blocks_are_short() -> 
     roomy_pages, roomy = states_and_hits(513, 16)
     assert hits == roomy and hits[-1] > 140  # 38 blocks of keys and values in a pool of 64
     assert num_pages <= 2 * PAGES + 64 * 3 // 20 < roomy_pages  # those of the last turn, which may be asked again
+
+
+def chats_behind(engine: Engine, system: list[int], num: int, boundary: int) -> list[int]:
+    """Serve chats of one turn, whose states fill the pool; return what each has reused."""
+    chats = [[*system, *text(8, 100 + 10 * index)] for index in range(num)]
+    return [cached(chat, engine, 6, name=f"{boundary} {at}", boundary=boundary) for at, chat in enumerate(chats)]
+
+
+@pytest.mark.parametrize("boundary", [0, 16])
+def test_a_state_that_many_chats_begin_with_stays_where_those_of_their_ends_fill_the_pool(boundary: int) -> None:
+    engine = state_engine(65)
+    assert chats_behind(engine, text(16), 40, boundary)[3:] == [16] * 37
+    assert engine.scheduler.pool.num_pages > 64 * 0.15
+
+
+def test_a_boundary_stays_until_its_second_chat_where_states_fill_the_pool() -> None:
+    engine = state_engine(65)
+    chats_behind(engine, text(16, 60), 20, 16)
+    hits = [cached([*text(16), *text(8, 40 + at)], engine, name=str(at), boundary=16) for at in (0, 10)]
+    assert hits == [0, 16]
 
 
 def test_states_from_which_nothing_went_on_leave_as_other_blocks_do() -> None:

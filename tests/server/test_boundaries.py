@@ -45,7 +45,7 @@ def test_the_boundary_is_where_chats_with_other_messages_part(template: str | No
     source = TEMPLATE if template is None else (TEMPLATES / template).read_text(encoding="utf-8")
     named = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
     tokenizer = Tokenizer(build(BYTE_LEVEL), named_tokens=named, chat_template=source, eos_token_ids=(1,))
-    fields = {"tools": [{"type": "function", "function": TOOL}]} if tools and "tools" in source else {}
+    fields: dict[str, Any] = {"tools": [{"type": "function", "function": TOOL}]} if tools and "tools" in source else {}
     (boundary, prompt), (_, other) = (
         told(tokenizer, [SYSTEM, user(text)], n=2, **fields) for text in ("run away", "the fox")
     )
@@ -102,7 +102,7 @@ def test_the_second_chat_of_an_engine_in_process_begins_behind_the_system_messag
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    options = ["--port", "0", "--num-blocks", "512", "--max-model-len", "1024", "--dtype", "float32"]
+    options = ["--port", "0", "--num-blocks", "512", "--max-model-len", "512", "--dtype", "float32"]
     command = [sys.executable, "-m", "headstart", "serve", str(model), *options]
     with spawn(command, tmp_path_factory.mktemp("log") / "log") as running:
         yield running.wait_ready()

@@ -127,7 +127,7 @@ def _boundary(body: ChatBody, text: str, prompt: "array[int]", tokenizer: Tokeni
     try:
         shared = text[: common_prefix_length(text, _rendered(other, tokenizer, bounds)[0])]
         special = bool(body.params.add_special_tokens)
-        num_tokens = common_prefix_length(prompt, encode_prompt(shared, tokenizer, bounds, special))
+        num_tokens = common_prefix_length(prompt, encode_prompt(shared + OTHER_MESSAGE, tokenizer, bounds, special))
     except (InvalidRequestError, QueueFullError):  # the boundary saves time only; the prompt itself is right
         return 0
     return num_tokens if num_tokens >= bounds.min_boundary else 0
