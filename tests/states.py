@@ -198,6 +198,7 @@ def random_run(
             num, name = rng.choice([0, 1, 2, 8 if speculation is None else 18]), str(sent)
             mode = rng.choices(list(CacheMode), [8, 1, 1])[0]
             fields = {"cache": mode, "tenant": rng.choice(["", "a", "b"]), "priority": rng.randrange(3)}
+            fields["boundary"] = sent % 3 * len(prompt) // 3  # of every third none
             request = make_request(name, prompt[:44], num, retention=Retention(rng.choice([10, 50])), **fields)
             engine.add_request(request)
             live[name], sent = (prompt[:44], num, []), sent + 1
@@ -236,11 +237,16 @@ def _finished(
 
 
 def serve(
-    engine: Engine, prompt: Iterable[int], num: int = 1, name: str = "a", model: NextToken = next_token
+    engine: Engine,
+    prompt: Iterable[int],
+    num: int = 1,
+    name: str = "a",
+    model: NextToken = next_token,
+    boundary: int = 0,
 ) -> Output:
     """Run one request alone; its output with the breakdown, its tokens checked."""
     text, found, first = list(prompt), list[int](), None
-    engine.add_request(make_request(name, text, num))
+    engine.add_request(make_request(name, text, num, boundary=boundary))
     while engine.has_work:
         for output in engine.step():
             found += output.token_ids

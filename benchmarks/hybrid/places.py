@@ -3,6 +3,7 @@
 A prefix cache of a hybrid model in one budget of bytes: KV blocks of the trace's size, and checkpoints, each the
 recurrent state after a whole number of blocks. A hit ends at a checkpoint whose KV is there. Prompts only, one after
 the other in the order of arrival; no model and no clock. The bound has the same KV and states that cost nothing.
+With `--service`, the prompts are those of a service: short chats behind system messages that many chats share, or few.
 """
 
 import argparse
@@ -11,8 +12,9 @@ import json
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import count, pairwise, product
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 from headstart.common_prefix import common_prefix_length
@@ -22,7 +24,7 @@ from headstart.workload.traces import TracedRequest
 
 KV_BYTES = 32 << 10  # per token: 8 layers of full attention, 4 KV heads of 256, keys and values in 2 bytes
 STATE_BYTES = 48 << 20  # 24 layers, 32 heads, 128 x 128 in fp32, and the convolutions' inputs (below 1 MiB)
-SPACING = 10_240  # tokens between checkpoints in long prompts: 13 % of the bytes
+SPACING = 20_480  # tokens between checkpoints in long prompts: 7 % of the bytes
 GRID = 1024
 RULES = {
     "peers: ends + user messages": ("ends", "messages"),
@@ -31,10 +33,11 @@ RULES = {
     "all: + spacing": ("ends", "messages", "system", "junctions", "spacing"),
     "ends + junctions": ("ends", "junctions"),
     "ends + junctions + spacing": ("ends", "junctions", "spacing"),
+    "ends + junctions + spacing + system": ("ends", "junctions", "spacing", "system"),
     "grid of 1,024 + junctions": ("grid", "junctions"),
 }
-EVICTIONS = ("lru", "replaced first", "inner first")
-MAX_SHARE = 0.15  # of the budget, beyond which "inner first" evicts checkpoints that a prompt has a deeper one behind
+EVICTIONS = ("lru", "replaced first", "inner first", "inner, not branches")
+MAX_SHARE = 0.15  # of the budget, beyond which "inner ..." evicts checkpoints first that a prompt went on from
 
 
 class Prompt(NamedTuple):
@@ -49,12 +52,13 @@ class Prompt(NamedTuple):
 class Cache:
     """KV blocks and checkpoints in one budget of bytes. An item is the last block of what it covers, and its kind."""
 
-    def __init__(self, budget: int, block_size: int, places: Sequence[str], eviction: str) -> None:
-        self.size, self.places, self.eviction = block_size, places, eviction
+    def __init__(self, budget: int, block_size: int, places: Sequence[str], eviction: str, spacing: int) -> None:
+        self.size, self.places, self.eviction, self.spacing = block_size, places, eviction, spacing // block_size
         self.budget, self.used, self.peak_state = budget, 0, 0.0
         self.items: OrderedDict[tuple[int, bool], int] = OrderedDict()  # (block, is a checkpoint) -> bytes; next first
         self.replaced: OrderedDict[tuple[int, bool], None] = OrderedDict()
-        self.inner: OrderedDict[tuple[int, bool], None] = OrderedDict()  # checkpoints before the deepest of a prompt
+        self.inner: OrderedDict[tuple[int, bool], None] = OrderedDict()  # from which one prompt went on to a later one
+        self.branched: set[tuple[int, bool]] = set()  # from which several have
         self.reused: set[int] = set()  # blocks whose checkpoint was used and is kept like any other from then on
         self.fixed: set[int] = set()  # checkpoints at the end of a system message: never replaced
         self.state_bytes = 0
@@ -79,8 +83,10 @@ class Cache:
             if index in kept and self.places and (index != hit or hit):
                 self._touch((path[index - 1], True), STATE_BYTES)
             self._touch((path[index - 1], False), size * KV_BYTES)
-        if self.eviction == "inner first":
-            self._note_inner(path)
+        if self.eviction.startswith("inner"):
+            for at in (hit, *new)[:-1]:
+                if at and not ("system" in self.places and at in [end // size for end in prompt.system]):
+                    self._note_inner((path[at - 1], True))
         self._evict()
         self.shares.append(self.state_bytes / max(self.used, 1))
         return hit * size, min(depth, most) * size
@@ -102,7 +108,7 @@ class Cache:
         if "spacing" in self.places:
             known = sorted({at for at in found if hit < at <= most} | {hit, most})
             for before, after in pairwise(known):
-                found.update(range(before + SPACING // size, after, SPACING // size))
+                found.update(range(before + self.spacing, after, self.spacing))
         return sorted(at for at in found if hit < at <= most)
 
     def _replace(self, block: int, new: Sequence[int]) -> None:
@@ -114,11 +120,11 @@ class Cache:
         elif new:
             self.replaced[item] = None
 
-    def _note_inner(self, path: tuple[int, ...]) -> None:
-        found = [(block, True) for block in reversed(path) if (block, True) in self.items]
-        for item in found[:1]:
+    def _note_inner(self, item: tuple[int, bool]) -> None:
+        if self.eviction == "inner, not branches" and (item in self.inner or item in self.branched):
             self.inner.pop(item, None)
-        for item in found[1:]:
+            self.branched.add(item)
+        else:
             self.inner[item] = None
             self.inner.move_to_end(item)
 
@@ -136,6 +142,7 @@ class Cache:
             item = next(iter(first or self.items))
             self.replaced.pop(item, None)
             self.inner.pop(item, None)
+            self.branched.discard(item)
             self.reused.discard(item[0])
             num_bytes = self.items.pop(item)
             self.used -= num_bytes
@@ -172,9 +179,35 @@ def system_ends(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def measure(prompts: Sequence[Prompt], size: int, budget: int, places: Sequence[str], eviction: str) -> dict[str, Any]:
+def service(system: int, num_sharing: int, size: int) -> Iterator[Prompt]:
+    """Yield the prompts of 600 chats, 24 at once, of 1 to 6 turns of 400 tokens behind `system` tokens.
+
+    Of the chats, `num_sharing` after each other have the same system message.
+    """
+    rng, ids = Random(0), count()
+    shared: dict[int, list[int]] = {}
+    open_chats, begun = list[list[list[int]]](), 0
+    while open_chats or begun < 600:
+        if len(open_chats) < 24 and begun < 600:
+            key = begun // num_sharing
+            path = list(shared.setdefault(key, [next(ids) for _ in range(system // size)]))
+            turns = list[list[int]]()
+            for _ in range(rng.randint(1, 6)):
+                path = path + [next(ids) for _ in range(400 // size)]
+                turns.append(path)
+            open_chats.append(turns)
+            begun += 1
+        chat = open_chats.pop(rng.randrange(len(open_chats)))
+        path = chat.pop(0)
+        yield Prompt(tuple(path), len(path) * size + size // 2, (), (system,))
+        open_chats += [chat] if chat else []
+
+
+def measure(
+    prompts: Sequence[Prompt], size: int, budget: int, places: Sequence[str], eviction: str, spacing: int
+) -> dict[str, Any]:
     """Serve all prompts once; return tokens reused and the share of checkpoints in the bytes used."""
-    cache = Cache(budget, size, places, eviction)
+    cache = Cache(budget, size, places, eviction, spacing)
     served = [cache.serve(prompt) for prompt in prompts]
     total = sum(prompt.length for prompt in prompts)
     return {
@@ -184,14 +217,34 @@ def measure(prompts: Sequence[Prompt], size: int, budget: int, places: Sequence[
     }
 
 
+def served() -> list[dict[str, Any]]:
+    """Return a row for each kind of service, pool and rule."""
+    rows: list[dict[str, Any]] = []
+    names = ["ends + junctions + spacing", "ends + junctions + spacing + system"]
+    for system, num_sharing, pool in product((512, 2048, 8192), (1, 2, 600), (60_000, 1_000_000)):
+        prompts = list(service(system, num_sharing, 64))
+        for name in ("bound: states are free", *names):
+            for eviction in ("inner first", "inner, not branches") if name in RULES else ("lru",):
+                row = measure(prompts, 64, pool * KV_BYTES, RULES.get(name, ()), eviction, SPACING)
+                setup = {"system": system, "num_sharing": num_sharing, "pool_tokens": pool}
+                rows.append({**setup, "rule": name, "eviction": eviction, **row})
+                print(*rows[-1].values(), sep="\t", file=sys.stderr, flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trace", type=Path, help="a folder of sessions, such as AgentX's")
+    parser.add_argument("trace", type=Path, nargs="?", help="a folder of sessions, such as AgentX's")
+    parser.add_argument("--service", action="store_true", help="in place of a trace")
+    parser.add_argument("--spacing", type=int, default=SPACING, help="tokens")
     parser.add_argument("--at-once", type=int, nargs="+", default=[8, 32], help="sessions that overlap")
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--evictions", nargs="+", choices=EVICTIONS, default=list(EVICTIONS))
     parser.add_argument("--pools", type=float, nargs="+", default=[0.5, 1, 2, 4, 1000], help="millions of tokens of KV")
     options = parser.parse_args()
+    if options.service:
+        print(json.dumps(served(), indent=1))
+        return
     recorded, system = read_trace_file(options.trace), system_ends(options.trace)
     rows: list[dict[str, Any]] = []
     for at_once in options.at_once:
@@ -202,7 +255,7 @@ def main() -> None:
             cases = [("bound: states are free", (), "lru")]
             cases += [(name, RULES[name], eviction) for name in options.rules for eviction in options.evictions]
             for name, places, eviction in cases:
-                row = measure(prompts, trace.block_size, budget, places, eviction)
+                row = measure(prompts, trace.block_size, budget, places, eviction, options.spacing)
                 rows.append({"at_once": at_once, "pool_mtokens": pool, "rule": name, "eviction": eviction, **row})
                 print(*rows[-1].values(), sep="\t", file=sys.stderr, flush=True)
     setup = {
@@ -212,7 +265,7 @@ def main() -> None:
         "block_size": recorded.block_size,
         "kv_bytes_per_token": KV_BYTES,
         "state_bytes": STATE_BYTES,
-        "spacing": SPACING,
+        "spacing": options.spacing,
     }
     print(json.dumps({"setup": setup, "rows": rows}, indent=1))
 

@@ -10,8 +10,8 @@ from headstart.core.request import Request
 from headstart.reuse.reuse_explainer import Reason, Viewer, explain_prompt, explain_request
 
 
-def cached(prompt: list[int], engine: Engine, num: int = 1, name: str = "a") -> int:
-    found = serve(engine, prompt, num, name).breakdown
+def cached(prompt: list[int], engine: Engine, num: int = 1, name: str = "a", boundary: int = 0) -> int:
+    found = serve(engine, prompt, num, name, boundary=boundary).breakdown
     assert found is not None
     return found.cached
 
@@ -40,6 +40,39 @@ def test_a_branch_is_found_at_second_sight() -> None:
     assert [cached(prompt, engine, name=str(index)) for index, prompt in enumerate(prompts)] == [0, 0, 16]
 
 
+@pytest.mark.parametrize("boundary", [16, 18, 19])  # the end of the fourth block, behind it, one token too deep
+def test_a_branch_is_found_at_first_sight_behind_a_boundary(boundary: int) -> None:
+    engine = state_engine(129)
+    prompts = [[*text(18), *text(13, start)] for start in (30, 50, 70)]
+    hits = [cached(prompt, engine, name=str(index), boundary=boundary) for index, prompt in enumerate(prompts)]
+    assert hits == [0, 16, 16]
+    explained = explain_request(engine.scheduler, engine.recent, "1", Viewer(), 1.0)
+    assert explained is not None and (explained.reason, explained.position) == (Reason.DIVERGED, 16)
+
+
+def test_a_boundary_is_kept_once_and_where_it_was_evicted_again() -> None:
+    engine = state_engine(129)
+    pool, states = engine.scheduler.pool, engine.scheduler.cache.checkpoints
+    cached([*text(18), *text(13, 30)], engine, name="0", boundary=18)
+    num_pages = pool.num_pages
+    assert num_pages == 2 * PAGES  # at the boundary, and at the end of the prompt
+    cached([*text(18), *text(13, 50)], engine, name="1", boundary=18)
+    assert pool.num_pages == num_pages + PAGES
+    hashes = engine.scheduler.cache.new_sequence(request(text(18)), 1).block_hashes
+    pool.discard(states.find(hashes, 4)[1])
+    hits = [cached([*text(18), *text(13, at)], engine, name=str(at), boundary=18) for at in (2, 3)]
+    assert hits == [0, 16]
+
+
+def test_chats_that_begin_together_share_the_state_at_their_boundary() -> None:
+    engine = state_engine(257, max_batched_tokens=40)
+    for index in range(3):
+        engine.add_request(make_request(str(index), [*text(30), *text(9, 40 + 10 * index)], 1, boundary=30))
+    outputs = [output for _ in range(20) if engine.has_work for output in engine.step()]
+    found = [output.breakdown for output in outputs if output.breakdown is not None]
+    assert sorted(each.cached for each in found) == [0, 28, 28]
+
+
 def test_an_explanation_says_where_no_state_was_kept() -> None:
     engine = state_engine(129)
     prompts = [[*text(18), *text(13, start)] for start in (30, 50, 70)]
@@ -61,9 +94,9 @@ def test_blocks_behind_a_checkpoint_are_shared_although_they_are_computed_again(
 
 
 def test_long_prompts_have_checkpoints_in_between() -> None:
-    engine = state_engine(129)
-    cached(text(60), engine, name="0")
-    assert cached([*text(50), 1, 2, 3], engine, name="1") == 44  # every 11 blocks: 2 pages are 15 % of 13 blocks
+    engine = state_engine(129, max_model_len=128)
+    cached(text(125), engine, name="0")
+    assert cached([*text(115), 1, 2, 3], engine, name="1") == 104  # every 26 blocks: 2 pages are 7 % of 28 blocks
 
 
 def test_a_state_is_kept_only_where_blocks_are_free_and_nothing_waits_for_it() -> None:
@@ -88,6 +121,26 @@ def test_of_a_conversation_the_latest_state_is_kept_where_blocks_are_short() -> 
     roomy_pages, roomy = states_and_hits(513, 16)
     assert hits == roomy and hits[-1] > 140  # 38 blocks of keys and values in a pool of 64
     assert num_pages <= 2 * PAGES + 64 * 3 // 20 < roomy_pages  # those of the last turn, which may be asked again
+
+
+def chats_behind(engine: Engine, system: list[int], num: int, boundary: int) -> list[int]:
+    """Serve chats of one turn, whose states fill the pool; return what each has reused."""
+    chats = [[*system, *text(8, 100 + 10 * index)] for index in range(num)]
+    return [cached(chat, engine, 6, name=f"{boundary} {at}", boundary=boundary) for at, chat in enumerate(chats)]
+
+
+@pytest.mark.parametrize("boundary", [0, 16])
+def test_a_state_that_many_chats_begin_with_stays_where_those_of_their_ends_fill_the_pool(boundary: int) -> None:
+    engine = state_engine(65)
+    assert chats_behind(engine, text(16), 40, boundary)[3:] == [16] * 37
+    assert engine.scheduler.pool.num_pages > 64 * 0.15
+
+
+def test_a_boundary_stays_until_its_second_chat_where_states_fill_the_pool() -> None:
+    engine = state_engine(65)
+    chats_behind(engine, text(16, 60), 20, 16)
+    hits = [cached([*text(16), *text(8, 40 + at)], engine, name=str(at), boundary=16) for at in (0, 10)]
+    assert hits == [0, 16]
 
 
 def test_states_from_which_nothing_went_on_leave_as_other_blocks_do() -> None:

@@ -36,6 +36,7 @@ def test_every_field_of_a_request_crosses_the_border() -> None:
         tenant="acme",
         retention=Retention(80, 60.5),
         is_traced=True,
+        boundary=2,
     )
     plain = Request("r", request.prompt)
     same = [

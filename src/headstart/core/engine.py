@@ -46,6 +46,7 @@ class EngineInfo:
     sampling_defaults: SamplingDefaults = NO_DEFAULTS
     exceptions: tuple[str, ...] = ()  # from exact reuse, by name; see invariant 15 in docs/invariants.md
     max_num_batched_tokens: int = 0  # of a step; 0: not stated
+    checkpoint_tokens: int = 0  # whose KV takes the memory of one recurrent state; 0: the model has none
 
     @property
     def max_sequence_len(self) -> int:

@@ -104,6 +104,7 @@ class Request:
     tenant: str = ""  # the tenant whose share its blocks count against; a tenant may have several domains
     retention: Retention = DEFAULT_RETENTION
     is_traced: bool = False  # its outputs report the chunks of its prompt
+    boundary: int = 0  # tokens of the prompt that others are expected to begin with; 0: not known
 
 
 def empty_table() -> "array[int]":

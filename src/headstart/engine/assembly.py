@@ -130,6 +130,7 @@ def build_engine(
         sampling_defaults=defaults,
         exceptions=loaded.exceptions,
         max_num_batched_tokens=options.max_num_batched_tokens,
+        checkpoint_tokens=state_pages * options.block_size,
     )
     event_sink = None if publisher is None else publisher.publish
     return Engine(scheduler, runner, event_sink=event_sink, store=store, grammars=grammars), info

@@ -37,9 +37,10 @@ from headstart.model.setup.threads import prepare_threads
 from headstart.openai.bounds import Bounds, closes_objects
 from headstart.openai.chat.chat_delta import ToolCallDelta
 from headstart.openai.engine_requests import (
+    ChatPrompt,
     Origin,
     build_requests,
-    encode_chat,
+    chat_prompt,
     encode_completion,
     with_chat_output,
 )
@@ -121,6 +122,7 @@ class LLM:
             scheduling_policy=info.scheduling_policy,
             defaults=info.sampling_defaults,
             content_forms=tokenizer.content_forms,
+            min_boundary=info.checkpoint_tokens,
             closes_objects=closes_objects(info),
             unreadable_parts=REFUSE,  # no header could name what is lost
         )
@@ -188,13 +190,14 @@ class LLM:
         """
         params = self._params(sampling, Kind.CHAT, tools)
         several = bool(messages) and isinstance(messages[0], list | tuple)
-        prompts: list[array[int]] = []
+        prompts: list[ChatPrompt] = []
         for conversation in messages if several else [messages]:
             check_depth(conversation)
             body = ChatBody(None, as_rendered(parse_messages(conversation, self._bounds), self._bounds), params)
-            prompts.append(encode_chat(body, self.tokenizer, self._bounds))
-        outputs = [with_chat_output(params, prompt, self.tokenizer, self._bounds) for prompt in prompts]
-        return self._run(prompts, outputs, progress)
+            prompts.append(chat_prompt(body, self.tokenizer, self._bounds))
+        texts = [prompt.token_ids for prompt in prompts]
+        outputs = [with_chat_output(params, text, self.tokenizer, self._bounds) for text in texts]
+        return self._run(texts, outputs, progress, [prompt.boundary for prompt in prompts])
 
     def add_prefix(
         self, prefix: str | Sequence[Mapping[str, Any]] | Sequence[int], name: str, *, progress: bool = True
@@ -265,14 +268,20 @@ class LLM:
                 raise
         return params
 
-    def _run(self, prompts: "list[array[int]]", params: Sequence[GenerationParams], progress: bool) -> list[Completion]:
+    def _run(
+        self,
+        prompts: "list[array[int]]",
+        params: Sequence[GenerationParams],
+        progress: bool,
+        boundaries: Sequence[int] | None = None,
+    ) -> list[Completion]:
         """Run the prompts, each with its own parameters, which differ in the output of a chat only."""
         if not prompts:
             return []
         if dropped := params[0].dropped:
             warnings.warn(f"answers may not keep to {dropped_header(dropped)}", stacklevel=3)
         n = params[0].n
-        requests = build_requests(prompts, params[0], self._bounds, Origin(next(self._ids)))
+        requests = build_requests(prompts, params[0], self._bounds, Origin(next(self._ids)), boundaries)
         stops = StopPatterns(params[0].stop)
         shared = [SharedPrompt(self.tokenizer, *pair) for pair in zip(prompts, params, strict=True)]
         generations: dict[str, Generation] = {}

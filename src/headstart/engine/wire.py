@@ -62,6 +62,7 @@ class Submit(Message):
     tenant: str
     retention: Retention
     is_traced: bool = False
+    boundary: int = 0
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> "list[Submit]":

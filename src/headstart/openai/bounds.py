@@ -57,6 +57,7 @@ class Bounds:
     closes_objects: bool = False  # in answers, objects have no properties but those that a schema lists
     content_forms: Callable[[], ContentForms] = _one_text  # of the chat template; asked only for other contents
     unreadable_parts: str = "placeholder"  # or refuse, or (at a router) digest: images, audio and files
+    min_boundary: int = 0  # tokens of a prompt's beginning of which the engine is told the end; 0: of none
     skipped: Skipped | None = None  # collects what one request loses; None: not collected
 
     def skip(self, place: Place, name: object) -> None:
@@ -95,6 +96,7 @@ class Bounds:
             else options.extra_properties == "no",
             content_forms=content_forms,
             unreadable_parts=options.unreadable_parts,
+            min_boundary=info.checkpoint_tokens,
             max_sequence_tokens=max(4 << 20, info.max_model_len * FULL_CHOICES),
             max_answer_entries=max(16 << 20, info.max_model_len * (1 + options.max_logprobs)),
         )

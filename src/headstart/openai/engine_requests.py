@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from headstart.core.errors import InvalidRequestError, RequestTooLargeError, prompt_overflow
+from headstart.common_prefix import common_prefix_length
+from headstart.core.errors import InvalidRequestError, QueueFullError, RequestTooLargeError, prompt_overflow
 from headstart.core.request import Request
 from headstart.openai.bounds import INT64_MAX, Bounds
 from headstart.openai.canonical.prompt_rules import applied_rules
 from headstart.openai.chat.placed_messages import place
-from headstart.openai.chat.template_forms import REASONING_KEYS
+from headstart.openai.chat.template_forms import REASONING_KEYS, SYSTEM_ROLES
 from headstart.openai.forms.treatments import Place
 from headstart.openai.generation_params import GenerationParams, fit, shortened
 from headstart.openai.request_bodies import ChatBody, CompletionBody, Message, Prompt
@@ -35,6 +36,7 @@ PROBE_CHARS = 16 * 1024
 PROBE_CHARS_PER_TOKEN = 8
 END_TOKENS = 16  # of a prompt, which may open its reasoning
 WORD_CHARS = 256  # of a content, in which a word is chosen that the prompt must have
+OTHER_MESSAGE = "\u00a7"  # with which few messages begin
 _WORD = re.compile(r"[a-zA-Z0-9]{1,32}")
 _TOOL_ROLE = re.compile(r"""["']tool(?:_response)?["']""")
 
@@ -61,10 +63,11 @@ def encode_completion(body: CompletionBody, tokenizer: Tokenizer, bounds: Bounds
 
 
 class ChatPrompt(NamedTuple):
-    """The prompt of a chat, and the placements that were made for its chat template (PLACEMENT_TEXTS)."""
+    """The prompt of a chat, the placements made for its chat template (PLACEMENT_TEXTS), and its boundary."""
 
     token_ids: "array[int]"
     placed: Counter[str]
+    boundary: int  # tokens up to the end of tools and system messages; 0: not known, or too few to matter
 
 
 class ShownChat(NamedTuple):
@@ -77,11 +80,25 @@ class ShownChat(NamedTuple):
 
 def encode_chat(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
     """Return the token ids of the rendered conversation. By default only the template adds special tokens."""
-    return chat_prompt(body, tokenizer, bounds).token_ids
+    return chat_prompt(body, tokenizer, replace(bounds, min_boundary=0)).token_ids
 
 
 def chat_prompt(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> ChatPrompt:
     """Return the rendered conversation. Blocks. Raises InvalidRequestError and QueueFullError."""
+    text, placed = _rendered(body, tokenizer, bounds)
+    check_shown(body.messages, text)
+    try:
+        special = bool(body.params.add_special_tokens)
+        token_ids = encode_prompt(text, tokenizer, bounds, add_special_tokens=special)
+    except InvalidRequestError as error:
+        error.param = "messages"
+        raise
+    skip_lost_reasoning(body.messages, text, bounds)
+    return ChatPrompt(token_ids, placed, _boundary(body, text, token_ids, tokenizer, bounds))
+
+
+def _rendered(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> tuple[str, Counter[str]]:
+    """Return the text of a chat, and the placements that were made."""
     messages, tools, placed = shown_chat(body.messages, body.params.tools, tokenizer, bounds)
     options: dict[str, str | int | bool] = dict(body.params.template_options)
     effort = body.params.reasoning_effort
@@ -94,15 +111,26 @@ def chat_prompt(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> ChatPro
         options=options,
         tools=tools,
     )
-    check_shown(body.messages, text)
+    return text, placed
+
+
+def _boundary(body: ChatBody, text: str, prompt: "array[int]", tokenizer: Tokenizer, bounds: Bounds) -> int:
+    """Return the number of tokens up to the end of tools and system messages, 0 if they are too few. Renders again.
+
+    The prompt is compared with that of a chat with another message behind them, so it is right with any template. If
+    the last token would differ in front of other text, the checkpoint there is not found; more does not depend on it.
+    """
+    leading = body.messages[: next((i for i, one in enumerate(body.messages) if one["role"] not in SYSTEM_ROLES), 0)]
+    if not 0 < bounds.min_boundary < len(prompt) or not (leading or body.params.tools):
+        return 0
+    other = replace(body, messages=[*leading, {"role": "user", "content": OTHER_MESSAGE}])
     try:
+        shared = text[: common_prefix_length(text, _rendered(other, tokenizer, bounds)[0])]
         special = bool(body.params.add_special_tokens)
-        token_ids = encode_prompt(text, tokenizer, bounds, add_special_tokens=special)
-    except InvalidRequestError as error:
-        error.param = "messages"
-        raise
-    skip_lost_reasoning(body.messages, text, bounds)
-    return ChatPrompt(token_ids, placed)
+        num_tokens = common_prefix_length(prompt, encode_prompt(shared + OTHER_MESSAGE, tokenizer, bounds, special))
+    except (InvalidRequestError, QueueFullError):  # the boundary saves time only; the prompt itself is right
+        return 0
+    return num_tokens if num_tokens >= bounds.min_boundary else 0
 
 
 def shown_chat(messages: list[Message], tools: ToolParams | None, tokenizer: Tokenizer, bounds: Bounds) -> ShownChat:
@@ -195,7 +223,7 @@ def chat_requests(
     if shortens:
         params = shortened(params, len(prompt.token_ids), bounds)
     params = with_chat_output(params, prompt.token_ids, tokenizer, bounds)
-    return params, build_requests([prompt.token_ids], params, bounds, origin)
+    return params, build_requests([prompt.token_ids], params, bounds, origin, [prompt.boundary])
 
 
 def with_chat_output(
@@ -276,9 +304,15 @@ def _probe_length(text: str, tokenizer: Tokenizer, bounds: Bounds) -> None:
 
 
 def build_requests(
-    prompts: "list[array[int]]", params: GenerationParams, bounds: Bounds, origin: Origin
+    prompts: "list[array[int]]",
+    params: GenerationParams,
+    bounds: Bounds,
+    origin: Origin,
+    boundaries: Sequence[int] | None = None,
 ) -> list[Request]:
     """Return len(prompts) * n engine requests; the n choices of a prompt are adjacent (choice index = position).
+
+    `boundaries`: `Request.boundary` of each prompt.
 
     Raises RequestTooLargeError if a prompt and its output exceed the context. With a seed, choice i uses seed + i.
     Only the first choice of a prompt requests the prompt's log-probabilities, which are the same for all choices.
@@ -310,6 +344,7 @@ def build_requests(
                     cache=params.cache,
                     tenant=origin.tenant,
                     retention=params.retention,
+                    boundary=0 if boundaries is None else boundaries[index],
                 )
             )
     return requests

@@ -5,11 +5,13 @@ blocks do: scratch, idle, referenced, evicted, cleared, charged to a tenant. A c
 published. What a state is only the executor knows. Nothing waits or is preempted for a checkpoint: it is kept if blocks
 are free. Listeners (the store) hear of the end of a sequence so far when it ends, of the others when they are left.
 
-Places: the end of each prompt; the end of the sequence so far, in place of the last such; junctions, where others have
-computed more keys and values than there is a checkpoint for; and, in between, every `spacing` blocks.
+Places: the end of each prompt; the boundary that its request states; the end of the sequence so far, in place of the
+last such; junctions, where others have computed more keys and values than there is a checkpoint for; and, in between,
+every `spacing` blocks.
 
-Where blocks are short and checkpoints take more than `MAX_SHARE` of the pool, those are discarded first from which a
-sequence went on to a later one, the least recently used first. The last one of a sequence leaves as other blocks do.
+Where blocks are short and checkpoints take more than `MAX_SHARE` of the pool, those are discarded first from which one
+sequence went on to a later one, in this order. Those from which several have, boundaries, and the last one of a
+sequence leave as other blocks do.
 """
 
 from collections import OrderedDict
@@ -20,7 +22,8 @@ from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import BlockHash, page_hash
 from headstart.core.request import Sequence, Suspect
 
-MAX_SHARE = 0.15  # of a pool that is full; of the bytes of a long prompt, which its spaced checkpoints take
+MAX_SHARE = 0.15  # of a pool that is full
+SPACED_SHARE = 0.07  # of the bytes of a long prompt, which its spaced checkpoints take
 
 
 class Checkpoints:
@@ -29,8 +32,9 @@ class Checkpoints:
     def __init__(self, pool: BlockPool, block_size: int, num_pages: int) -> None:
         self.num_pages = num_pages
         self._pool, self._size = pool, block_size
-        self._spacing = max(int(num_pages * (1 / MAX_SHARE - 1)), 1)  # blocks
-        self._inner: OrderedDict[BlockHash, None] = OrderedDict()  # behind which a later one was left; next to go first
+        self._spacing = max(int(num_pages * (1 / SPACED_SHARE - 1)), 1)  # blocks
+        self._inner: OrderedDict[BlockHash, None] = OrderedDict()  # from which one sequence went on; next to go first
+        self._branches = set[BlockHash]()  # from which several have
 
     def names(self, block_hash: BlockHash) -> list[BlockHash]:
         """Return the names of the pages of the checkpoint behind a block, whether there is one or not."""
@@ -50,7 +54,7 @@ class Checkpoints:
         """Return the numbers of blocks after which a chunk `[start, end)` of a sequence leaves a checkpoint."""
         size, num_prompt = self._size, len(seq.request.prompt)
         first, last = start // size + 1, end // size
-        found = {(num_prompt - 1) // size, num_prompt // size, seq.junction}
+        found = {(num_prompt - 1) // size, num_prompt // size, seq.request.boundary // size, seq.junction}
         found.update(range(-(-first // self._spacing) * self._spacing, last + 1, self._spacing))
         if end > num_prompt:
             found.add(last)
@@ -101,7 +105,8 @@ class Checkpoints:
         before = seq.checkpoints[-1] if seq.checkpoints else seq.started_from
         if block_hash not in seq.checkpoints:  # it has left this one before, which was evicted since
             seq.checkpoints.append(block_hash)
-        if before is not None and before != block_hash:
+        boundary = seq.request.boundary // self._size
+        if before is not None and before != block_hash and before not in seq.block_hashes[boundary - 1 : boundary]:
             self._went_on(before)
         if at * self._size <= len(seq.request.prompt) or not seq.block_ids:
             self._tell(block_hash)
@@ -117,15 +122,19 @@ class Checkpoints:
     def _went_on(self, block_hash: BlockHash) -> None:
         """Note a checkpoint behind which a sequence has left a later one, and discard some such if blocks are short."""
         pool, inner = self._pool, self._inner
-        inner[block_hash] = None
-        inner.move_to_end(block_hash)
+        if block_hash in inner or block_hash in self._branches:
+            inner.pop(block_hash, None)
+            self._branches.add(block_hash)
+        else:
+            inner[block_hash] = None
         most = pool.num_usable if pool.num_scratch >= self.num_pages else MAX_SHARE * pool.num_usable
         while inner and pool.num_pages > most:
             oldest, _ = inner.popitem(last=False)
             if not pool.is_pinned(page_hash(oldest, 0)):
                 pool.discard(self._pages(oldest))
-        if len(inner) * self.num_pages > 2 * pool.num_usable:  # most of them were evicted
+        if (len(inner) + len(self._branches)) * self.num_pages > 2 * pool.num_usable:  # most of them were evicted
             self._inner = OrderedDict.fromkeys(known for known in inner if self._pages(known))
+            self._branches = {known for known in self._branches if self._pages(known)}
 
     def _exists(self, seq: Sequence, at: int) -> bool:
         """Return whether there is a checkpoint after `at` blocks of a sequence; of output not hashed yet: False."""

@@ -1,19 +1,22 @@
 """HybridDecoder: decoders in which some layers have attention and the others a recurrent state (see KINDS).
 
 Like Decoder it works on packed rows without padding. Each layer is one of four kinds: attention over the paged KV, a
-gated delta net, Mamba-2, or a short convolution; all have a gated MLP behind it.
+gated delta net, Mamba-2, or a short convolution; all have a gated MLP behind it. With kernels, all products between two
+mixers are one call, so that threads are woken once for them.
 
 Granite-4 multiplies what each layer adds to the residual. Here the residual is kept divided by that number instead,
 which only the embedding's multiplier and the epsilon of the layers' norms can tell.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from headstart.model.attention.base import Attend
-from headstart.model.kernels.chain import Buffers, Chain
-from headstart.model.kernels.packed import PackedLinear
+from headstart.model.kernels.chain import MAX_LINKS, Buffers, Chain, Link
+from headstart.model.kernels.library import Kernels
+from headstart.model.kernels.packed import PackedLinear, RotaryHeads
 from headstart.model.kernels.recurrence import States, gate_rows
 from headstart.model.layers.dispatch import are_rows_exact
 from headstart.model.layers.layer_ops import RMSNorm
@@ -28,12 +31,12 @@ from headstart.model.weights.model_config import ModelConfig
 class AttentionWeights:
     """The weights of an attention layer; with `gated` each query head has a gate of its size for its output."""
 
-    qkv: Linear  # norm, then queries, keys, values and, if it is gated, gates
+    inner: Linear  # norm, then queries, keys, values and, if it is gated, gates
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
     out: Linear
     gated: bool
-    chain: Chain | None  # in bf16 on kernels: `qkv`, the norms of heads and the rotary embedding
+    rotary: RotaryHeads | None  # in bf16 on kernels: norms of heads and rotary embedding, done behind `inner`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,9 +50,59 @@ class HybridLayer:
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The products of the layer."""
-        mixer = self.mixer
-        own = (mixer.qkv, mixer.out) if isinstance(mixer, AttentionWeights) else mixer.linears
-        return (*own, self.gate_up, self.down)
+        return (self.mixer.inner, self.mixer.out, self.gate_up, self.down)
+
+
+class _Products:
+    """The products between two mixers as chains, on buffers of a step. Buffer 0 is the residual stream."""
+
+    def __init__(self, kernels: Kernels, config: ModelConfig, layers: list[HybridLayer]) -> None:
+        widths = dict.fromkeys(width for layer in layers for width in _ends(layer))
+        self._widths = (config.hidden_size, config.intermediate_size, *widths)
+        self._ends = [tuple(2 + list(widths).index(width) for width in _ends(layer)) for layer in layers]
+        runs = [list[list[Link]]() for _ in range(len(layers) + 1)]
+        for index, (layer, (inner, mixed)) in enumerate(zip(layers, self._ends, strict=True)):
+            rotary = layer.mixer.rotary if isinstance(layer.mixer, AttentionWeights) else None
+            runs[index].append(layer.mixer.inner.links(0, inner, rotary=rotary))
+            runs[index + 1] += [
+                layer.mixer.out.links(mixed, 0, residual=0),
+                layer.gate_up.links(0, 1),
+                layer.down.links(1, 0, residual=0),
+            ]
+        self._chains = [[Chain(kernels, links, self._widths) for links in _joined(run)] for run in runs]
+        self._widest = max((chain for run in self._chains for chain in run), key=lambda chain: len(chain.scratch(1)))
+
+    def forward(self, residual: Tensor, angles: tuple[Tensor, Tensor], mix: "Mix") -> Tensor:
+        """Return the residual stream behind all layers; `mix` is called for each between its products."""
+        buffers = Buffers(len(residual), self._widths, residual.dtype)
+        buffers[0] = residual
+        buffers.fill(*range(1, len(self._widths)))
+        scratch = self._widest.scratch(len(residual))
+        for index, chains in enumerate(self._chains):
+            for chain in chains:
+                chain(buffers, scratch, angles)
+            if index < len(self._ends):
+                inner, mixed = self._ends[index]
+                buffers[mixed] = mix(index, buffers[inner])
+        return buffers[0]
+
+
+Mix = Callable[[int, Tensor], Tensor]  # layer and the outputs of `inner` -> the inputs of `out`
+
+
+def _ends(layer: HybridLayer) -> tuple[int, int]:
+    """Return the widths of the rows that a mixer takes and gives."""
+    return layer.mixer.inner.out_features, layer.mixer.out.packed[0].in_features
+
+
+def _joined(run: list[list[Link]]) -> list[list[Link]]:
+    """Return products as few lists of at most MAX_LINKS links; the links of one product stay together."""
+    found: list[list[Link]] = [[]]
+    for links in run:
+        if len(found[-1]) + len(links) > MAX_LINKS:
+            found.append([])
+        found[-1] += links
+    return found
 
 
 class HybridDecoder:
@@ -62,13 +115,20 @@ class HybridDecoder:
         assert config.hybrid is not None
         self.hybrid = config.hybrid
         self.kernels = form.kernels
+        # Either all weights are packed for kernels, or none.
+        self._products = None if form.kernels is None or not head.packed else _Products(form.kernels, config, layers)
         dtype, device = (
             (form.dtype, form.device) if isinstance(embedding, PackedLinear) else (embedding.dtype, embedding.device)
         )
         self.rotary = Rotary(config.rope, dtype, device)
-        self.state_size = sum(
-            layer.mixer.state_size for layer in layers if not isinstance(layer.mixer, AttentionWeights)
-        )
+        self.state_size, num_attentions, self._places = 0, 0, list[int]()  # of a layer: its KV, or its part of states
+        for layer in layers:
+            if isinstance(layer.mixer, AttentionWeights):
+                self._places.append(num_attentions)
+                num_attentions += 1
+            else:
+                self._places.append(self.state_size)
+                self.state_size += layer.mixer.state_size
         tied = any(held is embedding for held in (head.weight, *head.packed))
         linears = [linear for layer in layers for linear in layer.linears] + ([] if tied else [head])
         self.weight_bytes = embedding.nbytes + sum(linear.weight_bytes for linear in linears)
@@ -76,19 +136,23 @@ class HybridDecoder:
     def forward(self, step: StepInputs, attend: Attend) -> Tensor:
         """See LanguageModel."""
         assert step.states is not None, "a hybrid model needs the states of its requests"
-        angles = self.rotary.angles(step.positions)
+        cosines, sines = self.rotary.tables(step.positions)
+        angles = cosines[step.positions], sines[step.positions]
         residual = look_up(self.embedding, step.token_ids)
         scale = self.hybrid.embedding_scale / self.hybrid.residual_scale
         residual = residual if scale == 1 else residual * scale
-        states, index, offset = States(step.states), 0, 0
-        for layer in self.layers:
-            mixer = layer.mixer
+        states = States(step.states)
+
+        def mix(index: int, inner: Tensor) -> Tensor:
+            mixer, place = self.layers[index].mixer, self._places[index]
             if isinstance(mixer, AttentionWeights):
-                residual = self._attention(index, mixer, residual, angles, attend)
-                index += 1
-            else:
-                residual = mixer(residual, residual, states, offset)
-                offset += mixer.state_size
+                return self._attention(place, mixer, inner, angles, attend)
+            return mixer(inner, states, place)
+
+        if self._products is not None:
+            return self._products.forward(residual, angles, mix)
+        for index, layer in enumerate(self.layers):
+            residual = layer.mixer.out(mix(index, layer.mixer.inner(residual)), residual)
             residual = layer.down(layer.gate_up(residual), residual)
         return residual
 
@@ -104,19 +168,18 @@ class HybridDecoder:
         return self.head.packed != () and are_rows_exact((*linears, self.head))
 
     def _attention(
-        self, index: int, layer: AttentionWeights, rows: Tensor, angles: tuple[Tensor, Tensor], attend: Attend
+        self, index: int, layer: AttentionWeights, heads: Tensor, angles: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
-        """Return `rows` [T, hidden] plus the outputs of attention layer `index`."""
-        config, num_rows = self.config, len(rows)
+        """Return what attention layer `index` makes [T, size] of the outputs [T, width] of its `inner`."""
+        config, num_rows = self.config, len(heads)
         size = config.num_heads * config.head_dim
-        heads = layer.qkv(rows) if layer.chain is None else _run(layer.chain, rows, angles)
         gates = heads[:, -size:] if layer.gated else None
         num_rotated = config.num_heads + config.num_kv_heads
         heads = heads.view(num_rows, -1, config.head_dim)[:, : num_rotated + config.num_kv_heads]
         queries, keys, values = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
-        if layer.query_norm is not None and layer.key_norm is not None and layer.chain is None:
+        if layer.query_norm is not None and layer.key_norm is not None and layer.rotary is None:
             queries, keys = layer.query_norm(queries), layer.key_norm(keys)
-        if self.hybrid.has_rope and layer.chain is None:
+        if self.hybrid.has_rope and layer.rotary is None:
             queries, keys = self.rotary.apply(queries, angles), self.rotary.apply(keys, angles)
         scale = config.head_dim**-0.5 if self.hybrid.attention_scale is None else self.hybrid.attention_scale
         attended = attend(index, queries, keys, values, scale=scale).reshape(num_rows, size)
@@ -124,13 +187,4 @@ class HybridDecoder:
             gate_rows(self.kernels, attended, gates)
         elif gates is not None:
             attended = attended * sigmoid(gates.float()).to(attended.dtype)
-        return layer.out(attended, rows)
-
-
-def _run(chain: Chain, rows: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the heads [T, width] that a chain makes of `rows`."""
-    buffers = Buffers(len(rows), chain.widths)
-    buffers[0] = rows
-    buffers.fill(1)
-    chain(buffers, chain.scratch(len(rows)), angles)
-    return buffers[1]
+        return attended

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from headstart.allocator import trim
-from headstart.model.kernels.chain import Chain
 from headstart.model.kernels.packed import Norm, RotaryHeads
 from headstart.model.kernels.recurrence import MatrixWeights
 from headstart.model.layers.decoder import EMBEDDING, HEAD, WeightReader, tied_embedding
@@ -131,8 +130,8 @@ class _HybridReader(WeightReader):
             self.norm(f"{name}.{own}.weight", config.head_dim) if own else None
             for own in (names.query_norm, names.key_norm)
         )
-        chain, kernels = None, self.form.kernels
-        if self.hybrid.has_rope and qkv.packed and kernels is not None and self.dtype == torch.bfloat16:
+        rotary = None
+        if self.hybrid.has_rope and qkv.packed and self.dtype == torch.bfloat16:
             rotary = RotaryHeads(
                 num_queries=config.num_heads,
                 num_keys=config.num_kv_heads,
@@ -142,9 +141,8 @@ class _HybridReader(WeightReader):
                 query_norm=query_norm and query_norm.packed,
                 key_norm=key_norm and key_norm.packed,
             )
-            chain = Chain(kernels, qkv.links(0, 1, rotary=rotary), (config.hidden_size, qkv.out_features))
         out = self.linear([(f"{name}.{names.out}", config.hidden_size)], query_size, bias=config.o_bias)
-        return AttentionWeights(qkv, query_norm, key_norm, out, gated, chain)
+        return AttentionWeights(qkv, query_norm, key_norm, out, gated, rotary)
 
     def _gates_last(self, parts: list[Any]) -> list[Any]:
         """Return weights or biases of queries with gates, keys and values as queries, keys, values and gates."""

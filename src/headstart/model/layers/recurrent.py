@@ -30,12 +30,12 @@ class Mixer(Protocol):
         ...
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
-        """The products of the layer."""
-        ...
+    def inner(self) -> Linear: ...
+    @property
+    def out(self) -> Linear: ...
 
-    def __call__(self, rows: Tensor, residual: Tensor, states: States, offset: int) -> Tensor:
-        """Return the outputs for `rows` [T, hidden], which are normed here, added to `residual`.
+    def __call__(self, rows: Tensor, states: States, offset: int) -> Tensor:
+        """Return the inputs of `out` for `rows`, the outputs of `inner`, which may be overwritten.
 
         Updates the states, whose part for this layer begins at `offset`, and fills in those to be saved.
         """
@@ -56,15 +56,10 @@ class ShortConvolution:
     def state_size(self) -> int:
         return (len(self.weight) - 1) * self.weight.shape[1]
 
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        return self.inner, self.out
-
-    def __call__(self, rows: Tensor, residual: Tensor, states: States, offset: int) -> Tensor:
-        inner = self.inner(rows)
+    def __call__(self, rows: Tensor, states: States, offset: int) -> Tensor:
         if self.kernels is None:
-            return self.out(convolve_in_torch(self.weight, self.bias, inner, states, offset), residual)
-        return self.out(short_convolution(self.kernels, self.weight, self.bias, inner, states, offset), residual)
+            return convolve_in_torch(self.weight, self.bias, rows, states, offset)
+        return short_convolution(self.kernels, self.weight, self.bias, rows, states, offset)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,16 +80,11 @@ class MatrixMixer:
     def state_size(self) -> int:
         return self.shape.state_size
 
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        return self.inner, self.out
-
-    def __call__(self, rows: Tensor, residual: Tensor, states: States, offset: int) -> Tensor:
-        inner = self.inner(rows)
+    def __call__(self, rows: Tensor, states: States, offset: int) -> Tensor:
         if self.kernels is not None:
-            return self.out(matrix_mixer(self.kernels, self.shape, self.weights, inner, states, offset), residual)
+            return matrix_mixer(self.kernels, self.shape, self.weights, rows, states, offset)
         twin = delta_net_in_torch if self.weights.skip is None else mamba_in_torch
-        return self.out(twin(self.shape, self.weights, inner, states, offset), residual)
+        return twin(self.shape, self.weights, rows, states, offset)
 
 
 def convolve_in_torch(weight: Tensor, bias: Tensor | None, rows: Tensor, states: States, offset: int) -> Tensor:

@@ -1,6 +1,7 @@
 """/v1/messages: preparation of requests from content blocks, and answers as messages; /v1/messages/count_tokens."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,9 @@ def _prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequ
         tokenizer, block_size = tokenizer_of(model.tokenizer, origin, chat.body.params), model.info.block_size
         num_marked = num_marked_tokens(read, chat.requests[0].prompt, tokenizer, model.bounds)
         num_marked = num_marked // block_size * block_size
+        if 0 < num_marked < len(chat.requests[0].prompt) // block_size * block_size:  # others may go on from there
+            requests = [replace(request, boundary=num_marked) for request in chat.requests]
+            chat = chat._replace(requests=requests)
     marks = CacheMarks(num_marked, is_long=read.ttl >= _HOUR)
     return chat.request(read.chat, partial(_format, marks, fills_context))
 
