@@ -2,11 +2,12 @@
 
     PYTHONPATH=src:tests python benchmarks/agentx/shapes.py --engine vllm=http://127.0.0.1:8332 >shapes.json
 
-The shapes are those of tests/server/test_agent_turns.py; texts are made longer, so that a turn has more than a block.
-The router has `--prompt-rule inline_system`; the engine should have a chat template that refuses system messages in
-mid-conversation (strict.jinja). *Possible*: each prompt begins with the whole one before it. `--direct` leaves out the
-router, `--plain` images, items and tools that only the vendors' servers can read, custom tools, and arguments that were
-cut; it also asks for no tool calls, for which vLLM needs a parser. The last line of stdout is one JSON document.
+The shapes are those of tests/server/test_agent_turns.py with longer texts, so that a turn has more than a block, and
+without images, which no engine without an encoder of images reads; Claude Code's last message states the tokens that
+are left, another number in each turn. The router has the rules RULES; the engine should have a chat template that
+refuses system messages in mid-conversation (strict.jinja), and a parser of tool calls. `--direct` leaves out the
+router, `--rule` chooses others. *Possible*: each prompt begins with the whole one before it. The last line of stdout
+is one JSON document.
 """
 
 import argparse
@@ -19,44 +20,37 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from server.test_agent_turns import AGENTS, CUT, TURNS
+from server.test_agent_turns import AGENTS, TURNS
 
 from headstart.measurement.machine import print_document
 
 MARK = re.compile(r"mark-\d\d-\w")
 WORDS = "".join(f" line {number} of the file," for number in range(6))
-PATHS = ("image", "input_image", "image_url", "server_tool_use", "web_search_tool_result", "redacted_thinking")
-ITEMS_OF_VENDORS = ("web_search_call", "local_shell_call", "local_shell_call_output", "compaction", "reasoning")
-ITEMS = (*ITEMS_OF_VENDORS, "custom_tool_call", "custom_tool_call_output")
+RULES = ("inline_system", "token_counts", "billing_header", "plain_items")
+IMAGES = ("image", "input_image", "image_url")
 Json = dict[str, Any]
 
 
-def request_of(agent: str, turns: int, plain: bool) -> Json:
-    """Return the request of a turn with longer texts."""
-    body = AGENTS[agent][1](turns)
-    if plain:
-        body = without_vendors(body) | {"tool_choice": {"type": "none"} if "messages" in body else "none"}
-        body["tools"] = [
-            tool for tool in body["tools"] if tool.get("type", "function") == "function" or "input_schema" in tool
-        ]
-        body["tools"] = [tool for tool in body["tools"] if not tool.get("type", "").startswith("web_search")]
-    text = json.dumps(body)
-    if plain:
-        text = text.replace(json.dumps(CUT), '"{}"')
-    text = MARK.sub(lambda found: found[0] + WORDS, text)
-    return json.loads(text) | {"model": "model"}
+def request_of(agent: str, turns: int) -> Json:
+    """Return the request of a turn with longer texts and without images."""
+    body = without_images(AGENTS[agent][1](turns))
+    if agent == "claude code":
+        user = next(message for message in reversed(body["messages"]) if message["role"] == "user")
+        user["content"].append(
+            {"type": "text", "text": f"<total_tokens>{90_000 - 1_234 * turns} tokens left</total_tokens>"}
+        )
+    return json.loads(MARK.sub(lambda found: found[0] + WORDS, json.dumps(body))) | {"model": "model"}
 
 
-def without_vendors(value: Any) -> Any:
-    """Return a value without parts and items that only the vendor's servers can read."""
+def without_images(value: Any) -> Any:
+    """Return a value without parts that are images."""
     if isinstance(value, list):
-        kept = [one for one in value if not (isinstance(one, dict) and one.get("type") in (*PATHS, *ITEMS))]
-        return [without_vendors(one) for one in kept]
-    return {key: without_vendors(one) for key, one in value.items()} if isinstance(value, dict) else value
+        return [without_images(one) for one in value if not (isinstance(one, dict) and one.get("type") in IMAGES)]
+    return {key: without_images(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
 def post(url: str, body: Json) -> tuple[int, Json]:
@@ -88,13 +82,14 @@ def counters(engine: str) -> Json:
 
 
 @contextmanager
-def routed(engine: str) -> Generator[str]:
+def routed(engine: str, rules: Sequence[str]) -> Generator[str]:
     """Yield the address of a router in front of the engine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "headstart", "route", "--replica", engine, "--port", str(port)]
-    command += ["--prompt-rule", "inline_system", "--tokenizer", "none", "--access-log", "none"]
+    command += [word for rule in rules for word in ("--prompt-rule", rule)]
+    command += ["--tokenizer", "none", "--access-log", "none"]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
@@ -110,7 +105,7 @@ def routed(engine: str) -> Generator[str]:
             process.wait()
 
 
-def run(agent: str, engine: str, url: str, plain: bool) -> Json:
+def run(agent: str, engine: str, url: str) -> Json:
     """Send the turns of one agent; return what was refused, and what the engine found."""
     path, refused, prompts, errors = AGENTS[agent][0], 0, list[int](), list[str]()
     if "prompt" in counters(engine):  # vLLM's own route, in its mode for developers
@@ -119,7 +114,7 @@ def run(agent: str, engine: str, url: str, plain: bool) -> Json:
     possible = 0
     for turns in range(1, TURNS + 1):
         earlier = counters(engine)
-        status, answer = post(f"{url}{path}", request_of(agent, turns, plain))
+        status, answer = post(f"{url}{path}", request_of(agent, turns))
         if status != 200:
             refused += 1
             errors.append(f"turn {turns}: {status} {answer.get('error')}"[:300])
@@ -151,17 +146,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", action="append", required=True, help="NAME=URL, with /metrics")
     parser.add_argument("--direct", action="store_true")
-    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--rule", action="append", default=[], help="of the router; default: RULES")
     args = parser.parse_args()
     rows: list[Json] = []
     for name, _, engine in (one.partition("=") for one in args.engine):
         for agent in ("claude code", "codex"):
             if args.direct:
-                row = run(agent, engine, engine, args.plain)
+                row = run(agent, engine, engine)
             else:
-                with routed(engine) as url:
-                    row = run(agent, engine, url, args.plain)
-            rows.append({"engine": name, "router": not args.direct, "plain": args.plain, **row})
+                with routed(engine, args.rule or RULES) as url:
+                    row = run(agent, engine, url)
+            rules = None if args.direct else args.rule or RULES
+            rows.append({"engine": name, "rules": rules, **row})
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     print_document({"bench": "agents' request shapes", "turns": TURNS, "rows": rows})
 
