@@ -4,6 +4,7 @@ The shapes are those of released clients and of public issues; the words are our
 the prompt must have once and in order, and things that no prompt has: images, encrypted items, tools of a vendor.
 """
 
+import ast
 import asyncio
 import re
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conversations import FOLDER
 from server.asking import asking, write_model
 
+from headstart.common_prefix import common_prefix_length
 from headstart.openai.forms.skipped import SKIPPED_HEADER
 
 TURNS = 20
@@ -28,7 +31,7 @@ def mark(turn: int, part: str) -> str:
 
 
 def claude_code(turns: int) -> Json:
-    """Blocks, a moving cache breakpoint, thinking, images in results, a system message amid the conversation."""
+    """Blocks, a moving cache breakpoint, thinking, images in results, parallel calls, system messages in between."""
     said = [
         {"type": "text", "text": "<system-reminder>context</system-reminder>"},
         {"type": "text", "text": mark(0, "a"), "cache_control": {"type": "ephemeral"}},
@@ -50,8 +53,13 @@ def claude_code(turns: int) -> Json:
         content: list[Json] = [{"type": "text", "text": mark(n, "c")}, *([image] if n % 4 == 0 else [])]
         result: Json = {"type": "tool_result", "tool_use_id": f"t{n}", "is_error": n % 3 == 0, "content": content}
         user: list[Json] = [result, {"type": "text", "text": mark(n, "d")}]
+        if n % 6 == 3:
+            blocks.append({"type": "tool_use", "id": f"u{n}", "name": "Bash", "input": {"command": "ls"}})
+            user.insert(1, {"type": "tool_result", "tool_use_id": f"u{n}", "content": "src"})
         user[-1]["cache_control"] = {"type": "ephemeral", "ttl": "1h", "scope": "global"}
         messages += [{"role": "assistant", "content": blocks}, {"role": "user", "content": user}]
+        if n % 6 == 4:
+            messages.append({"role": "system", "content": mark(n, "e")})
     tools: list[Json] = [
         {"name": name, "description": "d", "input_schema": SCHEMA} for name in ("Bash", "mcp__a.b__read")
     ]
@@ -73,7 +81,7 @@ def claude_code(turns: int) -> Json:
 
 
 def codex(turns: int) -> Json:
-    """Developer messages, a namespace, a custom tool, encrypted reasoning, local shells, web searches."""
+    """Developer messages, a namespace, a custom tool, parallel calls, encrypted reasoning, shells, web searches."""
     items: list[Json] = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "You are an agent."}]},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": mark(0, "a")}]},
@@ -100,8 +108,13 @@ def codex(turns: int) -> Json:
             case _:
                 call = {"type": "web_search_call", "action": {"type": "search", "query": text}, "status": "completed"}
         items.append({**call, "call_id": call_id, "id": f"i{n}", "status": "completed"})
+        if n % 6 == 2:
+            items.append({"type": "function_call", "name": "exec", "arguments": "{}", "call_id": f"p{n}"})
         if call["type"] != "web_search_call":
             items.append({"type": f"{call['type']}_output", "call_id": call_id, "output": output})
+        if n % 6 == 2:
+            items.append({"type": "function_call_output", "call_id": f"p{n}", "output": "0"})
+            items.append({"type": "message", "role": "developer", "content": mark(n, "c")})
         if n == 9:
             items.append({"type": "compaction", "encrypted_content": "x" * 99})
     functions: list[Json] = [
@@ -258,3 +271,36 @@ def test_the_page_of_an_agent_has_its_settings_and_the_context_that_it_needs(nam
     page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
     section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
     assert "http://127.0.0.1:8000" in section and re.search(r"Context: .*?[\d,]{5,} tokens", section, re.DOTALL)
+
+
+MOVES_TOOLS = "Mistral-Small-3.2-24B-Instruct-2506"  # before the last message of the user, so one turn is lost in each
+TEMPLATES = (
+    *("GLM-4.6", "GLM-4.7-Flash", "NousResearch-Hermes-3-Llama-3.1-8B-tool_use", "Qwen3-Coder", "google-gemma-2-2b-it"),
+    *("Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B", "meta-llama-Llama-3.1-8B-Instruct", MOVES_TOOLS),
+)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("agent", ["claude code", "codex"])
+def test_real_templates_refuse_no_turn_and_reuse_what_was_sent_before(agent: str, name: str, tmp_path: Path) -> None:
+    """Longer texts, as agents have; *possible* is the whole prompt before, but for the beginning of an answer."""
+    path, request, _ = AGENTS[agent]
+    model = write_model(tmp_path, (FOLDER / f"{name}.jinja").read_text(encoding="utf-8"))
+
+    async def go() -> float:
+        before, possible, shared = "", 0, 0
+        async with asking(model) as ask:
+            for turns in (1, 2, 6, 7, 12, 13, 19, TURNS):  # a request begins with all earlier ones
+                text = re.sub(
+                    r"mark-\d\d-\w", lambda found: f"{found[0]} " + "line of a file, " * 30, str(request(turns))
+                )
+                answer, prompt = await ask(path, ast.literal_eval(text))
+                assert answer.status_code == 200, answer.text
+                assert f"mark-{turns - 1:02d}" in prompt
+                if turns in (2, 7, 13, TURNS):
+                    possible += len(before)
+                    shared += common_prefix_length(before, prompt)
+                before = prompt
+        return shared / possible
+
+    assert asyncio.run(go()) >= (0.85 if name == MOVES_TOOLS else 0.95)

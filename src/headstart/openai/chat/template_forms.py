@@ -15,6 +15,7 @@ Message = dict[str, Any]
 Tried = Callable[[list[Message], list[dict[str, Any]] | None], str | None]  # None: the template does not take them
 SYSTEM_ROLES = ("system", "developer")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+UNDESCRIBED_TOOL = "undescribed tool"
 _PARTS = ("7f3a1", "9c2be")
 _SEPARATORS = ("", "\n", " ", "\n\n")
 _LONG_ID = "call_0123456789abcdef"
@@ -80,6 +81,9 @@ def find_forms(tried: Tried) -> ContentForms:
     separators = {role: found for role in _AROUND if (found := _separator(tried, role, tools)) is not None}
     null = tried([_user("a"), {**_called("", _call(1, "b", arguments)), "content": None}, _result(1, "c")], tools)
     no_parameters = tried([_user("a")], [{"type": "function", "function": {"name": "f"}}])
+    parameters = {"type": "object", "properties": {}}
+    if tried([_user("a")], [{"type": "function", "function": {"name": "f", "parameters": parameters}}]) is not None:
+        shown.add(UNDESCRIBED_TOOL)
     return ContentForms(
         separators,
         takes_null=null is not None and "None" not in null,

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeGuard, get_args
 from pydantic import Field
 
 from headstart.openai.bounds import Bounds
+from headstart.openai.chat.template_forms import UNDESCRIBED_TOOL
 from headstart.openai.forms.treatments import ApiName, Place, Treatment, treatment
 from headstart.openai.request_model import RequestModel, checked
 from headstart.openai.value_checks import bad_value, check_list, check_text, missing, shown, unsupported
@@ -155,6 +156,8 @@ def _tool(name: str, value: object, bounds: Bounds) -> Tool:
         if not isinstance(function["description"], str):
             bad_value(f"{name}.function.description", f"is {shown(function['description'])}", "it must be a string")
         definition["description"] = check_text("tools", function["description"])
+    elif not bounds.content_forms().shows(UNDESCRIBED_TOOL):
+        definition["description"] = ""
     if function.get("parameters") is not None or not bounds.content_forms().takes_no_parameters:
         definition["parameters"] = dict(parameters)
     if strict is not None:
