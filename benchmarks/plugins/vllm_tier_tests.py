@@ -1,4 +1,4 @@
-"""vLLM's own tests of secondary tiers, with HeadstartTier in the place of its example and its file system tier.
+"""vLLM's own tests of its tiering manager, with HeadstartTier in the place of the example tier.
 
     PYTHONPATH=src:plugins/src python benchmarks/plugins/vllm_tier_tests.py SOURCES > vllm_tier_tests.json
 
@@ -15,19 +15,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-FILES = ("test_tiering_offloading.py", "test_fs_tier.py")
-TESTS = "tests/v1/kv_offload/tiering"
+TESTS = "tests/v1/kv_offload/tiering/test_tiering_offloading.py"
 
 
 def pytest_configure() -> None:
-    """Put HeadstartTier in the place of vLLM's tiers, before a test imports these."""
+    """Put HeadstartTier in the place of vLLM's, before a test imports it."""
     if os.environ["HEADSTART_FORM"] == "vllm":
         return
     import numpy as np
     from vllm.v1.kv_offload import config
     from vllm.v1.kv_offload.base import LookupResult
     from vllm.v1.kv_offload.tiering.example import manager as example
-    from vllm.v1.kv_offload.tiering.fs import manager as fs
 
     from headstart_plugins.vllm import tier as ours
 
@@ -63,19 +61,13 @@ def pytest_configure() -> None:
             self.tier.settle()
 
     class Tier(ours.HeadstartTier):
-        """Ours with the arguments of both, whose jobs end in the call that submits them."""
+        """Ours, whose jobs end in the call that submits them."""
 
         def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
             self._room = tempfile.TemporaryDirectory()
-            folder = str(options.get("root_dir", Path(self._room.name) / "kv"))
-            if Path(folder).is_dir():
-                Path(folder).chmod(0o700)
-            own = spec(Path(self._room.name))
-            super().__init__(own, primary_kv_view, tier_type, None, folder=folder, size="512MiB")
+            room = Path(self._room.name)
+            super().__init__(spec(room), primary_kv_view, tier_type, None, folder=str(room / "kv"), size="512MiB")
             self.chunks, self.completed_jobs = Planted(self), self._finished
-            self._lookup_manager = SimpleNamespace(
-                _pending_results=SimpleNamespace(empty=lambda: False), _lookup_batch=[]
-            )
 
         def settle(self) -> None:
             self._jobs.join()
@@ -95,28 +87,21 @@ def pytest_configure() -> None:
         def get_num_chunks(self) -> int:
             return sum(self.lookup(key, None) is LookupResult.HIT for key in self.chunks)
 
-    example.ExampleSecondaryTierManager = fs.FileSystemTierManager = Tier
+    example.ExampleSecondaryTierManager = Tier
 
 
 def main() -> None:
     from vllm_core_tests import outcomes
 
     [sources] = map(Path, sys.argv[1:])
-    forms: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(sources / "tests", folder / "tests")
         shutil.copy(sources / "pyproject.toml", folder)
-        for file in FILES:
-            found = {
-                form: outcomes(folder, form, [f"{TESTS}/{file}"], Path(__file__).stem) for form in ("vllm", "ours")
-            }
-            alone = [test for test, how in found["vllm"].items() if how == "passed"]
-            differ = {test: found["ours"].get(test, "not run") for test in alone}
-            differ = {test: how for test, how in differ.items() if how != "passed"}
-            forms[file] = {"passed with vLLM's": len(alone), "and with ours": len(alone) - len(differ), "not": differ}
-            print(file, forms[file], file=sys.stderr, flush=True)
-    print(json.dumps({"bench": "vllm tier tests", "files": forms}))
+        alone, ours = (outcomes(folder, form, [TESTS], Path(__file__).stem) for form in ("vllm", "ours"))
+    passed = [test for test, how in alone.items() if how == "passed"]
+    differ = {test: ours.get(test, "not run") for test in passed if ours.get(test) != "passed"}
+    print(json.dumps({"bench": "vllm tier tests", "passed": len(passed), "not with ours": differ}))
 
 
 if __name__ == "__main__":

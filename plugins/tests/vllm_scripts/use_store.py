@@ -365,6 +365,8 @@ def check_what_it_cannot_serve_is_refused_by_name() -> None:
         ("kv_role is 'kv_consumer'", {"kv_role": "kv_consumer"}, {}),
         ("no option 'path'", {"kv_connector_extra_config": {"path": "x"}}, {}),
         ("name the folder", {"kv_connector_extra_config": {}}, {}),
+        ("at least 60 seconds", {"kv_connector_extra_config": {"folder": "x", "ttl": 1}}, {}),
+        ("it must be a string", {"kv_connector_extra_config": {"folder": 1}}, {}),
         ("--kv-store-secret", {"kv_connector_extra_config": {"url": "redis://127.0.0.1:6379"}}, {}),
         ("hybrids are not supported", {}, {"is_hybrid": True}),
         ("xxhash gives other hashes", {}, {"hash_algorithm": "xxhash"}),

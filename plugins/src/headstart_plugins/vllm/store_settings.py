@@ -24,6 +24,7 @@ from headstart_plugins.vllm.host import HOST_VERSION
 FORM = 1  # of the stored blocks: a layer after the other, each as vLLM's CPU backend has it in memory
 HASHES = ("sha256", "sha256_cbor")  # with a fixed root and 32 bytes; those of xxhash are random in every process
 OPTIONS: dict[str, str | int | None] = {"folder": None, "size": "20GiB", "url": None, "secret": None, "ttl": 7 * 86_400}
+MIN_TTL = 60  # seconds, as of --kv-store-ttl
 PASSWORD = "HEADSTART_KV_STORE_PASSWORD"  # a variable, so that lists of processes do not show it
 _CHUNK = 1 << 22
 
@@ -45,8 +46,10 @@ def read_settings(extra: dict[str, Any]) -> StoreSettings:
     for name, value in extra.items():
         if name not in OPTIONS:
             raise ValueError(f"kv_connector_extra_config has no option {name!r}; it has {', '.join(OPTIONS)}")
-        if type(value) is not (int if name == "ttl" else str):
-            raise ValueError(f"kv_connector_extra_config.{name} is {value!r}; it must be of another type")
+        if name == "ttl" and not (type(value) is int and value >= MIN_TTL):
+            raise ValueError(f"kv_connector_extra_config.ttl is {value!r}; it must be at least {MIN_TTL} seconds")
+        if name != "ttl" and not isinstance(value, str):
+            raise ValueError(f"kv_connector_extra_config.{name} is {value!r}; it must be a string")
     given: dict[str, Any] = {**OPTIONS, **extra}
     if not given["folder"] and not given["url"]:
         raise ValueError("kv_connector_extra_config: name the folder of the store, the url of a server, or both")
