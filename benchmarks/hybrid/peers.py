@@ -31,6 +31,7 @@ from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.model.kernels.library import cpu_model, find
 from headstart.model.model_runner import ModelRunner
+from headstart.model.setup.threads import SPIN_COUNT
 from headstart.model.weights.model_loader import load_model
 
 HERE = Path(__file__).parent
@@ -119,7 +120,7 @@ class Process:
     """A worker in a process of its own."""
 
     def __init__(self, command: list[str], threads: int) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "0"}
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": str(SPIN_COUNT)}
         self.child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )

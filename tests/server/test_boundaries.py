@@ -117,7 +117,7 @@ def test_the_second_chat_of_a_server_begins_behind_tools_and_system_message(serv
         ids.append(answer["id"])
     assert cached[0] == 0 and cached[1] > 50
     explained = server.get(f"/v1/cache/explain?request_id={ids[1]}").json()
-    assert (explained["reason"], explained["position"]) == ("diverged", cached[1]), explained
+    assert (explained["reason"], explained["reused_tokens"]) == ("diverged", cached[1]), explained
 
 
 def test_a_breakpoint_inside_a_message_is_a_boundary(server: Server) -> None:
