@@ -8,13 +8,17 @@ import asyncio
 import time
 from array import array
 from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
+
+from msgspec import Raw
 
 from headstart.core.engine import EngineStats
 from headstart.core.errors import InvalidRequestError
 from headstart.engine.engine_calls import MAX_SCANNED_BLOCKS
 from headstart.engine.engine_client import EngineClient
 from headstart.http.auth import Principal
-from headstart.openai.responses import Json
+from headstart.openai.responses import Json, encode
 from headstart.openai.value_checks import shown
 from headstart.page.prefix_tree import COLUMNS, BlockRun, PrefixTree, TreeBlock
 from headstart.server.server_state import Model
@@ -25,8 +29,10 @@ MAX_TEXTS = 200  # runs with the beginning of their text
 MAX_TEXT_CHARS = 80
 MAX_TENANTS = 20
 MIN_SECONDS = 0.5  # between two snapshots: less than between two frames, each of which makes a page ask
-ENGINE_SHARE = 0.01  # of the engine's time that snapshots may take
-SERVER_SHARE = 0.02  # of the server's, with the rows of an answer
+ENGINE_SHARE = 0.005  # of the engine's time that snapshots may take
+SERVER_SHARE = 0.01  # of a core's that trees and rows may take
+
+T = TypeVar("T")
 
 
 class CacheTree:
@@ -37,8 +43,9 @@ class CacheTree:
         self._lock = asyncio.Lock()
         self._blocks: list[TreeBlock] = []
         self._trees: dict[str | None, tuple[PrefixTree, Counter[str]]] = {}  # by tenant; None: of administrators
-        self._rows: dict[str | None, tuple[int, list[list[object]]]] = {}  # of the last answer of each: its most runs
+        self._rows: dict[str | None, tuple[int, Raw]] = {}  # of the last answer of each: its most runs, their JSON
         self._at = 0.0
+        self._spent = 0.0  # CPU seconds of trees and rows of the snapshot
         self._stale_at = 0.0
         self._stats: EngineStats | None = None  # before the snapshot
 
@@ -53,7 +60,7 @@ class CacheTree:
             if tenant not in self._trees:
                 self._trees[tenant] = await self._tree(tenant)
             (tree, blocks), at = self._trees[tenant], self._at
-            most, rows = self._rows.get(tenant, (0, []))
+            most, rows = self._rows.get(tenant, (0, Raw()))
             if most != max_runs:
                 rows = await self._make_rows(model, tree, max_runs)
                 self._rows[tenant] = max_runs, rows
@@ -80,36 +87,49 @@ class CacheTree:
             columns = ("blocks", "hashes", "parents", "users", "pinned", "reused", "tenants")
             blocks += map(TreeBlock, *(found[name] for name in columns))
             start += MAX_SCANNED_BLOCKS
-        self._blocks, self._trees, self._rows, self._stats, self._at = blocks, {}, {}, stats, time.monotonic()
+        self._blocks, self._trees, self._rows, self._stats, self._spent = blocks, {}, {}, stats, 0.0
+        self._at = time.monotonic()
         self._stale_at = self._at + max(MIN_SECONDS, seconds / ENGINE_SHARE)
 
     async def _tree(self, tenant: str | None) -> tuple[PrefixTree, Counter[str]]:
         """Return the tree that a caller may see, and the blocks in it by tenant."""
-        blocks, begun = self._blocks, time.monotonic()
+        blocks = self._blocks
         own = blocks if tenant is None else [block for block in blocks if block.tenant == tenant]
-        tree = await asyncio.to_thread(PrefixTree, own)
-        self._stale_at = max(self._stale_at, self._at + (time.monotonic() - begun) / SERVER_SHARE)
+        tree, seconds = await asyncio.to_thread(_timed, lambda: PrefixTree(own))
+        self._spend(seconds)
         return tree, Counter(block.tenant for block in own)
 
-    async def _make_rows(self, model: Model, tree: PrefixTree, max_runs: int) -> list[list[object]]:
-        """Return the largest runs; other callers with the same tree and `max_runs` get the same list."""
-        begun = time.monotonic()
-        runs, size = tree.largest(max_runs), model.info.block_size
-        texts = await self._texts(model, runs)
-        rows = [_row(run, size, texts.get(index, "")) for index, run in enumerate(runs)]
-        self._stale_at = max(self._stale_at, self._at + (time.monotonic() - begun) / SERVER_SHARE)
-        return rows
+    async def _make_rows(self, model: Model, tree: PrefixTree, max_runs: int) -> Raw:
+        """Return the JSON of the largest runs, the largest subtrees of them with the beginning of their text.
 
-    async def _texts(self, model: Model, runs: list[BlockRun]) -> dict[int, str]:
-        """Return the beginning of the text of the largest runs, by index."""
+        Other callers with the same tree and `max_runs` get the same.
+        """
+        runs, seconds = _timed(lambda: tree.largest(max_runs))
         by_size = sorted(range(len(runs)), key=lambda index: -runs[index].num_subtree_blocks)[:MAX_TEXTS]
         chosen = [runs[index].first for index in by_size]
         argument = {"blocks": [block.block for block in chosen], "hashes": [block.key for block in chosen]}
         tokens = await self._engine.call("block_tokens", argument)
-        decoded = (
-            model.tokenizer.decode(array("i", packed), skip_special_tokens=False)[:MAX_TEXT_CHARS] for packed in tokens
-        )
-        return dict(zip(by_size, decoded, strict=True))
+
+        def rows() -> Raw:
+            decode = model.tokenizer.decode
+            texts = (decode(array("i", packed), skip_special_tokens=False)[:MAX_TEXT_CHARS] for packed in tokens)
+            of_run = dict(zip(by_size, texts, strict=True))
+            size = model.info.block_size
+            return Raw(encode([_row(run, size, of_run.get(index, "")) for index, run in enumerate(runs)]))
+
+        found, more = _timed(rows)
+        self._spend(seconds + more)
+        return found
+
+    def _spend(self, seconds: float) -> None:
+        self._spent += seconds
+        self._stale_at = max(self._stale_at, self._at + self._spent / SERVER_SHARE)
+
+
+def _timed(make: Callable[[], T]) -> tuple[T, float]:
+    """Return what a call returns, and its CPU seconds."""
+    begun = time.thread_time()
+    return make(), time.thread_time() - begun
 
 
 def max_runs_of(value: str | None) -> int:
