@@ -16,6 +16,7 @@ from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import Bounds
 from headstart.openai.forms.carried_text import DIGEST, carried_text
 from headstart.openai.forms.treatments import UNREADABLE, ApiName, Place, Treatment, treatment
+from headstart.openai.request_json import parse_json
 from headstart.openai.responses_api.call_forms import CALL_FORMS, OUTPUTS, custom_description
 from headstart.openai.responses_api.input_items import read_item
 from headstart.openai.tools.call_arguments import call_arguments
@@ -155,7 +156,7 @@ def plain_calls(message: Values, counts: Counter[str]) -> Values:
 def _with_closed(call: Values, arguments: str) -> Values:
     """Return a call whose arguments are a JSON object; the same call if they are one."""
     try:
-        is_object = isinstance(msgspec.json.decode(arguments), dict)
-    except (msgspec.DecodeError, UnicodeEncodeError):
-        is_object = False
-    return call if is_object else {**call, "arguments": msgspec.json.encode(call_arguments(arguments)).decode()}
+        parse_json(arguments.encode())
+    except (InvalidRequestError, UnicodeEncodeError):
+        return {**call, "arguments": msgspec.json.encode(call_arguments(arguments)).decode()}
+    return call
