@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart.core.cache.block_pool import HISTORY_POOLS, BlockPool
-from headstart.core.cache.eviction import PYTHON, BlockOps
+from headstart.core.cache.eviction import PYTHON, KVBlockLoops
 from headstart.core.cache.hashing import BlockHash, extend_hashes, root_hash
 from headstart.core.request import DEFAULT_RETENTION, Retention
 from headstart.model.kernels.compiled_blocks import compiled_ops
@@ -79,7 +79,7 @@ class Twin:
 class Driver:
     """Owners take chains and give them back; the model knows who holds what and asked for what."""
 
-    def __init__(self, setting: Setting, ops: BlockOps = PYTHON) -> None:
+    def __init__(self, setting: Setting, ops: KVBlockLoops = PYTHON) -> None:
         size, policy, floor, num_tenants = setting
         self.tenants = TENANTS[:num_tenants]
         self.pool = BlockPool(size, eviction_policy=policy, tenant_floor=floor, ops=ops)

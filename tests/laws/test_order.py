@@ -149,7 +149,7 @@ def test_the_queue_knows_at_least_what_there_is_and_names_the_first_missing_bloc
         assert len(list(queue)) == len(queue)
         for seq in queue:
             hit = cache.match(seq)
-            assert queue.depth_of(seq) >= len(hit.block_ids)
+            assert queue.num_published_blocks(seq) >= len(hit.block_ids)
         if number < len(aborts):
             engine.abort(f"r{aborts[number]}")
         if not engine.step() and not engine.has_work:

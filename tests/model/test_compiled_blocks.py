@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from headstart.core.cache.eviction import HOT, PYTHON, BlockOps, Entries, EvictionOrder
+from headstart.core.cache.eviction import HOT, PYTHON, Entries, EvictionOrder, KVBlockLoops
 from headstart.core.cache.hashing import extend_hashes, root_hash
 from headstart.model.kernels.compiled_blocks import compiled_ops
 
@@ -14,7 +14,7 @@ ROOT, SIZE, STRIDE = root_hash(b"m"), 4, 16
 
 
 @pytest.fixture(params=["python", "compiled"])
-def ops(request: pytest.FixtureRequest) -> BlockOps:
+def ops(request: pytest.FixtureRequest) -> KVBlockLoops:
     if request.param == "python":
         return PYTHON
     if COMPILED is None:
@@ -32,7 +32,7 @@ def chain_of(num_blocks: int) -> "tuple[Entries, list, array[int]]":
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])
-def test_blocks_are_found_up_to_the_first_that_is_missing_or_another(ops: BlockOps, num_blocks: int) -> None:
+def test_blocks_are_found_up_to_the_first_that_is_missing_or_another(ops: KVBlockLoops, num_blocks: int) -> None:
     entries, hashes, tokens = chain_of(num_blocks)
     raw = tokens.tobytes()
     assert ops.find(entries, hashes, ROOT, raw, STRIDE) == list(range(7, 7 + num_blocks))
@@ -46,7 +46,7 @@ def test_blocks_are_found_up_to_the_first_that_is_missing_or_another(ops: BlockO
 
 
 @pytest.mark.parametrize("blocks", [[1], [3, 2], array("i", [3, 2, 1])])
-def test_blocks_without_hash_are_not_shared_and_none_is_released_twice(ops: BlockOps, blocks: list[int]) -> None:
+def test_blocks_without_hash_are_not_shared_and_none_is_released_twice(ops: KVBlockLoops, blocks: list[int]) -> None:
     with pytest.raises(AssertionError, match="not published"):
         ops.hold([0] * 4, [None, b"a", None, None] if len(blocks) > 1 else [None] * 4, blocks)
     with pytest.raises(AssertionError, match="released twice"):
@@ -54,7 +54,7 @@ def test_blocks_without_hash_are_not_shared_and_none_is_released_twice(ops: Bloc
 
 
 @pytest.mark.parametrize("refs", [[0, 0, 0, 0], [0, 1, 0, 2], [0, 1, 1, 1], [0, 9, 300, 1]])
-def test_references_are_counted(ops: BlockOps, refs: list[int]) -> None:
+def test_references_are_counted(ops: KVBlockLoops, refs: list[int]) -> None:
     published, scratch = [None, b"a", b"b", b"c"], [0]
     unused = ops.hold(refs, published, [3, 1])
     assert list(unused) == [block for block in (3, 1) if refs[block] == 1]

@@ -14,7 +14,7 @@ is not free either.
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from headstart.core.cache.eviction import HOT, PYTHON, SEEN, BlockOps, Entries
+from headstart.core.cache.eviction import HOT, PYTHON, SEEN, Entries, KVBlockLoops
 from headstart.core.cache.free_blocks import FreeBlocks
 from headstart.core.cache.hashing import BlockHash, is_page
 from headstart.core.cache.history import Evicted, EvictionHistory
@@ -65,7 +65,7 @@ class BlockPool:
         tenant_floor: float = 0.0,
         history_pools: int = HISTORY_POOLS,
         max_blocks: int = 0,
-        ops: BlockOps = PYTHON,
+        ops: KVBlockLoops = PYTHON,
     ) -> None:
         assert num_blocks >= 2, f"a pool of {num_blocks} blocks has none to hand out: block 0 is reserved"
         self.num_blocks = num_blocks

@@ -1,5 +1,5 @@
 """Eviction orders of idle blocks: `lru`, and `2q`, which is resistant to scans of prompts used once; a third, `lhd`, is
-in hit_density.py. BlockOps: the loops over the blocks of a chain, which may be compiled.
+in hit_density.py. KVBlockLoops: the loops over the blocks of a chain, which may be compiled.
 
 An order holds the idle blocks of one class (one tenant, one retention priority); every operation is O(1) per block.
 Further state of a block is in `marks`, one byte per block of the pool, shared by all orders and the pool.
@@ -158,7 +158,7 @@ class TwoQueue:
         yield from self._protected
 
 
-class BlockOps:
+class KVBlockLoops:
     """The loops over the blocks of one chain, on a pool's own tables, in Python.
 
     Compiled code that does the same is an argument of the scheduler (model/kernels/compiled_blocks.py).
@@ -211,4 +211,4 @@ class BlockOps:
         return lambda max_protected: TwoQueue(marks, max_protected)
 
 
-PYTHON = BlockOps()
+PYTHON = KVBlockLoops()

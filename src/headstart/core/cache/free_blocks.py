@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heapreplace
 
-from headstart.core.cache.eviction import HOT, PROTECTED_SHARE, PYTHON, SEEN, BlockOps, EvictionOrder, Lru, TwoQueue
+from headstart.core.cache.eviction import HOT, PROTECTED_SHARE, PYTHON, SEEN, EvictionOrder, KVBlockLoops, Lru, TwoQueue
 from headstart.core.cache.hit_density import HitDensity, ReuseModel
 from headstart.core.cache.retention import DEFAULT_PRIORITY, Retentions
 from headstart.core.request import DEFAULT_RETENTION, Retention
@@ -75,7 +75,9 @@ class FreeBlocks:
     Shares are those of a pool of `size` blocks, to which this one may grow.
     """
 
-    def __init__(self, num_blocks: int, policy: str, tenant_floor: float, size: int, ops: BlockOps = PYTHON) -> None:
+    def __init__(
+        self, num_blocks: int, policy: str, tenant_floor: float, size: int, ops: KVBlockLoops = PYTHON
+    ) -> None:
         make, max_protected = EVICTION_POLICIES[policy], int(PROTECTED_SHARE * (size - 1))
         self.marks = bytearray(num_blocks)  # see eviction.py
         self.tenants = [""] * num_blocks  # the tenant whose share a published block counts against

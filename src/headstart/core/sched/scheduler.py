@@ -23,7 +23,7 @@ from headstart.core.batch import (
 )
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.block_store import BlockStore
-from headstart.core.cache.eviction import PYTHON, BlockOps
+from headstart.core.cache.eviction import PYTHON, KVBlockLoops
 from headstart.core.cache.hashing import HashChain
 from headstart.core.cache.kv_cache import NO_HIT, Hit, KVCache
 from headstart.core.cache.pinned_prefixes import Demand, PinnedPrefixes
@@ -52,7 +52,7 @@ class Scheduler:
         *,
         store: BlockStore | None = None,
         chain: HashChain | None = None,
-        ops: BlockOps | None = None,
+        ops: KVBlockLoops | None = None,
     ) -> None:
         """Build a scheduler. `chain` computes block hashes (core/cache/hashing.py); None: in Python. So do `ops`."""
         self.limits = limits = config.limits

@@ -100,9 +100,9 @@ class TenantQueues:
         """Move a sequence whose match is only `depth` blocks long to its right group."""
         self._queue(seq).regroup(seq, depth)
 
-    def depth_of(self, seq: Sequence) -> int:
+    def num_published_blocks(self, seq: Sequence) -> int:
         """Return its number of published leading blocks as recorded; at least the actual number."""
-        return self._queue(seq).depth_of(seq)
+        return self._queue(seq).num_published_blocks(seq)
 
     def published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
         """Record a published block, for `refresh`."""

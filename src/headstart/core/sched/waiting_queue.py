@@ -191,7 +191,7 @@ class WaitingQueue:
         self.remove(seq)
         self._insert(seq, depth)
 
-    def depth_of(self, seq: Sequence) -> int:
+    def num_published_blocks(self, seq: Sequence) -> int:
         """Return its number of published leading blocks as recorded; at least the actual number."""
         return self._of[seq.request_id].depth
 

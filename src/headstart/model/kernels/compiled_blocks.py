@@ -1,4 +1,4 @@
-"""Compiled BlockOps: the same as core/cache/eviction.py, on the same tables, a third of the time.
+"""Compiled KVBlockLoops: the same as core/cache/eviction.py, on the same tables, a third of the time.
 
 They are in the library of the block hashes (block_hashes.py) and call Python's own functions, so they hold the
 interpreter's lock.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import count
 
-from headstart.core.cache.eviction import BlockOps, Entries, EvictionOrder
+from headstart.core.cache.eviction import Entries, EvictionOrder, KVBlockLoops
 from headstart.core.cache.hashing import BlockHash
 from headstart.model.kernels.block_hashes import library_path
 
@@ -26,7 +26,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
 """Result and arguments of each function."""
 
 
-class CompiledBlockOps(BlockOps):
+class CompiledKVBlockLoops(KVBlockLoops):
     """The loops in compiled code."""
 
     def __init__(self, library: ctypes.PyDLL) -> None:
@@ -65,7 +65,7 @@ class CompiledTwoQueue:
     """A TwoQueue (core/cache/eviction.py) as two linked lists. All orders of a pool share the `links` of its blocks."""
 
     def __init__(
-        self, ops: CompiledBlockOps, marks: bytearray, links: "array[int]", number: int, max_protected: int
+        self, ops: CompiledKVBlockLoops, marks: bytearray, links: "array[int]", number: int, max_protected: int
     ) -> None:
         self._add, self._remove = ops.order_add, ops.order_remove
         self._marks, self._links, self._max_protected = marks, links, max_protected
@@ -107,10 +107,10 @@ class CompiledTwoQueue:
 
 
 @cache
-def compiled_ops() -> BlockOps | None:
+def compiled_ops() -> KVBlockLoops | None:
     """Return the compiled loops, built on first use; None if there are none here."""
     path = library_path()
-    return None if path is None else CompiledBlockOps(ctypes.PyDLL(path))
+    return None if path is None else CompiledKVBlockLoops(ctypes.PyDLL(path))
 
 
 def _packed(blocks: Sequence[int]) -> "array[int]":

@@ -31,7 +31,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "first_unsure": (_L, _P, _P, _L),
     "num_own": (_L, _P, _P, _L),
     "computed": (None, _P, _P, _L),
-    "see": (None, _P, _P, _L),
+    "mark_used": (None, _P, _P, _L),
     "release": (None, _P, _P, _L),
     "keep": (None, _P, _P, _L),
     "distrust": (None, _P, _P, _L),
@@ -190,8 +190,8 @@ class CompiledPool:
     def computed(self, blocks: Sequence[int]) -> None:
         self._of_blocks("computed", blocks)
 
-    def see(self, blocks: Sequence[int]) -> None:
-        self._of_blocks("see", blocks)
+    def mark_used(self, blocks: Sequence[int]) -> None:
+        self._of_blocks("mark_used", blocks)
 
     def release(self, blocks: Sequence[int]) -> None:
         self._of_blocks("release", blocks)

@@ -160,7 +160,7 @@ class ApproximateIndex:
             return
         self._blocks.computed(reservation.blocks[reservation.sure :])
         self._extend(reservation, unsure=0)
-        self._blocks.see(reservation.blocks)
+        self._blocks.mark_used(reservation.blocks)
 
     def finished(self, reservation: Reservation, block_hashes: list[BlockHash], now: float = 0.0) -> None:
         """Add the blocks of prompt and output, which may be evicted from now on."""

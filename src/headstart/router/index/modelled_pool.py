@@ -97,7 +97,7 @@ class CacheModel(Protocol):
         """Record that blocks are computed."""
         ...
 
-    def see(self, blocks: Sequence[int]) -> None:
+    def mark_used(self, blocks: Sequence[int]) -> None:
         """Record that blocks are cached now."""
         ...
 
@@ -294,14 +294,14 @@ class ModelledPool:
         for block in blocks:
             self.unsure[block] = 0
 
-    def see(self, blocks: Sequence[int]) -> None:
+    def mark_used(self, blocks: Sequence[int]) -> None:
         self.now += 1
         self._worth = None
         for block in blocks:
             self.serials[block] = self.now
 
     def release(self, blocks: Sequence[int]) -> None:
-        self.see(blocks)
+        self.mark_used(blocks)
         self.pool.release(blocks)
         self._worth = None
 

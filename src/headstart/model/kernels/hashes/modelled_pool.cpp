@@ -308,7 +308,7 @@ struct Pool {
             block.marks |= uint8_t(hot | SEEN);
         }
     }
-    void see(const int32_t* numbers, long num) {
+    void mark_used(const int32_t* numbers, long num) {
         now++;
         for (long i = 0; i < num; i++) blocks[numbers[i]].serial = now;
     }
@@ -549,10 +549,10 @@ EXPORT void headstart_pool_computed(Pool* pool, const int32_t* numbers, long num
     for (long i = 0; i < num; i++) pool->blocks[size_t(numbers[i])].unsure = 0;
 }
 
-EXPORT void headstart_pool_see(Pool* pool, const int32_t* numbers, long num) { pool->see(numbers, num); }
+EXPORT void headstart_pool_mark_used(Pool* pool, const int32_t* numbers, long num) { pool->mark_used(numbers, num); }
 
 EXPORT void headstart_pool_release(Pool* pool, const int32_t* numbers, long num) {
-    pool->see(numbers, num);
+    pool->mark_used(numbers, num);
     pool->release(numbers, num);
 }
 
