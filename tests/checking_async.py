@@ -43,12 +43,13 @@ class AsyncCheckingExecutor(CheckingExecutor):
         step = Pending(Batch(copies, batch.finished), before, {b for chunk in copies for b in chunk.block_ids})
         for chunk in copies:
             self._check_unknown(chunk, before)
-            for position in range(max(chunk.start, chunk.write_from), chunk.start + len(chunk.token_ids)):
-                step.written[chunk.block_ids[position // self.block_size]] = chunk.request_id
-        for other in self._pending:
-            for block, writer in step.written.items():
-                assert block not in other.named or other.written.get(block) == writer, (
-                    f"{writer} writes block {block}, which a step in flight names"
+            first = max(chunk.start, chunk.write_from)
+            written = chunk.block_ids[first // self.block_size : -(-_end(chunk) // self.block_size)]
+            step.written.update(dict.fromkeys(written, chunk.request_id))
+            for ahead in (one for other in self._pending for one in other.batch.chunks):
+                goes_on = ahead.request_id == chunk.request_id and first >= _end(ahead)  # in blocks that are its own
+                assert goes_on or set(written).isdisjoint(ahead.block_ids), (
+                    f"{chunk.request_id} writes {written}, of which a step in flight names {ahead.block_ids}"
                 )
         self._pending += (step,)
         self.max_pending = max(self.max_pending, len(self._pending))
@@ -120,3 +121,7 @@ class AsyncCheckingExecutor(CheckingExecutor):
         row: Row = before.result.rows[chunk.from_previous]
         token = array("i", row.token_ids or (0,))  # a failed row leaves anything
         return chunk._replace(token_ids=token, history=chunk.history + token)
+
+
+def _end(chunk: Chunk) -> int:
+    return chunk.start + len(chunk.token_ids)
