@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -296,21 +297,24 @@ def test_an_open_stream_does_not_keep_a_server_from_stopping(folder: str, tmp_pa
         assert server.wait() == 0
 
 
+def tree_reader(server: Any) -> Callable[..., Awaitable[dict[str, Any]]]:
+    """Return what reads the tree of this server as an administrator, at most so many runs."""
+    tree = cache_tree.CacheTree(server.engine)
+    return lambda most=100: tree.answer(server.state.loaded_model, Principal(is_admin=True), most)
+
+
 def test_callers_of_an_unchanged_tree_share_its_rows_and_learn_that_it_holds(folder: str) -> None:
     async def run() -> None:
         async with inside(folder, build_checked) as server:
             await complete(server, MONDAY)
-            answers = cache_tree.CacheTree(server.engine)
-            stats = server.engine.stats
-            model, viewer = server.state.loaded_model, Principal(is_admin=True)
-            first = await answers.answer(model, viewer, 100)
-            again = await answers.answer(model, viewer, 100)
+            read, stats = tree_reader(server), server.engine.stats
+            first, again = await read(), await read()
             assert first["runs"] and (server.engine.stats != stats or again["runs"] is first["runs"])
             await complete(server, TUESDAY)
             await until(lambda: server.engine.stats != stats)
-            later = await answers.answer(model, viewer, 100)
+            later = await read()
             assert later["tokens"] > first["tokens"] and later["runs"] is not first["runs"]
-            fewer = await answers.answer(model, viewer, 1)
+            fewer = await read(1)
             assert len(json.loads(bytes(fewer["runs"]))) == 1 < len(json.loads(bytes(later["runs"])))
 
     asyncio.run(run())
@@ -320,13 +324,11 @@ def test_the_longer_a_tree_took_the_longer_it_is_shown(folder: str, monkeypatch:
     async def run() -> None:
         async with inside(folder, build_checked) as server:
             await complete(server, MONDAY)
-            answers = cache_tree.CacheTree(server.engine)
-            stats = server.engine.stats
-            model, viewer = server.state.loaded_model, Principal(is_admin=True)
             monkeypatch.setattr(cache_tree, "SERVER_SHARE", 1e-9)  # a microsecond is a quarter of an hour
-            first = await answers.answer(model, viewer, 100)
+            read, stats = tree_reader(server), server.engine.stats
+            first = await read()
             await complete(server, TUESDAY)
             await until(lambda: server.engine.stats != stats)
-            assert (await answers.answer(model, viewer, 100))["runs"] is first["runs"]
+            assert (await read())["runs"] is first["runs"]
 
     asyncio.run(run())
