@@ -1,7 +1,6 @@
 """The gRPC server against grpcio's client, and against bytes that no client sends."""
 
 import asyncio
-import contextlib
 from typing import Any
 
 import grpc
@@ -113,7 +112,7 @@ def test_a_call_that_fails_has_a_status(path: str, status: grpc.StatusCode) -> N
     async def test(server: EchoServer) -> None:
         async with channel_to(server) as channel:
             call = channel.stream_stream(path)()
-            with contextlib.suppress(grpc.aio.AioRpcError):  # the end may arrive before this message is sent
+            if path != "/test/Nothing":  # whose call ends before a message: grpcio calls a write to it INTERNAL
                 await call.write(b"")
             assert await call.code() == status
         assert len(server.errors) == (path == "/test/Fail")
