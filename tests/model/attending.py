@@ -77,7 +77,6 @@ class Pools:
             starts=first,
             kv_indptr=kv_indptr,
             kv_indices=kv_indices,
-            last_page_len=((np.array(ends) - 1) % self.block_size + 1).astype(np.int32),
         )
 
     def fill(self, ends: Sequence[int]) -> None:

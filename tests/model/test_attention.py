@@ -94,7 +94,6 @@ class Pool:
             starts=np.array(starts, dtype=np.int32),
             kv_indptr=np.cumsum([0, *map(len, self.tables)], dtype=np.int32),
             kv_indices=np.array([block for table in self.tables for block in table], dtype=np.int32),
-            last_page_len=np.array([(end - 1) % 16 + 1 for end in self.lengths], dtype=np.int32),
         )
         q, k, v = (torch.cat([x[i][start:end] for i, start, end in spans]) for x in (self.q, self.k, self.v))
         out = self.backend.begin(step)(1, q, k, v, scale=scale, window=window, softcap=cap, sinks=sinks)

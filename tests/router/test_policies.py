@@ -368,7 +368,7 @@ def test_whatever_happened_all_are_ranked_once_and_picking_changes_nothing(
         again = router.pick(ask(*blocks), float(index))
         assert again.choice == pick.choice
         assert sorted(c.name for c in pick.choice.ranked) == sorted(router.endpoints)
-        scores = [-score if not router.policy.lower_is_better else score for score in pick.choice.scores]
+        scores = [-score if router.policy.name == "weighted" else score for score in pick.choice.scores]
         assert scores[1:] == sorted(scores[1:])
         pick = router.sent(pick, float(index), f"r{who % count}")
         if not stays:

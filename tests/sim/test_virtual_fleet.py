@@ -73,7 +73,6 @@ class LongestPrefix:
     """The trap itself: no load term."""
 
     name = "longest-prefix"
-    lower_is_better = False
 
     def choose(self, view: View) -> Choice:
         ranked: list[Candidate] = sorted(view.candidates, key=lambda candidate: -candidate.hit_tokens)

@@ -1,8 +1,9 @@
 """StepInputs: a Batch as tensors, one packed row of tokens without padding.
 
-The batch metadata are FlashInfer's arrays (qo_indptr, kv_indptr, kv_indices, last_page_len), so that each attention
-backend is a thin adapter. They are built with numpy for all chunks at once. Chunks are checked one by one only if one
-of them is out of bounds: that chunk is left out and reported, and has no effect on the other chunks.
+The batch metadata are FlashInfer's arrays (qo_indptr, kv_indptr, kv_indices), so that each attention backend is a thin
+adapter; what the last block holds follows from starts. They are built with numpy for all chunks at once. Chunks
+are checked one by one only if one of them is out of bounds: that chunk is left out and reported, and has no effect on
+the other chunks.
 """
 
 from array import array
@@ -52,7 +53,6 @@ class StepInputs:
     starts: Int32s  # [R]: position of each chunk's first token
     kv_indptr: Int32s  # [R + 1]: chunk r reads the blocks kv_indices[kv_indptr[r] : kv_indptr[r + 1]]
     kv_indices: Int32s
-    last_page_len: Int32s  # [R]: number of tokens in the last block of each chunk
     bounds: StepBounds | None = None  # if given, all values above have been checked against these bounds
     states: tuple[RowState, ...] | None = None  # [R], of a model with recurrent layers
 
@@ -136,7 +136,6 @@ def _pack(chunks: Sequence[Chunk], bounds: StepBounds, device: torch.device) -> 
         starts=packed.starts,
         kv_indptr=packed.kv_indptr,
         kv_indices=packed.blocks,
-        last_page_len=((packed.ends - 1) % bounds.block_size + 1).astype(np.int32),
         bounds=bounds,
     )
 

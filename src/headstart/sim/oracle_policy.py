@@ -21,7 +21,6 @@ class OraclePolicy:
     """The earliest first token of a fleet whose state is read. `replicas` is the fleet's own mapping."""
 
     name = ORACLE
-    lower_is_better = True
 
     def __init__(self, replicas: Mapping[str, SimReplica]) -> None:
         self._replicas = replicas

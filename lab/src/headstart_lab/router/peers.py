@@ -22,7 +22,6 @@ class LlmdPolicy:
     """
 
     name = "llm-d"
-    lower_is_better = True
 
     def __init__(self, threshold: float = 0.8, max_penalty: float = 18.0, rate: float = 15_928.0) -> None:
         self.threshold = threshold
@@ -55,7 +54,6 @@ class DynamoPolicy:
     """
 
     name = "dynamo"
-    lower_is_better = True
 
     def choose(self, view: View) -> Choice:
         """Rank by blocks."""
@@ -83,7 +81,6 @@ class SmgPolicy:
     """
 
     name = "smg"
-    lower_is_better = True
     MAX_WAITING = 8
     MAX_KV_USAGE = 0.8
     MIN_MARGIN = 4.0
@@ -127,7 +124,6 @@ class RayPolicy:
     """
 
     name = "ray"
-    lower_is_better = True
 
     def __init__(self, threshold: float = 0.1) -> None:
         self.threshold = threshold
@@ -157,7 +153,6 @@ class LmetricPolicy:
     """LMetric (arXiv 2603.15202): uncached tokens x (requests in flight + 1). It has no parameter."""
 
     name = "lmetric"
-    lower_is_better = True
 
     def choose(self, view: View) -> Choice:
         """Rank by the product."""
@@ -177,7 +172,6 @@ class DualMapPolicy:
     """
 
     name = "dualmap"
-    lower_is_better = True
 
     def __init__(self, prefix_tokens: int = 2048, slo: float = 5.0, rate: float = 15_928.0) -> None:
         self.prefix_tokens = prefix_tokens

@@ -112,7 +112,6 @@ class CostPolicy:
     """Least milliseconds to the first token. `slack` 0: always the least cost."""
 
     name = "cost"
-    lower_is_better = True
 
     def __init__(self, slack: float = SLACK) -> None:
         self.slack = slack

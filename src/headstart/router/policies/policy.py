@@ -93,7 +93,6 @@ class Policy(Protocol):
     """A ranking of replicas. No state changes before `picked`."""
 
     name: str
-    lower_is_better: bool
 
     def choose(self, view: View) -> Choice:
         """Rank all candidates of a view; there is at least one."""

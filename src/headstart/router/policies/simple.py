@@ -8,7 +8,6 @@ class RoundRobinPolicy:
     """The least recently used replica."""
 
     name = "round-robin"
-    lower_is_better = True
 
     def __init__(self) -> None:
         self._count = 0
@@ -34,7 +33,6 @@ class LeastLoadPolicy:
     """The replica with the fewest requests in flight; ties go to the least recently used one."""
 
     name = "least-load"
-    lower_is_better = True
 
     def choose(self, view: View) -> Choice:
         """Rank by the number of requests."""
@@ -52,7 +50,6 @@ class PrefixThresholdPolicy:
     """
 
     name = "prefix-threshold"
-    lower_is_better = True
 
     def __init__(self, cache_threshold: float = 0.3, balance_abs: int = 64, balance_rel: float = 1.5) -> None:
         self.cache_threshold = cache_threshold
@@ -80,7 +77,6 @@ class WorkPolicy:
     """The least uncached tokens: those of requests without a first token, and the request's own."""
 
     name = "work"
-    lower_is_better = True
 
     def choose(self, view: View) -> Choice:
         """Rank by tokens to compute."""

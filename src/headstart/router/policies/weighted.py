@@ -26,7 +26,6 @@ class WeightedPolicy:
     """
 
     name = "weighted"
-    lower_is_better = False
 
     def __init__(self, weights: Mapping[str, float] | None = None, *, rng: Random | None = None) -> None:
         weights = GATEWAY_WEIGHTS if weights is None else weights
