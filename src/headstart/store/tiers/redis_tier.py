@@ -20,7 +20,7 @@ from headstart.core.cache.block_store import BlockKey, Data
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.format import BlockShape
 from headstart.store.segment import ReadResult
-from headstart.store.tiers.redis_link import PREFIX, RedisLink, clear_server
+from headstart.store.tiers.redis_link import PREFIX, SPARE_BYTES, RedisLink, clear_server
 from headstart.store.tiers.sealing import Sealer
 from headstart.store.tiers.tier import TierError
 
@@ -31,6 +31,7 @@ MAX_ENTRIES = 1 << 16  # of the index, each of which announces at most 256 block
 MAX_KNOWN = 1 << 20  # blocks
 MAX_RENEWED = 1000  # blocks per look
 _HASH_BYTES, _ID_BYTES = 32, 8
+Values = list[memoryview | None]
 
 
 class RedisTier:
@@ -60,7 +61,8 @@ class RedisTier:
         self._last_entry: bytes | str = "0"
         self._look_at = float("-inf")
         self._fetcher = ThreadPoolExecutor(1, "kv-store-fetcher")
-        self._asked: tuple[Sequence[BlockKey], Future[list[Any]]] | None = None  # the next piece of the same load
+        self._asked: tuple[Sequence[BlockKey], Future[Values]] | None = None  # the next piece of the same load
+        self._buffers = [bytearray(), bytearray()]  # of the piece that is opened, and of the one that is fetched
 
     @property
     def num_blocks(self) -> int:
@@ -82,20 +84,27 @@ class RedisTier:
         except TierError as error:
             return ReadResult(0, "io", error)
         size = self._block_bytes
-        missing = [key.block_hash for key, value in zip(keys, values, strict=False) if value is None]
+        missing = [key.block_hash for key, value in zip(keys, values, strict=True) if value is None]
         for done, key in enumerate(keys):
-            value = values[done] if done < len(values) else b""
-            part = buffer[done * size : (done + 1) * size]
+            value, part = values[done], buffer[done * size : (done + 1) * size]
             miss = "gone" if value is None else self._sealer.open(key, value, part)
             if miss is not None:
                 self._forget([*missing, key.block_hash])
                 return ReadResult(done, miss)
         return ReadResult(len(keys))
 
-    def _fetch(self, keys: Sequence[BlockKey]) -> list[Any]:
-        """Return the values of these blocks. In a thread of its own, while the values before are opened."""
+    def _fetch(self, keys: Sequence[BlockKey]) -> Values:
+        """Return the values of these blocks, valid until the call after the next one.
+
+        In a thread of its own, while the values of the call before are opened.
+        """
         names = [self._name(key.block_hash) for key in keys]
-        return self._reads.run(lambda server: list(server.mget(names)))
+        most = self._sealer.value_bytes
+        num_bytes = len(names) * (most + SPARE_BYTES) + SPARE_BYTES
+        self._buffers.reverse()
+        if len(self._buffers[0]) < num_bytes:
+            self._buffers[0] = bytearray(num_bytes)
+        return self._reads.values(names, most, self._buffers[0])
 
     def append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
         new = {key.block_hash: (key, data) for key, data in blocks if not self.contains(key.block_hash)}

@@ -51,7 +51,9 @@ class Sealer:
 
     def open(self, key: BlockKey, value: object, payload: memoryview) -> Miss | None:
         """Write a block's content to `payload` and return None, or return why the value is not that of this block."""
-        if not isinstance(value, bytes) or len(value) != self.value_bytes or not value.startswith(MAGIC):
+        if not isinstance(value, (bytes, memoryview)) or len(value) != self.value_bytes:
+            return "corrupt"
+        if bytes(value[: len(MAGIC)]) != MAGIC:
             return "corrupt"
         start = len(MAGIC) + _NONCE
         sealed = memoryview(value)[start:-_CHECKSUM]
