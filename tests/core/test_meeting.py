@@ -38,6 +38,7 @@ class TimedStore(MemoryStore):
     expected: float = 0.1
     latency: float = 0.0
     fails_at: int = 1 << 30  # the block of a load that is missing
+    hangs_at: int = 1 << 30  # the block of a load that never comes
     _timed: list[tuple[int, list[BlockKey], float, int]] = field(default_factory=list)  # id, keys, begin, given
 
     def expected_seconds(self, num_blocks: int, first: object = None) -> float:
@@ -57,7 +58,8 @@ class TimedStore(MemoryStore):
         self._write()
         found: list[Loaded] = []
         for number, (load_id, keys, begin, given) in enumerate(self._timed):
-            ready = max(min(int((self.now - begin - self.latency) / self.seconds + 1e-9), len(keys), self.fails_at), 0)
+            ready = int((self.now - begin - self.latency) / self.seconds + 1e-9)
+            ready = max(min(ready, len(keys), self.fails_at, self.hangs_at), 0)
             data = tuple(bytearray(self.shelf[key.block_hash][1]) for key in keys[given:ready])
             is_last = ready in (len(keys), self.fails_at)
             if data or is_last:
@@ -154,6 +156,22 @@ def test_a_short_load_is_waited_for(shelf: Shelf) -> None:
     engine = engine_on(store)
     seconds_to_answer(engine, store)
     assert engine.stats().counters.prefill_tokens == 1
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.019, 0), (0.024, 20), (0.09, 36)])
+def test_a_load_that_goes_on_is_waited_for(shelf: Shelf, seconds: float, most: int) -> None:
+    """Expected are 0.36 s; after 0.4 s, a tenth of computing, what is left at a pace of 0.019 takes less than that."""
+    store = TimedStore(dict(shelf), seconds=seconds, expected=0.009)
+    engine = engine_on(store)
+    seconds_to_answer(engine, store)
+    assert engine.stats().counters.prefill_tokens <= 1 + most * BLOCK
+
+
+@pytest.mark.parametrize("stops_at", [1, 10, 20, 25, 30, 39])
+@pytest.mark.parametrize("pace", [0.005, 0.01, 0.02, 0.05])
+def test_a_load_that_stops_costs_no_more_than_a_tenth(shelf: Shelf, pace: float, stops_at: int) -> None:
+    store = TimedStore(dict(shelf), seconds=pace, expected=0.01, hangs_at=stops_at)
+    assert seconds_to_answer(engine_on(store), store) < 1.1 * 4.025
 
 
 def test_beside_another_prompt_nothing_is_computed_that_is_loaded(shelf: Shelf) -> None:

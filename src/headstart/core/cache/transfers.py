@@ -10,6 +10,8 @@ A sequence that is the only one with a prompt to compute does not wait for more 
 is expected to take longer is *met* (after Cake, arXiv 2410.03065): it brings the last blocks first, the sequence
 computes from the front, and takes the rest over when it gets there. What has arrived is held until then, and is given
 up first if blocks run out. A shorter load that is late is passed: the sequence computes, and uses what still arrives.
+One of which blocks have arrived, at a pace at which the rest takes no longer than that tenth, is waited for longer: by
+the time that computing those would have taken at most, so that the first token is no later either.
 Recurrent layers exclude both: a load brings one state, and computing on the way to it would be for nothing.
 """
 
@@ -84,6 +86,7 @@ class _Load:
         "held",
         "index",
         "is_passed",
+        "longest",
         "names",
         "patience",
         "pieces",
@@ -95,7 +98,7 @@ class _Load:
         self.seq, self.pieces, self.names, self.index, self.end = seq, wanted.pieces, names, 0, len(names)
         self.depth = wanted.pieces[0][0] + 1 if wanted.num_pages else 0  # of the checkpoint, in blocks
         self.patience, self.deadline = patience, now + patience
-        self.began, self.expected, self.wait_until = now, 0.0, inf
+        self.began, self.expected, self.longest, self.wait_until = now, 0.0, 0.0, inf
         self.is_passed, self.held = False, dict[int, int]()
 
     @property
@@ -218,7 +221,7 @@ class Transfers:
         patience = max(PATIENCE * expected, grace) + GRACE_SECONDS
         names = [key.block_hash for key in keys]
         load = self._loads[load_id] = _Load(seq, wanted, names, patience, now)
-        load.expected, load.is_passed = expected, meets
+        load.expected, load.longest, load.is_passed = expected, longest, meets
         if not cache.checkpoints.num_pages:
             load.wait_until = now if meets else now + max(expected, longest)
         self._promised.update(dict.fromkeys(names, load))
@@ -365,6 +368,9 @@ class Transfers:
             executor.write_block(block, data)
         self._publish(load, blocks)
         load.deadline = now + load.patience
+        late, saved = now - load.began, load.index * self._cache.block_size * self.rate.seconds_per_token
+        if not load.is_met and late * (load.end - load.index) <= load.longest * load.index:
+            load.wait_until = max(load.wait_until, min(now, load.began + saved) + load.longest)
         if len(blocks) < len(loaded.data):
             load.seq.num_loads = MAX_LOADS  # out of space: the sequence computes as much as fits
             if not loaded.is_last:
