@@ -179,6 +179,21 @@ def test_nothing_is_loaded_that_does_not_fit() -> None:
     assert engine.scheduler.transfers.num_outstanding == 0
 
 
+def test_what_does_not_fit_is_not_looked_up_in_every_step() -> None:
+    store = stocked([*A, *B])
+    engine = make_engine(store=store)
+    engine.add_request(make_request("long", C, max_tokens=20))
+    engine.step()
+    asked = list[BlockHash]()
+    store.contains = lambda name: asked.append(name) or name in store.shelf  # type: ignore[method-assign,func-returns-value]
+    engine.add_request(make_request("b", [*A, *B, 1]))
+    for _ in range(10):
+        engine.step()
+    assert not store.loads and len(asked) <= 10
+    run(engine)
+    assert len(store.loads) == 1
+
+
 def test_blocks_that_find_no_room_are_dropped() -> None:
     """While its blocks are on their way a running one grows into the room that was there."""
     store = stocked([*A, *B], habits=Habits(load_delay=lambda: 8))

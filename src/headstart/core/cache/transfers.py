@@ -122,7 +122,7 @@ class _Load:
 class Transfers:
     """The transfers between one pool and one store, or none. Each step begins with `take_in`.
 
-    While it plans, the scheduler calls `awaits`, `finds` and `begin`.
+    While it plans, the scheduler calls `awaits`, `asks`, `finds` and `begin`.
     """
 
     def __init__(self, cache: KVCache, store: BlockStore | None) -> None:
@@ -156,14 +156,17 @@ class Transfers:
             return not load.is_passed
         return any(load.brings_state(seq, start, size) for load in self._loads.values())
 
+    def asks(self, seq: Sequence) -> bool:
+        """Return whether the store is asked for what this sequence misses."""
+        return self._store is not None and seq.num_loads < MAX_LOADS and self._cache.reads(seq)
+
     def finds(self, seq: Sequence, index: int, start: int) -> Wanted:
-        """Return what only the store has and the sequence could use. Changes nothing.
+        """Return what only the store has and the sequence, for which it is asked, could use. Changes nothing.
 
         `index` is its first block that is not in the pool, `start` the first token that it would compute.
         """
         store, block_hashes = self._store, seq.block_hashes
-        if store is None or seq.num_loads >= MAX_LOADS or not self._cache.reads(seq):
-            return Wanted()
+        assert store is not None
         if self._cache.checkpoints.num_pages:
             return self._finds_state(seq, index, start)
         if self._passed(seq) is not None:

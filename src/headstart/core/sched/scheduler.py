@@ -314,13 +314,15 @@ class Scheduler:
         alone = self._num_prompts == 1
         if transfers.awaits(seq, index, start, alone=alone):
             return True
+        if not transfers.asks(seq) or (reserved is not None and not self._fits(seq, hit, reserved)):
+            return False  # in every step while it waits: its blocks are not looked up one by one
         wanted = transfers.finds(seq, index, start)
         if not wanted.pieces:
             return False
         if reserved is None:
             fits = len(wanted.pieces) + transfers.num_outstanding <= self.cache.num_available(seq, hit)
         else:
-            fits = self._fits(seq, hit, reserved + wanted.num_pages)
+            fits = not wanted.num_pages or self._fits(seq, hit, reserved + wanted.num_pages)
         return fits and transfers.begin(seq, wanted, self._now, may_meet=alone and self._fits_beside(seq, hit, wanted))
 
     def _fits_beside(self, seq: Sequence, hit: Hit, wanted: Wanted) -> bool:
