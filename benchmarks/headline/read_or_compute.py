@@ -4,7 +4,8 @@
 
 One engine for each tier, in this process, by turns. `lengths`: the time from a request to its first token for prompts
 that are in no pool, computed and read; reading is forced here, while the product reads if it expects that to be faster.
-`cold`: new prompts only, with and without a tier by turns: CPU time of this process per request, its threads included.
+`cold`: new prompts only, with and without a tier by turns: CPU time of this process per request, its threads included,
+and the median of the pairs' ratios with its 95 % interval by bootstrap. `control` is a second engine without a tier.
 The last line of stdout is JSON.
 """
 
@@ -29,10 +30,12 @@ from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
 from headstart.engine.assembly import build_engine
 from headstart.store import disk
+from headstart_lab.bootstrap import interval
 from headstart_lab.router.failover_processes import quiet_ports
 
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens in whole blocks; one more follows
 COLD_TOKENS = 1024
+TIERS = ("disk", "redis", "both")
 SETTLED = 0.02  # seconds between two looks at the writer
 
 
@@ -54,7 +57,7 @@ def settle(engine: Engine) -> None:
 def lengths(engines: dict[str, Engine], options: argparse.Namespace, rng: Random) -> list[dict[str, float]]:
     """Return a row for each length: medians in ms, computed without a store and read from each tier."""
     rows: list[dict[str, float]] = []
-    for num in LENGTHS:
+    for num in (num for num in LENGTHS if num <= options.longest):
         prompts = [array("i", (rng.randrange(5, 500) for _ in range(num + 1))) for _ in range(options.rounds)]
         found: dict[str, list[float]] = {name: [] for name in engines}
         for name, engine in engines.items():
@@ -76,7 +79,7 @@ def lengths(engines: dict[str, Engine], options: argparse.Namespace, rng: Random
 def cold(engines: dict[str, Engine], options: argparse.Namespace, rng: Random) -> dict[str, Any]:
     """Return the CPU and wall time per request of new prompts by tier, in ms, and both over those without a store."""
     used: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
-    for number in range(2 * options.rounds):
+    for number in range(options.pairs):
         for name, engine in sorted(engines.items(), reverse=bool(number % 2)):
             prompts = [array("i", (rng.randrange(5, 500) for _ in range(COLD_TOKENS))) for _ in range(2)]
             assert engine.reset_prefix_cache()
@@ -88,12 +91,12 @@ def cold(engines: dict[str, Engine], options: argparse.Namespace, rng: Random) -
             used[name].append((1e3 * (time.process_time() - cpu) / len(prompts), 1e3 * wall / len(prompts)))
     found: dict[str, Any] = {}
     for name, pairs in used.items():
-        cpu_over, wall_over = (
-            statistics.median(pair[which] / none[which] for pair, none in zip(pairs, used["none"], strict=True))
-            for which in (0, 1)
-        )
-        cpu_ms, wall_ms = (statistics.median(pair[which] for pair in pairs) for which in (0, 1))
-        found[name] = {"cpu_ms": cpu_ms, "wall_ms": wall_ms, "cpu_over_none": cpu_over, "wall_over_none": wall_over}
+        found[name] = {}
+        for which, unit in enumerate(("cpu", "wall")):
+            ratios = [pair[which] / none[which] for pair, none in zip(pairs, used["none"], strict=True)]
+            bounds = interval([[ratio] for ratio in ratios], statistics.median, Random(0))
+            found[name] |= {f"{unit}_ms": statistics.median(pair[which] for pair in pairs)}
+            found[name] |= {f"{unit}_over_none": statistics.median(ratios), f"{unit}_over_none_95": bounds}
     print(found, file=sys.stderr)
     return found
 
@@ -102,7 +105,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-100m", help="folder, GGUF file, or a shape with random weights")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--parts", nargs="+", choices=("cold", "lengths"), default=["cold", "lengths"])
+    parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS))
+    parser.add_argument("--rounds", type=int, default=7, help="prompts of each length")
+    parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="tokens")
+    parser.add_argument("--pairs", type=int, default=30, help="of new prompts with and without a tier")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     with ExitStack() as stack:
@@ -113,9 +120,12 @@ def main() -> None:
         fleet.end_at_sigterm()
         fleet.start_redis()
         url = f"redis://127.0.0.1:{port}"
-        places = {"none": None, "disk": str(folder / "a"), "redis": f"{url}/0", "both": f"{folder / 'b'},{url}/1"}
+        known = {"disk": str(folder / "a"), "redis": f"{url}/0", "both": f"{folder / 'b'},{url}/1"}
+        places = {"none": None, "control": None, **{name: known[name] for name in options.tiers}}
         engines: dict[str, Engine] = {}
         for name, place in places.items():
+            if name == "control" and "cold" not in options.parts:
+                continue
             engine_options = EngineOptions(
                 model=fleet.model,
                 threads=options.threads,
@@ -128,16 +138,17 @@ def main() -> None:
             stack.callback(engines[name].close)
             seconds(engines[name], array("i", range(5, 261)))
         rng = Random(options.seed)
-        measured = cold(engines, options, rng)
-        transfers.GRACE_SECONDS = 60.0
-        disk.LoadEstimate.expected = lambda self, num_blocks, now: 0.0  # type: ignore[method-assign]
-        rows = lengths(engines, options, rng)
-    begins = {
-        name: next((row["tokens"] for row in rows if row[name] < row["none"]), None)
-        for name in places
-        if name != "none"
-    }
-    found = {"reads_from_tokens": begins, "lengths": rows, "cold": measured}
+        found: dict[str, Any] = {}
+        if "cold" in options.parts:
+            found["cold"] = cold(engines, options, rng)
+            engines.pop("control").close()
+        if "lengths" in options.parts:
+            transfers.GRACE_SECONDS = 60.0
+            disk.LoadEstimate.expected = lambda self, num_blocks, now: 0.0  # type: ignore[method-assign]
+            found["lengths"] = rows = lengths(engines, options, rng)
+            found["reads_from_tokens"] = {
+                name: next((row["tokens"] for row in rows if row[name] < row["none"]), None) for name in options.tiers
+            }
     print(json.dumps({"benchmark": "read_or_compute", **vars(options), **found}))
 
 
