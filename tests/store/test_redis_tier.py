@@ -35,6 +35,7 @@ from headstart.store.tiers.sealing import NAME_BYTES, Sealer, fault  # noqa: E40
 from headstart.store.tiers.tier import derive  # noqa: E402
 
 TTL = 600
+SEALER = Sealer(SECRET, SHAPE)
 Open = Callable[..., TierStore]
 
 
@@ -102,6 +103,37 @@ def test_the_next_piece_is_asked_for_while_one_is_opened(server: RedisServer, op
     tier.close()
 
 
+def test_values_are_received_into_two_buffers_by_turns(server: RedisServer, opened: Open, pool: Pool) -> None:
+    """Each copy of a piece costs a new replica time before its first tokens."""
+    writes = opened()
+    pool.offer(writes, *range(1, 9))
+    tier = RedisTier(server.url, None, SHAPE, SECRET, TTL)
+    assert written(writes, *range(1, 9))
+    pieces = [keys(n, n + 1) for n in (1, 3, 5, 7)]
+    found = [tier._fetch(piece) for piece in pieces]
+    buffers = [{id(value.obj) for value in values if value is not None} for values in found]
+    assert buffers[0] == buffers[2] != buffers[1] == buffers[3] and all(len(one) == 1 for one in buffers)
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    assert all(SEALER.open(one, value, buffer) is None for one, value in zip(pieces[3], found[3], strict=True))
+    tier.close()
+
+
+@pytest.mark.parametrize("length", [SEALER.value_bytes + 1, 3 * SEALER.value_bytes, 1 << 20])
+def test_a_longer_value_is_a_miss_and_the_others_are_read(
+    server: RedisServer, opened: Open, pool: Pool, length: int
+) -> None:
+    store = opened()
+    pool.offer(store, 1, 2, 3)
+    assert written(store, 1, 2, 3) and settled(store)
+    client(server).set(redis_link.PREFIX + SEALER.space.encode() + b":b:" + SEALER.name(name(2)), bytes(length))
+    tier = store._catalog
+    assert isinstance(tier, RedisTier)
+    sizes = [-1 if value is None else len(value) for value in tier._fetch(keys(1, 2, 3, 9))]
+    assert sizes == [SEALER.value_bytes, 0, SEALER.value_bytes, -1]
+    assert load(store, keys(1, 2, 3)) == contents(1) and store.stats().misses["corrupt"] == 1
+    assert load(store, keys(3)) == contents(3) and not store.stats().degraded
+
+
 def test_through_a_unix_socket(opened: Open, pool: Pool, server: RedisServer) -> None:
     store = opened(f"unix://{server.socket_path}?db=3")
     pool.offer(store, 1)
@@ -134,7 +166,6 @@ def test_a_key_is_that_of_hkdf() -> None:
 
 # What must not come back ---------------------------------------------------------------------------------------------
 
-SEALER = Sealer(SECRET, SHAPE)
 VALUE = SEALER.seal(key(1), content(name(1)))
 
 

@@ -134,12 +134,14 @@ class _Answer:
         return self._view[self._at - num : self._at]
 
     def _drop(self, num: int) -> memoryview:
-        """Pass over bytes that do not fit."""
+        """Remove bytes that do not fit."""
         while self._end - self._at < num:
             num -= self._end - self._at
             self._end = self._at
             self._receive()
-        self._at += num
+        rest = bytes(self._view[self._at + num : self._end])
+        self._end = self._at + len(rest)
+        self._view[self._at : self._end] = rest
         return self._view[:0]
 
     def _receive(self) -> None:
