@@ -2,6 +2,7 @@
 
 import random
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -134,6 +135,20 @@ def test_a_longer_value_is_a_miss_and_the_others_are_read(
     assert load(store, keys(3)) == contents(3) and not store.stats().degraded
 
 
+def test_sealing_takes_no_new_memory_for_each_block(server: RedisServer) -> None:
+    tier = RedisTier(server.url, None, SHAPE, SECRET, TTL)
+    blocks = [[(key(n), content(name(n))) for n in range(start, start + 50)] for start in (1, 51, 101)]
+    tier.append(blocks[0])
+    tracemalloc.start()
+    for run in blocks[1:]:
+        tracemalloc.reset_peak()
+        assert tier.append(run) == 50
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 25 * SEALER.value_bytes, "a run of 50 blocks is in memory again"
+    tier.close()
+
+
 def test_through_a_unix_socket(opened: Open, pool: Pool, server: RedisServer) -> None:
     store = opened(f"unix://{server.socket_path}?db=3")
     pool.offer(store, 1)
@@ -166,7 +181,14 @@ def test_a_key_is_that_of_hkdf() -> None:
 
 # What must not come back ---------------------------------------------------------------------------------------------
 
-VALUE = SEALER.seal(key(1), content(name(1)))
+
+def sealed(number: int, sealer: Sealer = SEALER) -> bytes:
+    value = bytearray(sealer.value_bytes)
+    sealer.seal(key(number), content(name(number)), memoryview(value))
+    return bytes(value)
+
+
+VALUE = sealed(1)
 
 
 def opens(value: object, wanted: int = 1) -> str | None:
@@ -176,7 +198,7 @@ def opens(value: object, wanted: int = 1) -> str | None:
 def test_a_sealed_block_opens_and_two_of_one_block_differ() -> None:
     buffer = bytearray(BLOCK_BYTES)
     assert SEALER.open(key(1), VALUE, memoryview(buffer)) is None and buffer == content(name(1))
-    assert SEALER.seal(key(1), content(name(1))) != VALUE and not fault(VALUE, SEALER.name(name(1)))
+    assert sealed(1) != VALUE and not fault(VALUE, SEALER.name(name(1)))
     assert opens(VALUE, 2) == "corrupt" and fault(VALUE, SEALER.name(name(2))) == "value-checksum"
     assert SEALER.open(key(1)._replace(parent=name(5)), VALUE, memoryview(buffer)) == "mismatch"
     assert SEALER.open(key(1)._replace(tokens=key(2).tokens), VALUE, memoryview(buffer)) == "mismatch"
@@ -184,7 +206,7 @@ def test_a_sealed_block_opens_and_two_of_one_block_differ() -> None:
 
 def test_of_ten_thousand_harmed_values_none_is_opened() -> None:
     rng = random.Random(1)
-    foreign = [Sealer(SECRET[::-1], SHAPE).seal(key(1), content(name(1))), SEALER.seal(key(2), content(name(2)))]
+    foreign = [sealed(1, Sealer(SECRET[::-1], SHAPE)), sealed(2)]
     for round_number in range(10_000):
         harmed = bytearray(VALUE if round_number % 10 else foreign[round_number % 20 // 10])
         match round_number % 4:

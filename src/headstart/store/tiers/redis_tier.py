@@ -62,6 +62,7 @@ class RedisTier:
         self._look_at = float("-inf")
         self._fetcher = ThreadPoolExecutor(1, "kv-store-fetcher")
         self._asked: tuple[Sequence[BlockKey], Future[Values]] | None = None  # the next piece of the same load
+        self._sealed = bytearray()  # the values of one call of `append`
         self._buffers = [bytearray(), bytearray()]  # of the piece that is opened, and of the one that is fetched
 
     @property
@@ -108,11 +109,16 @@ class RedisTier:
 
     def append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
         new = {key.block_hash: (key, data) for key, data in blocks if not self.contains(key.block_hash)}
-        values = {self._name(name): self._sealer.seal(key, data) for name, (key, data) in new.items()}
+        size = self._sealer.value_bytes
+        if len(self._sealed) < len(new) * size:
+            self._sealed = bytearray(len(new) * size)
+        values = [memoryview(self._sealed)[at : at + size] for at in range(0, len(new) * size, size)]
+        for (key, data), value in zip(new.values(), values, strict=True):
+            self._sealer.seal(key, data, value)
 
         def write(pipeline: Pipeline) -> None:
-            for name, value in values.items():
-                pipeline.set(name, value, ex=self._ttl)
+            for name, value in zip(new, values, strict=True):
+                pipeline.set(self._name(name), value, ex=self._ttl)
 
         if new:
             self._announce(list(new), write)
