@@ -306,7 +306,7 @@ def report(load: Sessions, kills: list[tuple[float, float]], cold: float, comput
 async def scale_out(fleet: Fleet, port: int, load: Sessions, client: httpx.AsyncClient) -> dict[str, object]:
     """Send the next turn of each session to a new replica with an empty folder, then another next turn: it is warm.
 
-    At last the latter again, without a new token: from the pool alone.
+    At last the latter again, without a new token: from the pool alone. `turns`: tokens, and both TTFTs in ms.
     """
     replica = fleet.add(port)
     replica.start()
@@ -316,7 +316,11 @@ async def scale_out(fleet: Fleet, port: int, load: Sessions, client: httpx.Async
     found = [[await ask(client, replica.url, prompt) for prompt in prompts] for prompts in (*turns, turns[1])]
     first, warm, again = (statistics.median(ttft for ttft, _ in answers) for answers in found)
     computed, least = sum(tokens for _, tokens in found[0]), sum(load.ideal.least(prompt) for prompt in turns[0])
-    figures = {"ttft_ms": 1e3 * first, "warm_ms": 1e3 * warm, "in_pool_ms": 1e3 * again}
+    figures: dict[str, object] = {"ttft_ms": 1e3 * first, "warm_ms": 1e3 * warm, "in_pool_ms": 1e3 * again}
+    figures["turns"] = [
+        [len(prompt), round(1e3 * one), round(1e3 * other)]
+        for prompt, (one, _), (other, _) in zip(turns[0], found[0], found[1], strict=True)
+    ]
     return {"scale_out": {"ttft_over_warm": first / warm, "redundancy": computed / least, **figures}}
 
 

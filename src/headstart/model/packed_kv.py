@@ -18,7 +18,7 @@ from headstart.core.cache.block_store import Data
 from headstart.core.errors import ConfigError
 from headstart.model.kernels.attention import MAX_DIMS, NO_PLAN, PAGE, AttentionCall
 from headstart.model.kernels.library import Kernels, threads
-from headstart.model.kernels.memory import reserve
+from headstart.model.kernels.memory import reserve, staggered
 from headstart.model.kv_writes import Writes
 from headstart.model.paged_kv import KVShape
 
@@ -55,10 +55,11 @@ class PackedKV:
         self.block_bytes = block_size * shape.token_bytes(dtype)  # of one block in canonical form
         self.pages_per_block = -(-block_size // PAGE)
         block_words = self.pages_per_block * PAGE * -(-shape.head_dim // 16) * 16 * dtype.itemsize // 4
-        size = (shape.num_layers, 2, shape.num_kv_heads, num_blocks, block_words)
         num_parts = 2 * shape.num_layers * shape.num_kv_heads
-        self.pool = reserve(size, torch.int32, num_parts=num_parts).numpy().view(np.uint32)
-        self._head_words = num_blocks * block_words
+        reserved = staggered(num_blocks, 4 * block_words, num_parts=num_parts)
+        size = (shape.num_layers, 2, shape.num_kv_heads, reserved, block_words)
+        self.pool = reserve(size, torch.int32, num_parts=num_parts).numpy().view(np.uint32)[..., :num_blocks, :]
+        self._head_words = reserved * block_words
         calls = [self._layer_call(layer) for layer in range(shape.num_layers)]
         for call in calls:
             call.plan = NO_PLAN.data.ctypes.data

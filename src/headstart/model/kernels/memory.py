@@ -67,6 +67,17 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, *, num_parts: int) -> Te
     return memory[begin : begin + size].view(dtype).view(shape)
 
 
+def staggered(num: int, item_bytes: int, *, num_parts: int) -> int:
+    """Return how many items, at least `num`, to reserve for each of `num_parts` parts side by side.
+
+    Parts that all begin at the same place of a huge page come to their next one at the same item: the first write of a
+    KV block then waited 0.5 s for 96 pages. So each begins at another place; what is added is never resident.
+    """
+    step = max(HUGE // num_parts, item_bytes)
+    found = range(num, num + HUGE // item_bytes) if num * item_bytes > HUGE else ()
+    return next((more for more in found if step <= more * item_bytes % HUGE < 2 * step), num)
+
+
 def _chunk(size: int) -> Tensor:
     """Allocate bytes aligned to a huge page; only pages that are written become resident."""
     pages, memory, begin = _mapped(size)
