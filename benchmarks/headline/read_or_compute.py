@@ -143,7 +143,7 @@ def main() -> None:
             found["cold"] = cold(engines, options, rng)
             engines.pop("control").close()
         if "lengths" in options.parts:
-            transfers.GRACE_SECONDS = 60.0
+            transfers.GRACE_SECONDS = transfers.WAIT_SECONDS = 60.0
             disk.LoadEstimate.expected = lambda self, num_blocks, now: 0.0  # type: ignore[method-assign]
             found["lengths"] = rows = lengths(engines, options, rng)
             found["reads_from_tokens"] = {
