@@ -1,7 +1,8 @@
 """Time a hybrid beside Transformers and llama.cpp, by turns: Headstart, peer, Headstart, peer, ...
 
 Random weights in a published shape with fewer layers and tokens of a vocabulary. Headstart and llama.cpp read the same
-GGUF file; Transformers reads the model in bfloat16. Each is a process of its own that waits while another one runs.
+GGUF file; Transformers reads the model in bfloat16, and Headstart too where there is no such file (Mamba-2). Each is a
+process of its own that waits while another one runs.
 Wall-clock seconds: needs an idle machine. The last line of stdout is JSON.
 """
 
@@ -47,6 +48,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 1024, "intermediate_size": 4608, "block_auto_adjust_ff_dim": False, "num_hidden_layers": 8,
         "num_attention_heads": 16, "num_key_value_heads": 8,
         "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention", "conv", "full_attention"],
+    },
+    "granitemoehybrid": {  # of Granite-4.0-H-350M, which has no experts: a quarter of its layers
+        "hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 12, "num_key_value_heads": 4,
+        "layer_types": [*["linear_attention"] * 5, "full_attention", *["linear_attention"] * 2],
+        "shared_intermediate_size": 2048, "mamba_n_heads": 48, "mamba_d_head": 32, "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+    },
+    "bamba": {  # of Bamba-9B: heads as large, a quarter of the width and of the layers
+        "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "attn_layer_indices": [4], "mamba_n_heads": 32, "mamba_d_head": 64,
+        "mamba_d_state": 128, "mamba_n_groups": 1,
     },
 }  # fmt: skip
 
@@ -160,10 +172,10 @@ def main() -> None:
     context = max(options.long, 512, *options.prompts) + 256
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        saved(folder, options.family, options.weights, context)
+        own_file = saved(folder, options.family, options.weights, context)
         own = [sys.executable, __file__, "--worker"]
         commands = {
-            "headstart": [*own, "Ours", str(folder / "model.gguf")],
+            "headstart": [*own, "Ours", str(own_file)],
             "transformers": [*own, "Transformers", str(folder / "model")],
         }
         if options.llamacpp:
@@ -213,16 +225,22 @@ def measured(workers: dict[str, Process], options: argparse.Namespace) -> dict[s
     return found
 
 
-def saved(folder: Path, family: str, weights: str, context: int) -> None:
-    """Write a random model of SHAPES to `model` and, with matrices of `weights`, to `model.gguf`."""
+def saved(folder: Path, family: str, weights: str, context: int) -> Path:
+    """Write a random model of SHAPES to `model` and, with matrices of `weights`, to `model.gguf`; return ours."""
     sys.path.insert(0, str(TESTS))
-    from model.hybrid_gguf import random_hybrid
+    from model.hybrid_gguf import ARCHITECTURES, random_hybrid
+    from model.tiny import make_checkpoint
 
+    sizes = SHAPES[family] | {"vocab_size": VOCAB, "max_position_embeddings": 2 * context, "std": 0.02}
+    if family not in ARCHITECTURES:
+        make_checkpoint(family, folder / "float32", **sizes)
+        AutoModelForCausalLM.from_pretrained(folder / "float32", dtype=torch.bfloat16).save_pretrained(folder / "model")
+        return folder / "model"
     tokens = {"tokenizer.ggml.tokens": [f"<{index}>" for index in range(VOCAB)]}
     tokens |= {"tokenizer.ggml.token_type": [1] * VOCAB, "tokenizer.ggml.merges": ["< 0"]}
-    sizes = SHAPES[family] | {"vocab_size": VOCAB, "max_position_embeddings": 2 * context, "std": 0.02}
     oracle: PreTrainedModel = random_hybrid(folder / "model.gguf", family, weights, metadata=tokens, **sizes)
     oracle.to(torch.bfloat16).save_pretrained(folder / "model")
+    return folder / "model.gguf"
 
 
 def serve(kind: str, path: str, context: int, threads: int) -> None:

@@ -24,7 +24,7 @@ from headstart.workload.traces import TracedRequest
 
 KV_BYTES = 32 << 10  # per token: 8 layers of full attention, 4 KV heads of 256, keys and values in 2 bytes
 STATE_BYTES = 48 << 20  # 24 layers, 32 heads, 128 x 128 in fp32, and the convolutions' inputs (below 1 MiB)
-SPACING = 20_480  # tokens between checkpoints in long prompts: 7 % of the bytes
+SPACING = 20_480  # tokens between checkpoints in long prompts: 7 % of the bytes; the engine: 29,184, 5 %
 GRID = 1024
 RULES = {
     "peers: ends + user messages": ("ends", "messages"),
@@ -36,7 +36,8 @@ RULES = {
     "ends + junctions + spacing + system": ("ends", "junctions", "spacing", "system"),
     "grid of 1,024 + junctions": ("grid", "junctions"),
 }
-EVICTIONS = ("lru", "replaced first", "inner first", "inner, not branches")
+EVICTIONS = ("lru", "replaced first", "inner first", "inner, not branches", "in use")
+# The last is the engine's: as "inner, not branches", and of a prompt all checkpoints in between count as used.
 MAX_SHARE = 0.15  # of the budget, beyond which "inner ..." evicts checkpoints first that a prompt went on from
 
 
@@ -79,12 +80,16 @@ class Cache:
         if hit and self.places and self.eviction == "replaced first":
             self._replace(path[hit - 1], new)
         kept = set(new) | {hit}
+        if self.eviction == "in use":
+            kept.update(at for at in range(self.spacing, hit, self.spacing) if (path[at - 1], True) in self.items)
         for index in range(len(path), 0, -1):  # the tail is evicted before the head, a checkpoint after what follows it
             if index in kept and self.places and (index != hit or hit):
                 self._touch((path[index - 1], True), STATE_BYTES)
             self._touch((path[index - 1], False), size * KV_BYTES)
-        if self.eviction.startswith("inner"):
+        if self.eviction.startswith("in"):
             for at in (hit, *new)[:-1]:
+                if self.eviction == "in use" and at % self.spacing == 0:
+                    continue
                 if at and not ("system" in self.places and at in [end // size for end in prompt.system]):
                     self._note_inner((path[at - 1], True))
         self._evict()
@@ -105,7 +110,9 @@ class Cache:
             found.add(depth)
         if "grid" in self.places:
             found.update(range(0, most + 1, GRID // size))
-        if "spacing" in self.places:
+        if "spacing" in self.places and self.eviction == "in use":
+            found.update(range(self.spacing, most + 1, self.spacing))
+        elif "spacing" in self.places:
             known = sorted({at for at in found if hit < at <= most} | {hit, most})
             for before, after in pairwise(known):
                 found.update(range(before + self.spacing, after, self.spacing))
@@ -121,7 +128,7 @@ class Cache:
             self.replaced[item] = None
 
     def _note_inner(self, item: tuple[int, bool]) -> None:
-        if self.eviction == "inner, not branches" and (item in self.inner or item in self.branched):
+        if self.eviction in ("inner, not branches", "in use") and (item in self.inner or item in self.branched):
             self.inner.pop(item, None)
             self.branched.add(item)
         else:

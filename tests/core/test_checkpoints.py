@@ -94,9 +94,44 @@ def test_blocks_behind_a_checkpoint_are_shared_although_they_are_computed_again(
 
 
 def test_long_prompts_have_checkpoints_in_between() -> None:
-    engine = state_engine(129, max_model_len=128)
-    cached(text(125), engine, name="0")
-    assert cached([*text(115), 1, 2, 3], engine, name="1") == 104  # every 26 blocks: 2 pages are 7 % of 28 blocks
+    engine = state_engine(129, max_model_len=256)
+    cached(text(175), engine, name="0")
+    assert cached([*text(165), 1, 2, 3], engine, name="1") == 152  # every 38 blocks: 2 pages are 5 % of 40 blocks
+
+
+def conversation_among_others(num_others: int) -> list[int]:
+    """Return what the last three turns of a conversation reuse; others evict a part of it before the second."""
+    engine, turns = state_engine(161, max_model_len=512), 6
+    for turn in range(turns):
+        cached(text(170 + 6 * turn), engine, name=f"turn {turn}")
+        cached(text(80, 1000 * (turn + 1)), engine, name=f"other {turn}")
+    hits = [cached(text(206), engine, name="turn 6")]
+    cached(text(num_others, 10_000), engine, name="others")
+    return [*hits, *(cached(text(212 + 6 * turn), engine, name=f"again {turn}") for turn in range(2))]
+
+
+def test_of_a_conversation_in_use_what_is_left_begins_with_a_checkpoint() -> None:
+    assert conversation_among_others(372) == [200, 204, 212]
+    assert conversation_among_others(396) == [200, 152, 212]
+    assert conversation_among_others(432) == [200, 152, 212]
+
+
+def test_what_a_prompt_allocates_evicts_no_checkpoint_that_it_has_gone_past() -> None:
+    engine = state_engine(161, max_model_len=512)
+    cached(text(400), engine, name="0")
+    hits = list[int]()
+    for others in (230, 330):
+        cached(text(others, 1000 * others), engine, name=f"others {others}")
+        hits.append(cached(text(400 + others // 10), engine, name=f"again {others}"))
+    assert hits == [304, 152]
+
+
+def test_where_states_fill_the_pool_those_of_turns_go_before_those_in_between() -> None:
+    engine = state_engine(121, max_model_len=512)
+    for turn in range(24):
+        cached(text(170 + 6 * turn), engine, name=str(turn))
+    cached(text(200, 1000), engine, name="others")
+    assert cached(text(320), engine, name="again") == 152
 
 
 def test_a_state_is_kept_only_where_blocks_are_free_and_nothing_waits_for_it() -> None:

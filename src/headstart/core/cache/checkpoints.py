@@ -9,13 +9,15 @@ Places: the end of each prompt; the boundary that its request states; the end of
 last such; junctions, where others have computed more keys and values than there is a checkpoint for; and, in between,
 every `spacing` blocks.
 
-Where blocks are short and checkpoints take more than `MAX_SHARE` of the pool, those are discarded first from which one
-sequence went on to a later one, in this order. Those from which several have, boundaries, and the last one of a
-sequence leave as other blocks do.
+A sequence that ends has used all its places: their pages are released among its blocks of tokens, so a prefix that
+stays has its checkpoints, and one that leaves is found in part. Where blocks are short and checkpoints take more than
+`MAX_SHARE` of the pool, those are discarded first from which one sequence went on to a later one, in this order. Those
+from which several have, boundaries, spaced ones, and the last one of a sequence leave as other blocks do.
 """
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from headstart.core.batch import Chunk, Saves
 from headstart.core.cache.block_pool import BlockPool
@@ -23,7 +25,7 @@ from headstart.core.cache.hashing import BlockHash, page_hash
 from headstart.core.request import Sequence, Suspect
 
 MAX_SHARE = 0.15  # of a pool that is full
-SPACED_SHARE = 0.07  # of the bytes of a long prompt, which its spaced checkpoints take
+SPACED_SHARE = 0.05  # of the bytes of a long prompt, which its spaced checkpoints take
 
 
 class Checkpoints:
@@ -52,13 +54,40 @@ class Checkpoints:
 
     def places(self, seq: Sequence, start: int, end: int) -> list[int]:
         """Return the numbers of blocks after which a chunk `[start, end)` of a sequence leaves a checkpoint."""
+        return [at for at in self._places(seq, start, end) if not self._exists(seq, at)]
+
+    def touch(self, seq: Sequence, depth: int) -> None:
+        """Make the checkpoints before the one after `depth` blocks, from which a sequence begins, the last used."""
+        for _, pages in self._used(seq, depth):
+            self._pool.acquire(pages)
+            self._pool.release(pages)
+
+    def with_pages(self, seq: Sequence) -> "array[int]":
+        """Return the block table of a sequence to be released, with the pages of its places, which are acquired."""
+        table, done = array("i"), 0
+        for at, pages in self._used(seq, seq.num_computed_tokens // self._size):
+            self._pool.acquire(pages)
+            table += seq.block_ids[done:at]
+            table.extend(pages)
+            done = at
+        return table + seq.block_ids[done:]
+
+    def _used(self, seq: Sequence, depth: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield the checkpoints after at most `depth` blocks that a sequence keeps in use, with their pages."""
+        hashes, started = seq.block_hashes[:depth], seq.started_from
+        places = {hashes.index(started) + 1} if started is not None and started in hashes else set[int]()
+        for at in sorted(places.union(self._places(seq, 0, len(hashes) * self._size))):
+            yield at, self._pages(hashes[at - 1])
+
+    def _places(self, seq: Sequence, start: int, end: int) -> list[int]:
+        """Return the places of a chunk `[start, end)` in blocks, whether there is a checkpoint or not."""
         size, num_prompt = self._size, len(seq.request.prompt)
         first, last = start // size + 1, end // size
         found = {(num_prompt - 1) // size, num_prompt // size, seq.request.boundary // size, seq.junction}
         found.update(range(-(-first // self._spacing) * self._spacing, last + 1, self._spacing))
         if end > num_prompt:
             found.add(last)
-        return sorted(at for at in found if first <= at <= last and not self._exists(seq, at))
+        return sorted(at for at in found if first <= at <= last)
 
     def allocate(self, seq: Sequence, start: int, end: int) -> Saves:
         """Return the places in a chunk `[start, end)`, in tokens, with the pages to write the states to."""
@@ -105,8 +134,9 @@ class Checkpoints:
         before = seq.checkpoints[-1] if seq.checkpoints else seq.started_from
         if block_hash not in seq.checkpoints:  # it has left this one before, which was evicted since
             seq.checkpoints.append(block_hash)
-        boundary = seq.request.boundary // self._size
-        if before is not None and before != block_hash and before not in seq.block_hashes[boundary - 1 : boundary]:
+        boundary, spacing = seq.request.boundary // self._size, self._spacing
+        kept = seq.block_hashes[spacing - 1 :: spacing] + seq.block_hashes[boundary - 1 : boundary]
+        if before is not None and before != block_hash and before not in kept:
             self._went_on(before)
         if at * self._size <= len(seq.request.prompt) or not seq.block_ids:
             self._tell(block_hash)

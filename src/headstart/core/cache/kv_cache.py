@@ -124,6 +124,7 @@ class KVCache:
             self.pool.acquire(found)
             if hit.state:
                 self.pool.acquire(hit.state)
+                self.checkpoints.touch(seq, hit.num_tokens // self.block_size)
             if dropped:
                 assert own <= 1, "only a partial block may go"
                 self.pool.release(dropped)
@@ -231,9 +232,13 @@ class KVCache:
         self.pool.release(self.take_table(seq), seq.request.retention)
 
     def take_table(self, seq: Sequence) -> "array[int]":
-        """Return the whole block table, which the caller releases, and leave the sequence without blocks."""
+        """Return the whole block table, which the caller releases, and leave the sequence without blocks.
+
+        The pages of its checkpoints are among them, each after the blocks whose state it is.
+        """
         self.checkpoints.left(seq)
-        table, seq.block_ids = seq.block_ids, empty_table()
+        table = self.checkpoints.with_pages(seq) if self.checkpoints.num_pages else seq.block_ids
+        seq.block_ids = empty_table()
         seq.taken = []
         assert not seq.state, f"{seq.request_id} holds pages of a state that it has not read"
         seq.started_from, seq.junction = None, 0
