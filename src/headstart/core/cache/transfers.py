@@ -74,7 +74,7 @@ class _Load:
     """Pieces `[index, end)` of what one sequence wants are being loaded; `index` advances as they arrive.
 
     `is_passed`: its sequence computes meanwhile. `held`: blocks that have arrived, by their index in the sequence, if
-    it is met.
+    it is met. `expected`: seconds it takes; `longest`: seconds that a first token may wait for it beyond computing.
     """
 
     __slots__ = (
