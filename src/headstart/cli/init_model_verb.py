@@ -20,7 +20,7 @@ def init_model(
         typer.Option(
             metavar="NAME",
             help="tiny, llama-3m, llama-100m, llama-100m-152k (its vocabulary), tinyllama-1.1b, qwen2.5-0.5b, "
-            "qwen3-0.6b, qwen3-1.7b, qwen3-4b, llama-2-7b.",
+            "qwen3-0.6b, qwen3-1.7b, qwen3-4b, llama-2-7b, llama-3.1-8b.",
         ),
     ],
     std: Annotated[

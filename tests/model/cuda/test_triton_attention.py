@@ -51,6 +51,13 @@ def test_a_row_alone_is_a_row_behind_a_shared_prefix() -> None:
     torch.testing.assert_close(together, apart, rtol=0, atol=1e-6)  # on a GPU the bits are the same: gpu_checks.py
 
 
+def test_rows_of_many_parts() -> None:
+    case = make_case([(8_400, 1), (600, 1)])
+    layout, out = run_case(case, split=32)
+    assert layout.longest == 263
+    assert error(case, out) < 1e-5
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_random_steps_are_those_of_dense_attention(seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -23,7 +23,7 @@ PARTS_BYTES = 1 << 28  # of partial results
 _SHARED_MEMORY = 0.75  # share for keys and values; the rest is the compiler's
 _MERGE_LOADS = 4096  # elements of partial results that are read together when they are merged
 _MERGE_COLUMNS = 2048  # the most elements of a row that a program merges
-_MERGERS = 1024  # programs of a merge from which on each takes more heads
+_MERGERS = 8192  # programs of a merge from which on each takes more heads, and waits for more loads
 
 
 class LayerScoring(NamedTuple):
@@ -145,7 +145,11 @@ def _merged(
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, POWER: tl.constexpr, SINKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Return the results [GROUP * POWER] of GROUP heads of one row from its parts [first, end), in their order."""
+    """Return the results [GROUP * POWER] of GROUP heads of one row from its parts [first, end), in their order.
+
+    AT_ONCE parts are loaded before the first of them is used, so that their latencies are one: compilers keep the order
+    of masked loads among what depends on them.
+    """
     column = tl.arange(0, GROUP * POWER)
     own, d = head + column // POWER, column % POWER
     inside = (d < DIM) & (own < HEADS)
@@ -153,13 +157,15 @@ def _merged(
     total = tl.zeros([GROUP * POWER], tl.float32)
     sums = tl.zeros([GROUP * POWER], tl.float32)
     for start in range(first, end, AT_ONCE):
-        for index in tl.static_range(AT_ONCE):  # their loads are on their way together
+        lses, results = (), ()
+        for index in tl.static_range(AT_ONCE):
             part = start + index + column * 0
             mask = inside & (part < end)
             at = part.to(tl.int64) * HEADS + own
-            lse = tl.load(part_lse + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
-            result = tl.load(part_out + at * DIM + d, mask=mask, other=0.0, cache_modifier=".cg")
-            top, total, sums = _join(top, total, sums, lse, result)
+            lses = lses + (tl.load(part_lse + at, mask=mask, other=float("-inf"), cache_modifier=".cg"),)
+            results = results + (tl.load(part_out + at * DIM + d, mask=mask, other=0.0, cache_modifier=".cg"),)
+        for index in tl.static_range(AT_ONCE):
+            top, total, sums = _join(top, total, sums, lses[index], results[index])
     if SINKS:
         sink = tl.load(sinks + own, mask=inside, other=0.0)
         total += tl.exp2(tl.fma(sink, tl.full([GROUP * POWER], LOG2_E, tl.float32), -top))

@@ -142,6 +142,7 @@ SHAPES: dict[str, Shape] = {
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
     ),
+    "llama-3.1-8b": Shape("Llama", 4096, 32, 32, 8, 14_336, 128_256, 131_072, head_dim=128, rope_theta=5e5),
     "llama-3m": Shape("Llama", 256, 4, 4, 2, 768, 512, 4096, head_dim=64),
 }
 
