@@ -2,7 +2,7 @@
 
 Both load the same folder (random weights in a real shape, drawn on the GPU), each in a process of its own with its own
 defaults and the same bytes of KV, and stay loaded; every figure is measured in turns, A B A B, through `LLM.generate`
-with lists of token ids. PEER_PYTHON and PEER_PATH: the interpreter and the folder of vllm, if not those of this process.
+with lists of token ids. PEER_PYTHON and PEER_PATH: interpreter and folder of vllm, if not those of this process.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 ENGINES = ("headstart", "vllm")
 ROUNDS = 5
-KV_BYTES = 12 << 30
+KV_BYTES = 10 << 30
 MAX_LEN = 40_960
 SOURCES = str(Path(__file__).parents[2] / "src")
 Prompts = list[list[int]]
@@ -39,7 +39,8 @@ class Worker:
     def __init__(self, name: str, folder: Path, log: Path) -> None:
         ours = name == "headstart"
         python = sys.executable if ours else os.environ.get("PEER_PYTHON", sys.executable)
-        place = SOURCES if ours else os.environ.get("PEER_PATH", "")
+        usual = os.environ.get("PYTHONPATH", "")
+        place = f"{SOURCES}{os.pathsep}{usual}" if ours else os.environ.get("PEER_PATH", usual)
         self.name, self._began = name, time.perf_counter()
         self.process = subprocess.Popen(
             [python, __file__, "worker", name, str(folder)], env=os.environ | {"PYTHONPATH": place},
@@ -82,7 +83,7 @@ class Beside:
         return [self.random.randrange(3, self.vocab) for _ in range(length)]
 
     def measure(
-        self, name: str, call: Callable[[Worker], tuple[float, list[list[int]]]], prepare: Callable[[], None],
+        self, name: str, call: Callable[[Worker], Answer], prepare: Callable[[], None],
         rounds: int = ROUNDS,
     ) -> None:  # fmt: skip
         """Record medians and extremes in ms; the first round warms up. `prepare` draws what all engines get."""
@@ -113,7 +114,7 @@ class Beside:
         """Record the time of one call with new prompts."""
         kept: list[Prompts] = []
         self.measure(
-            name, lambda worker: tuple(worker.generate(kept[-1], count)), lambda: kept.append(draw()), rounds
+            name, lambda worker: worker.generate(kept[-1], count), lambda: kept.append(draw()), rounds
         )  # fmt: skip
 
     def decode(self, streams: int, shared: int, own: int, steps: int = 128, rounds: int = 3) -> None:
@@ -124,12 +125,12 @@ class Beside:
             prefix = self.tokens(shared)
             prompts.append([prefix + self.tokens(own) for _ in range(streams)])
 
-        def call(worker: Worker) -> tuple[float, list[list[int]]]:
+        def call(worker: Worker) -> Answer:
             worker.generate([prompts[-1][0]], 1)
             worker.generate(prompts[-1], 1)
             one = worker.generate(prompts[-1], 1)
             many = worker.generate(prompts[-1], steps + 1)
-            return (many.seconds - one.seconds) / steps, many.tokens
+            return Answer((many.seconds - one.seconds) / steps, many.tokens)
 
         self.measure(f"decode {streams} x ({shared} + {own})", call, draw, rounds)
 
@@ -161,7 +162,7 @@ class Beside:
         asked = self.once
         asked("128 x (2,048 + 256) behind one document, 64 tokens",
               lambda: [document + tokens(256) for _ in range(128)], 64, rounds=2)  # fmt: skip
-        asked("64 x 1,500 without reuse, 64 tokens", lambda: [tokens(1500) for _ in range(64)], 64, rounds=2)
+        asked("48 x 1,500 without reuse, 64 tokens", lambda: [tokens(1500) for _ in range(48)], 64, rounds=2)
 
 
 def work(name: str, folder: str) -> None:
@@ -169,7 +170,7 @@ def work(name: str, folder: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     module = importlib.import_module(name)
-    memory: dict[str, Any] = {"gpu_memory_utilization": 0.4}
+    memory: dict[str, Any] = {"gpu_memory_utilization": 0.45}
     memory |= {"kv_cache_memory_bytes": KV_BYTES} if name == "vllm" else {"kv_cache_memory": str(KV_BYTES)}
     llm = module.LLM(model=folder, max_model_len=MAX_LEN, **memory)
 
@@ -177,7 +178,7 @@ def work(name: str, folder: str) -> None:
         answers.write(json.dumps(entry) + "\n")
         answers.flush()
 
-    answer(engine=name, version=module.__version__)
+    answer(engine=name, version="sources" if name == "headstart" else module.__version__)
     for line in sys.stdin:
         asked = json.loads(line)
         sampling = module.SamplingParams(temperature=0.0, max_tokens=asked["count"], ignore_eos=True)
@@ -206,7 +207,7 @@ def random_folder(shape: str, folder: Path) -> int:
         generator = torch.Generator("cuda").manual_seed(seed)
         return torch.empty(size, dtype=dtype, device="cuda").normal_(0.0, std, generator=generator).cpu()
 
-    init_model._random = draw  # the CPU takes a minute for 8B
+    init_model._random = draw  # pyright: ignore[reportPrivateUsage]  # the CPU takes a minute for 8B
     init_model.init_model(shape, folder, std=0.05)
     return SHAPES[shape].vocab_size
 
@@ -231,14 +232,9 @@ def main() -> None:
             record(model=shape, written_s=time.perf_counter() - began)
             workers = [Worker(name, folder, path.with_name(f"{name}-{shape}.log")) for name in ENGINES]
             try:
-                running: list[Worker] = []
                 for worker in workers:
-                    try:
-                        record(model=shape, **worker.wait())
-                        running.append(worker)
-                    except AssertionError as error:
-                        record(model=shape, failed=str(error))
-                Beside(running, int(written.stdout.splitlines()[-1]), shape, record).all()
+                    record(model=shape, **worker.wait())
+                Beside(workers, int(written.stdout.splitlines()[-1]), shape, record).all()
             finally:
                 for worker in workers:
                     worker.close()

@@ -162,8 +162,8 @@ def _merged(
             part = start + index + column * 0
             mask = inside & (part < end)
             at = part.to(tl.int64) * HEADS + own
-            lses = lses + (tl.load(part_lse + at, mask=mask, other=float("-inf"), cache_modifier=".cg"),)
-            results = results + (tl.load(part_out + at * DIM + d, mask=mask, other=0.0, cache_modifier=".cg"),)
+            lses = lses + (tl.load(part_lse + at, mask=mask, other=float("-inf"), cache_modifier=".cg"),)  # noqa: RUF005
+            results = results + (tl.load(part_out + at * DIM + d, mask=mask, other=0.0, cache_modifier=".cg"),)  # noqa: RUF005
         for index in tl.static_range(AT_ONCE):
             top, total, sums = _join(top, total, sums, lses[index], results[index])
     if SINKS:
