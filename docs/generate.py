@@ -8,6 +8,7 @@ import ast
 import asyncio
 import dataclasses
 import io
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -177,7 +178,7 @@ def main() -> int:
 
 def _row(field: dataclasses.Field[Any]) -> str:
     notes = [field.metadata["help"]]
-    if "choices" in field.metadata:
+    if set(field.metadata.get("choices", ())) - set(re.findall(r"[\w-]+", notes[0])):
         notes.append("One of " + ", ".join(f"`{choice}`" for choice in field.metadata["choices"]) + ".")
     if "alias" in field.metadata:
         notes.append(f"Also `{flag_of(field.metadata['alias'])}`.")
