@@ -131,17 +131,16 @@ def _metric_table(page: str) -> str:
 
 
 def treatments() -> str:
-    """Return the table of fields, tools, items and parts by API."""
-    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    """Return a table of fields, tools, items and parts for each API."""
+    rows: dict[str, dict[tuple[str, str, str], list[str]]] = {}
     for row in TREATMENTS:
-        rows.setdefault((row.api, row.place, row.treatment, row.note), []).append(f"`{row.name}`")
-    lines = [
-        f"| `{api}` | {place} | {', '.join(names)} | {how} | {note} |"
-        for (api, place, how, note), names in rows.items()
-    ]
-    return "\n".join(
-        ["", "| API | place | names | treatment | how, or the remedy |", "|---|---|---|---|---|", *lines, ""]
-    )
+        names = rows.setdefault(row.api, {}).setdefault((row.place, row.treatment, row.note), [])
+        names.append(f"`{row.name}`")
+    parts: list[str] = []
+    for api, found in rows.items():
+        parts += ["", f"### `{api}`", "", "| place | names | treatment | how, or the remedy |", "|---|---|---|---|"]
+        parts += [f"| {place} | {', '.join(names)} | {how} | {note} |" for (place, how, note), names in found.items()]
+    return "\n".join([*parts, ""])
 
 
 PAGES: dict[str, Callable[[], str]] = {
