@@ -44,6 +44,8 @@ Formats are always asserted, also in draft 2020-12, whose default is to ignore t
 - *Rejects valid*: instances that satisfy the schema, and that the grammar rejects in every form tried (spaces, escapes,
   order of properties): a model cannot give such an answer.
 
+Counts in a row with several keywords are those of each.
+
 Before llguidance reads a schema, the server rewrites it to one that allows the same or a part of it:
 
 - counts such as 2.0 become integers; bounds of numbers are rounded inwards to 15 digits, 15 decimals and 2^53, beyond
@@ -207,14 +209,14 @@ def report(verdicts: list[Verdict]) -> dict[str, Any]:
 
 
 def markdown(document: dict[str, Any], draft: str, other: str = "") -> str:
-    """Return lists of the keywords that are as in the `other` draft or accepted in full, and a table of all others."""
+    """Return lists of the keywords that are as in the `other` draft or accepted in full, and a table of all others.
+
+    Keywords with equal cells, which are those of one of them, share a row.
+    """
     known = {row["keyword"]: _cells(row) for row in document["rows"] if row["draft"] == other}
     same: list[str] = []
     full: list[str] = []
-    lines = [
-        "| keyword | schemas | llguidance | server | refused, keyword named | accepts invalid | rejects valid |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    others: dict[tuple[str, ...], list[str]] = {}
     for row in document["rows"]:
         name, cells = f"`{row['keyword']}`", _cells(row)
         if row["draft"] != draft:
@@ -224,7 +226,12 @@ def markdown(document: dict[str, Any], draft: str, other: str = "") -> str:
         elif row["supported"] == row["schemas"] and not row["looser"] and not row["stricter"]:
             full.append(name)
         else:
-            lines.append("| " + " | ".join([name, *cells]) + " |")
+            others.setdefault(tuple(cells), []).append(name)
+    lines = [
+        "| keyword | schemas | llguidance | server | refused, keyword named | accepts invalid | rejects valid |",
+        "|---|---|---|---|---|---|---|",
+        *("| " + " | ".join([", ".join(names), *cells]) + " |" for cells, names in others.items()),
+    ]
     parts = [f"As in {other}: {', '.join(same)}."] if same else []
     parts += [f"Accepted in full, and read as the standard says: {', '.join(full)}."] if full else []
     return "\n\n".join([*parts, "\n".join(lines)])
