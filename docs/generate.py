@@ -133,7 +133,9 @@ def _metric_table(page: str) -> str:
             rows[name] = f"| {named} | {family.type} | {family.documentation} |"
     lists = [f"- {kind}s: {', '.join(sorted(names))}" for kind, names in sorted(of_vllm.items())]
     table = ["", "| metric | kind | meaning |", "|---|---|---|", *(rows[name] for name in sorted(rows)), ""]
-    return "\n".join([*table, *(["With vLLM's names and meanings (the page itself says them):", "", *lists, ""] if lists else [])])
+    return "\n".join(
+        [*table, *(["With vLLM's names and meanings (the page itself says them):", "", *lists, ""] if lists else [])]
+    )
 
 
 def treatments() -> str:
