@@ -118,24 +118,16 @@ async def _router_page() -> str:
 
 
 def _metric_table(page: str) -> str:
-    """Return the metrics of a page with their kind and their labels except `model_name`; vLLM's by kind, as lists."""
+    """Return the metrics of a page with their kind and their labels except `model_name`."""
     rows: dict[str, str] = {}
-    of_vllm: dict[str, list[str]] = {}
     for family in text_string_to_metric_families(page):
         if family.name.endswith("_created") or not family.samples:
             continue
         labels = [label for label in family.samples[0].labels if label not in ("model_name", "le")]
         name = family.name + ("_total" if family.type == "counter" else "")
-        named = f"`{name}`" + (f" {{{', '.join(labels)}}}" if labels and not name.endswith("_info") else "")
-        if name.startswith("vllm:"):
-            of_vllm.setdefault(family.type, []).append(named)
-        else:
-            rows[name] = f"| {named} | {family.type} | {family.documentation} |"
-    lists = [f"- {kind}s: {', '.join(sorted(names))}" for kind, names in sorted(of_vllm.items())]
-    table = ["", "| metric | kind | meaning |", "|---|---|---|", *(rows[name] for name in sorted(rows)), ""]
-    return "\n".join(
-        [*table, *(["With vLLM's names and meanings (the page itself says them):", "", *lists, ""] if lists else [])]
-    )
+        named = f" {{{', '.join(labels)}}}" if labels and not name.endswith("_info") else ""
+        rows[name] = f"| `{name}`{named} | {family.type} | {family.documentation} |"
+    return "\n".join(["", "| metric | kind | meaning |", "|---|---|---|", *(rows[name] for name in sorted(rows)), ""])
 
 
 def treatments() -> str:
