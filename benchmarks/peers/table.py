@@ -47,12 +47,17 @@ _LOWER_BOUND = (
 
 
 def draw_all(folder: Path, page: Path | None = None) -> dict[str, Any]:
-    """Write peers.json, peers.md, peers.png and the generated part of `page`; return the document."""
+    """Write peers.json, peers.md (also between the marks of `page`), peers-int8.md, peers.png; return the document."""
     about, entries = read(folder / "trials.jsonl")
     found = document(about, entries)
     (folder / "peers.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     text = markdown(found)
     (folder / "peers.md").write_text(text, encoding="utf-8")
+    if any(found.get(f"{key}_int8.ours") is not None for key in KINDS):
+        int8 = _table(found, "_int8", ("Headstart int8", "llama.cpp Q8_0", "vLLM bf16"), _INT8_RATIOS)
+        (folder / "peers-int8.md").write_text(
+            f"{_setting(found)} Here with int8 weights.\n\n{int8}\n", encoding="utf-8"
+        )
     draw(found, folder / "peers.png")
     if page is not None:
         page.write_text(replaced(page.read_text(encoding="utf-8"), text), encoding="utf-8")
@@ -70,17 +75,8 @@ def replaced(page: str, text: str) -> str:
 
 def markdown(found: dict[str, Any]) -> str:
     """Return the Markdown text of a comparison."""
-    parts = [
-        _setting(found),
-        _table(found, "", ("Headstart", "vLLM", "llama.cpp", "Transformers"), _RATIOS),
-    ]
-    if any(found.get(f"{key}_int8.ours") is not None for key in KINDS):
-        parts += [
-            "int8 weights, beside llama.cpp's Q8_0 and vLLM's bf16:",
-            _table(found, "_int8", ("Headstart int8", "llama.cpp Q8_0", "vLLM bf16"), _INT8_RATIOS),
-        ]
-    parts += [_notes(found)]
-    return "\n\n".join(parts) + "\n"
+    table = _table(found, "", ("Headstart", "vLLM", "llama.cpp", "Transformers"), _RATIOS)
+    return "\n\n".join([_setting(found), table, _notes(found)]) + "\n"
 
 
 _RATIOS = {"ratio": "vLLM", "ratio_llamacpp": "llama.cpp", "ratio_transformers": "Transformers"}

@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -32,26 +32,33 @@ UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["(.*?)"\]')
 OPTIONS = {"lenient": False, "json_allowed_escapes": 'nrbtf"\\'}  # the server's, but for whitespace
 PAGE = """# JSON Schema support
 
-Which schemas of the JSON-Schema-Test-Suite the server accepts, beside llguidance {llguidance} alone, and how far its
-grammars agree with the standard. Written on {date} by `lab/src/headstart_lab/structured/support.py`, from the suite in
-`jsonschema` {jsonschema}: {counts}.
+Which schemas of the JSON-Schema-Test-Suite the server accepts with `strict: true`, beside llguidance {llguidance}
+alone, and how far its grammars agree with the standard: {counts}. Written on {date} by
+`lab/src/headstart_lab/structured/support.py`, from the suite in `jsonschema` {jsonschema}.
 
-*Accepts invalid*: instances that violate the schema, and that the grammar accepts in some form. An answer can then be
-invalid by the standard. *Rejects valid*: instances that satisfy the schema, and that the grammar rejects in every form
-tried (spaces, escapes, order of properties); a model cannot give such an answer. Formats are always asserted, also in
-draft 2020-12, whose default is to ignore them. A refusal is a 400 that names a keyword of the schema. The table shows
-`strict: true`, where only `uniqueItems` is dropped, and named in a header; without it a `response_format` or a tool is
-refused for fewer, since all keywords that only narrow are dropped ([API](structured-output.md)).
+A refusal is a 400 that names a keyword of the schema. Without `strict` fewer are refused: all keywords that only narrow
+are dropped ([structured output](structured-output.md)); with it only `uniqueItems` is, and is named in a header.
+Formats are always asserted, also in draft 2020-12, whose default is to ignore them.
 
-Before llguidance reads a schema, the server rewrites it to one that allows the same or a part of it: counts such as 2.0
-become integers; bounds of numbers are rounded inwards to 15 digits, 15 decimals and 2^53, beyond which parsers of JSON
-differ; `date`, `time` and `date-time` become patterns, since llguidance knows neither leap years nor leap seconds;
-whitespace in patterns (`\\s`, `\\S`) becomes that of ECMA 262; the look-ahead `^(?![...]*$)`,
-which pydantic writes for a `Decimal`, becomes a second pattern. What cannot be rewritten is refused: a bound beyond
-2^53 from the wrong side, bounds that need rounding beside `oneOf`, `$id` beside `$ref` without `$schema` (drafts
-differ in it), a `$ref` into `const`, `enum`, `default` or `examples`, control characters in `const`, `enum` and
-`pattern`, and `minProperties` above the number of required properties and one (further names can be equal). Limits of
-size: [API](structured-output.md).
+- *Accepts invalid*: instances that violate the schema, and that the grammar accepts: an answer can be invalid.
+- *Rejects valid*: instances that satisfy the schema, and that the grammar rejects in every form tried (spaces, escapes,
+  order of properties): a model cannot give such an answer.
+
+Counts in a row with several keywords are those of each.
+
+Before llguidance reads a schema, the server rewrites it to one that allows the same or a part of it:
+
+- counts such as 2.0 become integers; bounds of numbers are rounded inwards to 15 digits, 15 decimals and 2^53, beyond
+  which parsers of JSON differ;
+- `date`, `time` and `date-time` become patterns, since llguidance knows neither leap years nor leap seconds;
+- whitespace in patterns (`\\s`, `\\S`) becomes that of ECMA 262; the look-ahead `^(?![...]*$)`, which pydantic writes
+  for a `Decimal`, becomes a second pattern.
+
+Refused, since it cannot be rewritten: a bound beyond 2^53 from the wrong side, bounds that need rounding beside
+`oneOf`, `$id` beside `$ref` without `$schema`, a `$ref` into `const`, `enum`, `default` or `examples`, control
+characters in `const`, `enum` and `pattern`, and `minProperties` above the number of required properties and one.
+
+{tables}
 
 ## Schemas that llguidance alone accepts, and the server refuses
 
@@ -63,8 +70,6 @@ size: [API](structured-output.md).
 
 Not in the suite, and accepted too: numbers beyond the doubles, such as `1e999`, where a number has no bounds;
 `0.99999999999999999999`, which is 1.0 as a double, with `exclusiveMaximum: 1`.
-
-{tables}
 """
 
 
@@ -203,54 +208,72 @@ def report(verdicts: list[Verdict]) -> dict[str, Any]:
     }
 
 
-def markdown(document: dict[str, Any], draft: str) -> str:
-    """Return the table of one draft."""
+def markdown(document: dict[str, Any], draft: str, other: str = "") -> str:
+    """Return lists of the keywords that are as in the `other` draft or accepted in full, and a table of all others.
+
+    Keywords with equal cells, which are those of one of them, share a row.
+    """
+    known = {row["keyword"]: _cells(row) for row in document["rows"] if row["draft"] == other}
+    same: list[str] = []
+    full: list[str] = []
+    others: dict[tuple[str, ...], list[str]] = {}
+    for row in document["rows"]:
+        name, cells = f"`{row['keyword']}`", _cells(row)
+        if row["draft"] != draft:
+            continue
+        if cells == known.get(row["keyword"]):
+            same.append(name)
+        elif row["supported"] == row["schemas"] and not row["looser"] and not row["stricter"]:
+            full.append(name)
+        else:
+            others.setdefault(tuple(cells), []).append(name)
     lines = [
         "| keyword | schemas | llguidance | server | refused, keyword named | accepts invalid | rejects valid |",
         "|---|---|---|---|---|---|---|",
+        *("| " + " | ".join([", ".join(names), *cells]) + " |" for cells, names in others.items()),
     ]
-    for row in document["rows"]:
-        if row["draft"] != draft:
-            continue
-        refused = ", ".join(f"`{_cell(name)}` {count}" for name, count in row["refused_for"].items())
-        looser = sum(map(len, row["looser"].values()))
-        stricter = sum(map(len, row["stricter"].values()))
-        cells = (
-            f"`{row['keyword']}`",
-            row["schemas"],
-            row["known"],
-            row["supported"],
-            refused,
-            looser or "",
-            stricter or "",
-        )
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+    parts = [f"As in {other}: {', '.join(same)}."] if same else []
+    parts += [f"Accepted in full, and read as the standard says: {', '.join(full)}."] if full else []
+    return "\n\n".join([*parts, "\n".join(lines)])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    refused = ", ".join(f"`{_cell(name)}` {count}" for name, count in row["refused_for"].items())
+    looser, stricter = (sum(map(len, row[kind].values())) for kind in ("looser", "stricter"))
+    counts = (str(row[key]) for key in ("schemas", "known", "supported"))
+    return [*counts, refused, str(looser or ""), str(stricter or "")]
 
 
 def differences(document: dict[str, Any]) -> str:
     """Return a list of the invalid instances that grammars accept, by keyword."""
-    lines: list[str] = []
-    for row in document["rows"]:
-        for description, instances in row["looser"].items():
-            found = "; ".join(_cell(text) for text in instances[:4])
-            more = f"; and {len(instances) - 4} more" if len(instances) > 4 else ""
-            lines.append(f"- {row['draft']}, `{row['keyword']}`, {_cell(description)}: {found}{more}")
-    return "\n".join(lines)
+    return _list(
+        (row, description, "; ".join(map(_cell, found[:2])) + (f"; and {len(found) - 2} more" if found[2:] else ""))
+        for row in document["rows"]
+        for description, found in row["looser"].items()
+    )
 
 
 def refused(document: dict[str, Any]) -> str:
     """Return a list of the schemas that the server refuses though llguidance compiles them."""
-    return "\n".join(
-        f"- {row['draft']}, `{row['keyword']}`, {_cell(description)}: {_cell(refusal)}"
+    return _list(
+        (row, description, _cell(refusal))
         for row in document["rows"]
         for description, refusal in row["refused_but_known"].items()
     )
 
 
+def _list(items: Iterable[tuple[dict[str, Any], str, str]]) -> str:
+    """Return a list of (row, description of a schema, text), entries that are equal in several drafts once."""
+    drafts: dict[str, list[str]] = {}
+    for row, description, text in items:
+        drafts.setdefault(f"`{row['keyword']}`, {_cell(description)}: {text}", []).append(row["draft"])
+    return "\n".join(f"- {', '.join(names)}: {entry}" for entry, names in drafts.items())
+
+
 def page(document: dict[str, Any]) -> str:
     """Return the page of the documentation."""
-    tables = "\n\n".join(f"## {draft}\n\n{markdown(document, draft)}" for draft in DRAFTS)
+    pairs = zip(DRAFTS, ("", *DRAFTS), strict=False)
+    tables = "\n\n".join(f"## {draft}\n\n{markdown(document, draft, other)}" for draft, other in pairs)
     counts = (
         f"of {document['schemas']} schemas llguidance compiles {document['known']}, the server {document['supported']}"
     )
