@@ -231,9 +231,11 @@ class _Routes:
         return json_response({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        """Metrics in the Prometheus text format, or in OpenMetrics' if that is accepted."""
+        """Metrics in the Prometheus text format, or in OpenMetrics' if that is accepted. `?load`: of the load alone."""
         principal = record_of(request.scope).principal
         metrics = self._state.loaded_model.metrics
+        if "load" in request.query_params:
+            return Response(metrics.expose_load(), media_type=metrics_type(""))
         sees_all = may_see_store(principal)
         accept = request.headers.get("accept", "") if sees_all else ""  # exemplars are of single requests
         text = metrics.expose(accept, with_tenants=principal.is_admin, with_store=sees_all)
