@@ -40,6 +40,7 @@ from headstart.openai.request_bodies import (
     parse_tokenize,
 )
 from headstart.openai.request_json import parse_json
+from headstart.openai.tokenizer.handed_tokens import MAX_HANDED_BYTES
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.tool_fields import tool_params
 from headstart.openai.value_checks import shown
@@ -318,6 +319,7 @@ class _Routes:
             block_size=info.block_size,
             num_blocks=info.num_blocks,
             max_num_batched_tokens=info.max_num_batched_tokens,
+            tokenizer=model.tokenizer.digest if self._state.options.max_body_bytes >= MAX_HANDED_BYTES else "",
             defaults=model.bounds.defaults,
             exceptions=info.exceptions,
         )

@@ -277,6 +277,7 @@ class ReplicaMonitor:
                 self._reset(member, endpoint)
         member.was_gone = False
         endpoint.models = frozenset(card.id for card in member.models)
+        endpoint.tokenizer = member.models[0].tokenizer if member.models else ""
         if member.models and (step_tokens := member.models[0].step_tokens):
             endpoint.load.limit_steps(step_tokens)
         if first:
