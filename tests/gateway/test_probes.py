@@ -1,7 +1,13 @@
 """Pages by which replicas describe themselves: pages of three engines, and pages of nonsense."""
 
+from typing import Any
+
+import pytest
+from aiohttp import web
+from gateway.harness import Replica, front, run
 from hypothesis import given
 from hypothesis import strategies as st
+from server.harness import until
 
 from headstart.core.engine import EngineInfo, EngineStats, PoolStats
 from headstart.gateway.replicas.probes import (
@@ -47,6 +53,27 @@ def test_our_own_page_is_read() -> None:
     found = parse_metrics(metrics.expose().decode())
     assert (found.kind, found.block_size, found.num_blocks) == ("headstart", 16, 777)
     assert (found.waiting, found.running, found.kv_usage) == (4, 2, 0.25)
+    assert parse_metrics(metrics.expose_load().decode()) == found, "what a router reads is the same"
+
+
+@pytest.mark.parametrize(("engine", "later"), [("headstart", "load"), ("vllm", "")])
+def test_only_our_own_replicas_are_asked_for_their_load_alone(engine: str, later: str) -> None:
+    asked: list[str] = []
+
+    async def noted(request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path == "/metrics":
+            asked.append(request.query_string)
+        return await handler(request)
+
+    async def ask() -> None:
+        replica = Replica()
+        replica.engine, replica.middleware = engine, noted
+        async with front(replica, health_interval=0.05, scrape_interval=0.01) as router:
+            await router.up(1)
+            await until(lambda: len(asked) >= 3)
+
+    run(ask())
+    assert asked[0] == "" and {*asked[1:]} == {later}
 
 
 def test_a_size_is_read_from_models_where_metrics_are_refused() -> None:

@@ -1,8 +1,10 @@
 """`headstart route` as its users run it: a process, real servers behind it, the real openai client before it."""
 
 import json
+import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -175,3 +177,19 @@ def test_no_replica_given_is_a_mistake_of_the_options() -> None:
         discovery_of(RouterOptions())
     assert discovery_of(RouterOptions(replica=(unused_url(),))).describe() == "1 replica"
     assert re.search("2 replicas", discovery_of(RouterOptions(replica=("a:1", "b:1", "a:1"))).describe())
+
+
+def test_a_router_tokenizes_without_threads_of_the_library(tmp_path: Path) -> None:
+    code = """
+import os
+from headstart.bundled import bundled_model
+from headstart.config.options import RouterOptions, ServerOptions
+from headstart.gateway.run_gateway import route
+from headstart.openai.tokenizer.tokenizer import Tokenizer
+assert route(RouterOptions(), ServerOptions()) == 2  # it has no replicas
+before = len(os.listdir("/proc/self/task"))
+Tokenizer.from_folder(bundled_model()).encode("the quick brown fox " * 1000)
+assert len(os.listdir("/proc/self/task")) == before
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=tmp_path)

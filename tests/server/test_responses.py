@@ -148,6 +148,7 @@ def test_a_model_is_what_the_openai_package_expects() -> None:
                     block_size=16,
                     num_blocks=7,
                     max_num_batched_tokens=64,
+                    tokenizer="",
                     defaults=defaults,
                     exceptions=exceptions,
                 )

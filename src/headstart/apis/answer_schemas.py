@@ -369,7 +369,7 @@ TOKEN_COUNT = Answers(object_of("The number of tokens of a conversation.", input
 
 MODEL = object_of(
     "The served model. `max_model_len` in tokens; the KV cache has `num_gpu_blocks` x `block_size`.\n\n"
-    "`max_num_batched_tokens` is the most that a step computes.",
+    "`max_num_batched_tokens` is the most that a step computes; `tokenizer` a digest, for routers.",
     id=STRING,
     object=one_of("model"),
     created=INTEGER,  # seconds since 1970
@@ -377,6 +377,7 @@ MODEL = object_of(
     root=STRING,
     parent=NULL,
     **ints("max_model_len block_size num_gpu_blocks max_num_batched_tokens"),
+    tokenizer=STRING,
     default_sampling_params=OBJECT,
     exact_reuse=object_of(
         "Whether logits are a function of the prefix alone, bit for bit (docs/invariants.md, 15), "

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import os
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
@@ -69,6 +70,7 @@ def route(
     """
     log = Log()
     give_memory_back()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads wait busily; other requests need the cores
     try:
         found = discovery or discovery_of(router_options)
         rules = frozenset(server_options.prompt_rule)

@@ -49,11 +49,13 @@ class Origin:
     arrival: float = 0.0  # seconds, the engine's clock
     domain: bytes = b""  # isolation domain of the tenant
     tenant: str = ""  # the tenant whose share of the cache it uses
+    tokens: "array[int] | None" = None  # of the prompt, from a router (tokenizer/handed_tokens.py); not to be believed
 
 
 def tokenizer_of(tokenizer: Tokenizer, origin: Origin, params: GenerationParams) -> Tokenizer:
     """Return the tokenizer for one client request, with the cached segments of its own isolation domain."""
-    return tokenizer.for_domain(origin.tenant, narrow_domain(origin.domain, params.cache_salt), params.cache)
+    own = tokenizer.for_domain(origin.tenant, narrow_domain(origin.domain, params.cache_salt), params.cache)
+    return own if origin.tokens is None else own.with_tokens(origin.tokens)
 
 
 def encode_completion(body: CompletionBody, tokenizer: Tokenizer, bounds: Bounds) -> "list[array[int]]":

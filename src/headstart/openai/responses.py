@@ -107,12 +107,14 @@ def model_object(
     block_size: int,
     num_blocks: int,
     max_num_batched_tokens: int,
+    tokenizer: str,
     defaults: SamplingDefaults,
     exceptions: Sequence[str],
 ) -> Json:
     """Return the object of one model; `max_model_len` in tokens, as in vLLM; of `defaults` those that the model sets.
 
-    `exceptions` are those of the model from exact reuse. The size of the KV pool and the tokens of a step are included
+    `exceptions` are those of the model from exact reuse. `tokenizer`: the digest of one that takes token ids from
+    routers (tokenizer/handed_tokens.py). The size of the KV pool and the tokens of a step are included
     for routers, which need them also where /metrics is for administrators only.
     """
     return {
@@ -126,6 +128,7 @@ def model_object(
         "block_size": block_size,
         "num_gpu_blocks": num_blocks,
         "max_num_batched_tokens": max_num_batched_tokens,
+        "tokenizer": tokenizer,
         "default_sampling_params": {name: value for name, value in asdict(defaults).items() if value is not None},
         "exact_reuse": {"holds": not exceptions, "exceptions": list(exceptions)},
     }

@@ -48,6 +48,7 @@ class Endpoint:
 
     __slots__ = (
         *("_reported", "block_size", "digest", "granule", "health", "index", "load", "miscounted", "models", "name"),
+        *("tokenizer",),
     )
 
     def __init__(
@@ -64,6 +65,7 @@ class Endpoint:
         self.index = index
         self.block_size = block_size
         self.models = models
+        self.tokenizer = ""  # digest of one whose token ids the replica takes beside a text; "": none
         self.health = Health()
         self.load = Load(prior, self.room)
         self._reported: Reported | None = None

@@ -40,6 +40,7 @@ from headstart.openai.request_bodies import (
     parse_tokenize,
 )
 from headstart.openai.request_json import parse_json
+from headstart.openai.tokenizer.handed_tokens import MAX_HANDED_BYTES
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.tool_fields import tool_params
 from headstart.openai.value_checks import shown
@@ -231,9 +232,11 @@ class _Routes:
         return json_response({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        """Metrics in the Prometheus text format, or in OpenMetrics' if that is accepted."""
+        """Metrics in the Prometheus text format, or in OpenMetrics' if that is accepted. `?load`: of the load alone."""
         principal = record_of(request.scope).principal
         metrics = self._state.loaded_model.metrics
+        if "load" in request.query_params:
+            return Response(metrics.expose_load(), media_type=metrics_type(""))
         sees_all = may_see_store(principal)
         accept = request.headers.get("accept", "") if sees_all else ""  # exemplars are of single requests
         text = metrics.expose(accept, with_tenants=principal.is_admin, with_store=sees_all)
@@ -316,6 +319,7 @@ class _Routes:
             block_size=info.block_size,
             num_blocks=info.num_blocks,
             max_num_batched_tokens=info.max_num_batched_tokens,
+            tokenizer=model.tokenizer.digest if self._state.options.max_body_bytes >= MAX_HANDED_BYTES else "",
             defaults=model.bounds.defaults,
             exceptions=info.exceptions,
         )

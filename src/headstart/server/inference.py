@@ -33,6 +33,7 @@ from headstart.openai.request_json import parse_json
 from headstart.openai.sandbox.sandbox_pool import WAIT_SECONDS
 from headstart.openai.structured.dropped_keywords import DROPPED_HEADER, dropped_header
 from headstart.openai.text.shared_prompt import SharedPrompt
+from headstart.openai.tokenizer.handed_tokens import split_tokens
 from headstart.server.apis.answer_format import AnswerFormat, Head, ServedApi
 from headstart.server.generation_job import ApiRequest, ChoiceDelta, GenerationJob
 from headstart.server.prompt_log import KeptBody
@@ -117,14 +118,14 @@ async def _prepared(
     num_stored_bytes = api.num_stored_bytes
 
     def stored(body: bytes | SpooledBody) -> int:
-        values = parse_json(in_memory(body), model.bounds.max_numbers)
+        values = parse_json(split_tokens(in_memory(body))[0], model.bounds.max_numbers)
         return 0 if num_stored_bytes is None else num_stored_bytes(values, origin.tenant)
 
     def prepare(body: bytes | SpooledBody) -> ApiRequest:
-        data = in_memory(body)
+        data, tokens = split_tokens(in_memory(body))
         skipped = Skipped()
         reading = replace(model, bounds=replace(model.bounds, skipped=skipped))
-        asked = api.prepare(parse_json(data, model.bounds.max_numbers), reading, origin)
+        asked = api.prepare(parse_json(data, model.bounds.max_numbers), reading, replace(origin, tokens=tokens))
         check_size(asked.requests, asked.params, model.bounds)
         if asked.params.cache is not CacheMode.BYPASS:
             state.prompt_log.add(origin.tenant, KeptBody(request.scope["path"], data, origin.request_id))

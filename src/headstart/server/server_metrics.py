@@ -56,6 +56,7 @@ class Metrics:
     """The metrics of one server, in a registry of their own."""
 
     def __init__(self, model_name: str, routes: Iterable[str]) -> None:
+        self._of_load = CollectorRegistry(auto_describe=False)
         self._registry = CollectorRegistry(auto_describe=False)
         self._by_tenant = CollectorRegistry()
         self._of_store = CollectorRegistry()
@@ -102,6 +103,7 @@ class Metrics:
 
     def watch(self, engine: EngineView) -> None:
         """Add the engine's own counters and gauges to every scrape."""
+        self._of_load.register(_LoadCollector(engine, self._model_name))
         self._registry.register(_EngineCollector(engine, self._model_name))
         self._by_tenant.register(_TenantCollector(self._model_name, self.tenants))
         self._of_store.register(StoreCollector(lambda: engine.stats, self._model_name))
@@ -148,8 +150,12 @@ class Metrics:
 
     def expose(self, accept: str = "", *, with_tenants: bool = True, with_store: bool = True) -> bytes:
         """Return all metrics in a format of the Accept header, with or without those by tenant and of the store."""
-        shown = {self._registry: True, self._by_tenant: with_tenants, self._of_store: with_store}
+        shown = {self._of_load: True, self._registry: True, self._by_tenant: with_tenants, self._of_store: with_store}
         return expose(accept, *(registry for registry, is_shown in shown.items() if is_shown))
+
+    def expose_load(self) -> bytes:
+        """Return the metrics that routers read every few seconds: all of them take milliseconds."""
+        return expose("", self._of_load)
 
     def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"vllm:{name}", text, bounds, {"model_name": self._model_name})
@@ -193,8 +199,8 @@ _COUNTERS = {  # of the engine's Counters
 }
 
 
-class _EngineCollector(Collector):
-    """The engine's counters and gauges, read from its last heartbeat."""
+class _LoadCollector(Collector):
+    """The engine's load and its cache, read from its last heartbeat."""
 
     def __init__(self, engine: EngineView, model_name: str) -> None:
         self._engine = engine
@@ -207,18 +213,29 @@ class _EngineCollector(Collector):
         yield families.gauge("vllm:num_requests_running", "Sequences in the engine's batch.", stats.num_running)
         yield families.gauge("vllm:num_requests_waiting", "Requests in the waiting queue.", stats.num_waiting)
         yield families.gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", usage)
+        text = "Prefill tokens, to ideal tokens: 1 is best."
+        yield families.gauge("headstart:prefill_redundancy", text, prefill_redundancy(stats))
+        if self._engine.info is not None:
+            yield _cache_config(self._engine.info, families.model)
+
+
+class _EngineCollector(Collector):
+    """The engine's other counters and gauges, read from its last heartbeat."""
+
+    def __init__(self, engine: EngineView, model_name: str) -> None:
+        self._engine = engine
+        self._families = Families(model_name, "")
+
+    def collect(self) -> Iterable[Metric]:
+        stats, families = self._engine.stats, self._families
         for field, (name, text) in _COUNTERS.items():
             yield families.counter(name, text, getattr(stats.counters, field))
         yield families.counter("headstart:steps", "Steps of the engine.", stats.num_steps)
         yield families.counter("headstart:step_seconds", "Seconds spent computing.", stats.step_seconds)
-        text = "Prefill tokens, to ideal tokens: 1 is best."
-        yield families.gauge("headstart:prefill_redundancy", text, prefill_redundancy(stats))
-        yield families.gauge("headstart:pinned_blocks", "Blocks of pinned prefixes.", pool.num_pinned)
+        yield families.gauge("headstart:pinned_blocks", "Blocks of pinned prefixes.", stats.pool.num_pinned)
         age = time.monotonic() - self._engine.last_heard
         yield families.gauge("headstart:heartbeat_age_seconds", "Seconds since the engine was last heard.", age)
         yield from self._by_label(stats)
-        if self._engine.info is not None:
-            yield _cache_config(self._engine.info, families.model)
 
     def _by_label(self, stats: EngineStats) -> Iterable[Metric]:
         counters, families = stats.counters, self._families

@@ -45,6 +45,7 @@ from headstart.http.byte_budget import has_share
 from headstart.http.http_errors import ClientGoneError, HttpError
 from headstart.http.protocol.body_writer import writer_of
 from headstart.http.sse import WRITE_SECONDS
+from headstart.openai.tokenizer.handed_tokens import with_tokens
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight, RoutingDecision
 
@@ -296,9 +297,11 @@ class Proxy:
         own = {"x-request-id": call.request_id, **call.trace_headers(), **rank_headers(replica)}
         if self._settings.replica_api_key is not None:
             own["authorization"] = f"Bearer {self._settings.replica_api_key}"
-        body, timer = call.reading.body, None
+        body, timer, tokenizer = call.reading.body, None, call.reading.tokenizer
         if not isinstance(body, bytes):
             own["content-length"] = str(len(body))
+        elif tokenizer and tokenizer == in_flight.endpoint.tokenizer:
+            body = with_tokens(body, call.reading.request.prompt.token_ids)
         if not call.reading.stream:  # its head arrives only with the complete answer
             timer = asyncio.get_running_loop().call_later(
                 in_flight.flight.expected_ms / 1e3, self.relay.assume, call, in_flight

@@ -99,6 +99,7 @@ class ReadRequest:
     used: UsedResponse | None = None  # the stored response that it needs
     applied_rules: AppliedRules = ()  # that changed the prompt, or were reported about it
     session: str | None = None  # as the client named it
+    tokenizer: str = ""  # the digest of the one that made the prompt's tokens of its text, if replicas take them
 
     def drop_body(self) -> None:
         """Free the body."""
@@ -184,7 +185,10 @@ class RequestReader:
             has_parts=model_info.reads_parts and skipped.has(Place.PART),
         )
         used = api.used_response(values)
-        return ReadRequest(request, sent, stream, hides_usage, text, domain, count == 1, used, applied, session)
+        handed = tokens is not None and text is not None and len(tokens) <= limit and scoped is not None
+        tokenizer = scoped.digest if handed and scoped is not None else ""
+        single = count == 1
+        return ReadRequest(request, sent, stream, hides_usage, text, domain, single, used, applied, session, tokenizer)
 
     def _forms(self) -> ContentForms | None:
         """Return the forms of messages that the replicas' chat template takes; None: not known, or not needed."""

@@ -55,6 +55,12 @@ class ModelCard:
         return _whole(self.fields.get("max_model_len"))
 
     @property
+    def tokenizer(self) -> str:
+        """The digest of a tokenizer whose token ids it takes (tokenizer/handed_tokens.py); "": none."""
+        found = self.fields.get("tokenizer")
+        return found if isinstance(found, str) and self.fields.get("owned_by") == "headstart" else ""
+
+    @property
     def step_tokens(self) -> int:
         """The most tokens of a step; 0: the replica does not report it."""
         found = _whole(self.fields.get("max_num_batched_tokens"))

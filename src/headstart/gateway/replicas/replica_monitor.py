@@ -38,6 +38,7 @@ UP_RATE, OTHER_RATE = 400.0, 100.0  # probes per second of all replicas that are
 DEFAULT_BLOCK = 16  # tokens, of a replica that does not report it
 MAX_HEALTH = 2**16  # bytes
 MAX_MODELS = 2**21  # 3,000 adapters with all fields that vLLM lists for each
+SHORT_PAGE = 2**13  # bytes of metrics that are parsed on the event loop
 MAX_METRICS = 2**22  # vLLM's page of one engine has 100 KB
 
 
@@ -276,6 +277,7 @@ class ReplicaMonitor:
                 self._reset(member, endpoint)
         member.was_gone = False
         endpoint.models = frozenset(card.id for card in member.models)
+        endpoint.tokenizer = member.models[0].tokenizer if member.models else ""
         if member.models and (step_tokens := member.models[0].step_tokens):
             endpoint.load.limit_steps(step_tokens)
         if first:
@@ -286,14 +288,16 @@ class ReplicaMonitor:
     async def _scrape(self, member: MonitoredReplica) -> bool:
         """Read /metrics; return whether it was available. Without it the router relies on its own accounting."""
         member.scraped_at = time.monotonic()
+        path = "/metrics?load" if member.metrics.kind == "headstart" else "/metrics"
         try:
-            status, body = await self._get(member, "/metrics", MAX_METRICS)
+            status, body = await self._get(member, path, MAX_METRICS)
         except (aiohttp.ClientError, TimeoutError):
             return False
         if status != 200:
             return False
         page, rank = whole_lines(body, MAX_METRICS), rank_of(member.address.url)
-        found = await asyncio.to_thread(parse_metrics, page, rank)
+        is_long = len(body) > SHORT_PAGE
+        found = await asyncio.to_thread(parse_metrics, page, rank) if is_long else parse_metrics(page, rank)
         if found.kind == "sglang" and not found.num_blocks and not member.metrics.num_blocks:
             found = await self._sglang(member, found)
         before, endpoint = member.metrics, member.endpoint

@@ -38,12 +38,20 @@ class SegmentedTokenizer(Tokenizer):
         self.memory = SegmentMemory() if memory is None else memory
         self._scope = Scope()
         self._segment_chars = segment_chars
-        self._around = _around(self.backend) if has_safe_borders(self.backend) else None
+        written = self.backend.to_str()
+        self._digest = hashlib.sha256(written.encode()).hexdigest()
+        self._around = _around(self.backend) if has_safe_borders(self.backend, written) else None
+        self._handed: array[int] | None = None
 
     @property
     def is_segmented(self) -> bool:
         """Whether texts are cut into segments: proven to leave the tokens unchanged."""
         return self._around is not None
+
+    @property
+    def digest(self) -> str:
+        """A digest of all its settings; "": it takes no token ids beside a text."""
+        return self._digest if self.is_segmented and self.vocabulary.byte_level else ""
 
     @property
     def tenant(self) -> str:
@@ -62,8 +70,19 @@ class SegmentedTokenizer(Tokenizer):
             own._around = None
         return own
 
+    def with_tokens(self, token_ids: "array[int]") -> Tokenizer:
+        """Return this tokenizer with ids that another process made of a text with a tokenizer of the same digest.
+
+        They are used for a text only if they are tokens of exactly that text.
+        """
+        own = object.__new__(SegmentedTokenizer)
+        own.__dict__ = {**self.__dict__, "_handed": token_ids if self.digest else None}
+        return own
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> "array[int]":
         """Return packed int32 token ids, the same as the base tokenizer's."""
+        if self._handed is not None and self._is_text_of(self._handed, text, add_special_tokens):
+            return self._handed
         if self._around is None or len(text) < 2 * self._segment_chars:
             return super().encode(text, add_special_tokens=add_special_tokens)
         *segments, rest = self._parts(text)
@@ -76,6 +95,18 @@ class SegmentedTokenizer(Tokenizer):
             token_ids += super().encode(rest, add_special_tokens=False)
         token_ids.extend(after)
         return token_ids
+
+    def _is_text_of(self, token_ids: "array[int]", text: str, add_special_tokens: bool) -> bool:
+        """Return whether these are tokens of the text, and of nothing more."""
+        before, after = self._around if add_special_tokens and self._around is not None else ((), ())
+        end = len(token_ids) - len(after)
+        inner = token_ids[len(before) : end]
+        if (*token_ids[: len(before)],) != before or (*token_ids[end:],) != after or not inner:
+            return False
+        if not 0 <= min(inner) <= max(inner) < self.vocab_size:
+            return False
+        written = self.vocabulary.written(inner)
+        return written == text.encode("utf-8", "surrogatepass") and all(map(self.vocabulary.token_bytes, {*inner}))
 
     def _parts(self, text: str) -> Iterator[str]:
         """Yield the segments of a text, and last the rest, possibly empty."""

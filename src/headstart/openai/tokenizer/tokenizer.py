@@ -9,7 +9,7 @@ code from the folder is run. Encoding releases the interpreter lock and is threa
 import json
 import re
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,15 @@ class Tokenizer:
     def tenant(self) -> str:
         """The tenant whose requests it is for, "" for all."""
         return ""
+
+    @property
+    def digest(self) -> str:
+        """A digest of all its settings; "": it takes no token ids beside a text."""
+        return ""
+
+    def with_tokens(self, token_ids: "array[int]") -> "Tokenizer":
+        """Return the tokenizer for a text of which these may be the token ids."""
+        return self
 
     def for_domain(self, tenant: str, domain: bytes, mode: CacheMode = CacheMode.READ_WRITE) -> "Tokenizer":
         """Return the tokenizer for requests of one isolation domain: itself, since this class caches nothing."""
@@ -284,6 +293,12 @@ class Vocabulary:
             written = b"" if token is None else self._written(token)
             self._bytes[token_id] = written
         return written
+
+    def written(self, token_ids: Collection[int]) -> bytes:
+        """Return the bytes of many tokens, each below the size of the vocabulary, as `token_bytes` does."""
+        for token_id in {*token_ids} - self._bytes.keys():
+            self.token_bytes(token_id)
+        return b"".join(map(self._bytes.__getitem__, token_ids))
 
     def is_byte_token(self, token_id: int) -> bool:
         """Return whether the token is one raw byte, <0x00> to <0xFF>, of a vocabulary with byte fallback."""

@@ -34,9 +34,9 @@ _REPEAT = re.compile(r"[?*+]|\{(\d*)(,?)(\d*)\}")
 _MAX_DEPTH = 32
 
 
-def has_safe_borders(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether any text may be cut at any BORDER; False if this cannot be proven."""
-    parts: dict[str, Any] = json.loads(backend.to_str())
+def has_safe_borders(backend: tokenizers.Tokenizer, written: str = "") -> bool:
+    """Return whether any text may be cut at any BORDER; False if this cannot be proven. `written`: as JSON."""
+    parts: dict[str, Any] = json.loads(written or backend.to_str())
     model, splitter = parts["model"], parts.get("pre_tokenizer")
     if splitter is None or model.get("type") not in _MODELS or model.get("dropout"):
         return False
