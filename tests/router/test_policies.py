@@ -256,6 +256,14 @@ def test_inflight_tokens_count_what_is_to_be_generated_too() -> None:
     assert router.pick(ask(5), 0.0).endpoint.name == "r1"
 
 
+def test_inflight_tokens_count_what_the_prompt_adds_less_its_hit() -> None:
+    router = fleet(WeightedPolicy({"inflight-tokens": 1.0}), count=4)
+    name = serve(router, ask(*range(9))).endpoint.name
+    picks = [router.pick(ask(*range(9), 50 + number), 2.0) for number in range(8)]
+    assert {pick.endpoint.name for pick in picks} == {name}
+    assert picks[0].choice.scores[:2] == (1 - 5 / 4_194_304, 1 - 41 / 4_194_304)
+
+
 def test_a_session_stays_where_it_was_served_last() -> None:
     router = fleet(WeightedPolicy({"session": 1.0}))
     first = router.pick(ask(1, session="s"), 0.0)
