@@ -61,6 +61,25 @@ def test_a_stream_that_joins_before_behind_or_between_the_others_is_no_step_of_i
         assert num_steps(router) == 3, place
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_the_steps_of_a_prefill_are_those_that_the_streams_showed_after_the_running_one(
+    steps: int, is_first: bool
+) -> None:
+    router, (stream,) = started(1)
+    for number in range(1, 4):
+        router.token(stream, 1.0 + number * STEP)
+    new = router.sent(router.pick(ask(tail=4), 1.001 + 3 * STEP), 1.001 + 3 * STEP)  # the fourth step runs
+    for number in range(4, 5 + steps):
+        at = 1.0 + number * STEP
+        if number == 4 + steps and is_first:
+            router.first_token(new, at - 0.0005)
+        router.token(stream, at)
+    if not is_first:
+        router.first_token(new, at + 0.0005)
+    assert new.flight.num_steps == steps
+
+
 def test_two_events_of_a_stream_at_once_are_one_step() -> None:
     """An event for the role, the usage, or the rest of a token that was split."""
     router, (stream,) = started(1)
