@@ -7,7 +7,7 @@ import typer
 
 from headstart.engine.engine_checks import check_installed
 from headstart.model.setup.threads import prepare_threads
-from headstart.model.weights.shapes import check_weights
+from headstart.model.weights.shapes import SHAPES, check_weights
 
 EXAMPLES = """Example:
   headstart init-model --shape llama-100m models/m100 && headstart serve models/m100"""
@@ -19,8 +19,7 @@ def init_model(
         str,
         typer.Option(
             metavar="NAME",
-            help="tiny, llama-3m, llama-100m, llama-100m-152k (its vocabulary), tinyllama-1.1b, qwen2.5-0.5b, "
-            "qwen3-0.6b, qwen3-1.7b, qwen3-4b, llama-2-7b, llama-3.1-8b.",
+            help=f"{', '.join(SHAPES)}.",
         ),
     ],
     std: Annotated[

@@ -199,12 +199,16 @@ _COUNTERS = {  # of the engine's Counters
 }
 
 
-class _LoadCollector(Collector):
-    """The engine's load and its cache, read from its last heartbeat."""
+class _HeartbeatCollector(Collector):
+    """Metrics that are read from the engine's last heartbeat."""
 
     def __init__(self, engine: EngineView, model_name: str) -> None:
         self._engine = engine
         self._families = Families(model_name, "")
+
+
+class _LoadCollector(_HeartbeatCollector):
+    """The engine's load and its cache."""
 
     def collect(self) -> Iterable[Metric]:
         stats, families = self._engine.stats, self._families
@@ -219,12 +223,8 @@ class _LoadCollector(Collector):
             yield _cache_config(self._engine.info, families.model)
 
 
-class _EngineCollector(Collector):
-    """The engine's other counters and gauges, read from its last heartbeat."""
-
-    def __init__(self, engine: EngineView, model_name: str) -> None:
-        self._engine = engine
-        self._families = Families(model_name, "")
+class _EngineCollector(_HeartbeatCollector):
+    """The engine's other counters and gauges."""
 
     def collect(self) -> Iterable[Metric]:
         stats, families = self._engine.stats, self._families

@@ -185,8 +185,8 @@ class RequestReader:
             has_parts=model_info.reads_parts and skipped.has(Place.PART),
         )
         used = api.used_response(values)
-        handed = tokens is not None and text is not None and len(tokens) <= limit and scoped is not None
-        tokenizer = scoped.digest if handed and scoped is not None else ""
+        is_text = tokens is not None and text is not None and len(tokens) <= limit
+        tokenizer = scoped.digest if scoped is not None and is_text else ""
         single = count == 1
         return ReadRequest(request, sent, stream, hides_usage, text, domain, single, used, applied, session, tokenizer)
 
