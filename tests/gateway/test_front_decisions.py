@@ -16,6 +16,7 @@ from headstart.gateway.picker import endpoint_picker
 from headstart.gateway.proxy import proxy, relay
 from headstart.http.answer_report import AnswerReport
 from headstart.router.decision_log import DecisionRecord
+from headstart.router.policies.rendezvous import digest_of
 
 NUM_REQUESTS = 60
 
@@ -70,6 +71,9 @@ async def decisions(kind: str, seed: int, replicas: list[Replica], monkeypatch: 
     async with start(*replicas, health_interval=600.0, scrape_interval=0.0) as front:
         router = front.state.router
         monkeypatch.setattr(router, "_log", log.append)
+        assert {replica.url for replica in replicas} == router.endpoints.keys()
+        for place, replica in enumerate(replicas):  # ports are drawn; where a new prompt goes is not
+            router.endpoints[replica.url].digest = digest_of(b"%d" % place)
         for number, (body, percent, seconds) in enumerate(recorded(seed)):
             report[:] = [percent, seconds]
             response = await front.client.post("/v1/completions", json=body)
