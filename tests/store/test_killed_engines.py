@@ -101,8 +101,8 @@ def test_a_killed_engine_loses_at_most_the_last_second(tmp_path: Path, num_death
 
 
 def test_blocks_that_wait_for_the_end_of_their_prompt_are_found(tmp_path: Path) -> None:
-    """The planted bug of endless_engine.py."""
-    found = deaths(tmp_path / "kv", 2, (1.7, 2.2), "planted")
+    """The planted bug of endless_engine.py, in the middle of what it holds back: of 1.0 to 2.4 s."""
+    found = deaths(tmp_path / "kv", 2, (1.5, 1.9), "planted")
     if not found:
         pytest.skip("other processes took the cores")
     assert any(death.seconds > 1.0 for death in found), found
