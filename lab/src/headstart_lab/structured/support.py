@@ -28,6 +28,7 @@ from headstart_lab.structured.checks import KEYWORDS, named_keywords
 from headstart_lab.structured.suite import DRAFTS, VERSION, SuiteSchema, fetch_suite, integral, read_suite
 
 UNNAMED = "no keyword"
+MOST_REASONS = 3
 UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["(.*?)"\]')
 OPTIONS = {"lenient": False, "json_allowed_escapes": 'nrbtf"\\'}  # the server's, but for whitespace
 PAGE = """# JSON Schema support
@@ -38,21 +39,16 @@ alone, and how far its grammars agree with the standard: {counts}. Written on {d
 
 A refusal is a 400 that names a keyword of the schema. Without `strict` fewer are refused: all keywords that only narrow
 are dropped ([structured output](structured-output.md)); with it only `uniqueItems` is, and is named in a header.
-Formats are always asserted, also in draft 2020-12, whose default is to ignore them.
-
-- *Accepts invalid*: instances that violate the schema, and that the grammar accepts: an answer can be invalid.
-- *Rejects valid*: instances that satisfy the schema, and that the grammar rejects in every form tried (spaces, escapes,
-  order of properties): a model cannot give such an answer.
-
-Counts in a row with several keywords are those of each.
+Formats are always asserted. *Accepts invalid* counts instances that violate the schema and that the grammar accepts, so
+an answer can be invalid; *rejects valid* those that satisfy it and that the grammar rejects in every form tried. Counts
+in a row with several keywords are those of each.
 
 Before llguidance reads a schema, the server rewrites it to one that allows the same or a part of it:
 
-- counts such as 2.0 become integers; bounds of numbers are rounded inwards to 15 digits, 15 decimals and 2^53, beyond
-  which parsers of JSON differ;
-- `date`, `time` and `date-time` become patterns, since llguidance knows neither leap years nor leap seconds;
-- whitespace in patterns (`\\s`, `\\S`) becomes that of ECMA 262; the look-ahead `^(?![...]*$)`, which pydantic writes
-  for a `Decimal`, becomes a second pattern.
+- counts such as 2.0 become integers; bounds of numbers are rounded inwards to 15 digits, 15 decimals and 2^53;
+- `date`, `time` and `date-time` become patterns with leap years and leap seconds;
+- whitespace in patterns (`\\s`, `\\S`) becomes that of ECMA 262; the look-ahead that pydantic writes for a `Decimal`
+  becomes a second pattern.
 
 Refused, since it cannot be rewritten: a bound beyond 2^53 from the wrong side, bounds that need rounding beside
 `oneOf`, `$id` beside `$ref` without `$schema`, a `$ref` into `const`, `enum`, `default` or `examples`, control
@@ -209,12 +205,12 @@ def report(verdicts: list[Verdict]) -> dict[str, Any]:
 
 
 def markdown(document: dict[str, Any], draft: str, other: str = "") -> str:
-    """Return lists of the keywords that are as in the `other` draft or accepted in full, and a table of all others.
+    """Return a list of the keywords that are accepted in full, and a table of those that are not as in the `other` draft.
 
     Keywords with equal cells, which are those of one of them, share a row.
     """
     known = {row["keyword"]: _cells(row) for row in document["rows"] if row["draft"] == other}
-    same: list[str] = []
+    num_same = 0
     full: list[str] = []
     others: dict[tuple[str, ...], list[str]] = {}
     for row in document["rows"]:
@@ -222,7 +218,7 @@ def markdown(document: dict[str, Any], draft: str, other: str = "") -> str:
         if row["draft"] != draft:
             continue
         if cells == known.get(row["keyword"]):
-            same.append(name)
+            num_same += 1
         elif row["supported"] == row["schemas"] and not row["looser"] and not row["stricter"]:
             full.append(name)
         else:
@@ -232,13 +228,16 @@ def markdown(document: dict[str, Any], draft: str, other: str = "") -> str:
         "|---|---|---|---|---|---|---|",
         *("| " + " | ".join([", ".join(names), *cells]) + " |" for cells, names in others.items()),
     ]
-    parts = [f"As in {other}: {', '.join(same)}."] if same else []
+    parts = [f"What is not named here is as in {other} ({num_same} names of the suite)."] if num_same else []
     parts += [f"Accepted in full, and read as the standard says: {', '.join(full)}."] if full else []
     return "\n\n".join([*parts, "\n".join(lines)])
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    refused = ", ".join(f"`{_cell(name)}` {count}" for name, count in row["refused_for"].items())
+    frequent = Counter(row["refused_for"]).most_common(MOST_REASONS)
+    refused = ", ".join(f"`{_cell(name)}` {count}" for name, count in frequent)
+    if rest := sum(row["refused_for"].values()) - sum(count for _, count in frequent):
+        refused += f", others {rest}"
     looser, stricter = (sum(map(len, row[kind].values())) for kind in ("looser", "stricter"))
     counts = (str(row[key]) for key in ("schemas", "known", "supported"))
     return [*counts, refused, str(looser or ""), str(stricter or "")]
@@ -247,7 +246,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def differences(document: dict[str, Any]) -> str:
     """Return a list of the invalid instances that grammars accept, by keyword."""
     return _list(
-        (row, description, "; ".join(map(_cell, found[:2])) + (f"; and {len(found) - 2} more" if found[2:] else ""))
+        (row, description, _cell(found[0]) + (f"; and {len(found) - 1} more" if found[1:] else ""))
         for row in document["rows"]
         for description, found in row["looser"].items()
     )
