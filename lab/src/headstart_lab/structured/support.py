@@ -205,7 +205,7 @@ def report(verdicts: list[Verdict]) -> dict[str, Any]:
 
 
 def markdown(document: dict[str, Any], draft: str, other: str = "") -> str:
-    """Return a list of the keywords that are accepted in full, and a table of those that are not as in the `other` draft.
+    """Return a list of the keywords that are accepted in full, and a table of those that differ from the `other` draft.
 
     Keywords with equal cells, which are those of one of them, share a row.
     """
