@@ -55,11 +55,11 @@ UNREADABLE = {  # parts that this server cannot read, by type; they are named so
     **dict.fromkeys(("video", "video_url", "input_video"), VIDEO),
     **dict.fromkeys(("file", "input_file", "container_upload"), FILE),
 }
-_HOSTED = "runs on the vendor's servers, not here"
+_HOSTED = "runs on the vendor's servers"
 _NO_STATE = "no state of the vendor's servers is here"
 _NO_EFFECT = "no effect on the answer"
 _AS_TEXT = "as text of the assistant, without ids and encrypted content"
-_PLACEHOLDER = "as a placeholder, and named as skipped; refused with `--unreadable-parts refuse`"
+_PLACEHOLDER = "as a placeholder"
 
 
 def _rows(api: ApiName, place: Place, treatment: Treatment, note: str, *names: str) -> Iterator[TreatedName]:
@@ -118,7 +118,7 @@ def _responses() -> Iterator[TreatedName]:
         api,
         tool,
         Treatment.SKIPPED,
-        "works on screenshots, which are not read here",
+        "works on screenshots",
         "computer",
         "computer_use_preview",
     )
@@ -177,7 +177,7 @@ def _messages() -> Iterator[TreatedName]:
         api, tool, Treatment.SKIPPED, "all tools are in the prompt", "tool_search_tool_bm25", "tool_search_tool_regex"
     )
     screens = ("computer", "computer_toolset", "browser_toolset")
-    yield from _rows(api, tool, Treatment.SKIPPED, "works on screenshots, which are not read here", *screens)
+    yield from _rows(api, tool, Treatment.SKIPPED, "works on screenshots", *screens)
 
     yield from _rows(api, item, Treatment.MAPPED, "text, reasoning, a call or a tool message", "text", "thinking")
     yield from _rows(api, item, Treatment.MAPPED, "a call, a tool message", "tool_use", "tool_result")
