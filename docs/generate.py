@@ -50,15 +50,12 @@ def options() -> str:
 
 
 def folders() -> str:
-    """Return every folder of the package with the first line of its `__init__.py` and the names of its subfolders."""
+    """Return every folder of the package with the first line of its `__init__.py`."""
     rows: list[str] = []
     for path in sorted(SRC.glob("*/__init__.py")):
         line = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
-        inner = ", ".join(
-            f"`{below.parent.relative_to(path.parent)}/`" for below in sorted(path.parent.rglob("*/__init__.py"))
-        )
-        rows.append(f"| `{path.parent.name}/` | {line} | {inner} |")
-    return "\n".join(["", "| folder | contents | subfolders |", "|---|---|---|", *rows, ""])
+        rows.append(f"| `{path.parent.name}/` | {line} |")
+    return "\n".join(["", "| folder | contents |", "|---|---|", *rows, ""])
 
 
 class _Engine:
