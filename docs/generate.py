@@ -180,7 +180,7 @@ def _row(field: dataclasses.Field[Any]) -> str:
         notes.append(f"Also `{flag_of(field.metadata['alias'])}`.")
     if "maximum" in field.metadata:
         notes.append(f"{field.metadata['minimum']} to {field.metadata['maximum']}.")
-    elif field.metadata.get("minimum", 0) > 0:
+    elif field.metadata.get("minimum", 0) not in (0, 1):
         notes.append(f"At least {field.metadata['minimum']}.")
     return f"| `{field.name}` | {_default(field.default)} | {' '.join(notes).replace('|', 'or')} |"
 
