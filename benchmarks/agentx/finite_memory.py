@@ -3,10 +3,10 @@
     python benchmarks/agentx/finite_memory.py --sessions agentx/ --model m3 >finite_memory.json
 
 As `headstart simulate --sessions-at-once 32 --skip-above 200000`, with all lengths divided: the engine is in this
-process, a session's next request is added when the one before is answered (pauses are left out), and nothing of the
-pool's size is known before: blocks are counted first. Figures are the engine's own counters: *hits* are prompt tokens
-that were not computed, and `of_unlimited` those over the ones in a pool that holds all. The model's context must hold
-the longest prompt. The last line of stdout is JSON.
+process, a session's next request is added when the one before is answered (pauses are left out), and blocks
+are counted first. `folder`: the small pool and a folder; `alone`: the small pool; `unlimited`: a pool that holds all.
+Figures are the engine's own counters: *hits* are the share of prompt tokens that were not computed. The model's
+context must hold the longest prompt. The last line of stdout is JSON.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from headstart.workload.jobs import Job, Waits
 from headstart.workload.recorded.trace_files import TraceOptions
 
 BLOCK = 16
+PARTS = ("folder", "unlimited", "alone")
 
 
 def serve(engine: Engine, jobs: Sequence[Job]) -> float:
@@ -83,11 +84,11 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=32, help="sessions")
     parser.add_argument("--skip-above", type=int, default=200_000, help="tokens, before the division")
     parser.add_argument("--share", type=float, default=0.05, help="of the distinct blocks, in the small pool")
-    parser.add_argument("--first", type=int, default=0, help="use only so many requests")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="the memory that is tried")
     options = parser.parse_args()
     trace = TraceOptions(divisor=options.divisor, skip_above=options.skip_above, sessions_at_once=options.at_once)
     read = trace.read(options.sessions)
-    jobs = read.jobs(500, 1, factor=1.0, speed=1.0)[: options.first or None]
+    jobs = read.jobs(500, 1, factor=1.0, speed=1.0)
     ids: dict[tuple[int, bytes], int] = {}
     distinct = len({block for job in jobs for block in blocks(job.prompt, BLOCK, ids)})
     longest = max(len(job.prompt) + job.output for job in jobs)
@@ -96,11 +97,16 @@ def main() -> None:
     document |= {"model": Path(options.model).name, "requests": len(jobs), "distinct_blocks": distinct}
     found: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory(prefix="headstart-agentx-") as folder:
-        found["pool_and_folder"] = measure(options, jobs, int(options.share * distinct), f"{folder}/kv")
-    print(found, file=sys.stderr)
-    found["unlimited"] = measure(options, jobs, 2 * distinct, None)
+        small = int(options.share * distinct)
+        for name, size, store in (
+            ("folder", small, f"{folder}/kv"),
+            ("unlimited", 2 * distinct, None),
+            ("alone", small, None),
+        ):
+            if name in options.parts:
+                found[name] = measure(options, jobs, size, store)
+                print(name, found[name], file=sys.stderr)
     document |= found
-    document["of_unlimited"] = found["pool_and_folder"]["hits"] / found["unlimited"]["hits"]  # type: ignore[operator]
     print(json.dumps(document | {"machine": describe_machine(), "versions": describe_versions()}))
 
 

@@ -28,6 +28,7 @@ from random import Random
 
 import httpx
 from kill_every_replica import LONGEST, OUTPUT, SYSTEM, TURN, VOCABULARY, Fleet, Ideal, ask
+from tokenizers import Tokenizer
 
 from headstart_lab.router.failover_processes import quiet_ports, router_command
 
@@ -95,6 +96,15 @@ class System:
     fleet: Fleet | None = None
     owners: dict[tuple[str, int, int], int] = field(default_factory=dict)  # (url, start, slot) -> session
     saved: set[int] = field(default_factory=set)  # sessions
+    words: Tokenizer | None = None  # for a router that takes texts only
+
+    def ids(self) -> list[int]:
+        """Return the ids that prompts are made of: any, or those of words that stay a token each in every text."""
+        if self.words is None:
+            return list(range(5, VOCABULARY))
+        texts = {number: self.words.decode([number]) for number in range(5, VOCABULARY)}
+        words = {number: text for number, text in texts.items() if text.startswith(" ") and text[1:].isalpha()}
+        return [number for number, text in words.items() if self.words.encode(text).ids == [number]]
 
     async def ask(
         self, client: httpx.AsyncClient, session: int, prompt: "array[int]", at: Process | None
@@ -103,7 +113,8 @@ class System:
         if self.name != "llama.cpp":
             front = at or self.router
             assert front is not None
-            return await ask(client, front.url, prompt)
+            text = {} if self.words is None else {"prompt": self.words.decode(prompt.tolist()), "model": "model"}
+            return await ask(client, front.url, prompt, **text)
         server = at or self.replicas[session % (len(self.replicas) - 1)]
         return await self._ask_slot(client, server, session, prompt)
 
@@ -187,7 +198,8 @@ def vllm(options: argparse.Namespace, folder: Path, ports: list[int]) -> System:
     ]
     words += ["--worker-urls", *(one.url for one in found[:-1]), "--worker-startup-check-interval", "1"]
     words += ["--prometheus-port", str(ports[0]), "--log-level", "warn"]
-    return System("vllm", found, Process(words, ports[1], folder, {}))
+    tokenizer = Tokenizer.from_file(f"{options.model}/tokenizer.json")
+    return System("vllm", found, Process(words, ports[1], folder, {}), words=tokenizer)
 
 
 def llamacpp(options: argparse.Namespace, folder: Path, ports: list[int]) -> System:
@@ -216,12 +228,13 @@ class Run:
     is_ending: bool = False
 
     def __post_init__(self) -> None:
+        self._ids = self.system.ids()
         systems = [self.tokens(SYSTEM) for _ in range(4)]
         self.histories = [array("i", systems[n % 4]) for n in range(self.num_sessions)]
         self._systems = [systems[n % 4] for n in range(self.num_sessions)]
 
     def tokens(self, num: int) -> "array[int]":
-        return array("i", (self.rng.randrange(5, VOCABULARY) for _ in range(num)))
+        return array("i", self.rng.choices(self._ids, k=num))
 
     async def turn(self, session: int, at: Process | None = None) -> None:
         if len(self.histories[session]) + TURN > LONGEST:
