@@ -113,8 +113,8 @@ class System:
         if self.name != "llama.cpp":
             front = at or self.router
             assert front is not None
-            text = {} if self.words is None else {"prompt": self.words.decode(prompt.tolist()), "model": "model"}
-            return await ask(client, front.url, prompt, **text)
+            text = "" if self.words is None else self.words.decode(prompt.tolist())
+            return await ask(client, front.url, prompt, text)
         server = at or self.replicas[session % (len(self.replicas) - 1)]
         return await self._ask_slot(client, server, session, prompt)
 

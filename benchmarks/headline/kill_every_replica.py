@@ -139,10 +139,10 @@ class Ideal:
         return max(len(prompt) - known * BLOCK, 1)
 
 
-async def ask(client: httpx.AsyncClient, url: str, prompt: "array[int]", **fields: object) -> tuple[float, int]:
+async def ask(client: httpx.AsyncClient, url: str, prompt: "array[int]", text: str = "") -> tuple[float, int]:
     """Return the seconds to the first token, and the tokens of the prompt computed. Raises httpx.HTTPError.
 
-    `fields` of the request are added, or replaced.
+    `text`: the prompt as one, for routers that take no token ids, and want the name of a model.
     """
     body = {
         "prompt": prompt.tolist(),
@@ -150,8 +150,8 @@ async def ask(client: httpx.AsyncClient, url: str, prompt: "array[int]", **field
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
-        **fields,
     }
+    body |= {"prompt": text, "model": "model"} if text else {}
     began, ttft, cached = time.monotonic(), 0.0, -1
     async with client.stream(
         "POST", f"{url}/v1/completions", json={**body, "stream_options": {"include_usage": True}}
