@@ -32,6 +32,7 @@ import httpx
 from headstart.core.cache.hashing import BlockHash, extend_hashes, root_hash
 from headstart.model.weights.init_model import init_model
 from headstart.model.weights.shapes import SHAPES
+from headstart_lab.bootstrap import interval
 from headstart_lab.router.failover_processes import Served, quiet_ports, router_command
 
 BLOCK = 16
@@ -73,6 +74,7 @@ class Fleet:
     redis: "subprocess.Popen[bytes] | None" = None
     replicas: list[Served] = field(default_factory=list)
     router: Served | None = None
+    num_added: int = 0  # replicas: each has a folder of its own
 
     def __post_init__(self) -> None:
         self.secret = self.folder / "secret"
@@ -87,7 +89,8 @@ class Fleet:
         self.redis = subprocess.Popen(words, stdout=subprocess.DEVNULL)
 
     def add(self, port: int) -> Served:
-        name = f"replica{len(self.replicas)}"
+        name = f"replica{self.num_added}"
+        self.num_added += 1
         words = [sys.executable, "-m", "headstart", "serve", self.model, "--port", str(port), "--no-access-log"]
         words += ["--threads", str(self.threads), "--num-blocks", "4096", "--kv-store-secret", str(self.secret)]
         words += ["--kv-store", f"{self.folder / name},redis://127.0.0.1:{self.redis_port}/0"]
@@ -136,9 +139,19 @@ class Ideal:
         return max(len(prompt) - known * BLOCK, 1)
 
 
-async def ask(client: httpx.AsyncClient, url: str, prompt: "array[int]") -> tuple[float, int]:
-    """Return the seconds to the first token, and the tokens of the prompt computed. Raises httpx.HTTPError."""
-    body = {"prompt": prompt.tolist(), "max_tokens": OUTPUT, "temperature": 0, "ignore_eos": True, "stream": True}
+async def ask(client: httpx.AsyncClient, url: str, prompt: "array[int]", text: str = "") -> tuple[float, int]:
+    """Return the seconds to the first token, and the tokens of the prompt computed. Raises httpx.HTTPError.
+
+    `text`: the prompt as one, for routers that take no token ids, and want the name of a model.
+    """
+    body = {
+        "prompt": prompt.tolist(),
+        "max_tokens": OUTPUT,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    body |= {"prompt": text, "model": "model"} if text else {}
     began, ttft, cached = time.monotonic(), 0.0, -1
     async with client.stream(
         "POST", f"{url}/v1/completions", json={**body, "stream_options": {"include_usage": True}}
@@ -229,7 +242,8 @@ async def measure(fleet: Fleet, options: argparse.Namespace, ports: list[int]) -
             kills, computed = await kill_by_clock(fleet, options, load, client)
             await running
             computed += await fleet.computed(client) - already
-            return report(load, kills, cold, computed) | await scale_out(fleet, ports[1], load, client)
+            further = [await scale_out(fleet, ports[1], load, client) for _ in range(options.further)]
+            return report(load, kills, cold, computed) | summary(further)
     finally:
         router.kill()
 
@@ -306,7 +320,8 @@ def report(load: Sessions, kills: list[tuple[float, float]], cold: float, comput
 async def scale_out(fleet: Fleet, port: int, load: Sessions, client: httpx.AsyncClient) -> dict[str, object]:
     """Send the next turn of each session to a new replica with an empty folder, then another next turn: it is warm.
 
-    At last the latter again, without a new token: from the pool alone. `turns`: tokens, and both TTFTs in ms.
+    At last the latter again, without a new token: from the pool alone. `turns`: tokens, and both TTFTs in ms. The
+    replica ends then, so the next one finds no more than this one.
     """
     replica = fleet.add(port)
     replica.start()
@@ -317,11 +332,20 @@ async def scale_out(fleet: Fleet, port: int, load: Sessions, client: httpx.Async
     first, warm, again = (statistics.median(ttft for ttft, _ in answers) for answers in found)
     computed, least = sum(tokens for _, tokens in found[0]), sum(load.ideal.least(prompt) for prompt in turns[0])
     figures: dict[str, object] = {"ttft_ms": 1e3 * first, "warm_ms": 1e3 * warm, "in_pool_ms": 1e3 * again}
+    fleet.replicas.pop().kill()
     figures["turns"] = [
-        [len(prompt), round(1e3 * one), round(1e3 * other)]
+        [len(prompt), round(1e3 * one, 1), round(1e3 * other, 1)]
         for prompt, (one, _), (other, _) in zip(turns[0], found[0], found[1], strict=True)
     ]
-    return {"scale_out": {"ttft_over_warm": first / warm, "redundancy": computed / least, **figures}}
+    return {"ttft_over_warm": first / warm, "redundancy": computed / least, **figures}
+
+
+def summary(further: list[dict[str, Any]]) -> dict[str, object]:
+    """Return what further replicas took; `ttft_over_warm` is the median of all pairs of turns, with its 95 %."""
+    pairs = [[one / warm] for replica in further for _, one, warm in replica["turns"]]
+    found = {"ttft_over_warm": statistics.median(pair[0] for pair in pairs), "pairs": len(pairs)}
+    found |= {"ttft_over_warm_95": interval(pairs, statistics.median, Random(0))}
+    return {"scale_out": found | {"replicas": further}}
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
@@ -364,6 +388,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=600.0, help="of the load")
     parser.add_argument("--mean-seconds", type=float, default=120.0, help="between kills")
+    parser.add_argument("--further", type=int, default=1, help="new replicas at the end, one after the other")
     parser.add_argument("--kill", choices=KILLS, default="replicas", help="the processes that are killed")
     parser.add_argument("--plot", type=Path, help="draw redundancy and TTFT over time into this file")
     parser.add_argument("--seed", type=int, default=1)

@@ -4,6 +4,7 @@
 
 One engine for each tier, in this process, by turns. `lengths`: the time from a request to its first token for prompts
 that are in no pool, computed and read; reading is forced here, while the product reads if it expects that to be faster.
+`throughput`: prompt tokens per second when AT_ONCE such prompts of COLD_TOKENS tokens come at the same time.
 `cold`: new prompts only, with and without a tier by turns: CPU time of this process per request, its threads included,
 and the median of the pairs' ratios with its 95 % interval by bootstrap. `control` is a second engine without a tier.
 The last line of stdout is JSON.
@@ -34,15 +35,16 @@ from headstart_lab.bootstrap import interval
 from headstart_lab.router.failover_processes import quiet_ports
 
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens in whole blocks; one more follows
-COLD_TOKENS = 1024
+COLD_TOKENS, AT_ONCE = 1024, 12
 TIERS = ("disk", "redis", "both")
 SETTLED = 0.02  # seconds between two looks at the writer
 
 
-def seconds(engine: Engine, prompt: "array[int]") -> float:
-    """Return the seconds to the first token."""
+def seconds(engine: Engine, *prompts: "array[int]") -> float:
+    """Return the seconds to the first token of the last of these prompts, which come at once."""
     began = time.perf_counter()
-    engine.add_request(Request(secrets.token_hex(8), prompt, SamplingParams(temperature=0.0, max_tokens=1)))
+    for prompt in prompts:
+        engine.add_request(Request(secrets.token_hex(8), prompt, SamplingParams(temperature=0.0, max_tokens=1)))
     while engine.has_work:
         engine.step(time.monotonic())
     return time.perf_counter() - began
@@ -76,6 +78,26 @@ def lengths(engines: dict[str, Engine], options: argparse.Namespace, rng: Random
     return rows
 
 
+def throughput(engines: dict[str, Engine], options: argparse.Namespace, rng: Random) -> dict[str, list[float]]:
+    """Return prompt tokens per second of each round, computed without a store and read from each tier."""
+    found: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(options.rounds):
+        prompts = [array("i", (rng.randrange(5, 500) for _ in range(COLD_TOKENS + 1))) for _ in range(AT_ONCE)]
+        for name, engine in engines.items():
+            for prompt in prompts if name != "none" else ():
+                seconds(engine, prompt)
+            settle(engine)
+        for name, engine in engines.items():
+            assert engine.reset_prefix_cache()
+            before, began = engine.stats().counters.store_tokens, time.perf_counter()
+            seconds(engine, *prompts)
+            found[name].append(AT_ONCE * COLD_TOKENS / (time.perf_counter() - began))
+            read = engine.stats().counters.store_tokens - before
+            assert read == (0 if name == "none" else AT_ONCE * COLD_TOKENS), (name, read)
+        print({name: round(values[-1]) for name, values in found.items()}, file=sys.stderr)
+    return found
+
+
 def cold(engines: dict[str, Engine], options: argparse.Namespace, rng: Random) -> dict[str, Any]:
     """Return the CPU and wall time per request of new prompts by tier, in ms, and both over those without a store."""
     used: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
@@ -105,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-100m", help="folder, GGUF file, or a shape with random weights")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--parts", nargs="+", choices=("cold", "lengths"), default=["cold", "lengths"])
+    parser.add_argument("--parts", nargs="+", choices=("cold", "lengths", "throughput"), default=["cold", "lengths"])
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS))
     parser.add_argument("--rounds", type=int, default=7, help="prompts of each length")
     parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="tokens")
@@ -142,9 +164,14 @@ def main() -> None:
         if "cold" in options.parts:
             found["cold"] = cold(engines, options, rng)
             engines.pop("control").close()
-        if "lengths" in options.parts:
+        if {"lengths", "throughput"} & set(options.parts):
             transfers.GRACE_SECONDS = transfers.WAIT_SECONDS = 60.0
             disk.LoadEstimate.expected = lambda self, num_blocks, now: 0.0  # type: ignore[method-assign]
+        if "throughput" in options.parts:
+            rates = throughput(engines, options, rng)
+            found["tokens_per_s"] = {name: statistics.median(values) for name, values in rates.items()}
+            found["tokens_per_s_rounds"] = rates
+        if "lengths" in options.parts:
             found["lengths"] = rows = lengths(engines, options, rng)
             found["reads_from_tokens"] = {
                 name: next((row["tokens"] for row in rows if row[name] < row["none"]), None) for name in options.tiers
