@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta
+from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta, joined
 from headstart.openai.tools.parsers.argument_types import ArgumentTypes
 from headstart.openai.tools.parsers.text_reader import Read, TextReader, first_marker, num_held
 
@@ -98,13 +98,7 @@ class CallWriter:
 
     def take(self) -> ChatDelta:
         """Return all output since the last take: one ToolCallDelta for each call in it."""
-        merged: dict[int, ToolCallDelta] = {}
-        for call in self._calls:
-            known = merged.get(call.call_index)
-            merged[call.call_index] = (
-                call if known is None else known._replace(arguments=known.arguments + call.arguments)
-            )
-        delta = ChatDelta("".join(self._content), tool_calls=tuple(merged.values()))
+        delta = joined(ChatDelta("".join(self._content), tool_calls=tuple(self._calls)))
         self._content.clear()
         self._calls.clear()
         return delta

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from headstart.openai.tools.parsers.text_reader import Read, TextReader, first_marker, num_held, pieces
+from headstart.openai.tools.parsers.text_reader import Read, TextReader, first_marker, num_held
 
 THINK_MARKERS = ("<think>", "</think>")
 
@@ -27,21 +27,16 @@ class ReasoningReader:
 
     def feed(self, text: str) -> SplitText:
         """Read the next piece of text."""
-        for piece in pieces(text):
-            self._reader.add(piece)
-            next(self._run, None)
-        return self._take()
+        self._reader.feed(text, self._run)
+        split = SplitText("".join(self._reasoning), "".join(self._rest))
+        self._reasoning.clear()
+        self._rest.clear()
+        return split
 
     def finish(self) -> SplitText:
         """Return what was held back at the end of the text."""
         self._reader.ended = True
         return self.feed("")
-
-    def _take(self) -> SplitText:
-        split = SplitText("".join(self._reasoning), "".join(self._rest))
-        self._reasoning.clear()
-        self._rest.clear()
-        return split
 
     def _read(self) -> Read[None]:
         opening, closing = THINK_MARKERS
