@@ -37,8 +37,13 @@ Objects = list[dict[str, Any]]
 StopSequences = Annotated[tuple[str, ...], checked(lambda value, _: check_stops("stop_sequences", value), StopTexts)]
 _THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 # Tools that a client executes although their schemas are the vendor's: models not trained on them need the schema.
-_TEXT, _RANGE = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
-_EDITS = {"path": _TEXT, "file_text": _TEXT, "old_str": _TEXT, "new_str": _TEXT, "insert_line": {"type": "integer"}}
+_TEXT: Json = {"type": "string"}
+_EDITS = {
+    **dict.fromkeys(("path", "file_text", "old_str", "new_str"), _TEXT),
+    "insert_line": {"type": "integer"},
+    "insert_text": _TEXT,
+    "view_range": {"type": "array", "items": {"type": "integer"}},
+}
 
 
 def _commands(*names: str) -> Json:
@@ -53,12 +58,7 @@ _SCHEMAS: Mapping[str, tuple[str, Json, tuple[str, ...]]] = {  # description, pr
     ),
     "text_editor": (
         "View, create and edit files on the user's machine.",
-        {
-            **_commands("view", "create", "str_replace", "insert"),
-            **_EDITS,
-            "insert_text": _TEXT,
-            "view_range": _RANGE,
-        },
+        {**_commands("view", "create", "str_replace", "insert"), **_EDITS},
         ("command", "path"),
     ),
     "memory": (
@@ -66,10 +66,7 @@ _SCHEMAS: Mapping[str, tuple[str, Json, tuple[str, ...]]] = {  # description, pr
         {
             **_commands("view", "create", "str_replace", "insert", "delete", "rename"),
             **_EDITS,
-            "insert_text": _TEXT,
-            "view_range": _RANGE,
-            "old_path": _TEXT,
-            "new_path": _TEXT,
+            **dict.fromkeys(("old_path", "new_path"), _TEXT),
         },
         ("command",),
     ),

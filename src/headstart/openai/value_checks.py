@@ -78,6 +78,13 @@ def check_int(name: str, value: object, low: int, high: int) -> int:
     return value
 
 
+def check_count(name: str, text: str, high: int) -> int:
+    """Return a query parameter, an integer in [1, high]. Raises InvalidRequestError."""
+    if not text.isdecimal() or not text.isascii() or not 1 <= int(text[: len(str(high)) + 1]) <= high:
+        bad_value(name, f"is {shown(text)}", f"it must be between 1 and {high}")
+    return int(text)
+
+
 def check_number(name: str, value: object, low: float, high: float) -> float:
     """Return `value` as a finite float in [low, high], else raise InvalidRequestError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
