@@ -59,13 +59,12 @@ def check_text(name: str, text: str) -> str:
     return text
 
 
-def check_string(name: str, value: object, max_chars: int | None = None) -> str:
+def check_string(name: str, value: object) -> str:
     """Return a required string. Raises InvalidRequestError."""
     if value is None:
         raise missing(name)
-    if not isinstance(value, str) or (max_chars is not None and len(value) > max_chars):
-        limit = "" if max_chars is None else f" of at most {max_chars} characters"
-        bad_value(name, f"is {shown(value)}", f"it must be a string{limit}")
+    if not isinstance(value, str):
+        bad_value(name, f"is {shown(value)}", "it must be a string")
     return check_text(name, value)
 
 

@@ -14,8 +14,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from headstart import __version__
+from headstart.anthropic.anthropic_objects import VERSION_HEADER, anthropic_model, model_page
 from headstart.anthropic.messages_request import CountTokensRequest
-from headstart.anthropic.model_page import VERSION_HEADER, anthropic_model, model_page
 from headstart.apis import answer_schemas as schema
 from headstart.apis.answer_schemas import Answers
 from headstart.apis.api_table import api_of

@@ -189,6 +189,8 @@ def output_grammar(fields: StructuredFields, *, closes_objects: bool = False) ->
 
     Raises InvalidRequestError if several fields do.
     """
+    if not fields.model_fields_set & StructuredFields.model_fields.keys():
+        return None
     closes = closes_objects
     guided = {kind: getattr(fields, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")}
     others = {"regex": fields.regex, "json_schema": fields.json_schema, "grammar": fields.grammar}

@@ -11,8 +11,7 @@ from uuid import uuid4
 
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.parsers.call_writer import CallRules
-from headstart.openai.tools.parsers.chat_parser import ChatParser, ReadCalls
-from headstart.openai.tools.parsers.reasoning_reader import THINK_MARKERS
+from headstart.openai.tools.parsers.chat_parser import THINK_MARKERS, ChatParser, ReadCalls
 from headstart.openai.tools.parsers.tool_formats import (
     HERMES_MARKERS,
     LLAMA3_MARKERS,

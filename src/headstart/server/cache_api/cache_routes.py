@@ -23,7 +23,7 @@ from headstart.server.apis.choice_apis import CHAT, COMPLETIONS
 from headstart.server.cache_api.explanation_text import explanation_answer
 from headstart.server.inference import run_with_body
 from headstart.server.prompt_doctor import AvoidableCounts
-from headstart.server.prompt_log import MAX_LISTED, listing
+from headstart.server.prompt_log import MAX_LISTED
 from headstart.server.server_metrics import blocks_by_state, prefill_redundancy
 from headstart.server.server_state import ServerState
 from headstart.server.store_metrics import may_see_store, store_answer
@@ -149,7 +149,7 @@ async def recent_requests(state: ServerState, request: Request) -> Json:
         )
     last = check_count("last", request.query_params.get("last", str(MAX_LISTED)), MAX_LISTED)
     tenant = record_of(request.scope).principal.tenant
-    return listing(await asyncio.to_thread(state.prompt_log.bodies, tenant, last))
+    return {"object": "list", "data": await asyncio.to_thread(state.prompt_log.bodies, tenant, last)}
 
 
 def _request_id(request: Request) -> str:

@@ -8,10 +8,67 @@ from collections.abc import Callable
 
 from headstart.openai.chat.chat_delta import ChatDelta, joined
 from headstart.openai.tools.parsers.call_writer import CallRules, CallWriter
-from headstart.openai.tools.parsers.reasoning_reader import ReasoningReader, SplitText
-from headstart.openai.tools.parsers.text_reader import Read, TextReader
+from headstart.openai.tools.parsers.text_reader import Read, TextReader, first_marker, num_held
 
+THINK_MARKERS = ("<think>", "</think>")
 ReadCalls = Callable[[TextReader, CallWriter], Read[None]]
+
+
+class ReasoningReader:
+    """Splits <think>...</think> at the beginning of an answer from its content. Whitespace around it is in neither."""
+
+    def __init__(self, *, is_open: bool) -> None:
+        """`is_open`: the answer begins inside the reasoning, since the prompt ends with <think>."""
+        self._is_open = is_open
+        self._reader = TextReader()
+        self._reasoning: list[str] = []
+        self._rest: list[str] = []
+        self._run = self._read()
+
+    def feed(self, text: str) -> ChatDelta:
+        """Read the next piece of text."""
+        self._reader.feed(text, self._run)
+        split = ChatDelta("".join(self._rest), "".join(self._reasoning))
+        self._reasoning.clear()
+        self._rest.clear()
+        return split
+
+    def finish(self) -> ChatDelta:
+        """Return what was held back at the end of the text."""
+        self._reader.ended = True
+        return self.feed("")
+
+    def _read(self) -> Read[None]:
+        opening, closing = THINK_MARKERS
+        reader = self._reader
+        yield from reader.skip_space()
+        is_reasoning = (yield from reader.match(opening)) or self._is_open
+        if is_reasoning:
+            yield from reader.skip_space()
+            reader.take()
+            yield from self._until(closing)
+            yield from reader.skip_space()
+            reader.take()
+        while True:
+            reader.at = len(reader.text)
+            self._rest.append(reader.take())
+            yield
+
+    def _until(self, closing: str) -> Read[None]:
+        reader = self._reader
+        while (found := first_marker(reader.text, (closing,))) is None:
+            held = 0 if reader.ended else num_held(reader.text, (closing,))
+            reader.at = reader.end_before_space(len(reader.text) - held)
+            self._reasoning.append(reader.take())
+            if reader.ended:
+                reader.at = len(reader.text)
+                reader.take()
+                return
+            yield
+        reader.at = reader.end_before_space(found.start)
+        self._reasoning.append(reader.take())
+        reader.at = reader.text.index(closing) + len(closing)
+        reader.take()
 
 
 class ChatParser:
@@ -41,14 +98,14 @@ class ChatParser:
 
     def feed(self, text: str) -> ChatDelta:
         """Read the next piece of text."""
-        return self._parsed(SplitText(rest=text) if self._reasoning is None else self._reasoning.feed(text))
+        return self._parsed(ChatDelta(text) if self._reasoning is None else self._reasoning.feed(text))
 
     def finish(self, *, is_cut: bool = False) -> ChatDelta:
         """Return what was held back at the end of the text.
 
         `is_cut`: the model would have written more, so the beginning of a call is dropped.
         """
-        delta = self._parsed(SplitText() if self._reasoning is None else self._reasoning.finish())
+        delta = self._parsed(ChatDelta() if self._reasoning is None else self._reasoning.finish())
         if self._writer is None:
             return delta
         self._reader.ended, self._reader.is_cut = True, is_cut
@@ -56,10 +113,9 @@ class ChatParser:
         last = self._writer.take()
         return joined(delta, last._replace(content="") if is_cut and self._is_forced else last)
 
-    def _parsed(self, split: SplitText) -> ChatDelta:
-        if self._writer is None:
-            return ChatDelta(split.rest, split.reasoning)
-        if not split.rest:
-            return ChatDelta(reasoning=split.reasoning)
-        self._reader.feed(split.rest, self._run)
-        return self._writer.take()._replace(reasoning=split.reasoning)
+    def _parsed(self, split: ChatDelta) -> ChatDelta:
+        if self._writer is None or not split.content:
+            return split
+        self._reader.feed(split.content, self._run)
+        delta = self._writer.take()
+        return delta._replace(reasoning=split.reasoning) if split.reasoning else delta
