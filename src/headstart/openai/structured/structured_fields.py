@@ -174,6 +174,9 @@ class StructuredFields(RequestModel):
     )
 
 
+_CONSTRAINTS = frozenset(StructuredFields.model_fields)
+
+
 class OutputGrammar(NamedTuple):
     """The text of a grammar, and the field that requests it. `dropped`: keywords that it does not keep to."""
 
@@ -189,7 +192,7 @@ def output_grammar(fields: StructuredFields, *, closes_objects: bool = False) ->
 
     Raises InvalidRequestError if several fields do.
     """
-    if not fields.model_fields_set & StructuredFields.model_fields.keys():
+    if fields.model_fields_set.isdisjoint(_CONSTRAINTS):
         return None
     closes = closes_objects
     guided = {kind: getattr(fields, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")}
