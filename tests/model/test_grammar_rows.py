@@ -24,8 +24,13 @@ from headstart.model.grammar.grammar_rows import GrammarRows
 from headstart.model.kernels.library import kernels
 from headstart.model.sampling.logit_edits import LogitEdits
 from headstart.model.sampling.sampler import Sampler
-from headstart.openai.structured.grammar_limits import parser_limits
-from headstart.openai.structured.grammar_text import choice_grammar, json_schema_grammar, lark_grammar, regex_grammar
+from headstart.openai.structured.grammar_text import (
+    choice_grammar,
+    json_schema_grammar,
+    lark_grammar,
+    parser_limits,
+    regex_grammar,
+)
 
 FOLDER = Path(__file__).parents[2] / "src" / "headstart" / "bundled" / "intent"
 VOCAB = 1536

@@ -12,7 +12,7 @@ from server.harness import Inside, inside
 
 from headstart.openai.chat.chat_delta import ToolCallDelta
 from headstart.openai.chat.chat_parts import ChatPart, PartKind
-from headstart.openai.responses_api.item_references import first_referenced_response, response_of
+from headstart.openai.responses_api.input_items import first_referenced_response, response_of
 from headstart.openai.responses_api.response_objects import ResponseShape
 
 QUESTION = {"role": "user", "content": "Hello"}

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.structured.grammar_limits import parser_limits
 from headstart.openai.structured.grammar_process import begin_answer
-from headstart.openai.structured.grammar_text import json_schema_grammar
+from headstart.openai.structured.grammar_text import json_schema_grammar, parser_limits
 from headstart.openai.structured.structured_fields import check_schema
 from headstart_lab.structured.bounded import bounded
 from headstart_lab.structured.checks import KEYWORDS, Checker, Result

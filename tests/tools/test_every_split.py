@@ -5,18 +5,19 @@ inside a character.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
 import pytest
 import tokenizer_folders
 
-from headstart.openai.chat.chat_delta import ChatDelta
+from headstart.openai.chat.chat_delta import ChatDelta, joined
 from headstart.openai.text.detokenizer import Detokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.parsers import text_reader
 from headstart.openai.tools.parsers.call_writer import CallRules
-from headstart.openai.tools.parsers.chat_parser import ChatParser, ParserSetup, ReadCalls, joined
+from headstart.openai.tools.parsers.chat_parser import ChatParser, ReadCalls
 from headstart.openai.tools.parsers.tool_formats import read_hermes, read_llama3_json, read_mistral, read_pythonic
 from headstart.openai.tools.parsers.xml_calls import read_glm45, read_qwen3_coder
 
@@ -108,11 +109,13 @@ class Answer:
         self.tokens = [known[bytes((byte,))] for byte in (reasoning.before + text).encode()]
         self._tokenizer = tokenizer
         rules = CallRules(frozenset("fg"), lambda: "id", special=SPECIAL.get(family, ()))
-        self._setup = ParserSetup(READERS[family], rules, reasoning.is_reasoning, reasoning.is_open)
+        self._parser = partial(
+            ChatParser, READERS[family], rules, is_reasoning=reasoning.is_reasoning, is_open=reasoning.is_open
+        )
 
     def parsed(self, cuts: Iterable[int]) -> ChatDelta:
         """The joined deltas if the tokens arrive in pieces that end at `cuts`."""
-        detokenizer, parser = Detokenizer(self._tokenizer), ChatParser(self._setup)
+        detokenizer, parser = Detokenizer(self._tokenizer), self._parser()
         deltas: list[ChatDelta] = []
         for start, end in pairwise((0, *cuts, len(self.tokens))):
             deltas.append(parser.feed("".join(map(detokenizer.push, self.tokens[start:end]))))
@@ -189,12 +192,12 @@ def test_of_blanks_little_is_kept_so_that_a_piece_costs_no_more_than_itself(fami
         "glm45": "f<arg_key>l</arg_key><arg_value></arg_value>",
     }.get(family) or '{"name":"f","arguments":{}}'
     rules = CallRules(frozenset("fg"), lambda: "id", special=SPECIAL.get(family, ()))
-    parser = ChatParser(ParserSetup(READERS[family], rules, is_reasoning=True))
+    parser = ChatParser(READERS[family], rules, is_reasoning=True)
     parser.feed(before.format(open=opener, call=opener + call))
     kept = 0
     for _ in range(8000):
         parser.feed(" ")
-        readers = (parser._reasoning._reader, parser._tools._reader)  # type: ignore[union-attr]
+        readers = (parser._reasoning._reader, parser._reader)  # type: ignore[union-attr]
         kept = max(kept, sum(len(reader.text) for reader in readers))
     assert kept < 4 * text_reader.MAX_BLANKS
 
@@ -224,7 +227,7 @@ def test_a_long_text_is_read_in_pieces_so_that_what_is_unread_is_not_copied_for_
         ("glm45", (argument + "</arg_value>") * 1000),
     ):
         rules = CallRules(frozenset("fg"), lambda: "id", special=SPECIAL.get(family, ()))
-        parser = ChatParser(ParserSetup(READERS[family], rules))
+        parser = ChatParser(READERS[family], rules)
         joined(parser.feed(text), parser.finish())
         num_chars += len(text)
     assert copied < 200 * num_chars

@@ -24,7 +24,7 @@ from headstart.anthropic.messages_request import MessagesRequest, read_body
 from headstart.ollama.ollama_answers import Durations, OllamaAnswer
 from headstart.ollama.ollama_request import read_chat
 from headstart.openai.bounds import Bounds
-from headstart.openai.chat.chat_delta import ChatDelta
+from headstart.openai.chat.chat_delta import ChatDelta, joined
 from headstart.openai.request_bodies import parse_chat
 from headstart.openai.responses import CACHE_SOURCES
 from headstart.openai.responses_api.response_events import ResponseEvents
@@ -35,7 +35,7 @@ from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.call_arguments import call_arguments
 from headstart.openai.tools.chat_format import TOOL_FAMILIES
 from headstart.openai.tools.parsers.call_writer import CallRules
-from headstart.openai.tools.parsers.chat_parser import ChatParser, ParserSetup, joined
+from headstart.openai.tools.parsers.chat_parser import ChatParser
 from headstart.server.apis.choice_apis import message_parts
 
 BOUNDS = Bounds(10**6, 4096)
@@ -84,7 +84,7 @@ def parsed(family: str, text: str, *, is_forced: bool = False, step: int = 7) ->
     """Return the answer that is cut behind `text`."""
     ids = (f"id{number:07d}" for number in count())
     rules = CallRules(frozenset(("weather",)), lambda: next(ids), is_forced=is_forced)
-    parser = ChatParser(ParserSetup(TOOL_FAMILIES[family].read_calls, rules, is_reasoning=True))
+    parser = ChatParser(TOOL_FAMILIES[family].read_calls, rules, is_reasoning=True)
     deltas = [parser.feed(text[at : at + step]) for at in range(0, len(text), step)]
     return joined(*deltas, parser.finish(is_cut=True))
 

@@ -15,11 +15,10 @@ from tokenizers import Tokenizer as Backend
 from headstart.bundled import bundled_model
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import Bounds
-from headstart.openai.chat.chat_delta import ChatDelta
+from headstart.openai.chat.chat_delta import ChatDelta, joined
 from headstart.openai.engine_requests import with_chat_output
 from headstart.openai.generation_params import Kind, parse_params
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.tools.parsers.chat_parser import joined
 
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 GLM_MARKERS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta
+from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta, joined
 from headstart.openai.tools.parsers.call_writer import CallRules
-from headstart.openai.tools.parsers.chat_parser import ChatParser, ParserSetup, ReadCalls, joined
+from headstart.openai.tools.parsers.chat_parser import ChatParser, ReadCalls
 from headstart.openai.tools.parsers.tool_formats import read_hermes, read_llama3_json, read_mistral, read_pythonic
 from headstart.openai.tools.parsers.xml_calls import read_glm45, read_qwen3_coder
 
@@ -41,7 +41,7 @@ def parse(
     family: str, pieces: list[str], *, first_only: bool = False, is_cut: bool = False, **reasoning: Any
 ) -> ChatDelta:
     rules = CallRules(NAMES, lambda: "id", first_only=first_only, parameters=TYPES)
-    parser = ChatParser(ParserSetup(READERS[family], rules, **reasoning))
+    parser = ChatParser(READERS[family], rules, **reasoning)
     return joined(*(parser.feed(piece) for piece in pieces), parser.finish(is_cut=is_cut))
 
 
@@ -178,7 +178,7 @@ def test_only_the_first_call_is_kept_without_parallel_calls() -> None:
 
 
 def test_arguments_arrive_while_the_model_writes_them() -> None:
-    parser = ChatParser(ParserSetup(read_hermes, CallRules(NAMES, lambda: "id")))
+    parser = ChatParser(read_hermes, CallRules(NAMES, lambda: "id"))
     assert parser.feed('<tool_call>{"name": "f", "arguments": ') == ChatDelta()
     assert parser.feed('{"a": "b') == ChatDelta(tool_calls=(ToolCallDelta(0, "id", "f", '{"a": "b'),))
     assert parser.feed(' c"}') == ChatDelta(tool_calls=(ToolCallDelta(0, arguments=' c"}'),))
@@ -187,7 +187,7 @@ def test_arguments_arrive_while_the_model_writes_them() -> None:
 
 def test_strings_arrive_while_the_model_writes_them_and_other_values_when_they_are_complete() -> None:
     rules = CallRules(NAMES, lambda: "id", parameters=TYPES)
-    parser = ChatParser(ParserSetup(read_qwen3_coder, rules))
+    parser = ChatParser(read_qwen3_coder, rules)
     assert parser.feed("<tool_call>\n<function=f>\n<parameter=a>\nb") == ChatDelta(
         tool_calls=(ToolCallDelta(0, "id", "f", '{"a": "b'),)
     )
@@ -231,13 +231,13 @@ def test_text_that_is_cut_stays_content(family: str) -> None:
 def test_a_forced_call_that_is_cut_has_no_content() -> None:
     for family, text in WHOLE.items():
         for end in range(1, 20):
-            parser = ChatParser(ParserSetup(READERS[family], CallRules(NAMES, lambda: "id", is_forced=True)))
+            parser = ChatParser(READERS[family], CallRules(NAMES, lambda: "id", is_forced=True))
             assert joined(parser.feed(text[:end]), parser.finish(is_cut=True)).content == ""
 
 
 def test_special_tokens_of_the_format_are_never_content() -> None:
     rules = CallRules(NAMES, lambda: "id", special=("<|python_tag|>",))
-    parser = ChatParser(ParserSetup(read_llama3_json, rules))
+    parser = ChatParser(read_llama3_json, rules)
     assert joined(parser.feed("a <|python_tag|>search(x)"), parser.finish()).content == "a search(x)"
 
 

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from headstart.openai.bounds import Bounds
+from headstart.openai.chat.chat_delta import joined
 from headstart.openai.chat.chat_renderer import ChatRenderer
 from headstart.openai.chat.chat_template import ChatTemplate
 from headstart.openai.request_bodies import parse_chat
 from headstart.openai.tools.chat_format import TOOL_FAMILIES, chat_format, reasoning_at_end
 from headstart.openai.tools.default_prompt import calls_text
 from headstart.openai.tools.parsers.call_writer import CallRules
-from headstart.openai.tools.parsers.chat_parser import ToolParser, joined
+from headstart.openai.tools.parsers.chat_parser import ChatParser
 
 FOLDER = Path(__file__).parents[1] / "data" / "chat_templates"
 NAMED_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -103,7 +104,7 @@ def test_the_call_that_a_template_renders_is_parsed_back(name: str) -> None:
     called = text[text.index("How is the weather?") + len("How is the weather?") :]
     pieces = re.split(r"<\|eot_id\|>|<\|im_end\|>|</s>|<\|end_header_id\|>", called)
     called = next(piece for piece in pieces if "weather" in piece)
-    parser = ToolParser(form.family.read_calls, CallRules(frozenset(("weather",)), form.family.new_id))
+    parser = ChatParser(form.family.read_calls, CallRules(frozenset(("weather",)), form.family.new_id))
     found = joined(parser.feed(called), parser.finish())
     assert [(call.name, json.loads(call.arguments)) for call in found.tool_calls] == [("weather", ARGUMENTS)], called
 
@@ -119,7 +120,7 @@ def test_calls_in_a_default_prompt_are_parsed_back(family: str) -> None:
     body = parse_chat({"messages": MESSAGES}, Bounds(1000, 1000))
     chosen = chat_format("", family, "auto").family
     assert chosen is not None
-    parser = ToolParser(chosen.read_calls, CallRules(frozenset(("weather",)), chosen.new_id))
+    parser = ChatParser(chosen.read_calls, CallRules(frozenset(("weather",)), chosen.new_id))
     found = joined(parser.feed(calls_text(body.messages[1]["tool_calls"], chosen)), parser.finish())
     assert [(call.name, json.loads(call.arguments)) for call in found.tool_calls] == [("weather", ARGUMENTS)]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from headstart.anthropic.anthropic_errors import THREAD_NOT_FOUND
+from headstart.anthropic.anthropic_objects import THREAD_NOT_FOUND
 from headstart.anthropic.content_blocks import MAX_BLOCKS, ReadConversation, cache_ttl, read_messages, read_system
 from headstart.common_prefix import common_prefix_length
 from headstart.core.errors import InvalidRequestError
@@ -19,7 +19,7 @@ from headstart.openai.engine_requests import encode_chat
 from headstart.openai.forms.fields import check_fields
 from headstart.openai.forms.treatments import ApiName, Place, Treatment, treatment, unversioned
 from headstart.openai.generation_fields import Model, SamplingFields, StopTexts, check_stops
-from headstart.openai.request_model import checked, validated
+from headstart.openai.request_model import SentMessages, SentObjects, checked, validated
 from headstart.openai.responses import Json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.tool_fields import MAX_TOOLS, known_effort
@@ -33,12 +33,16 @@ _RENAMES = (
     (re.compile(r"\bresponse_format(\.json_schema)?\b"), "output_config.format"),
     (re.compile(r", or send strict: false\Z"), ""),
 )
-Objects = list[dict[str, Any]]
 StopSequences = Annotated[tuple[str, ...], checked(lambda value, _: check_stops("stop_sequences", value), StopTexts)]
 _THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 # Tools that a client executes although their schemas are the vendor's: models not trained on them need the schema.
-_TEXT, _RANGE = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
-_EDITS = {"path": _TEXT, "file_text": _TEXT, "old_str": _TEXT, "new_str": _TEXT, "insert_line": {"type": "integer"}}
+_TEXT: Json = {"type": "string"}
+_EDITS = {
+    **dict.fromkeys(("path", "file_text", "old_str", "new_str"), _TEXT),
+    "insert_line": {"type": "integer"},
+    "insert_text": _TEXT,
+    "view_range": {"type": "array", "items": {"type": "integer"}},
+}
 
 
 def _commands(*names: str) -> Json:
@@ -53,12 +57,7 @@ _SCHEMAS: Mapping[str, tuple[str, Json, tuple[str, ...]]] = {  # description, pr
     ),
     "text_editor": (
         "View, create and edit files on the user's machine.",
-        {
-            **_commands("view", "create", "str_replace", "insert"),
-            **_EDITS,
-            "insert_text": _TEXT,
-            "view_range": _RANGE,
-        },
+        {**_commands("view", "create", "str_replace", "insert"), **_EDITS},
         ("command", "path"),
     ),
     "memory": (
@@ -66,10 +65,7 @@ _SCHEMAS: Mapping[str, tuple[str, Json, tuple[str, ...]]] = {  # description, pr
         {
             **_commands("view", "create", "str_replace", "insert", "delete", "rename"),
             **_EDITS,
-            "insert_text": _TEXT,
-            "view_range": _RANGE,
-            "old_path": _TEXT,
-            "new_path": _TEXT,
+            **dict.fromkeys(("old_path", "new_path"), _TEXT),
         },
         ("command",),
     ),
@@ -103,11 +99,11 @@ class PromptFields(SamplingFields):
     """The fields of a prompt, which both bodies have."""
 
     model: Model = None
-    system: Annotated[ReadConversation | None, checked(lambda value, bounds: _system(value, bounds), str | Objects)] = (
-        None
-    )
-    messages: Annotated[list[Any], checked(lambda value, _: _list(value), Objects)]
-    tools: Annotated[Tools, checked(lambda value, bounds: _tools(value, bounds), Objects)] = Field(
+    system: Annotated[
+        ReadConversation | None, checked(lambda value, bounds: _system(value, bounds), str | SentObjects)
+    ] = None
+    messages: SentMessages
+    tools: Annotated[Tools, checked(lambda value, bounds: _tools(value, bounds), SentObjects)] = Field(
         Tools([]), description="Tools of the client"
     )
     tool_choice: Annotated[ChatToolChoice, checked(lambda value, _: _tool_choice(value), dict[str, Any])] = Field(
@@ -258,10 +254,6 @@ def _generation_values(fields: MessagesRequest, values: Mapping[str, Any], ttl: 
     if fields.metadata is not None and fields.user is None:
         chat["user"] = fields.metadata
     return chat
-
-
-def _list(value: object) -> list[Any]:
-    return list(check_list("messages", value, 1 << 20, "messages"))
 
 
 def _system(value: object, bounds: Bounds) -> ReadConversation:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headstart.http.http_errors import rendered
+from headstart.http.http_errors import ApiRules, rendered
 from headstart.http.sse import DONE, PING
 from headstart.openai.bounds import Bounds
 from headstart.openai.responses import Json, encode
@@ -54,10 +54,6 @@ class StreamEnd:
         return content_type(self.media_type)
 
 
-def _no_body_of_its_own(status: int, body: Json, request_id: str) -> Json:
-    return body
-
-
 def _done_after_error(status: int, body: Json, request_id: str, num_events: int) -> bytes:
     return b"event: error\ndata: " + encode(body) + b"\n\n" + DONE
 
@@ -75,29 +71,23 @@ OPENAI_END = StreamEnd(re.compile(rb"^data:\s*\[DONE\]", re.MULTILINE), _done_af
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Api:
+class Api(ApiRules):
     """One generation API.
 
     `chat_values` returns the values of a chat request for a body, and raises InvalidRequestError; None: its prompts are
     no chats. `used_response` returns the stored response that a body continues or refers to: its replica has it alone.
-    `error_body` returns the body of an error for status, OpenAI's error object and the request's id.
     """
 
-    path: str  # of generation
-    operation: str = "chat"  # gen_ai.operation.name of the traces of `path`
     other_paths: tuple[str, ...] = ()  # POST routes that neither use nor fill a cache and answer with JSON objects
     get_paths: tuple[str, ...] = ()  # its GET routes, which a router answers itself
     answer: "msgspec.json.Decoder[Any]"  # of the fields that a whole answer must have
     beginning: re.Pattern[bytes] = OBJECT_BEGINNING  # of an answer, or of the data of an event
     chat_values: Callable[[Mapping[str, Any], Bounds], Mapping[str, Any]] | None = None
     used_response: Callable[[Mapping[str, Any]], UsedResponse | None] = lambda values: None
-    error_body: Callable[[int, Json, str], Json] = _no_body_of_its_own
     end: StreamEnd = OPENAI_END
     default_max_tokens: int | None = None  # of an answer whose request sets no limit; None: what the context leaves
     streams_by_default: bool = False
     is_stored: bool = False  # its answers can be continued by their ids
-    takes_x_api_key: bool = False
-    id_header: bytes | None = None  # of the request's id, beside x-request-id
 
     def error_ending(self, error: Exception, request_id: str, num_events: int) -> bytes:
         """Return the events that end a stream with an error; `num_events` were sent before."""

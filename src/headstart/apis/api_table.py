@@ -6,15 +6,14 @@ from typing import Any
 
 import msgspec
 
-from headstart.anthropic.anthropic_errors import anthropic_error
+from headstart.anthropic.anthropic_objects import anthropic_error
 from headstart.anthropic.messages_request import MessagesRequest, read_body
 from headstart.apis.api import OPENAI_END, AnyObject, Api, StreamEnd, UsedResponse, refusal_event
 from headstart.apis.ollama_api import OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_TREE
 from headstart.http.sse import named_event
-from headstart.openai.bounds import Bounds
 from headstart.openai.request_json import json_value
 from headstart.openai.responses import Json, error_object
-from headstart.openai.responses_api.item_references import first_referenced_response
+from headstart.openai.responses_api.input_items import first_referenced_response
 from headstart.openai.responses_api.response_events import error_data
 from headstart.openai.responses_api.responses_request import parse_responses, translate_responses
 
@@ -24,16 +23,9 @@ _LAST_NAMED = re.compile(
 )
 
 
-class _Choices(msgspec.Struct):
-    choices: list[msgspec.Raw]
-
-
-class _Output(msgspec.Struct):
-    output: list[msgspec.Raw]
-
-
-class _Content(msgspec.Struct):
-    content: list[msgspec.Raw]
+def _with_list(field: str) -> "msgspec.json.Decoder[Any]":
+    """Return the decoder of answers that have a list."""
+    return msgspec.json.Decoder(msgspec.defstruct("Answer", [(field, list[msgspec.Raw])]))
 
 
 def _response_used(values: Mapping[str, Any]) -> UsedResponse | None:
@@ -60,35 +52,30 @@ def _response_refused(status: int, body: bytes, request_id: str, num_events: int
     return _response_failed(status, told, request_id, num_events)
 
 
-def _responses_chat(values: Mapping[str, Any], bounds: Bounds) -> Mapping[str, Any]:
-    return translate_responses(parse_responses(values, bounds), values).values
-
-
-def _message_failed(status: int, body: Json, request_id: str, num_events: int) -> bytes:
-    return named_event(anthropic_error(status, body, request_id))
-
-
-def _message_refused(status: int, body: bytes, request_id: str, num_events: int) -> bytes:
-    return refusal_event(body)
-
-
+_MESSAGES_END = StreamEnd(
+    _LAST_NAMED,
+    failed=lambda status, body, request_id, num_events: named_event(anthropic_error(status, body, request_id)),
+    refused=lambda status, body, request_id, num_events: refusal_event(body),
+    is_named=True,
+    ping=named_event({"type": "ping"}),
+)
 COMPLETIONS = Api(
     path="/v1/completions",
     operation="text_completion",
-    answer=msgspec.json.Decoder(_Choices),
+    answer=_with_list("choices"),
     beginning=_CHOICES,
     default_max_tokens=16,
 )
 CHAT = Api(
     path="/v1/chat/completions",
-    answer=msgspec.json.Decoder(_Choices),
+    answer=_with_list("choices"),
     beginning=_CHOICES,
     chat_values=lambda values, bounds: values,
 )
 RESPONSES = Api(
     path="/v1/responses",
-    answer=msgspec.json.Decoder(_Output),
-    chat_values=_responses_chat,
+    answer=_with_list("output"),
+    chat_values=lambda values, bounds: translate_responses(parse_responses(values, bounds), values).values,
     used_response=_response_used,
     end=StreamEnd(_LAST_NAMED, _response_failed, _response_refused, is_named=True),
     is_stored=True,
@@ -96,10 +83,10 @@ RESPONSES = Api(
 MESSAGES = Api(
     path="/v1/messages",
     other_paths=("/v1/messages/count_tokens",),
-    answer=msgspec.json.Decoder(_Content),
+    answer=_with_list("content"),
     chat_values=lambda values, bounds: read_body(MessagesRequest, values, bounds).chat.values,
     error_body=anthropic_error,
-    end=StreamEnd(_LAST_NAMED, _message_failed, _message_refused, is_named=True, ping=named_event({"type": "ping"})),
+    end=_MESSAGES_END,
     takes_x_api_key=True,
     id_header=b"request-id",
 )

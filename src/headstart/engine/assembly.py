@@ -46,7 +46,7 @@ from headstart.model.setup.sizing import (
 from headstart.model.setup.threads import prepare_threads
 from headstart.model.weights.model_loader import LoadedModel, load_model, resolve_device, runs_on_cuda
 from headstart.openai.sampling_defaults import read_sampling_defaults
-from headstart.openai.structured.grammar_limits import parser_limits
+from headstart.openai.structured.grammar_text import parser_limits
 from headstart.store.files import prepare_folder
 from headstart.store.format import BlockShape
 from headstart.store.tiers.chained_store import open_store

@@ -108,14 +108,11 @@ def _request(prompt: dict[str, Any], tenant: str) -> Request:
 
 
 CALLS: dict[str, Callable[[Engine, Any], Any]] = {
-    "reset_prefix_cache": reset_prefix_cache,
-    "cache_stats": cache_stats,
-    "explain": explain,
-    "cache_blocks": cache_blocks,
-    "block_tokens": block_tokens,
-    "add_prefix": add_prefix,
-    "remove_prefix": remove_prefix,
-    "list_prefixes": list_prefixes,
+    call.__name__: call
+    for call in (
+        *(reset_prefix_cache, cache_stats, explain, cache_blocks, block_tokens),
+        *(add_prefix, remove_prefix, list_prefixes),
+    )
 }
 
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -104,7 +104,7 @@ class EngineClient:
         self.recorder: RequestRecorder | None = None
         self._streams: dict[str, OutputStream] = {}
         self._waiting: dict[str, Request] = {}  # requests without a first token
-        self._queued: dict[str, Queued] = {}  # of each tenant that has any
+        self.queued: dict[str, Queued] = {}  # requests without a first token, of each tenant that has any
         self._outbox = Outbox()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
@@ -152,12 +152,7 @@ class EngineClient:
     @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens of the submitted requests without a first token."""
-        return sum(each.num_tokens for each in self._queued.values())
-
-    @property
-    def queued(self) -> Mapping[str, Queued]:
-        """The requests without a first token, by tenant; only tenants that have any."""
-        return self._queued
+        return sum(each.num_tokens for each in self.queued.values())
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Send the requests to the engine and return the stream of their outputs. Raises EngineDeadError."""
@@ -302,12 +297,12 @@ class EngineClient:
 
     def _count(self, request: Request, sign: int) -> None:
         """Add a request to those that wait, or remove it."""
-        before = self._queued.get(request.tenant, Queued())
+        before = self.queued.get(request.tenant, Queued())
         after = Queued(before.num_requests + sign, before.num_tokens + sign * len(request.prompt))
         if after.num_requests:
-            self._queued[request.tenant] = after
+            self.queued[request.tenant] = after
         else:
-            del self._queued[request.tenant]
+            del self.queued[request.tenant]
 
     def _die(self, reason: str) -> None:
         """Fail all streams and calls that wait for the engine; the first reason is kept."""
@@ -318,7 +313,7 @@ class EngineClient:
             stream.fail(self.dead)
         self._streams.clear()
         self._waiting.clear()
-        self._queued.clear()
+        self.queued.clear()
         self._outbox = Outbox()
         for answer in self._calls.values():
             if not answer.done():

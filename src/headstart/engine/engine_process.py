@@ -88,11 +88,8 @@ class EngineLoop:
         for request in message.requests():
             try:
                 self._engine.add_request(request)
-            except InvalidRequestError as error:
-                self._channel.send(Refused(request.request_id, str(error), error.param, error.code))
             except Exception as error:
-                traceback.print_exc()
-                self._channel.send(Refused(request.request_id, f"{type(error).__name__}: {error}", None, None))
+                self._channel.send(Refused(request.request_id, *_told(error)))
 
     def _call(self, message: EngineCall) -> CallResult:
         call = CALLS.get(message.name)
@@ -100,11 +97,16 @@ class EngineLoop:
             return CallResult(message.call_id, error=f"the engine knows no call {message.name!r}")
         try:
             return CallResult(message.call_id, call(self._engine, message.argument))
-        except InvalidRequestError as error:
-            return CallResult(message.call_id, error=str(error), param=error.param, code=error.code)
         except Exception as error:
-            traceback.print_exc()
-            return CallResult(message.call_id, error=f"{type(error).__name__}: {error}")
+            return CallResult(message.call_id, None, *_told(error))
+
+
+def _told(error: Exception) -> tuple[str, str | None, str | None]:
+    """Return message, field and code of an error; one that is not the client's mistake is logged and has no code."""
+    if isinstance(error, InvalidRequestError):
+        return str(error), error.param, error.code
+    traceback.print_exc()
+    return f"{type(error).__name__}: {error}", None, None
 
 
 def main(descriptor: int) -> int:

@@ -387,6 +387,7 @@ def _with_grammar(request: Request, grammar: str | None) -> Request:
 def _completion(request: Request, generation: Generation, params: GenerationParams) -> Completion:
     assert generation.finish_reason is not None
     chat = generation.chat
+    of_prompt = None if params.sampling.prompt_logprobs is None else generation.prompt.logprobs
     return Completion(
         prompt_token_ids=list(request.prompt),
         text=generation.text if chat is None else chat.content,
@@ -395,16 +396,11 @@ def _completion(request: Request, generation: Generation, params: GenerationPara
         finish_reason=generation.finish_reason,
         stop_reason=generation.stop_reason,
         logprobs=[*(generation.echo or ()), *generation.logprobs] if params.wants_logprobs else None,
-        prompt_logprobs=_prompt_logprobs(generation) if params.sampling.prompt_logprobs is not None else None,
+        prompt_logprobs=None if of_prompt is None else [of_prompt.known(index) for index in range(len(of_prompt))],
         error=generation.error,
         tool_calls=() if chat is None else chat.tool_calls,
         reasoning="" if chat is None else chat.reasoning,
     )
-
-
-def _prompt_logprobs(generation: Generation) -> list[TokenLogprob]:
-    known = generation.prompt.logprobs
-    return [known.known(index) for index in range(len(known))]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import socket
 import struct
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -182,8 +182,9 @@ ToEngine = Start | Submit | Abort | EngineCall | Stop
 FromEngine = Ready | Failed | Refused | EngineUpdate | LongStep | CallResult
 
 _encoder = msgspec.msgpack.Encoder()
-_to_engine = msgspec.msgpack.Decoder(ToEngine)
-_from_engine = msgspec.msgpack.Decoder(FromEngine)
+decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
+"""Return the message in a payload for, or from, the engine. Raises msgspec.DecodeError for anything else."""
 
 
 def encode_frame(message: Message) -> bytes:
@@ -191,16 +192,6 @@ def encode_frame(message: Message) -> bytes:
     payload = _encoder.encode(message)
     assert len(payload) <= MAX_FRAME_BYTES, f"frame of {len(payload)} bytes"
     return _LENGTH.pack(len(payload)) + payload
-
-
-def decode_to_engine(payload: bytes) -> ToEngine:
-    """Return the message in a payload for the engine. Raises msgspec.DecodeError for anything else."""
-    return _to_engine.decode(payload)
-
-
-def decode_from_engine(payload: bytes) -> FromEngine:
-    """Return the message in a payload from the engine. Raises msgspec.DecodeError for anything else."""
-    return _from_engine.decode(payload)
 
 
 class PeerGoneError(HeadstartError):

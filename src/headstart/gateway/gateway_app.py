@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headstart import __version__
-from headstart.anthropic.model_page import VERSION_HEADER, anthropic_model, model_page
+from headstart.anthropic.anthropic_objects import VERSION_HEADER, anthropic_model, model_page
 from headstart.apis.api_table import CHAT, COMPLETIONS, api_of, generation_api
 from headstart.core.errors import DrainingError, InvalidRequestError
 from headstart.gateway.gateway_routes import PROXIED, ROUTES, is_passed_on

@@ -11,7 +11,7 @@ from headstart.gateway.proxy.flow_control import FlowControl, RetryBudget
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.replicas.replica_monitor import ReplicaMonitor
 from headstart.http.packed_metrics import Histogram, expose, method_label
-from headstart.http.tracing.tracer import Exported, SpanCounts
+from headstart.http.tracing.tracer import SpanCounts, Tracer
 from headstart.router.router import Router
 
 _TTFT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 300.0)
@@ -86,7 +86,7 @@ class GatewayMetrics:
             self._reported.add((name,), decision.reported_tokens)
             self._prompt.add((name,), decision.view.prompt_tokens)
 
-    def watch_tracer(self, tracer: Exported) -> None:
+    def watch_tracer(self, tracer: Tracer) -> None:
         """Add the counts of exported and lost spans to every scrape."""
         self._registry.register(SpanCounts(tracer))
 

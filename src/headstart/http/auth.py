@@ -97,10 +97,12 @@ class Authenticator:
         _check_keys([("--api-key", singles), *_keys_by_tenant(named), ("--admin-api-key", admins)])
         self._has_tenants, self._has_admins = bool(singles or named), bool(admins)
         self._domains = {entry.name: _domain(secret, b"tenant", entry.name.encode()) for entry in named}
+        of_tenants = {name: Principal(name, domain, tenant=name) for name, domain in self._domains.items()}
+        of_admins = {key: _of_key(key, secret, labels, separate=self._has_tenants) for key in admins}
         self._known = [
             *((_digest(key.encode()), _of_key(key, secret, labels, separate=True)) for key in singles),
-            *((_digest(key.encode()), self._of_tenant(entry.name)) for entry in named for key in entry.api_keys),
-            *((_digest(key.encode()), self._of_admin(key, secret, labels)) for key in admins),
+            *((_digest(key.encode()), of_tenants[entry.name]) for entry in named for key in entry.api_keys),
+            *((_digest(key.encode()), replace(one, is_admin=True)) for key, one in of_admins.items()),
         ]
 
     def domain_of(self, tenant: str) -> bytes:
@@ -120,8 +122,8 @@ class Authenticator:
             access = Access.PUBLIC
         if access is Access.PUBLIC:
             return ANYONE
-        takes_x_api_key = takes_x_api_key or _is_of_models(scope["path"])  # Anthropic's clients list models so
-        principal = self._identify(scope["headers"], takes_x_api_key=takes_x_api_key)
+        lists_models = path == "/v1/models" or path.startswith("/v1/models/")  # as Anthropic's clients do
+        principal = self._identify(scope["headers"], takes_x_api_key=takes_x_api_key or lists_models)
         if access is Access.OWN:
             access = Access.TENANT if self._has_tenants else Access.ADMIN
         if access is Access.MONITOR:
@@ -137,12 +139,6 @@ class Authenticator:
     def is_admin(self, principal: Principal, scope: Scope) -> bool:
         """Return whether an authorized client also has Access.ADMIN. Changes nothing."""
         return principal.is_admin or (not self._known and self._is_local(scope))
-
-    def _of_tenant(self, name: str) -> Principal:
-        return Principal(name, self._domains[name], tenant=name)
-
-    def _of_admin(self, key: str, secret: bytes, labels: bytes) -> Principal:
-        return replace(_of_key(key, secret, labels, separate=self._has_tenants), is_admin=True)
 
     def _authorise_admin(self, principal: Principal | None, scope: Scope) -> Principal:
         if not self._known:
@@ -184,10 +180,6 @@ def _key_in(headers: list[tuple[bytes, bytes]], *, takes_x_api_key: bool) -> byt
         return None
     scheme, _, key = values[0].partition(b" ")
     return key if scheme.lower() == b"bearer" else None
-
-
-def _is_of_models(path: str) -> bool:
-    return path == "/v1/models" or path.startswith("/v1/models/")
 
 
 def _digest(key: bytes) -> bytes:

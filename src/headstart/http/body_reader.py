@@ -50,21 +50,21 @@ class BodyReader:
 
         While it arrives it is counted as held, wherever it is. Where no file can be written it stays in memory.
         """
-        lease, body = self._budget.lease(tenant=tenant_of(request.scope)), _Body(max_memory)
-        try:
-            await self._collect(request, lease, body)
+        async with self._collected(request, max_memory) as body:
             return body.take()
-        finally:
-            body.close()
-            self._release(lease)
 
     @asynccontextmanager
     async def held(self, request: Request, max_memory: int = SPOOL_BYTES) -> AsyncGenerator[bytes | SpooledBody]:
         """Yield the body as `read_spooled` returns it; it counts as held until the block ends, and is closed then."""
+        async with self._collected(request, max_memory) as body:
+            yield body.peek()
+
+    @asynccontextmanager
+    async def _collected(self, request: Request, max_memory: int) -> "AsyncGenerator[_Body]":
         lease, body = self._budget.lease(tenant=tenant_of(request.scope)), _Body(max_memory)
         try:
             await self._collect(request, lease, body)
-            yield body.peek()
+            yield body
         finally:
             body.close()
             self._release(lease)

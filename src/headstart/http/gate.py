@@ -17,17 +17,10 @@ from headstart.http.web_pages import WebPages
 class Host(Protocol):
     """The state that a gate needs, implemented by the server and the router."""
 
-    @property
-    def auth(self) -> Authenticator: ...
-
-    @property
-    def pages(self) -> WebPages: ...
-
-    @property
-    def log(self) -> Log: ...
-
-    @property
-    def tracer(self) -> Tracer | None: ...
+    auth: Authenticator
+    pages: WebPages
+    log: Log
+    tracer: Tracer | None
 
     def note(self, record: AccessRecord, error: Exception) -> None:
         """Set `error` on the record, and log it if it is not the client's mistake."""

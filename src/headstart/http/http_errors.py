@@ -4,7 +4,7 @@ Messages contain only limits and what the client itself sent: no paths, no addre
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
 
 from starlette.responses import Response
 
@@ -14,33 +14,18 @@ from headstart.openai.responses import Json, encode, error_object, error_of
 Headers = dict[str, str]
 
 
-class ApiRules(Protocol):
-    """The rules of an API that hold before its requests are read."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiRules:
+    """The rules of an API that hold before its requests are read.
 
-    @property
-    def path(self) -> str:
-        """The path of generation."""
-        ...
+    `error_body` returns the body of an error for status, OpenAI's error object and the request's id.
+    """
 
-    @property
-    def operation(self) -> str:
-        """The operation there, as OpenTelemetry names it; empty: none that is traced."""
-        ...
-
-    @property
-    def takes_x_api_key(self) -> bool:
-        """Whether a key may also be in x-api-key."""
-        ...
-
-    @property
-    def id_header(self) -> bytes | None:
-        """The header of the request's id, beside x-request-id."""
-        ...
-
-    @property
-    def error_body(self) -> Callable[[int, Json, str], Json]:
-        """Returns the body of an error for its status, OpenAI's error object and the request's id."""
-        ...
+    path: str  # of generation
+    operation: str = "chat"  # gen_ai.operation.name of the traces of `path`; empty: there are none
+    takes_x_api_key: bool = False  # a key may also be in x-api-key
+    id_header: bytes | None = None  # of the request's id, beside x-request-id
+    error_body: Callable[[int, Json, str], Json] = lambda status, body, request_id: body
 
 
 class HttpError(Exception):

@@ -97,7 +97,12 @@ class LongWork:
         if num_bytes <= self._long_bytes and not waits:
             return work()
         gone = asyncio.Event()
-        watcher = None if receive is None else asyncio.create_task(_watch(receive, gone))
+
+        async def watch(receive: Receive) -> None:
+            await until_gone(receive)
+            gone.set()
+
+        watcher = None if receive is None else asyncio.create_task(watch(receive))
 
         def wanted() -> _Result:
             if gone.is_set():
@@ -115,7 +120,7 @@ class LongWork:
         return result
 
 
-async def _watch(receive: Receive, gone: asyncio.Event) -> None:
+async def until_gone(receive: Receive) -> None:
+    """Return when the client of a request, whose body has been read, has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    gone.set()

@@ -61,17 +61,12 @@ class Histogram(Collector):
     """
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], labels: dict[str, str]) -> None:
-        """`bounds`: the upper bound of each bucket, ascending and without infinity."""
+        """`bounds`: the upper bound of each bucket, ascending and without infinity, which the attribute ends with."""
         self._name, self._text, self._labels = name, text, labels
-        self._bounds = (*bounds, inf)
-        self._counts = array("q", bytes(8 * len(self._bounds)))  # per bucket, not cumulative
+        self.bounds = (*bounds, inf)
+        self._counts = array("q", bytes(8 * len(self.bounds)))  # per bucket, not cumulative
         self._sum = array("d", (0.0,))
         self._exemplars: dict[int, Exemplar] = {}  # by bucket
-
-    @property
-    def bounds(self) -> tuple[float, ...]:
-        """The upper bound of each bucket; the last is infinite."""
-        return self._bounds
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -80,7 +75,7 @@ class Histogram(Collector):
 
     def observe(self, value: float, trace_id: str = "") -> None:
         """Count one value, of the trace with this id if there is one."""
-        bucket = bisect_left(self._bounds, value)
+        bucket = bisect_left(self.bounds, value)
         self._counts[bucket] += 1
         self._sum[0] += value
         if trace_id:
@@ -89,7 +84,7 @@ class Histogram(Collector):
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=tuple(self._labels))
         total, buckets = 0, list[tuple[str, float] | tuple[str, float, Exemplar]]()
-        for bucket, (bound, count) in enumerate(zip(self._bounds, self._counts, strict=True)):
+        for bucket, (bound, count) in enumerate(zip(self.bounds, self._counts, strict=True)):
             total += count
             named, exemplar = (floatToGoString(bound), float(total)), self._exemplars.get(bucket)
             buckets.append(named if exemplar is None else (*named, exemplar))

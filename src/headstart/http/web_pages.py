@@ -43,7 +43,8 @@ class WebPages:
 
     def check_host(self, scope: Any) -> None:
         """Raise HttpError 403 if a client on this machine uses a host name that is not served."""
-        if self._checks_host and _is_loopback_client(scope) and not has_known_host(scope, self.names):
+        client = scope.get("client") if self._checks_host else None
+        if client is not None and is_loopback(client[0]) and not has_known_host(scope, self.names):
             host = next(value for name, value in scope["headers"] if name == b"host")[:128]
             raise HttpError(
                 403,
@@ -97,11 +98,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
-
-
-def _is_loopback_client(scope: Any) -> bool:
-    client = scope.get("client")
-    return client is not None and is_loopback(client[0])
 
 
 @lru_cache(maxsize=256)

@@ -111,21 +111,15 @@ def timestamp(seconds: float) -> str:
 
 
 def _tag(card: Mapping[str, Any]) -> Json:
-    details = {
-        "parent_model": "",
-        "format": "",
-        "family": "",
-        "families": [],
-        "parameter_size": "",
-        "quantization_level": "",
-    }
+    unknown: Json = dict.fromkeys(("parent_model", "format", "family"), "")
+    unknown |= {"families": [], "parameter_size": "", "quantization_level": ""}
     return {
         "name": card["id"],
         "model": card["id"],
         "modified_at": timestamp(card.get("created") or 0),
         "size": 0,
         "digest": "",
-        "details": details,
+        "details": unknown,
     }
 
 

@@ -15,7 +15,7 @@ from headstart.openai.bounds import Bounds
 from headstart.openai.chat.chat_translation import ChatTranslation, Renames, passed_on, template_variables
 from headstart.openai.chat.sent_message import MAX_TOOL_CALLS
 from headstart.openai.generation_fields import Model
-from headstart.openai.request_model import RequestModel, Text, checked, validated
+from headstart.openai.request_model import RequestModel, SentMessages, SentObjects, Text, checked, validated
 from headstart.openai.responses import Json
 from headstart.openai.tools.tool_fields import MAX_TOOLS, known_effort
 from headstart.openai.value_checks import bad_value, check_list, check_mapping, shown, unsupported
@@ -55,10 +55,10 @@ class OllamaFields(RequestModel):
 class OllamaChat(OllamaFields):
     """A body of /api/chat."""
 
-    messages: Annotated[list[Any], checked(lambda value, _: _list(value), list[dict[str, Any]])]
-    tools: Annotated[
-        list[Any], checked(lambda value, _: list(check_list("tools", value, MAX_TOOLS)), list[dict[str, Any]])
-    ] = Field([], description="Functions that the model may call")
+    messages: SentMessages
+    tools: Annotated[list[Any], checked(lambda value, _: list(check_list("tools", value, MAX_TOOLS)), SentObjects)] = (
+        Field([], description="Functions that the model may call")
+    )
 
 
 class OllamaGenerate(OllamaFields):
@@ -134,10 +134,6 @@ def _options(sent: Mapping[str, Any], bounds: Bounds) -> dict[str, Any]:
         else:
             found["max_completion_tokens"] = min(limit, bounds.max_model_len)
     return found
-
-
-def _list(value: object) -> list[Any]:
-    return list(check_list("messages", value, 1 << 20, "messages"))
 
 
 def _messages(sent: list[Any]) -> list[Json]:

@@ -269,13 +269,9 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, bounds: Bounds, add_spec
         return prompt
     _check_length(prompt, tokenizer, bounds)
     token_ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-    _check_not_empty(token_ids)
-    return token_ids
-
-
-def _check_not_empty(token_ids: "array[int]") -> None:
     if not token_ids:
         raise InvalidRequestError("the prompt is empty: it has no tokens; send some text", param="prompt")
+    return token_ids
 
 
 def _check_length(prompt: str, tokenizer: Tokenizer, bounds: Bounds) -> None:

@@ -48,10 +48,6 @@ def _stop(value: object, _: Bounds) -> tuple[str, ...]:
     return check_stops("stop", [value] if isinstance(value, str) else value)
 
 
-def _stop_token_ids(value: object, bounds: Bounds) -> tuple[int, ...]:
-    return check_token_ids("stop_token_ids", value, bounds, max_items=MAX_STOP_TOKEN_IDS)
-
-
 def _logit_bias(value: object, bounds: Bounds) -> tuple[tuple[int, float], ...]:
     biases: dict[int, float] = {}
     for key, bias in check_mapping("logit_bias", value, MAX_LOGIT_BIAS).items():
@@ -99,7 +95,13 @@ StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
 Stops = Annotated[tuple[str, ...], checked(_stop, StopText | StopTexts)]
 TokenId = Annotated[int, Field(ge=0, le=INT31_MAX)]
-StopTokenIds = Annotated[tuple[int, ...], checked(_stop_token_ids, list[TokenId])]
+StopTokenIds = Annotated[
+    tuple[int, ...],
+    checked(
+        lambda value, bounds: check_token_ids("stop_token_ids", value, bounds, max_items=MAX_STOP_TOKEN_IDS),
+        list[TokenId],
+    ),
+]
 TokenIdKey = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 LogitBias = Annotated[
     tuple[tuple[int, float], ...],

@@ -15,7 +15,7 @@ from headstart.core.request import DEFAULT_RETENTION, CacheMode, Retention, Samp
 from headstart.openai.bounds import Bounds
 from headstart.openai.cache_params import cache_wishes
 from headstart.openai.canonical.prompt_rules import AppliedRules
-from headstart.openai.forms.fields import check_fields
+from headstart.openai.forms.fields import UNSUPPORTED, check_fields, refuse_unsupported
 from headstart.openai.forms.treatments import ApiName
 from headstart.openai.generation_fields import ChatFields, CompletionFields, GenerationFields
 from headstart.openai.request_model import validated
@@ -23,7 +23,6 @@ from headstart.openai.structured.dropped_keywords import Dropped
 from headstart.openai.structured.structured_fields import output_grammar
 from headstart.openai.tools.chat_format import ChatOutput
 from headstart.openai.tools.tool_fields import ToolParams, tool_params
-from headstart.openai.unsupported import UNSUPPORTED, refuse_unsupported
 from headstart.openai.value_checks import bad_value, unsupported
 
 GREEDY_BELOW = 1e-5  # a smaller temperature would only overflow, with the same token as the result

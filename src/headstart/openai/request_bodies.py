@@ -62,7 +62,13 @@ Prompts = Annotated[
     checked(lambda value, bounds: parse_prompts(value, bounds), str | SentTexts | SentIds | SentLists),
 ]
 # An array[int], which cannot be evaluated as a type before Python 3.12.
-Decodable = Annotated[Any, checked(lambda value, bounds: _decodable(value, bounds), list[TokenId])]
+Decodable = Annotated[
+    Any,
+    checked(
+        lambda value, bounds: array("i", check_token_ids("tokens", value, bounds, max_items=16 * bounds.max_model_len)),
+        list[TokenId],
+    ),
+]
 
 
 class CompletionRequest(CompletionFields):
@@ -216,10 +222,6 @@ def _canonical(body: ChatBody, rules: PromptRules) -> ChatBody:
         applied_rules=found.applied,
     )
     return replace(body, messages=found.messages, params=params)
-
-
-def _decodable(value: object, bounds: Bounds) -> "array[int]":
-    return array("i", check_token_ids("tokens", value, bounds, max_items=16 * bounds.max_model_len))
 
 
 def _is_int(value: object) -> bool:

@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from headstart.openai.bounds import Bounds
-from headstart.openai.value_checks import bad_value, missing, plain, shown
+from headstart.openai.value_checks import bad_value, check_list, missing, plain, shown
 
 _QUOTED = re.compile(r"'([^']*)'")
 _TYPES = {
@@ -74,6 +74,12 @@ def checked(check: Callable[[Any, Bounds], Any], accepts: Any) -> PlainValidator
     `accepts` is the type before the check, for /openapi.json.
     """
     return PlainValidator(lambda value, info: check(value, info.context), json_schema_input_type=accepts)
+
+
+SentObjects = list[dict[str, Any]]
+SentMessages = Annotated[  # of another API, each of which its own reader checks
+    list[Any], checked(lambda value, _: list(check_list("messages", value, 1 << 20, "messages")), SentObjects)
+]
 
 
 def validated(model: type[_Model], values: Mapping[str, Any], bounds: Bounds) -> _Model:

@@ -30,6 +30,12 @@ _TYPE_OF_STATUS = {
     429: "rate_limit_error",
 }
 
+_OF_ERRORS = (  # class, status, code; and the message, "" if it is that of the error
+    (QueueFullError, 429, "queue_full", ""),
+    (DrainingError, 503, "draining", ""),
+    (EngineDeadError, 503, "engine_dead", "the engine has stopped; restart the server"),
+)
+
 
 def error_object(message: str, *, status: int, code: str | None = None, param: str | None = None) -> Json:
     """Return OpenAI's error object; the type follows from the HTTP status."""
@@ -42,12 +48,9 @@ def error_of(error: HeadstartError) -> tuple[int, Json]:
     if isinstance(error, InvalidRequestError):
         status = 404 if error.code == "model_not_found" else 400
         return status, error_object(str(error), status=status, code=error.code, param=error.param)
-    if isinstance(error, QueueFullError):
-        return 429, error_object(str(error), status=429, code="queue_full")
-    if isinstance(error, DrainingError):
-        return 503, error_object(str(error), status=503, code="draining")
-    if isinstance(error, EngineDeadError):
-        return 503, error_object("the engine has stopped; restart the server", status=503, code="engine_dead")
+    for kind, status, code, message in _OF_ERRORS:
+        if isinstance(error, kind):
+            return status, error_object(message or str(error), status=status, code=code)
     return 500, error_object("internal error", status=500, code="internal_error")
 
 

@@ -59,13 +59,12 @@ def check_text(name: str, text: str) -> str:
     return text
 
 
-def check_string(name: str, value: object, max_chars: int | None = None) -> str:
+def check_string(name: str, value: object) -> str:
     """Return a required string. Raises InvalidRequestError."""
     if value is None:
         raise missing(name)
-    if not isinstance(value, str) or (max_chars is not None and len(value) > max_chars):
-        limit = "" if max_chars is None else f" of at most {max_chars} characters"
-        bad_value(name, f"is {shown(value)}", f"it must be a string{limit}")
+    if not isinstance(value, str):
+        bad_value(name, f"is {shown(value)}", "it must be a string")
     return check_text(name, value)
 
 
@@ -76,6 +75,13 @@ def check_int(name: str, value: object, low: int, high: int) -> int:
     if not low <= value <= high:
         bad_value(name, f"is {shown(value)}", f"it must be between {low} and {high}")
     return value
+
+
+def check_count(name: str, text: str, high: int) -> int:
+    """Return a query parameter, an integer in [1, high]. Raises InvalidRequestError."""
+    if not text.isdecimal() or not text.isascii() or not 1 <= int(text[: len(str(high)) + 1]) <= high:
+        bad_value(name, f"is {shown(text)}", f"it must be between 1 and {high}")
+    return int(text)
 
 
 def check_number(name: str, value: object, low: float, high: float) -> float:

@@ -8,11 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headstart.core.errors import InvalidRequestError
 from headstart.http.http_errors import HttpError
+from headstart.http.long_work import until_gone
 from headstart.http.sse import HEADERS, WRITE_SECONDS, error_event, event
 from headstart.openai.responses import Json
-from headstart.openai.value_checks import shown
+from headstart.openai.value_checks import check_count
 
 FRAME_SECONDS = 1.0
 MAX_STREAMS = 64
@@ -34,7 +34,9 @@ class LiveStreams:
 
         Raises HttpError 429 for too many streams, InvalidRequestError, and what the first call of `frame` raises.
         """
-        num_frames = min(_num_frames(request.query_params.get("frames")), max_frames)
+        num_frames = min(
+            check_count("frames", request.query_params.get("frames", str(MAX_FRAMES)), MAX_FRAMES), max_frames
+        )
         if self._open.total() >= MAX_STREAMS or self._open[tenant] >= MAX_STREAMS_PER_TENANT:
             message = f"{self._open[tenant]} streams of figures are open and {MAX_STREAMS_PER_TENANT} may be"
             raise HttpError(429, message, code="too_many_streams", headers={"retry-after": "5"})
@@ -52,7 +54,7 @@ class _Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._opened[self._tenant] += 1
-        gone = asyncio.create_task(_until_gone(receive))
+        gone = asyncio.create_task(until_gone(receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._events(gone, send)
@@ -80,15 +82,3 @@ class _Stream(Response):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
-
-
-def _num_frames(value: str | None) -> int:
-    text = str(MAX_FRAMES) if value is None else value
-    if not text.isdecimal() or not text.isascii() or not 1 <= int(text[:8]) <= MAX_FRAMES:
-        raise InvalidRequestError(f"frames is {shown(text)}; it must be between 1 and {MAX_FRAMES}", param="frames")
-    return int(text)
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -14,14 +14,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from headstart import __version__
+from headstart.anthropic.anthropic_objects import VERSION_HEADER, anthropic_model, model_page
 from headstart.anthropic.messages_request import CountTokensRequest
-from headstart.anthropic.model_page import VERSION_HEADER, anthropic_model, model_page
 from headstart.apis import answer_schemas as schema
 from headstart.apis.answer_schemas import Answers
 from headstart.apis.api_table import api_of
 from headstart.apis.ollama_api import OLLAMA_TREE
 from headstart.apis.openapi import Operation, document
-from headstart.core.errors import InvalidRequestError
 from headstart.http.access_record import record_of
 from headstart.http.gate import Gate
 from headstart.http.http_errors import HttpError, error_response, json_response
@@ -43,7 +42,7 @@ from headstart.openai.request_json import parse_json
 from headstart.openai.tokenizer.handed_tokens import MAX_HANDED_BYTES
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.tool_fields import tool_params
-from headstart.openai.value_checks import shown
+from headstart.openai.value_checks import bad_value, check_count, shown
 from headstart.page.live_stream import LiveStreams
 from headstart.page.page_files import PageFiles
 from headstart.server.apis.answer_format import ServedApi, check_model
@@ -51,7 +50,7 @@ from headstart.server.apis.generation_routes import GenerationRoutes, served_api
 from headstart.server.apis.ollama_format import OllamaRoutes
 from headstart.server.cache_api import cache_schema
 from headstart.server.cache_api.cache_routes import cache_stats, explain, recent_requests
-from headstart.server.cache_api.cache_tree import CacheTree, max_runs_of
+from headstart.server.cache_api.cache_tree import DEFAULT_RUNS, MAX_RUNS, CacheTree
 from headstart.server.cache_api.live_figures import LiveFigures
 from headstart.server.inference import infer, run_with_body
 from headstart.server.server_state import ServerState
@@ -292,7 +291,7 @@ class _Routes:
     async def cache_tree(self, request: Request) -> Response:
         """The published blocks of the prefix cache as a tree of runs (`max_runs`: how many, the largest first)."""
         model, principal = self._state.check_ready(), record_of(request.scope).principal
-        max_runs = max_runs_of(request.query_params.get("max_runs"))
+        max_runs = check_count("max_runs", request.query_params.get("max_runs", str(DEFAULT_RUNS)), MAX_RUNS)
         return json_response(await self._tree.answer(model, principal, max_runs))
 
     async def live(self, request: Request) -> Response:
@@ -344,5 +343,5 @@ def _switch(request: Request, name: str) -> bool:
     """Return a boolean query parameter, by default False. Raises InvalidRequestError."""
     value = request.query_params.get(name, "false")
     if value not in ("true", "false"):
-        raise InvalidRequestError(f"{name} is {shown(value)}; it must be true or false", param=name)
+        bad_value(name, f"is {shown(value)}", "it must be true or false")
     return value == "true"

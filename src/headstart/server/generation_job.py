@@ -90,7 +90,7 @@ class GenerationJob:
         self._output_bytes = output_token_bytes(params)
         self._reserved_tokens = sum(min(request.sampling.max_tokens, RESERVED_TOKENS) for request in requests)
         self._num_tokens = 0
-        self._ledger = PromptTokenBreakdown()
+        self.breakdown = PromptTokenBreakdown()  # the sources of the prompts' tokens so far
         self.evicted = Counter[str | None]()  # computed prompt tokens in blocks that had been evicted, by tenant
         self.examined = asked.examined
         self.diagnosis = asked.diagnosis
@@ -144,20 +144,15 @@ class GenerationJob:
     def usage(self) -> Json:
         """Return OpenAI's usage object for the output so far."""
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
-        return usage(num_prompt_tokens, self._num_tokens, self._ledger, self._num_written)
+        return usage(num_prompt_tokens, self._num_tokens, self.breakdown, self._num_written)
 
     def diagnostics(self) -> Json:
         """Return the diagnostics of the prompt cache under Headstart's own name; empty unless requested."""
         diagnosis = self.diagnosis
-        found = None if diagnosis is None else diagnosis.found(self._ledger.cached, self.evicted.total())
+        found = None if diagnosis is None else diagnosis.found(self.breakdown.cached, self.evicted.total())
         if diagnosis is None or found is None:
             return {}
         return {"cache_diagnostics": {**diagnosis.own(found), "rules": dict(self.params.applied_rules)}}
-
-    @property
-    def breakdown(self) -> PromptTokenBreakdown:
-        """The sources of the prompts' tokens so far."""
-        return self._ledger
 
     @property
     def _num_written(self) -> int:
@@ -177,7 +172,7 @@ class GenerationJob:
         if first is None or scheduled is None:
             return None
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
-        return AnswerReport(answer_id, num_prompt_tokens, self._ledger.cached, (first - scheduled) * 1e3)
+        return AnswerReport(answer_id, num_prompt_tokens, self.breakdown.cached, (first - scheduled) * 1e3)
 
     def close(self) -> None:
         """Abort unfinished requests, release the lease, and complete the record and the metrics."""
@@ -189,7 +184,7 @@ class GenerationJob:
         usage = self.usage()
         self.record.num_prompt_tokens = usage["prompt_tokens"]
         self.record.num_tokens = usage["completion_tokens"]
-        self.record.breakdown = self._ledger
+        self.record.breakdown = self.breakdown
         self._metrics.prompts(self.record.principal.tenant, self.record.breakdown, self.evicted)
         self.record.finish_reason = self.generations[0].finish_reason or "abort"
         if self.record.trace is not None and self.record.trace.is_sampled:
@@ -202,8 +197,8 @@ class GenerationJob:
         delta = generation.update(output)
         self._num_tokens += generation.num_tokens - before
         if generation.breakdown is not was and index % self.params.n == 0:  # a prompt counts once, by its first choice
-            parts = zip(self._ledger, generation.breakdown, was, strict=True)
-            self._ledger = PromptTokenBreakdown(*(total + new - old for total, new, old in parts))
+            parts = zip(self.breakdown, generation.breakdown, was, strict=True)
+            self.breakdown = PromptTokenBreakdown(*(total + new - old for total, new, old in parts))
             self.evicted[output.evicted_by] += output.num_evicted_tokens
         if delta.finish_reason in ("error", "abort"):
             self._open.discard(output.request_id)

@@ -22,6 +22,7 @@ from headstart.core.request import CacheMode
 from headstart.http.access_record import AccessRecord, record_of
 from headstart.http.answer_report import REPORT_HEADER
 from headstart.http.http_errors import ClientGoneError, Headers, json_response
+from headstart.http.long_work import until_gone
 from headstart.http.spooled_body import SpooledBody, in_memory
 from headstart.http.sse import HEADERS, PING, WRITE_SECONDS
 from headstart.http.tracing.request_trace import Attributes
@@ -165,8 +166,7 @@ async def run_with_body(
 
 async def _watch(receive: Receive, job: GenerationJob) -> None:
     """Cancel the job when the client disconnects."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    await until_gone(receive)
     job.cancel(ClientGoneError())
 
 

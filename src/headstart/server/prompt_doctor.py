@@ -70,7 +70,7 @@ class PromptDoctor:
 
     def finished(self, tenant: str, entry: WindowEntry, breakdown: PromptTokenBreakdown, num_evicted: int) -> None:
         """Examine an answered request's prompt if there is CPU time to spend; on a thread, one at a time."""
-        if self._examining is not None or not self._may_spend():
+        if self.is_busy or self.spent_seconds >= FREE_SECONDS + self._share * self._cpu_seconds():
             return
         earlier = self._window.earlier(entry)
         self._examining = asyncio.get_running_loop().create_task(
@@ -105,6 +105,3 @@ class PromptDoctor:
             counts.computed_tokens += limit
             counts.avoidable_tokens += tokens
             counts.causes = counts.causes + Counter(causes)
-
-    def _may_spend(self) -> bool:
-        return self.spent_seconds < FREE_SECONDS + self._share * self._cpu_seconds()

@@ -5,7 +5,6 @@ total; the oldest go first. Thread-safe.
 """
 
 import itertools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from headstart.openai.canonical.canonical_body import canonical_body
@@ -44,7 +43,7 @@ class PromptLog:
     def add(self, tenant: str, kept: KeptBody) -> None:
         """Keep the body of a request; one that exceeds the tenant's share alone is not kept."""
         if self.is_on:
-            self._bodies.put(tenant, next(self._numbers).to_bytes(8, "big"), kept)
+            self._bodies.put(tenant, next(self._numbers), kept)
 
     def bodies(self, tenant: str, last: int) -> list[Json]:
         """Return the last bodies of a tenant, the oldest first, as the rules for prompts leave them."""
@@ -72,11 +71,6 @@ class PromptLog:
     def _listed(self, kept: KeptBody) -> Json:
         values = parse_json(kept.data)
         return {"path": kept.path, "body": canonical_body(kept.path, kept.data, values, self._rules).values}
-
-
-def listing(bodies: Sequence[Json]) -> Json:
-    """Return the JSON of /v1/cache/requests."""
-    return {"object": "list", "data": list(bodies)}
 
 
 def _size(body: KeptBody) -> int:

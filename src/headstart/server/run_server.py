@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Coroutine, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,44 +79,38 @@ def serve(
             unlink(server_options.uds)
 
 
+@dataclass(slots=True)
 class _Run:
     """One run of a server."""
 
-    def __init__(
-        self,
-        build: Build,
-        engine_options: EngineOptions,
-        server_options: ServerOptions,
-        listener: socket.socket,
-        log: Log,
-        num_shares: int,
-    ) -> None:
-        self._num_shares = num_shares
-        self._build = build
-        self._engine_options = engine_options
-        self._options = server_options
-        self._listener = listener
-        self._log = log
+    build: Build
+    engine_options: EngineOptions
+    options: ServerOptions
+    listener: socket.socket
+    log: Log
+    num_shares: int
+    shutdown: Shutdown = field(init=False)
+    figures: LiveFigures = field(init=False)
 
     async def run(self) -> int:
         """Start HTTP and engine, serve until a signal or the engine's death, and stop both. Return the exit code."""
         engine = EngineClient()
         try:
-            state = ServerState(self._options, engine, self._log, self._domain_secret(), num_shares=self._num_shares)
-            recording = DecisionLog(Path(self._options.record)) if self._options.record else None
+            state = ServerState(self.options, engine, self.log, self._domain_secret(), num_shares=self.num_shares)
+            recording = DecisionLog(Path(self.options.record)) if self.options.record else None
         except ConfigError as error:
-            self._log.line(f"headstart: {error}")
+            self.log.line(f"headstart: {error}")
             return EXIT_CONFIG
         if recording is not None:
             engine.recorder = RequestRecorder(recording.write)
-        shutdown = self._shutdown = Shutdown(
-            self._options.drain_timeout, self._log, num_requests=lambda: state.num_jobs, on_drain=state.drain
+        shutdown = self.shutdown = Shutdown(
+            self.options.drain_timeout, self.log, num_requests=lambda: state.num_jobs, on_drain=state.drain
         )
         shutdown.install()
-        self._figures = LiveFigures(state)
-        cap = connection_cap(self._options.max_num_queued_reqs, files_each=1)
-        http = HttpServer(uvicorn_config(build_app(state, self._figures), ConnectionTable(cap)))
-        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+        self.figures = LiveFigures(state)
+        cap = connection_cap(self.options.max_num_queued_reqs, files_each=1)
+        http = HttpServer(uvicorn_config(build_app(state, self.figures), ConnectionTable(cap)))
+        serving = asyncio.create_task(http.serve(sockets=[self.listener]))
         try:
             return await self._live(state, engine)
         finally:
@@ -133,7 +128,7 @@ class _Run:
 
         With it, other processes find the same blocks. Raises ConfigError for an unusable folder or file.
         """
-        options = self._engine_options
+        options = self.engine_options
         folder, url = (None, None) if options.kv_store is None else places(options.kv_store)
         if url is not None:  # also beside a folder: the domains are those of all machines
             return derive(read_shared_secrets(options.kv_store_secret)[-1], b"domains")
@@ -141,23 +136,23 @@ class _Run:
 
     async def _live(self, state: ServerState, engine: EngineClient) -> int:
         try:
-            started = await self._until_stopped(engine.start(self._build, self._engine_options))
+            started = await self._until_stopped(engine.start(self.build, self.engine_options))
             if started is None:
-                self._log.line("headstart: stopped while loading")
+                self.log.line("headstart: stopped while loading")
                 return EXIT_OK
             model = state.prepare(started)
             await asyncio.to_thread(model.tokenizer.start_chat)
             if await self._until_stopped(warm_prefixes(state, model)) is None:
-                self._log.line("headstart: stopped while loading")
+                self.log.line("headstart: stopped while loading")
                 return EXIT_OK
             store = await self._store_text(engine)
             state.open(model)
         except (ConfigError, EngineDeadError) as error:
-            self._log.line(f"headstart: {error}")
+            self.log.line(f"headstart: {error}")
             return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_BROKEN
-        host, port, path = address_of(self._listener)
-        self._log.line(banner(model, self._options, host, port, store=store, uds=path))
-        works = write_statistics(state), trim_regularly(), self._figures.sample_regularly()
+        host, port, path = address_of(self.listener)
+        self.log.line(banner(model, self.options, host, port, store=store, uds=path))
+        works = write_statistics(state), trim_regularly(), self.figures.sample_regularly()
         regular = [asyncio.create_task(work) for work in works]
         try:
             await self._until_stopped(engine.died.wait())
@@ -169,36 +164,36 @@ class _Run:
     async def _store_text(self, engine: EngineClient) -> str | None:
         """Return the banner's text about the store, None without one. Raises EngineDeadError."""
         stats = stats_of(await engine.call("cache_stats"))
-        folder = self._engine_options.kv_store
+        folder = self.engine_options.kv_store
         return None if stats.store is None or folder is None else store_text(folder, stats.store)
 
     async def _drain(self, state: ServerState, engine: EngineClient) -> int:
         """Wait for the admitted requests up to the drain timeout, cancel the rest, and return the exit code."""
         if engine.dead is not None:
-            self._log.line(f"headstart: the engine has stopped ({engine.dead}); so does the server")
-            await first_of(self._shutdown.at_once.wait(), timeout=DEAD_SECONDS)
+            self.log.line(f"headstart: the engine has stopped ({engine.dead}); so does the server")
+            await first_of(self.shutdown.at_once.wait(), timeout=DEAD_SECONDS)
             return EXIT_BROKEN
-        deadline = time.monotonic() + self._shutdown.drain_seconds
+        deadline = time.monotonic() + self.shutdown.drain_seconds
         while (
             state.num_jobs
             and engine.dead is None
-            and not self._shutdown.at_once.is_set()
+            and not self.shutdown.at_once.is_set()
             and time.monotonic() < deadline
         ):
-            await first_of(state.idle.wait(), self._shutdown.at_once.wait(), engine.died.wait(), timeout=0.5)
+            await first_of(state.idle.wait(), self.shutdown.at_once.wait(), engine.died.wait(), timeout=0.5)
         if not state.num_jobs:
             return EXIT_OK if engine.dead is None else EXIT_BROKEN
-        self._log.line(f"headstart: {state.num_jobs} requests were cut off")
+        self.log.line(f"headstart: {state.num_jobs} requests were cut off")
         state.cancel_all(DrainingError("the server shut down before this request was finished"))
         await first_of(state.idle.wait(), timeout=CUT_SECONDS)
-        return EXIT_INTERRUPTED if self._shutdown.at_once.is_set() else EXIT_BROKEN
+        return EXIT_INTERRUPTED if self.shutdown.at_once.is_set() else EXIT_BROKEN
 
     async def _close(self, engine: EngineClient) -> None:
         """Stop the engine, which first writes its pending blocks to the store; a second Ctrl-C kills it instead."""
         store = engine.stats.store
-        if store is not None and store.num_pending and engine.dead is None and not self._shutdown.at_once.is_set():
-            self._log.line(f"headstart: writing {store.num_pending:,} blocks to the store; Ctrl-C stops at once")
-        hurry = asyncio.create_task(self._shutdown.at_once.wait())
+        if store is not None and store.num_pending and engine.dead is None and not self.shutdown.at_once.is_set():
+            self.log.line(f"headstart: writing {store.num_pending:,} blocks to the store; Ctrl-C stops at once")
+        hurry = asyncio.create_task(self.shutdown.at_once.wait())
         closing = asyncio.create_task(engine.close())
         await asyncio.wait([closing, hurry], return_when=asyncio.FIRST_COMPLETED)
         if not closing.done():
@@ -208,7 +203,7 @@ class _Run:
 
     async def _until_stopped(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Return the result of `work`, or None if a signal arrived first."""
-        return await first_of(work, self._shutdown.begun.wait())
+        return await first_of(work, self.shutdown.begun.wait())
 
 
 async def warm_prefixes(state: ServerState, model: Model) -> int:

@@ -6,7 +6,6 @@ from its last heartbeat at scrape time; only histograms and HTTP counters are ke
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,8 +13,9 @@ from prometheus_client.registry import Collector
 
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import EngineInfo, EngineStats
+from headstart.engine.engine_client import EngineClient
 from headstart.http.packed_metrics import Counter, Families, Histogram, expose, method_label
-from headstart.http.tracing.tracer import Exported, SpanCounts
+from headstart.http.tracing.tracer import SpanCounts, Tracer
 from headstart.openai.canonical.prompt_rules import PLACEMENT_TEXTS, RULE_TEXTS, AppliedRules
 from headstart.openai.forms.skipped import KNOWN, SkippedCounts, metric_label
 from headstart.openai.responses import CACHE_SOURCES
@@ -42,14 +42,6 @@ _TOKEN_TIME = (
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _CHOICES = (1, 2, 5, 10, 20)
-
-
-class EngineView(Protocol):
-    """The engine state that a scrape reads; implemented by EngineClient. `info` is None until the engine has loaded."""
-
-    info: EngineInfo | None
-    stats: EngineStats
-    last_heard: float
 
 
 class Metrics:
@@ -101,7 +93,7 @@ class Metrics:
             str, Mapping[str, int]
         ] = {}  # those in evicted blocks, by the tenant that evicted
 
-    def watch(self, engine: EngineView) -> None:
+    def watch(self, engine: EngineClient) -> None:
         """Add the engine's own counters and gauges to every scrape."""
         self._of_load.register(_LoadCollector(engine, self._model_name))
         self._registry.register(_EngineCollector(engine, self._model_name))
@@ -112,7 +104,7 @@ class Metrics:
         """Add the memory of prompts' fingerprints and the estimate of the avoidable share to every scrape."""
         self._of_prompts.fingerprints, self._of_prompts.doctor = memory, doctor
 
-    def watch_tracer(self, tracer: Exported) -> None:
+    def watch_tracer(self, tracer: Tracer) -> None:
         """Add the counts of exported and lost spans to every scrape."""
         self._registry.register(SpanCounts(tracer))
 
@@ -202,7 +194,7 @@ _COUNTERS = {  # of the engine's Counters
 class _HeartbeatCollector(Collector):
     """Metrics that are read from the engine's last heartbeat."""
 
-    def __init__(self, engine: EngineView, model_name: str) -> None:
+    def __init__(self, engine: EngineClient, model_name: str) -> None:
         self._engine = engine
         self._families = Families(model_name, "")
 

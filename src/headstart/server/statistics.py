@@ -6,6 +6,7 @@ it the prompt tokens that were not reused, by cause.
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from headstart.core.engine import EngineStats
@@ -39,10 +40,13 @@ async def write_statistics(state: ServerState) -> None:
         last, at, seen = stats, now, examined
 
 
-def _fields(last: EngineStats, stats: EngineStats, elapsed: float) -> dict[str, object]:
-    def since(name: str) -> int:
-        return getattr(stats.counters, name) - getattr(last.counters, name)
+def _growth(last: EngineStats, stats: EngineStats) -> Callable[[str], int]:
+    """Return a function that returns how much a counter has grown."""
+    return lambda name: getattr(stats.counters, name) - getattr(last.counters, name)
 
+
+def _fields(last: EngineStats, stats: EngineStats, elapsed: float) -> dict[str, object]:
+    since = _growth(last, stats)
     steps, prompts, ideal = stats.num_steps - last.num_steps, since("prompt_tokens"), since("ideal_tokens")
     return {
         "running": stats.num_running,
@@ -92,12 +96,11 @@ def losses(
     `seen` and `examined`: prompt tokens of the doctor's sample and the avoidable ones among them, then and now. Without
     a prompt examined since, all of the sample counts.
     """
-    counters, before = stats.counters, last.counters
-    prompts = counters.prompt_tokens - before.prompt_tokens
-    computed = counters.prompt_computed_tokens - before.prompt_computed_tokens
+    since = _growth(last, stats)
+    prompts, computed = since("prompt_tokens"), since("prompt_computed_tokens")
     if not prompts:
         return None
-    evicted = min(counters.evicted_tokens - before.evicted_tokens, computed)
+    evicted = min(since("evicted_tokens"), computed)
     sample, avoidable = examined[0] - seen[0], examined[1] - seen[1]
     if not sample:
         sample, avoidable = examined
@@ -111,13 +114,9 @@ def _share(part: int, whole: int) -> float | None:
 
 def statistics_text(last: EngineStats, stats: EngineStats, elapsed: float) -> str:
     """Return the engine's activity in the `elapsed` seconds since `last` as text for people, without the time."""
-    counters, before = stats.counters, last.counters
-    steps, prompts = stats.num_steps - last.num_steps, counters.prompt_tokens - before.prompt_tokens
-    outputs, cached = (
-        counters.generation_tokens - before.generation_tokens,
-        counters.cached_tokens - before.cached_tokens,
-    )
-    preempted = counters.num_preemptions - before.num_preemptions
+    since, steps = _growth(last, stats), stats.num_steps - last.num_steps
+    prompts, outputs, cached = since("prompt_tokens"), since("generation_tokens"), since("cached_tokens")
+    preempted = since("num_preemptions")
     if stats.store is not None and stats.store.degraded:
         more = " | store degraded"
     elif preempted:

@@ -26,8 +26,7 @@ from headstart.model.cuda.staged_sampling import Staged
 from headstart.model.grammar.grammar_compiler import CompiledGrammars
 from headstart.model.grammar.grammar_rows import GrammarRows
 from headstart.model.sampling.sampler import Sampler
-from headstart.openai.structured.grammar_limits import parser_limits
-from headstart.openai.structured.grammar_text import choice_grammar, json_schema_grammar, lark_grammar
+from headstart.openai.structured.grammar_text import choice_grammar, json_schema_grammar, lark_grammar, parser_limits
 
 FOLDER = Path(__file__).parents[3] / "src" / "headstart" / "bundled" / "intent"
 GRAMMAR_VOCAB = 1536

@@ -20,9 +20,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.structured.dropped_keywords import strict_schema
-from headstart.openai.structured.grammar_limits import parser_limits
 from headstart.openai.structured.grammar_process import reason
-from headstart.openai.structured.grammar_text import json_schema_grammar
+from headstart.openai.structured.grammar_text import json_schema_grammar, parser_limits
 from headstart.openai.structured.structured_fields import check_schema
 from headstart_lab.structured.checks import KEYWORDS, named_keywords
 from headstart_lab.structured.suite import DRAFTS, VERSION, SuiteSchema, fetch_suite, integral, read_suite

@@ -118,18 +118,10 @@ class Tracer:
                 self._log.line(f"headstart: {self._name} {text}")
 
 
-class Exported(Protocol):
-    """The numbers of spans that a scrape reads."""
-
-    num_exported: int
-    num_failed: int
-    num_dropped: int
-
-
 class SpanCounts(Collector):
     """The metric of exported and lost spans."""
 
-    def __init__(self, tracer: Exported) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
     def collect(self) -> Iterable[Metric]:

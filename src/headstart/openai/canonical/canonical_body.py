@@ -14,15 +14,16 @@ import msgspec
 from headstart.openai.canonical.canonical_messages import (
     KEEPING_VARIABLES,
     SYSTEM_RULES,
-    canonical_content,
     canonical_messages,
     clean_system,
     inline_systems,
+    with_canonical,
+    with_lines,
     without_counts,
     without_thought,
 )
 from headstart.openai.canonical.plain_items import plain_items, plain_messages, plain_tools
-from headstart.openai.canonical.prompt_rules import AppliedRules, PromptRules, applied_rules
+from headstart.openai.canonical.prompt_rules import AppliedRules, PromptRules, applied_rules, are_changed, with_field
 from headstart.openai.canonical.stable_tools import sorted_schema, sorted_tools, tool_name
 from headstart.openai.chat.template_forms import ContentForms
 from headstart.reuse.logged_prompt import BODY_KEYS
@@ -81,13 +82,11 @@ def canonical_line(line: str, rules: PromptRules) -> str:
 def _plain(path: str, values: Values, counts: Counter[str]) -> dict[str, Any]:
     """Return the fields that the rule `plain_items` changes."""
     name, found = "input" if path == RESPONSES else "messages", dict[str, Any]()
-    if (tools := _objects(values.get("tools"))) is not None and not _same(
-        kept := plain_tools(path, tools, counts), tools
-    ):
-        found["tools"] = kept
+    if (tools := _objects(values.get("tools"))) is not None:
+        found |= _if_changed("tools", plain_tools(path, tools, counts), tools)
     if (sent := _objects(values.get(name))) is not None:
         plain = plain_items(sent, counts) if path == RESPONSES else plain_messages(path, sent, counts)
-        found |= {} if _same(plain, sent) else {name: plain}
+        found |= _if_changed(name, plain, sent)
     return found
 
 
@@ -96,8 +95,7 @@ def _inlined(path: str, values: Values, forms: ContentForms | None, counts: Coun
     sent = _objects(values.get(name))
     if sent is None:
         return {}
-    found = inline_systems(sent, forms, counts, leads=path != MESSAGES)
-    return {} if _same(found, sent) else {name: found}
+    return _if_changed(name, inline_systems(sent, forms, counts, leads=path != MESSAGES), sent)
 
 
 def _changed_tools(values: Values, rules: PromptRules, counts: Counter[str]) -> dict[str, Any]:
@@ -119,9 +117,7 @@ def _chat(values: Values, rules: PromptRules, counts: Counter[str]) -> dict[str,
     changed: dict[str, Any] = {}
     sent = _objects(values.get("messages"))
     if sent is not None:
-        found = canonical_messages(sent, rules, counts)
-        if not _same(found, sent):
-            changed["messages"] = found
+        changed |= _if_changed("messages", canonical_messages(sent, rules, counts), sent)
     options = values.get("chat_template_kwargs")
     if "keep_reasoning" in rules and isinstance(options, Mapping | None):
         given = cast("Mapping[str, Any]", options or {})
@@ -139,10 +135,8 @@ def _messages(values: Values, rules: PromptRules, counts: Counter[str]) -> dict[
     found = [_block_message(message, rules, counts) for message in sent]
     found = [new for new, old in zip(found, sent, strict=True) if new.get("content") or not old.get("content")] or sent
     if moved:
-        found[-1] = {**found[-1], "content": _with_text(found[-1].get("content"), "text", moved)}
-    if not _same(found, sent):
-        changed["messages"] = found
-    return changed
+        found[-1] = {**found[-1], "content": with_lines(found[-1].get("content"), "text", moved)}
+    return changed | _if_changed("messages", found, sent)
 
 
 def _clean_field(
@@ -163,8 +157,7 @@ def _block_message(message: Values, rules: PromptRules, counts: Counter[str]) ->
     content = message.get("content")
     if message.get("role") == "assistant" and "drop_reasoning" in rules:
         if isinstance(content, str):
-            text = without_thought(content, counts)
-            return message if text == content else {**message, "content": text}
+            return with_field(message, "content", without_thought(content, counts))
         blocks = _objects(content)
         kept = [block for block in blocks or () if block.get("type") not in _THOUGHTS]
         if blocks is None or not kept or len(kept) == len(blocks):
@@ -172,12 +165,11 @@ def _block_message(message: Values, rules: PromptRules, counts: Counter[str]) ->
         counts["drop_reasoning"] += 1
         return {**message, "content": kept}
     if message.get("role") != "assistant" and "token_counts" in rules:
-        found = without_counts(content, counts)
-        if found is not content:
-            message, content = {**message, "content": found}, found
+        content = without_counts(content, counts)
+        message = with_field(message, "content", content)
     if message.get("role") == "user" and "json" in rules and (blocks := _objects(content)) is not None:
-        found = [_field(block, "content", counts) if block.get("type") == "tool_result" else block for block in blocks]
-        return message if _same(found, blocks) else {**message, "content": found}
+        found = [with_canonical(one, "content", counts) if one.get("type") == "tool_result" else one for one in blocks]
+        return {**message, "content": found} if are_changed(found, blocks) else message
     return message
 
 
@@ -185,7 +177,7 @@ def _responses(values: Values, rules: PromptRules, counts: Counter[str]) -> dict
     changed, moved = _clean_field(values, "instructions", rules, counts)
     sent = values.get("input")
     if isinstance(sent, str):
-        return changed | ({"input": _with_text(sent, "input_text", moved)} if moved else {})
+        return changed | ({"input": with_lines(sent, "input_text", moved)} if moved else {})
     items = _objects(sent)
     if items is None or (moved and not items):
         return {}
@@ -195,31 +187,16 @@ def _responses(values: Values, rules: PromptRules, counts: Counter[str]) -> dict
             counts["drop_reasoning"] += 1
         elif item.get("type") == "function_call_output" and rules & {"json", "token_counts"}:
             if "token_counts" in rules:
-                output = without_counts(item.get("output"), counts)
-                item = item if output is item.get("output") else {**item, "output": output}
-            found.append(_field(item, "output", counts) if "json" in rules else item)
+                item = with_field(item, "output", without_counts(item.get("output"), counts))
+            found.append(with_canonical(item, "output", counts) if "json" in rules else item)
         else:
             changed_item = canonical_messages([item], rules - {"json"}, counts)[0] if "role" in item else item
             found += [changed_item] if changed_item.get("content") or not item.get("content") else []
     if moved and found:
         last = found[-1]
         name = "output" if last.get("type") == "function_call_output" else "content"
-        found[-1] = {**last, name: _with_text(last.get(name), "input_text", moved)}
-    if found and not _same(found, items):
-        changed["input"] = found
-    return changed
-
-
-def _field(item: Values, name: str, counts: Counter[str]) -> Values:
-    content = canonical_content(item.get(name), counts)
-    return item if content is item.get(name) else {**item, name: content}
-
-
-def _with_text(content: Any, kind: str, lines: list[str]) -> Any:
-    text = "\n".join(lines)
-    if isinstance(content, list):
-        return [*cast("list[Any]", content), {"type": kind, "text": f"\n{text}"}]
-    return f"{content}\n\n{text}" if content else text
+        found[-1] = {**last, name: with_lines(last.get(name), "input_text", moved)}
+    return changed | (_if_changed("input", found, items) if found else {})
 
 
 def _objects(value: object) -> list[Values] | None:
@@ -229,8 +206,9 @@ def _objects(value: object) -> list[Values] | None:
     return cast("list[Values]", value)
 
 
-def _same(found: list[Values], sent: list[Values]) -> bool:
-    return len(found) == len(sent) and all(new is old for new, old in zip(found, sent, strict=True))
+def _if_changed(name: str, found: list[Values], sent: list[Values]) -> dict[str, Any]:
+    """Return the field with objects that a rule has changed; {} for the same ones."""
+    return {name: found} if are_changed(found, sent) else {}
 
 
 _APIS: Mapping[str, Callable[[Values, PromptRules, Counter[str]], dict[str, Any]]] = {

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from headstart.openai.canonical.nonces import without_nonces, without_token_counts
-from headstart.openai.canonical.prompt_rules import AppliedRules, PromptRules, applied_rules
+from headstart.openai.canonical.prompt_rules import AppliedRules, PromptRules, applied_rules, mapped, with_field
 from headstart.openai.canonical.stable_tools import sorted_schema, sorted_tools
 from headstart.openai.chat.template_forms import SYSTEM_ROLES, ContentForms
 from headstart.openai.tools.tool_fields import Tool
@@ -43,20 +43,16 @@ def canonical_messages(messages: Sequence[Message], rules: PromptRules, counts: 
         if role in SYSTEM_ROLES and rules & SYSTEM_RULES:
             clean = clean_system(message.get("content"), rules, counts)
             moved += clean.moved
-            if clean.content is not message.get("content"):
-                message = {**message, "content": clean.content}
+            message = with_field(message, "content", clean.content)
         elif role == "assistant" and "drop_reasoning" in rules:
             message = _without_reasoning(message, counts)
         elif role == "tool" and "json" in rules:
-            content = canonical_content(message.get("content"), counts)
-            if content is not message.get("content"):
-                message = {**message, "content": content}
+            message = with_canonical(message, "content", counts)
         if "token_counts" in rules and role != "assistant" and "content" in message:
             content = without_counts(message["content"], counts)
             if not content and message["content"] and len(messages) > 1:
                 continue
-            if content is not message["content"]:
-                message = {**message, "content": content}
+            message = with_field(message, "content", content)
         found.append(message)
     return _with_moved(found, moved) if moved else found
 
@@ -146,12 +142,15 @@ def canonical_content(content: Any, counts: Counter[str]) -> Any:
         return text
     if not isinstance(content, list):
         return content
-    parts = [
-        part if (text := _text_of(part)) is None else _with_text(part, canonical_content(text, counts))
-        for part in cast("list[Any]", content)
-    ]
-    is_same = all(new is old for new, old in zip(parts, cast("list[Any]", content), strict=True))
-    return content if is_same else parts
+    return mapped(
+        cast("list[Any]", content),
+        lambda part: part if _text_of(part) is None else with_canonical(part, "text", counts),
+    )
+
+
+def with_canonical(holder: Message, name: str, counts: Counter[str]) -> Message:
+    """Return an object with the JSON of a field in one form."""
+    return with_field(holder, name, canonical_content(holder.get(name), counts))
 
 
 def without_thought(text: str, counts: Counter[str]) -> str:
@@ -178,10 +177,6 @@ def _text_of(part: Any) -> str | None:
     return text if found.get("type") in _TEXT_PARTS and isinstance(text, str) else None
 
 
-def _with_text(part: Mapping[str, Any], text: str) -> Mapping[str, Any]:
-    return part if part["text"] is text else {**part, "text": text}
-
-
 def _without_reasoning(message: Message, counts: Counter[str]) -> Message:
     kept = {key: value for key, value in message.items() if key not in ("reasoning_content", "reasoning")}
     if any(message.get(key) for key in ("reasoning_content", "reasoning")):
@@ -197,14 +192,16 @@ def _without_reasoning(message: Message, counts: Counter[str]) -> Message:
 def _with_moved(messages: list[Message], lines: list[str]) -> list[Message]:
     """Return the messages with lines behind the last one that is a user's or a tool's; else behind the last one."""
     at = next((i for i in range(len(messages) - 1, -1, -1) if messages[i].get("role") in ("user", "tool")), -1)
-    message, text = messages[at], "\n".join(lines)
-    content = message.get("content")
-    if isinstance(content, list):
-        changed: Any = [*cast("list[Any]", content), {"type": "text", "text": f"\n{text}"}]
-    else:
-        changed = f"{content}\n\n{text}" if content else text
-    messages[at] = {**message, "content": changed}
+    messages[at] = {**messages[at], "content": with_lines(messages[at].get("content"), "text", lines)}
     return messages
+
+
+def with_lines(content: Any, kind: str, lines: list[str]) -> Any:
+    """Return a content, a text or a list of parts, with lines behind it; `kind`: the type of a new part."""
+    text = "\n".join(lines)
+    if isinstance(content, list):
+        return [*cast("list[Any]", content), {"type": kind, "text": f"\n{text}"}]
+    return f"{content}\n\n{text}" if content else text
 
 
 def _joined_content(one: Any, other: Any) -> Any:

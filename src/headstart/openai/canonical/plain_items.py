@@ -14,6 +14,7 @@ import msgspec
 
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import Bounds
+from headstart.openai.canonical.prompt_rules import are_changed
 from headstart.openai.forms.carried_text import DIGEST, carried_text
 from headstart.openai.forms.treatments import UNREADABLE, ApiName, Place, Treatment, treatment
 from headstart.openai.request_json import parse_json
@@ -132,7 +133,7 @@ def plain_blocks(message: Values, counts: Counter[str]) -> Values | None:
         counts["plain_items"] += 1
         text = "" if row.treatment is Treatment.SKIPPED else carried_text("messages", block, _BOUNDS)
         found += [{"type": "text", "text": text}] if text else []
-    if len(found) == len(blocks) and all(new is old for new, old in zip(found, blocks, strict=True)):
+    if not are_changed(found, blocks):
         return message
     return {**message, "content": found} if found else None
 
@@ -149,8 +150,7 @@ def plain_calls(message: Values, counts: Counter[str]) -> Values:
         closed = _with_closed(cast("Values", function), sent) if isinstance(sent, str) else function
         counts["plain_items"] += closed is not function
         found.append(call if closed is function else {**call, "function": closed})
-    is_same = all(new is old for new, old in zip(found, calls, strict=True))
-    return message if is_same else {**message, "tool_calls": found}
+    return {**message, "tool_calls": found} if are_changed(found, calls) else message
 
 
 def _with_closed(call: Values, arguments: str) -> Values:

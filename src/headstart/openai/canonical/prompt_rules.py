@@ -1,11 +1,12 @@
 """PromptRules: the rules that an operator has chosen, and AppliedRules: how often each changed one request.
 
 A rule changes the prompt that the model sees, so none is on by default. Rules are idempotent: a router and the server
-behind it may have the same ones.
+behind it may have the same ones. What no rule changes stays the same object.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 RULE_TEXTS: dict[str, str] = {
     "tools": "tools in the order of their names",
@@ -50,3 +51,19 @@ def applied_rules(counts: Counter[str]) -> AppliedRules:
 def rules_header(applied: Iterable[tuple[str, int]]) -> str:
     """Return the value of RULES_HEADER; empty if no rule applied."""
     return ", ".join(f"{name}={count}" for name, count in applied)
+
+
+def with_field(holder: Mapping[str, Any], name: str, value: Any) -> Mapping[str, Any]:
+    """Return an object with a field; the same object if the field has the value already."""
+    return holder if holder.get(name) is value else {**holder, name: value}
+
+
+def mapped(items: list[Any], change: Callable[[Any], Any]) -> list[Any]:
+    """Return the items after `change`; the same list if it changes none."""
+    found = list(map(change, items))
+    return found if are_changed(found, items) else items
+
+
+def are_changed(found: Sequence[object], sent: Sequence[object]) -> bool:
+    """Return whether a list has other objects than another one."""
+    return len(found) != len(sent) or any(new is not old for new, old in zip(found, sent, strict=True))

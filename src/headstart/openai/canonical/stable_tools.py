@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+from headstart.openai.canonical.prompt_rules import mapped
+
 _Tool = TypeVar("_Tool")
 
 _FIRST = ("type", "function", "name", "title", "description", "parameters", "input_schema", "properties", "required")
@@ -50,10 +52,8 @@ _SCHEMA, _NAMES, _VALUE = "schema", "names", "value"  # kinds of objects
 
 def _sorted(value: Any, kind: str) -> Any:
     if isinstance(value, list):
-        items = cast("list[Any]", value)
         child = _SCHEMA if kind == _NAMES else kind
-        found = [_sorted(item, child) for item in items]
-        return found if any(new is not old for new, old in zip(found, items, strict=True)) else value
+        return mapped(cast("list[Any]", value), lambda item: _sorted(item, child))
     if not isinstance(value, Mapping):
         return value
     sent = cast("Mapping[str, Any]", value)

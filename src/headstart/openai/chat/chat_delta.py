@@ -18,3 +18,15 @@ class ChatDelta(NamedTuple):
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+def joined(*deltas: ChatDelta) -> ChatDelta:
+    """Return the deltas of one answer as one, with one ToolCallDelta for each call."""
+    calls: dict[int, ToolCallDelta] = {}
+    for call in (call for delta in deltas for call in delta.tool_calls):
+        known = calls.get(call.call_index)
+        arguments = call.arguments if known is None else known.arguments + call.arguments
+        calls[call.call_index] = (known or call)._replace(arguments=arguments)
+    return ChatDelta(
+        "".join(delta.content for delta in deltas), "".join(delta.reasoning for delta in deltas), tuple(calls.values())
+    )

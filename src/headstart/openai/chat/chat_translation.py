@@ -8,10 +8,10 @@ from typing import Any
 
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import Bounds
+from headstart.openai.forms.fields import UNSUPPORTED
 from headstart.openai.generation_fields import SamplingFields
 from headstart.openai.request_bodies import ChatBody, parse_chat
 from headstart.openai.structured.structured_fields import StructuredFields
-from headstart.openai.unsupported import UNSUPPORTED
 
 _MESSAGE = re.compile(r"\bmessages\[(\d+)\](?:\.\w+|\[\d+\])*")
 _TOOL = re.compile(r"\btools\[(\d+)\]")

@@ -218,17 +218,14 @@ class _Placement:
         found: list[Message] = []
         for index, (call, result) in enumerate(zip(calls, results, strict=True)):
             is_last = index == len(calls) - 1
-            own: Message = {**message, "tool_calls": [call]} if not index else _only_calls(call)
+            kept = {"role": "assistant", "content": ""} if index else message
+            own: Message = {**kept, "tool_calls": [call]}
             found += self._group(own, [result], users if is_last else [], before_user=before_user and is_last)
         return found
 
     def _plain_result(self, message: Message) -> Message:
         self.counts["plain_calls"] += 1
         return {"role": "user", "content": result_text(message["content"])}
-
-
-def _only_calls(call: dict[str, Any]) -> Message:
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _together(one: Message, other: Message) -> Message:

@@ -6,7 +6,7 @@ item or block is placed if it has text, else skipped; a part is placed.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -59,149 +59,129 @@ _HOSTED = "runs on the vendor's servers"
 _NO_STATE = "no state of the vendor's servers is here"
 _NO_EFFECT = "no effect on the answer"
 _AS_TEXT = "as text of the assistant, without ids and encrypted content"
+_CLIENT_SHORTENS = "the client shortens its conversation itself"
+_NO_SUMMARY = "summaries are not written on demand; send a message that asks for one"
+_SCREENS = "works on screenshots"
+_ENCRYPTED = "encrypted for another server, or about one"
+_WITHOUT_IDS = "as text, without ids and encrypted content"
 _PLACEHOLDER = "as a placeholder"
 
 
-def _rows(api: ApiName, place: Place, treatment: Treatment, note: str, *names: str) -> Iterator[TreatedName]:
-    yield from (TreatedName(api, place, name, treatment, note) for name in names)
-
-
-def _chat() -> Iterator[TreatedName]:
-    api = ApiName.CHAT
-    ignored = ("prediction", "store", "metadata", "service_tier", "verbosity", "prompt_cache_retention")
-    yield from _rows(api, Place.FIELD, Treatment.IGNORED, _NO_EFFECT, *ignored)
-    yield from _rows(api, Place.FIELD, Treatment.SKIPPED, _HOSTED, "web_search_options")
-    yield from _rows(api, Place.FIELD, Treatment.REFUSED, "leave it out", "audio", "documents")
-    yield from _rows(api, Place.TOOL, Treatment.MAPPED, "a function", "function")
-    yield from _rows(api, Place.TOOL, Treatment.REFUSED, "send a function with one string parameter", "custom")
-    yield from _rows(api, Place.TOOL, Treatment.SKIPPED, _HOSTED, "web_search", "web_search_preview", "mcp")
-    yield from _rows(api, Place.PART, Treatment.PLACED, _PLACEHOLDER, "image_url", "input_audio", "video_url", "file")
-
-
-def _responses() -> Iterator[TreatedName]:
-    api, field, tool, item = ApiName.RESPONSES, Place.FIELD, Place.TOOL, Place.ITEM
-    ignored = ("service_tier", "max_tool_calls", "stream_options", "client_metadata", "access_programs", "include")
-    yield from _rows(api, field, Treatment.IGNORED, _NO_EFFECT, *ignored, "prompt_cache_retention")
-    yield from _rows(api, field, Treatment.IGNORED, "a conversation that is too long is refused", "truncation")
-    yield from _rows(api, field, Treatment.SKIPPED, "the client shortens its conversation itself", "context_management")
-    yield from _rows(
-        api, field, Treatment.REFUSED, "responses are computed while the request lasts; leave it out", "background"
-    )
-    yield from _rows(api, field, Treatment.REFUSED, "send the items as input, or previous_response_id", "conversation")
-    yield from _rows(api, field, Treatment.REFUSED, "templates of prompts are not built; send input", "prompt")
-    yield from _rows(api, field, Treatment.REFUSED, "leave it out", "moderation")
-
-    yield from _rows(api, tool, Treatment.MAPPED, "a function", "function")
-    yield from _rows(
-        api, tool, Treatment.MAPPED, "as a function with the string `input`; a call is a `custom_tool_call`", "custom"
-    )
-    yield from _rows(
-        api,
-        tool,
-        Treatment.MAPPED,
-        "its functions as `namespace__function`; a call has both names apart",
-        "namespace",
-    )
-    yield from _rows(
-        api,
-        tool,
-        Treatment.MAPPED,
-        "as a function of the same name; a call is an item of the tool's own type",
-        *("local_shell", "shell", "apply_patch"),
-    )
-    yield from _rows(
-        api, tool, Treatment.MAPPED, 'as a function with `execution: "client"`, else skipped', "tool_search"
-    )
-    hosted = ("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "mcp")
-    yield from _rows(api, tool, Treatment.SKIPPED, _HOSTED, *hosted, "programmatic_tool_calling")
-    yield from _rows(
-        api,
-        tool,
-        Treatment.SKIPPED,
-        "works on screenshots",
-        "computer",
-        "computer_use_preview",
-    )
-
-    yield from _rows(api, item, Treatment.MAPPED, "a message, a call or a tool message", "message", "function_call")
-    yield from _rows(api, item, Treatment.MAPPED, "a tool message", "function_call_output", "custom_tool_call_output")
-    yield from _rows(api, item, Treatment.MAPPED, "a tool message", "local_shell_call_output", "shell_call_output")
-    yield from _rows(api, item, Treatment.MAPPED, "a tool message", "apply_patch_call_output", "tool_search_output")
-    calls = ("custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call", "tool_search_call")
-    yield from _rows(api, item, Treatment.MAPPED, "a call of the tool's function", *calls)
-    yield from _rows(api, item, Treatment.MAPPED, "content, else the summary; skipped if only encrypted", "reasoning")
-    yield from _rows(api, item, Treatment.MAPPED, "the item of a stored response", "item_reference")
-    placed = ("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_call")
-    yield from _rows(api, item, Treatment.PLACED, _AS_TEXT, *placed, "mcp_list_tools", "mcp_approval_request")
-    yield from _rows(api, item, Treatment.PLACED, _AS_TEXT, "program", "program_output", "computer_call")
-    yield from _rows(
-        api, item, Treatment.PLACED, "as text of the user", "computer_call_output", "mcp_approval_response"
-    )
-    yield from _rows(api, item, Treatment.PLACED, "as text of its role", "additional_tools")
-    yield from _rows(
-        api, item, Treatment.SKIPPED, "encrypted for another server, or about one", "compaction", "configuration_update"
-    )
-    yield from _rows(
-        api,
-        item,
-        Treatment.REFUSED,
-        "summaries are not written on demand; send a message that asks for one",
-        "compaction_trigger",
-    )
-    yield from _rows(api, Place.PART, Treatment.PLACED, _PLACEHOLDER, "input_image", "input_file", "input_audio")
-
-
-def _messages() -> Iterator[TreatedName]:
-    api, field, tool, item = ApiName.MESSAGES, Place.FIELD, Place.TOOL, Place.ITEM
-    ignored = ("betas", "service_tier", "speed", "inference_geo", "fallbacks", "billing_policy", "user_profile_id")
-    yield from _rows(api, field, Treatment.IGNORED, _NO_EFFECT, *ignored, "workspace_id", "fallback_credit_token")
-    yield from _rows(api, field, Treatment.MAPPED, "`user_id` as `user`", "metadata")
-    yield from _rows(api, field, Treatment.SKIPPED, "the client shortens its conversation itself", "context_management")
-    yield from _rows(api, field, Treatment.SKIPPED, _HOSTED, "mcp_servers", "container")
-    yield from _rows(api, field, Treatment.IGNORED, f"{_NO_STATE}; one that continues another is refused", "thread")
-    yield from _rows(
-        api,
-        field,
-        Treatment.REFUSED,
-        "summaries are not written on demand; send a message that asks for one",
-        "compaction",
-    )
-
-    yield from _rows(api, tool, Treatment.MAPPED, "a function", "custom")
-    yield from _rows(
-        api, tool, Treatment.MAPPED, "as a function with the vendor's parameters", "bash", "text_editor", "memory"
-    )
-    hosted = ("web_search", "web_fetch", "code_execution", "advisor", "mcp_toolset")
-    yield from _rows(api, tool, Treatment.SKIPPED, _HOSTED, *hosted)
-    yield from _rows(
-        api, tool, Treatment.SKIPPED, "all tools are in the prompt", "tool_search_tool_bm25", "tool_search_tool_regex"
-    )
-    screens = ("computer", "computer_toolset", "browser_toolset")
-    yield from _rows(api, tool, Treatment.SKIPPED, "works on screenshots", *screens)
-
-    yield from _rows(api, item, Treatment.MAPPED, "text, reasoning, a call or a tool message", "text", "thinking")
-    yield from _rows(api, item, Treatment.MAPPED, "a call, a tool message", "tool_use", "tool_result")
-    calls = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing")
-    results = ("web_search", "web_fetch", "code_execution", "bash_code_execution", "text_editor_code_execution")
-    yield from _rows(api, item, Treatment.PLACED, "as text, without ids and encrypted content", *calls)
-    yield from _rows(
-        api,
-        item,
-        Treatment.PLACED,
-        "as text, without ids and encrypted content",
-        *(f"{name}_tool_result" for name in (*results, "tool_search", "advisor", "mcp")),
-    )
-    yield from _rows(api, item, Treatment.PLACED, "as text; skipped if only encrypted", "compaction")
-    yield from _rows(api, item, Treatment.PLACED, "as text", "search_result", "tool_addition", "tool_removal")
-    yield from _rows(api, item, Treatment.PLACED, f"its text; another source {_PLACEHOLDER}", "document")
-    yield from _rows(
-        api, item, Treatment.SKIPPED, "encrypted for another server, or about one", "redacted_thinking", "fallback"
-    )
-    yield from _rows(api, Place.PART, Treatment.PLACED, _PLACEHOLDER, "image", "container_upload")
-    yield from _rows(api, Place.PART, Treatment.PLACED, "as text", "tool_reference", "browser_state")
-
-
-TREATMENTS = (*_chat(), *_responses(), *_messages())
+_ROWS: Mapping[tuple[ApiName, Place], Sequence[tuple[Treatment, str, str]]] = {  # effect, note, names
+    (ApiName.CHAT, Place.FIELD): (
+        (Treatment.IGNORED, _NO_EFFECT, "prediction store metadata service_tier verbosity prompt_cache_retention"),
+        (Treatment.SKIPPED, _HOSTED, "web_search_options"),
+        (Treatment.REFUSED, "leave it out", "audio documents"),
+    ),
+    (ApiName.CHAT, Place.TOOL): (
+        (Treatment.MAPPED, "a function", "function"),
+        (Treatment.REFUSED, "send a function with one string parameter", "custom"),
+        (Treatment.SKIPPED, _HOSTED, "web_search web_search_preview mcp"),
+    ),
+    (ApiName.CHAT, Place.PART): ((Treatment.PLACED, _PLACEHOLDER, "image_url input_audio video_url file"),),
+    (ApiName.RESPONSES, Place.FIELD): (
+        (
+            Treatment.IGNORED,
+            _NO_EFFECT,
+            "service_tier max_tool_calls stream_options client_metadata access_programs include prompt_cache_retention",
+        ),
+        (Treatment.IGNORED, "a conversation that is too long is refused", "truncation"),
+        (Treatment.SKIPPED, _CLIENT_SHORTENS, "context_management"),
+        (Treatment.REFUSED, "responses are computed while the request lasts; leave it out", "background"),
+        (Treatment.REFUSED, "send the items as input, or previous_response_id", "conversation"),
+        (Treatment.REFUSED, "templates of prompts are not built; send input", "prompt"),
+        (Treatment.REFUSED, "leave it out", "moderation"),
+    ),
+    (ApiName.RESPONSES, Place.TOOL): (
+        (Treatment.MAPPED, "a function", "function"),
+        (Treatment.MAPPED, "as a function with the string `input`; a call is a `custom_tool_call`", "custom"),
+        (Treatment.MAPPED, "its functions as `namespace__function`; a call has both names apart", "namespace"),
+        (
+            Treatment.MAPPED,
+            "as a function of the same name; a call is an item of the tool's own type",
+            "local_shell shell apply_patch",
+        ),
+        (Treatment.MAPPED, 'as a function with `execution: "client"`, else skipped', "tool_search"),
+        (
+            Treatment.SKIPPED,
+            _HOSTED,
+            "web_search web_search_preview file_search code_interpreter image_generation mcp programmatic_tool_calling",
+        ),
+        (Treatment.SKIPPED, _SCREENS, "computer computer_use_preview"),
+    ),
+    (ApiName.RESPONSES, Place.ITEM): (
+        (Treatment.MAPPED, "a message, a call or a tool message", "message function_call"),
+        (
+            Treatment.MAPPED,
+            "a tool message",
+            "function_call_output custom_tool_call_output local_shell_call_output shell_call_output "
+            "apply_patch_call_output tool_search_output",
+        ),
+        (
+            Treatment.MAPPED,
+            "a call of the tool's function",
+            "custom_tool_call local_shell_call shell_call apply_patch_call tool_search_call",
+        ),
+        (Treatment.MAPPED, "content, else the summary; skipped if only encrypted", "reasoning"),
+        (Treatment.MAPPED, "the item of a stored response", "item_reference"),
+        (
+            Treatment.PLACED,
+            _AS_TEXT,
+            "web_search_call file_search_call code_interpreter_call image_generation_call mcp_call mcp_list_tools "
+            "mcp_approval_request program program_output computer_call",
+        ),
+        (Treatment.PLACED, "as text of the user", "computer_call_output mcp_approval_response"),
+        (Treatment.PLACED, "as text of its role", "additional_tools"),
+        (Treatment.SKIPPED, _ENCRYPTED, "compaction configuration_update"),
+        (Treatment.REFUSED, _NO_SUMMARY, "compaction_trigger"),
+    ),
+    (ApiName.RESPONSES, Place.PART): ((Treatment.PLACED, _PLACEHOLDER, "input_image input_file input_audio"),),
+    (ApiName.MESSAGES, Place.FIELD): (
+        (
+            Treatment.IGNORED,
+            _NO_EFFECT,
+            "betas service_tier speed inference_geo fallbacks billing_policy user_profile_id workspace_id "
+            "fallback_credit_token",
+        ),
+        (Treatment.MAPPED, "`user_id` as `user`", "metadata"),
+        (Treatment.SKIPPED, _CLIENT_SHORTENS, "context_management"),
+        (Treatment.SKIPPED, _HOSTED, "mcp_servers container"),
+        (Treatment.IGNORED, f"{_NO_STATE}; one that continues another is refused", "thread"),
+        (Treatment.REFUSED, _NO_SUMMARY, "compaction"),
+    ),
+    (ApiName.MESSAGES, Place.TOOL): (
+        (Treatment.MAPPED, "a function", "custom"),
+        (Treatment.MAPPED, "as a function with the vendor's parameters", "bash text_editor memory"),
+        (Treatment.SKIPPED, _HOSTED, "web_search web_fetch code_execution advisor mcp_toolset"),
+        (Treatment.SKIPPED, "all tools are in the prompt", "tool_search_tool_bm25 tool_search_tool_regex"),
+        (Treatment.SKIPPED, _SCREENS, "computer computer_toolset browser_toolset"),
+    ),
+    (ApiName.MESSAGES, Place.ITEM): (
+        (Treatment.MAPPED, "text, reasoning, a call or a tool message", "text thinking"),
+        (Treatment.MAPPED, "a call, a tool message", "tool_use tool_result"),
+        (
+            Treatment.PLACED,
+            _WITHOUT_IDS,
+            "server_tool_use mcp_tool_use mcp_tool_listing web_search_tool_result web_fetch_tool_result "
+            "code_execution_tool_result bash_code_execution_tool_result text_editor_code_execution_tool_result "
+            "tool_search_tool_result advisor_tool_result mcp_tool_result",
+        ),
+        (Treatment.PLACED, "as text; skipped if only encrypted", "compaction"),
+        (Treatment.PLACED, "as text", "search_result tool_addition tool_removal"),
+        (Treatment.PLACED, f"its text; another source {_PLACEHOLDER}", "document"),
+        (Treatment.SKIPPED, _ENCRYPTED, "redacted_thinking fallback"),
+    ),
+    (ApiName.MESSAGES, Place.PART): (
+        (Treatment.PLACED, _PLACEHOLDER, "image container_upload"),
+        (Treatment.PLACED, "as text", "tool_reference browser_state"),
+    ),
+}
+TREATMENTS = tuple(
+    TreatedName(api, place, name, effect, note)
+    for (api, place), rows in _ROWS.items()
+    for effect, note, names in rows
+    for name in names.split()
+)
 """All rows."""
 
 _BY_NAME = {row[:3]: row for row in TREATMENTS}

@@ -3,7 +3,8 @@
 Reasoning, text and calls of the assistant that follow each other become one message of the chat, in that order.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from headstart.openai.bounds import Bounds
@@ -11,9 +12,10 @@ from headstart.openai.forms.carried_text import as_text, carried_text, left_of, 
 from headstart.openai.forms.treatments import ApiName, Place, Treatment, treatment
 from headstart.openai.responses import Json
 from headstart.openai.responses_api.call_forms import CALL_FORMS, OUTPUTS, function_name
-from headstart.openai.responses_api.item_references import REFERENCE
 from headstart.openai.value_checks import bad_value, check_list, check_string, check_text, missing, shown, unsupported
 
+REFERENCE = "item_reference"  # to an output item of a stored response
+_ITEM_ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{32})[0-9a-f]{2,8}")  # has that of the response (response_objects.py)
 MAX_ITEMS = 4096
 MAX_PARTS = 1024
 _ROLES = ("user", "assistant", "system", "developer")
@@ -44,6 +46,30 @@ def _check_references(items: Iterable[Json]) -> None:
         if item["id"] in known:
             bad_value(f"input[{index}].id", f"is {shown(item['id'])}", "an item may be referred to once")
         known.add(item["id"])
+
+
+def response_of(item_id: str) -> str | None:
+    """Return the id of the response with this output item; None if no item of any server has such an id."""
+    found = _ITEM_ID.fullmatch(item_id)
+    return None if found is None else f"resp_{found[1]}"
+
+
+def referenced_items(items: object) -> Iterator[str]:
+    """Yield the ids of the items that an unchecked `input` refers to."""
+    for item in items if isinstance(items, list) else ():
+        if isinstance(item, Mapping) and item.get("type") == REFERENCE and isinstance(item.get("id"), str):
+            yield item["id"]
+
+
+def first_referenced_response(items: object) -> str | None:
+    """Return the id of the response that the first reference of an unchecked `input` is about; None without any."""
+    first = next(referenced_items(items), None)
+    return None if first is None else response_of(first)
+
+
+def output_item(response: Mapping[str, Any], item_id: str) -> Json | None:
+    """Return the output item of a response object; None if it has none with this id."""
+    return next((item for item in response["output"] if item["id"] == item_id), None)
 
 
 def check_calls(history: Iterable[Json], items: Sequence[Json]) -> None:
@@ -79,7 +105,7 @@ def chat_messages(named: Iterable[tuple[str, Json]]) -> tuple[list[Json], list[s
             text = "".join(part["text"] for part in item["content"])
             message = {"role": "assistant", "content": "", "reasoning_content": text}
         elif "role" in item:  # a message, or an item that is placed
-            parts = _chat_parts(item["content"])
+            parts = [{**part, "type": "text"} for part in item["content"]]
             if item["role"] == "assistant" and (_only_reasons(last) or _joins(last, parts)):
                 last["content"] = [*(last["content"] or ()), *parts]
                 continue
@@ -107,10 +133,6 @@ def _chat_call(item: Json) -> Json:
 
 def _only_reasons(message: Json) -> bool:
     return message.get("reasoning_content") is not None and not message["content"] and "tool_calls" not in message
-
-
-def _chat_parts(parts: list[Json]) -> list[Json]:
-    return [{**part, "type": "text"} for part in parts]
 
 
 def read_item(name: str, item: object, bounds: Bounds) -> Json:

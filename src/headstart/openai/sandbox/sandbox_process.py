@@ -12,8 +12,8 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def serve(build: Callable[[Any], Handler], too_large: InvalidRequestError) -> No
         send(stream, READY, b"")
         setup, max_setup_seconds, max_seconds, max_bytes = marshal.loads(receive(stream))
         _limit_memory(max_bytes)
-        with _Alarm(max_setup_seconds):
+        with _alarm(max_setup_seconds):
             try:
                 handler = build(setup)
             except ConfigError as error:
@@ -49,7 +49,7 @@ def serve(build: Callable[[Any], Handler], too_large: InvalidRequestError) -> No
         send(stream, READY, b"")
         while True:
             request = marshal.loads(receive(stream))
-            with _Alarm(max_seconds):
+            with _alarm(max_seconds):
                 kind, answer = _answer(handler, request, too_large)
             send(stream, kind, answer)
             is_large = len(answer) > TRIM_BYTES
@@ -90,16 +90,13 @@ def _answer(handler: Handler, request: Any, too_large: InvalidRequestError) -> t
         return ERROR, encode(f"{too_large.param or ''}\n{too_large}")
 
 
-class _Alarm:
-    """A context manager that lets the kernel end this process if its block takes too long, in case the parent died."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds + ALARM_SECONDS
-
-    def __enter__(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, self._seconds)
-
-    def __exit__(self, *_: object) -> None:
+@contextmanager
+def _alarm(seconds: float) -> Generator[None]:
+    """Let the kernel end this process if the block takes too long, in case the parent died."""
+    signal.setitimer(signal.ITIMER_REAL, seconds + ALARM_SECONDS)
+    try:
+        yield
+    finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 

@@ -10,7 +10,7 @@ fewer: `patternProperties` beside `additionalProperties`, a `$ref` that leads no
 """
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -74,8 +74,7 @@ def loosened_schema(schema: Mapping[str, Any]) -> Loosened:
 
     `oneOf` stays: it is among the dropped ones if its alternatives may overlap, and then to be compiled as anyOf.
     """
-    dropped: set[str] = set()
-    return Loosened(_loosened(schema, dropped, is_map=False), tuple(sorted(dropped)))
+    return _Walk().loosened(schema)
 
 
 def strict_schema(name: str, schema: Mapping[str, Any], remedy: str) -> Loosened:
@@ -83,15 +82,20 @@ def strict_schema(name: str, schema: Mapping[str, Any], remedy: str) -> Loosened
 
     `remedy`: what helps beside leaving it out. `oneOf` keeps its meaning.
     """
-    for keyword, place in _rules(schema, "", is_map=False):
+    walk = _Walk()
+    loosened = walk.loosened(schema)
+    for keyword, place in walk.rules:
         where = f" at {shown(place)}" if place else ""
         bad_value(name, f"has {keyword}{where}, which a grammar cannot keep to", f"leave it out{remedy}")
-    return strictly_loosened(schema)
+    return _without_one_of(loosened)
 
 
 def strictly_loosened(schema: Mapping[str, Any]) -> Loosened:
     """Return what strict_schema returns of a schema that it does not refuse."""
-    loosened = loosened_schema(schema)
+    return _without_one_of(loosened_schema(schema))
+
+
+def _without_one_of(loosened: Loosened) -> Loosened:
     return loosened._replace(dropped=tuple(keyword for keyword in loosened.dropped if keyword != "oneOf"))
 
 
@@ -136,39 +140,32 @@ def _may_be_string(part: Mapping[str, Any]) -> bool:
     return "string" in (types if isinstance(types, list) else [types])
 
 
-def _inner(part: Mapping[str, Any], left_out: Container[str]) -> Iterator[tuple[str, Any, bool]]:
-    """Yield the keywords that may hold subschemas, their values, and whether these are maps of names."""
-    for key, value in part.items():
-        if key not in left_out and key not in VALUES:
-            yield key, value, key in SCHEMA_MAPS
+class _Walk:
+    """One walk through a schema. `rules`: the keywords that say a rule no grammar keeps to, and where."""
 
+    def __init__(self) -> None:
+        self.rules: list[tuple[str, str]] = []
+        self._dropped: set[str] = set()
 
-def _loosened(schema: Any, dropped: set[str], *, is_map: bool) -> Any:
-    """Return a loosened subschema, list of subschemas, or, if `is_map`, mapping of names to them."""
-    if isinstance(schema, list):
-        return [_loosened(one, dropped, is_map=False) for one in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    if is_map:
-        return {name: _loosened(one, dropped, is_map=False) for name, one in schema.items()}
-    unkept = dict(_unkept(schema))
-    dropped.update(keyword for keyword, said in unkept.items() if said)
-    if "oneOf" in schema and not _excludes(schema):
-        dropped.add("oneOf")
-    inner = {key: _loosened(value, dropped, is_map=names) for key, value, names in _inner(schema, unkept)}
-    return {key: inner.get(key, value) for key, value in schema.items() if key not in unkept}
+    def loosened(self, schema: Mapping[str, Any]) -> Loosened:
+        """Return the schema without the keywords that no grammar keeps to."""
+        return Loosened(self._loosened(schema, "", is_map=False), tuple(sorted(self._dropped)))
 
-
-def _rules(schema: Any, place: str, *, is_map: bool) -> Iterator[tuple[str, str]]:
-    """Yield the keywords that say a rule no grammar keeps to, and where."""
-    if isinstance(schema, list):
-        for index, one in enumerate(schema):
-            yield from _rules(one, f"{place}/{index}", is_map=False)
-    elif isinstance(schema, Mapping):
-        unkept: dict[str, Said] = {} if is_map else dict(_unkept(schema))
-        for keyword, said in unkept.items():
-            if said is Said.RULE:
-                yield keyword, place
-        inner = ((key, one, False) for key, one in schema.items()) if is_map else _inner(schema, unkept)
-        for key, value, holds_names in inner:
-            yield from _rules(value, f"{place}/{key}", is_map=holds_names)
+    def _loosened(self, schema: Any, place: str, *, is_map: bool) -> Any:
+        """Return a loosened subschema, list of subschemas, or, if `is_map`, mapping of names to them."""
+        if isinstance(schema, list):
+            return [self._loosened(one, f"{place}/{index}", is_map=False) for index, one in enumerate(schema)]
+        if not isinstance(schema, Mapping):
+            return schema
+        if is_map:
+            return {name: self._loosened(one, f"{place}/{name}", is_map=False) for name, one in schema.items()}
+        unkept = dict(_unkept(schema))
+        self.rules += [(keyword, place) for keyword, said in unkept.items() if said is Said.RULE]
+        self._dropped.update(keyword for keyword, said in unkept.items() if said)
+        if "oneOf" in schema and not _excludes(schema):
+            self._dropped.add("oneOf")
+        return {
+            key: value if key in VALUES else self._loosened(value, f"{place}/{key}", is_map=key in SCHEMA_MAPS)
+            for key, value in schema.items()
+            if key not in unkept
+        }

@@ -12,8 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.sandbox.sandbox_process import Handler, serve
-from headstart.openai.structured.grammar_limits import parser_limits
-from headstart.openai.structured.grammar_text import TOOL_LINE
+from headstart.openai.structured.grammar_text import TOOL_LINE, parser_limits
 
 _MESSAGES = {  # a part of a message of llguidance, and the message to send
     "oneOf": "oneOf is supported only if its alternatives exclude each other",

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 
 from headstart.core.errors import InvalidRequestError
 
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 TOOL_LINE = "// tool "  # a comment before the rules of a tool, whose name follows: errors of the compiler name it
+# Of compiled grammars, the same in the check and in the engine: they bound the time and memory of a mask.
+MAX_LEXER_STATES = 20_000  # about 2 KB each
+STEP_LEXER_FUEL = 100_000  # of one mask: about 7 ms
+STEP_MAX_ITEMS = 20_000  # of one mask: about 1 ms
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -51,3 +55,13 @@ def choice_grammar(choices: Sequence[str]) -> str:
 def lark_grammar(grammar: str) -> str:
     """Return the grammar of a text in llguidance's dialect of Lark."""
     return LLMatcher.grammar_from_lark(grammar)
+
+
+def parser_limits() -> LLParserLimits:
+    """Return the limits of compiled grammars."""
+    return LLParserLimits(
+        max_lexer_states=MAX_LEXER_STATES,
+        step_lexer_fuel=STEP_LEXER_FUEL,
+        step_max_items=STEP_MAX_ITEMS,
+        verbose_errors=False,
+    )

@@ -141,14 +141,8 @@ def _is_value(reference: str) -> bool:
 
 def _check_numbers(name: str, schema: object) -> None:
     """Check that all numbers are finite as doubles, which is all that other parsers of JSON read."""
-    pending = [schema]
-    while pending:
-        part = pending.pop()
-        if isinstance(part, Mapping):
-            pending += part.values()
-        elif isinstance(part, list):
-            pending += part
-        elif isinstance(part, int | float) and not abs(part) <= sys.float_info.max:
+    for part in _inner(schema):
+        if isinstance(part, int | float) and not abs(part) <= sys.float_info.max:
             bad_value(name, f"has the number {shown(part)}", "use numbers within the range of doubles")
 
 
@@ -190,15 +184,20 @@ def _check_length(name: str, key: str, value: object, most: int) -> None:
 
 def _check_count(name: str, key: str, value: object) -> None:
     """Check the texts of a const or enum, which are compiled character by character."""
+    for one in _inner(value):
+        if isinstance(one, str) and len(one) > MAX_COUNT:
+            bad_value(name, f"has {key} with a text of {len(one)} characters", f"use at most {MAX_COUNT}")
+        if isinstance(one, str) and _CONTROL.search(one):
+            bad_value(name, f"has {key} with a control character, {shown(one)}", "leave such characters out")
+
+
+def _inner(value: object) -> Iterator[object]:
+    """Yield a value and all values in it, keys too."""
     pending = [value]
     while pending:
         one = pending.pop()
-        if isinstance(one, str):
-            if len(one) > MAX_COUNT:
-                bad_value(name, f"has {key} with a text of {len(one)} characters", f"use at most {MAX_COUNT}")
-            if _CONTROL.search(one):
-                bad_value(name, f"has {key} with a control character, {shown(one)}", "leave such characters out")
-        elif isinstance(one, Mapping):
+        yield one
+        if isinstance(one, Mapping):
             pending += [*one.values(), *one]
         elif isinstance(one, list):
             pending += one

@@ -7,7 +7,7 @@ pattern. With `oneOf`, where a part of an alternative could be too much, bounds 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any
 
@@ -48,33 +48,48 @@ def closed_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
     A schema in which several parts describe one object stays as it is, since each would exclude the others' properties.
     """
-    closed = _closed(schema, is_map=False)
-    return schema if closed is None else closed
+    try:
+        return _rebuilt(schema, _closed)
+    except _SharedObjectError:
+        return schema
 
 
-def _closed(schema: Any, *, is_map: bool) -> Any:
-    """Return a closed subschema, list, or mapping of names to subschemas; None if parts may describe one object."""
+class _SharedObjectError(Exception):
+    """Several parts of a schema may describe one object."""
+
+
+def _closed(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a subschema without others' properties. Raises _SharedObjectError."""
+    properties = part.get("properties")
+    if not isinstance(properties, Mapping):
+        if isinstance(parts := part.get("allOf"), list) and len(parts) > 1:
+            raise _SharedObjectError
+        return part
+    if any(key in part for key in _COMBINED):
+        raise _SharedObjectError
+    required = part.get("required")
+    is_listed = isinstance(required, list) and not set(map(str, required)) <= properties.keys()
+    if is_listed or "minProperties" in part or any(key in part for key in _OPEN):
+        return part
+    return {**part, "additionalProperties": False}
+
+
+def _rebuilt(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]], *, is_map: bool = False) -> Any:
+    """Return a subschema, list of subschemas, or, if `is_map`, mapping of names to them, after `change` of each one.
+
+    Inner subschemas change first.
+    """
     if isinstance(schema, list):
-        parts = [_closed(one, is_map=False) for one in schema]
-        return None if None in parts and None not in schema else parts
+        return [_rebuilt(one, change) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
-    inner: dict[str, Any] = {}
-    for key, value in schema.items():
-        inner[key] = value if key in VALUES and not is_map else _closed(value, is_map=key in SCHEMA_MAPS and not is_map)
-        if inner[key] is None and value is not None:
-            return None
-    properties = schema.get("properties")
-    if is_map or not isinstance(properties, Mapping):
-        is_joined = not is_map and isinstance(parts := schema.get("allOf"), list) and len(parts) > 1
-        return None if is_joined else inner
-    if any(key in schema for key in _COMBINED):
-        return None
-    required = schema.get("required")
-    is_listed = isinstance(required, list) and not set(map(str, required)) <= properties.keys()
-    if is_listed or "minProperties" in schema or any(key in schema for key in _OPEN):
-        return inner
-    return {**inner, "additionalProperties": False}
+    inner = {
+        key: value
+        if key in VALUES and not is_map
+        else _rebuilt(value, change, is_map=key in SCHEMA_MAPS and not is_map)
+        for key, value in schema.items()
+    }
+    return inner if is_map else change(inner)
 
 
 def rewritten_schema(name: str, schema: Mapping[str, Any], *, is_exact: bool = False) -> Mapping[str, Any]:
@@ -82,24 +97,11 @@ def rewritten_schema(name: str, schema: Mapping[str, Any], *, is_exact: bool = F
 
     `is_exact`: refuse bounds that need rounding.
     """
-    return _rewritten(name, schema, is_exact, is_map=False)
 
+    def rewritten(part: dict[str, Any]) -> dict[str, Any]:
+        return _with_format(_without_look_ahead(_with_spaces(_with_bounds(name, _with_counts(part), is_exact))))
 
-def _rewritten(name: str, schema: Any, is_exact: bool, *, is_map: bool) -> Any:
-    """Return a rewritten subschema, list of subschemas, or, if `is_map`, mapping of names to them."""
-    if isinstance(schema, list):
-        return [_rewritten(name, one, is_exact, is_map=False) for one in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    inner = {
-        key: value
-        if key in VALUES and not is_map
-        else _rewritten(name, value, is_exact, is_map=key in SCHEMA_MAPS and not is_map)
-        for key, value in schema.items()
-    }
-    if is_map:
-        return inner
-    return _with_format(_without_look_ahead(_with_spaces(_with_bounds(name, _with_counts(inner), is_exact))))
+    return _rebuilt(schema, rewritten)
 
 
 def _with_counts(part: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ At most one grammar may be requested. `output_grammar` returns its text; grammar
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -174,6 +174,9 @@ class StructuredFields(RequestModel):
     )
 
 
+_CONSTRAINTS = frozenset(StructuredFields.model_fields)
+
+
 class OutputGrammar(NamedTuple):
     """The text of a grammar, and the field that requests it. `dropped`: keywords that it does not keep to."""
 
@@ -189,9 +192,14 @@ def output_grammar(fields: StructuredFields, *, closes_objects: bool = False) ->
 
     Raises InvalidRequestError if several fields do.
     """
+    if fields.model_fields_set.isdisjoint(_CONSTRAINTS):
+        return None
     closes = closes_objects
+    guided = {kind: getattr(fields, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")}
+    others = {"regex": fields.regex, "json_schema": fields.json_schema, "grammar": fields.grammar}
     found = [*_of_response_format(fields, closes), *_of_structured_outputs(fields, closes)]
-    found += [*_of_guided(fields, closes), *_of_others(fields, closes)]
+    found += _of_values("guided_", guided, closes, fields.guided_whitespace_pattern)
+    found += _of_values("", others, closes)
     found = list({one.text: one for one in reversed(found)}.values())[::-1]  # guidance sends one by two names
     if len(found) > 1:
         names = " and ".join(one.name for one in found)
@@ -238,42 +246,30 @@ def _of_structured_outputs(fields: StructuredFields, closes: bool) -> list[Outpu
     spaces = chosen.whitespace_pattern
     if spaces is None and not chosen.disable_any_whitespace:
         spaces = ANY_WHITESPACE
-    found: list[OutputGrammar] = []
-    if chosen.json_ is not None:
-        found.append(_of_schema("structured_outputs.json", chosen.json_, closes, spaces))
-    if chosen.json_object:
-        found.append(_of_schema("structured_outputs.json_object", ANY_OBJECT, False, spaces))
-    if chosen.regex is not None:
-        found.append(OutputGrammar("structured_outputs.regex", regex_grammar(chosen.regex)))
-    if chosen.choice is not None:
-        found.append(OutputGrammar("structured_outputs.choice", choice_grammar(chosen.choice)))
-    if chosen.grammar is not None:
-        found.append(OutputGrammar("structured_outputs.grammar", lark_grammar(chosen.grammar)))
+    values = {
+        "json": chosen.json_,
+        "json_object": ANY_OBJECT if chosen.json_object else None,
+        **{kind: getattr(chosen, kind) for kind in _OF_TEXTS},
+    }
+    found = [*_of_values("structured_outputs.", values, closes, spaces)]
     if not found:
         bad_value("structured_outputs", "has no constraint", "set one of json, regex, choice, grammar, json_object")
     return found
 
 
-def _of_guided(fields: StructuredFields, closes: bool) -> list[OutputGrammar]:
-    found: list[OutputGrammar] = []
-    if fields.guided_json is not None:
-        found.append(_of_schema("guided_json", fields.guided_json, closes, fields.guided_whitespace_pattern))
-    if fields.guided_regex is not None:
-        found.append(OutputGrammar("guided_regex", regex_grammar(fields.guided_regex)))
-    if fields.guided_choice is not None:
-        found.append(OutputGrammar("guided_choice", choice_grammar(fields.guided_choice)))
-    if fields.guided_grammar is not None:
-        found.append(OutputGrammar("guided_grammar", lark_grammar(fields.guided_grammar)))
-    return found
+_OF_TEXTS: Mapping[str, Callable[[Any], str]] = {
+    "regex": regex_grammar,
+    "choice": choice_grammar,
+    "grammar": lark_grammar,
+}
 
 
-def _of_others(fields: StructuredFields, closes: bool) -> list[OutputGrammar]:
-    """Return the grammars of fields of SGLang and llama.cpp."""
-    found: list[OutputGrammar] = []
-    if fields.regex is not None:
-        found.append(OutputGrammar("regex", regex_grammar(fields.regex)))
-    if fields.json_schema is not None:
-        found.append(_of_schema("json_schema", fields.json_schema, closes))
-    if fields.grammar is not None:
-        found.append(OutputGrammar("grammar", lark_grammar(fields.grammar)))
-    return found
+def _of_values(
+    prefix: str, values: Mapping[str, Any], closes: bool, whitespace: str | None = None
+) -> Iterator[OutputGrammar]:
+    """Yield the grammars of fields that are set, by the ends of their names; those not of texts are of schemas."""
+    for kind, value in values.items():
+        if value is not None and kind in _OF_TEXTS:
+            yield OutputGrammar(prefix + kind, _OF_TEXTS[kind](value))
+        elif value is not None:
+            yield _of_schema(prefix + kind, value, closes, whitespace)

@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from headstart.core.batch import Output, PromptTokenBreakdown
 from headstart.core.request import FinishReason, Request
-from headstart.openai.chat.chat_delta import ChatDelta
+from headstart.openai.chat.chat_delta import ChatDelta, joined
 from headstart.openai.generation_params import GenerationParams
 from headstart.openai.text.detokenizer import Detokenizer
 from headstart.openai.text.logprob_table import LogprobTable, TokenEntry
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.text.stop_strings import StopMatch, StopPatterns, StopStrings
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.tools.parsers.chat_parser import ChatParser, joined
+from headstart.openai.tools.parsers.chat_parser import ChatParser
 
 
 class Delta(NamedTuple):

@@ -3,6 +3,7 @@
 12 bytes per alternative; tuples of Python objects take about 110. It is a sequence of TokenEntry.
 """
 
+from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, overload
@@ -19,7 +20,27 @@ class TokenEntry(NamedTuple):
     offset: int  # characters
 
 
-class LogprobTable(Sequence[TokenEntry]):
+class Entries(Sequence[TokenEntry]):
+    """A sequence of entries that are made when they are read."""
+
+    @abstractmethod
+    def _entry(self, index: int) -> TokenEntry:
+        """Return the entry at an index from 0."""
+
+    @overload
+    def __getitem__(self, index: int) -> TokenEntry: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenEntry]: ...
+    def __getitem__(self, index: int | slice) -> TokenEntry | list[TokenEntry]:
+        if isinstance(index, slice):
+            return [self._entry(at) for at in range(*index.indices(len(self)))]
+        return self._entry(range(len(self))[index])
+
+    def __iter__(self) -> Iterator[TokenEntry]:
+        return map(self._entry, range(len(self)))
+
+
+class LogprobTable(Entries):
     """An append-only table of TokenEntry.
 
     The values of a token are adjacent: its logprob and those of its alternatives; its id, its offset and their ids.
@@ -53,18 +74,6 @@ class LogprobTable(Sequence[TokenEntry]):
 
     def __len__(self) -> int:
         return len(self._ends)
-
-    @overload
-    def __getitem__(self, index: int) -> TokenEntry: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[TokenEntry]: ...
-    def __getitem__(self, index: int | slice) -> TokenEntry | list[TokenEntry]:
-        if isinstance(index, slice):
-            return [self._entry(at) for at in range(*index.indices(len(self)))]
-        return self._entry(range(len(self))[index])
-
-    def __iter__(self) -> Iterator[TokenEntry]:
-        return map(self._entry, range(len(self)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)

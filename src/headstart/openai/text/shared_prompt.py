@@ -5,17 +5,15 @@ the engine (engine_requests.py); `is_complete` when all have arrived, which is w
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import overload
 
 from headstart.core.batch import TokenLogprob
 from headstart.openai.generation_params import GenerationParams
 from headstart.openai.text.detokenizer import Detokenizer
-from headstart.openai.text.logprob_table import LogprobTable, TokenEntry
+from headstart.openai.text.logprob_table import Entries, LogprobTable, TokenEntry
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 
-class SharedPrompt(Sequence[TokenEntry]):
+class SharedPrompt(Entries):
     """One prompt of a client request; a sequence of the entries of its tokens, for an echo with logprobs."""
 
     def __init__(self, tokenizer: Tokenizer, token_ids: "array[int]", params: GenerationParams) -> None:
@@ -34,18 +32,6 @@ class SharedPrompt(Sequence[TokenEntry]):
 
     def __len__(self) -> int:
         return len(self._offsets)
-
-    @overload
-    def __getitem__(self, index: int) -> TokenEntry: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[TokenEntry]: ...
-    def __getitem__(self, index: int | slice) -> TokenEntry | list[TokenEntry]:
-        if isinstance(index, slice):
-            return [self._entry(at) for at in range(*index.indices(len(self)))]
-        return self._entry(range(len(self))[index])
-
-    def __iter__(self) -> Iterator[TokenEntry]:
-        return map(self._entry, range(len(self)))
 
     def _entry(self, index: int) -> TokenEntry:
         token_id, offset = self.token_ids[index], self._offsets[index]

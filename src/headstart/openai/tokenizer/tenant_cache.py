@@ -6,7 +6,7 @@ by a `cache_salt`), so that the domains of a tenant share its limit but no value
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 TENANT_BYTES = 1024  # overhead per tenant
@@ -28,7 +28,7 @@ class _Entries(Generic[Value]):
     __slots__ = ("num_bytes", "values")
 
     def __init__(self) -> None:
-        self.values: OrderedDict[bytes, Value] = OrderedDict()
+        self.values: OrderedDict[Hashable, Value] = OrderedDict()
         self.num_bytes = TENANT_BYTES
 
 
@@ -48,7 +48,7 @@ class TenantCache(Generic[Value]):
         with self._lock:
             return sum(len(entries.values) for entries in self._tenants.values())
 
-    def find(self, tenant: str, keys: Sequence[bytes]) -> list[Value | None]:
+    def find(self, tenant: str, keys: Sequence[Hashable]) -> list[Value | None]:
         """Return the value of each key, None if there is none, and mark them as used in this order."""
         with self._lock:
             entries = self._tenants.get(tenant)
@@ -70,7 +70,7 @@ class TenantCache(Generic[Value]):
             entries = self._tenants.get(tenant)
             return [] if entries is None else list(entries.values.values())
 
-    def put(self, tenant: str, key: bytes, value: Value) -> None:
+    def put(self, tenant: str, key: Hashable, value: Value) -> None:
         """Store a value in the place of an earlier one; one that exceeds a limit alone is not stored."""
         num_bytes = self._size(value)
         if TENANT_BYTES + num_bytes > min(self._max_tenant_bytes, self._max_bytes):

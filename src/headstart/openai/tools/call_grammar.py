@@ -54,9 +54,15 @@ def marker(text: str, token_id: TokenId) -> str:
     return json.dumps(text) if number is None else f"<[{number}]>"
 
 
-def tool_line(tool: Tool) -> str:
-    """Return the comment before the rules of a tool, by which an error of the compiler is given its name."""
-    return f"{TOOL_LINE}{tool.name!a}"
+def tool_rules(tools: ToolParams, rule: str, rules_of: Callable[[int, Tool], list[str]]) -> list[str]:
+    """Return the rules of all tools that may be called, and `rule`: one of rule_0, rule_1, ... of each tool.
+
+    Before those of a tool is a comment, by which an error of the compiler is given its name.
+    """
+    rules: list[str] = []
+    for index, tool in enumerate(tools.callable_tools):
+        rules += [f"{TOOL_LINE}{tool.name!a}", *rules_of(index, tool)]
+    return [*rules, f"{rule}: " + " | ".join(f"{rule}_{index}" for index in range(len(tools.callable_tools)))]
 
 
 def dropped_keywords(tools: ToolParams) -> Dropped:
@@ -91,11 +97,6 @@ def json_rule(schema: object, tool: Tool) -> str:
     """Return the Lark expression of a JSON value, with the separators that chat templates write."""
     form = {**_JSON_FORM, "coerce_one_of": not tool.strict}
     return f"%json {json.dumps({**schema, 'x-guidance': form} if isinstance(schema, Mapping) else schema)}"
-
-
-def one_of(rule: str, count: int) -> str:
-    """Return the rule `rule` of one of rule_0, rule_1, ..."""
-    return f"{rule}: " + " | ".join(f"{rule}_{index}" for index in range(count))
 
 
 def with_definitions(root: Mapping[str, Any], schema: Any) -> Any:

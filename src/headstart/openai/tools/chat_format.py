@@ -6,14 +6,12 @@ is parsed with.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 from uuid import uuid4
 
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.parsers.call_writer import CallRules
-from headstart.openai.tools.parsers.chat_parser import ChatParser, ParserSetup, ReadCalls
-from headstart.openai.tools.parsers.reasoning_reader import THINK_MARKERS
+from headstart.openai.tools.parsers.chat_parser import THINK_MARKERS, ChatParser, ReadCalls
 from headstart.openai.tools.parsers.tool_formats import (
     HERMES_MARKERS,
     LLAMA3_MARKERS,
@@ -118,11 +116,7 @@ class ChatOutput:
     """The formats of one answer: its parsers, and the special tokens that they need."""
 
     family: ToolFamily | None = None  # None: no tool may be called, or calls are not recognized
-    tool_names: frozenset[str] = frozenset()
-    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])  # by tool
-    first_only: bool = False
-    is_forced: bool = False  # a grammar allows nothing but calls
-    is_constrained: bool = False  # a grammar constrains the calls
+    rules: CallRules | None = None  # with a family
     is_named: bool = False  # one function must be called: OpenAI's finish reason is "stop" then
     is_reasoning: bool = False
     is_open: bool = False  # the prompt ends inside the reasoning
@@ -130,20 +124,8 @@ class ChatOutput:
 
     def parser(self) -> ChatParser:
         """Return a parser for one choice."""
-        rules = None
-        if self.family is not None:
-            special = tuple((self.special or {}).values())
-            rules = CallRules(
-                self.tool_names,
-                self.family.new_id,
-                special,
-                self.first_only,
-                parameters=self.parameters,
-                is_forced=self.is_forced,
-                needs_marker=self.is_constrained,
-            )
         read_calls = None if self.family is None else self.family.read_calls
-        return ChatParser(ParserSetup(read_calls, rules, self.is_reasoning, self.is_open))
+        return ChatParser(read_calls, self.rules, is_reasoning=self.is_reasoning, is_open=self.is_open)
 
 
 def chat_output(
@@ -151,22 +133,30 @@ def chat_output(
 ) -> ChatOutput | None:
     """Return the output of an answer, None if all of it is content. `ends_open`: from `reasoning_at_end`."""
     family = form.family if tools is not None and tools.choice.mode != "none" else None
-    if family is None and form.reasoning is None:
+    reasons = form.reasoning is not None
+    if family is None and not reasons:
         return None
-    markers = (*(family.markers if family else ()), *(THINK_MARKERS if form.reasoning else ()))
+    markers = (*(family.markers if family else ()), *(THINK_MARKERS if reasons else ()))
     ids = {token_id: text for text in markers if (token_id := tokenizer.backend.token_to_id(text)) is not None}
     special = {token_id: text for token_id, text in ids.items() if token_id in tokenizer.vocabulary.special_ids}
-    parameters = {tool.name: tool.parameters for tool in tools.callable_tools} if tools else {}
+    rules = None
+    if family is not None and tools is not None:
+        parameters = {tool.name: tool.parameters for tool in tools.callable_tools}
+        rules = CallRules(
+            frozenset(parameters),
+            family.new_id,
+            special=tuple(special.values()) if skips_special else (),
+            first_only=not tools.parallel,
+            parameters=parameters,
+            is_forced=tools.choice.mode == "required",
+            needs_marker=tools.is_constrained,
+        )
     return ChatOutput(
         family=family,
-        tool_names=frozenset(parameters),
-        parameters=parameters,
-        first_only=tools is not None and not tools.parallel,
-        is_forced=tools is not None and tools.choice.mode == "required",
-        is_constrained=tools is not None and tools.is_constrained,
+        rules=rules,
         is_named=tools is not None and tools.choice.name is not None,
-        is_reasoning=form.reasoning is not None,
-        is_open=form.reasoning is not None and (form.reasoning == "deepseek_r1" if ends_open is None else ends_open),
+        is_reasoning=reasons,
+        is_open=reasons and (form.reasoning == "deepseek_r1" if ends_open is None else ends_open),
         special=special if skips_special else None,
     )
 

@@ -18,14 +18,13 @@ from headstart.openai.tools.call_grammar import (
     cannot_write,
     json_rule,
     marker,
-    one_of,
     plain_arguments,
-    tool_line,
+    tool_rules,
     tool_schema,
     with_definitions,
 )
 from headstart.openai.tools.chat_format import ChatFormat, ChatOutput
-from headstart.openai.tools.parsers.reasoning_reader import THINK_MARKERS
+from headstart.openai.tools.parsers.chat_parser import THINK_MARKERS
 from headstart.openai.tools.parsers.tool_formats import HERMES_MARKERS, LLAMA3_MARKERS, MISTRAL_MARKERS
 from headstart.openai.tools.tool_fields import Tool, ToolParams
 from headstart.openai.tools.xml_grammar import glm45_grammar, qwen3_coder_grammar
@@ -109,13 +108,15 @@ def _think(output: ChatOutput, token_id: TokenId, lines: list[str]) -> str:
 
 def _objects(tools: ToolParams) -> list[str]:
     """Return the rules of `object`: a JSON object of name and arguments for any of the tools."""
-    rules: list[str] = []
-    for index, tool in enumerate(tools.callable_tools):
-        rules.append(tool_line(tool))
+
+    def rules_of(index: int, tool: Tool) -> list[str]:
         begin = json.dumps(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
-        rules.append(f'object_{index}: {begin} arguments_{index} "}}"')
-        rules.append(f"arguments_{index}: {json_rule(tool_schema(tool), tool)}")
-    return [*rules, one_of("object", len(tools.callable_tools))]
+        return [
+            f'object_{index}: {begin} arguments_{index} "}}"',
+            f"arguments_{index}: {json_rule(tool_schema(tool), tool)}",
+        ]
+
+    return tool_rules(tools, "object", rules_of)
 
 
 def _hermes(tools: ToolParams, _: ChatFormat, token_id: TokenId) -> CallGrammar:
@@ -127,16 +128,14 @@ def _hermes(tools: ToolParams, _: ChatFormat, token_id: TokenId) -> CallGrammar:
 def _llama3_json(tools: ToolParams, _: ChatFormat, token_id: TokenId) -> CallGrammar:
     # One call: Llama's templates refuse a history with several in one message. It is JSON as a whole, so that a
     # response_format, which may be JSON as well, has the same lexemes.
-    rules: list[str] = []
-    for index, tool in enumerate(tools.callable_tools):
+    def rules_of(index: int, tool: Tool) -> list[str]:
         schema = tool_schema(tool)
         shared = {key: schema[key] for key in DEFINITIONS if key in schema}
         call = {"name": {"const": tool.name}, "parameters": schema}
         required = {"required": list(call), "additionalProperties": False}
-        rules.append(tool_line(tool))
-        rules.append(f"object_{index}: {json_rule({**shared, 'type': 'object', 'properties': call, **required}, tool)}")
-    rules.append(one_of("object", len(tools.callable_tools)))
-    return CallGrammar(rules, "object", None, r"/[ \n\r\t]*[^{ \n\r\t](.|\n)*/")
+        return [f"object_{index}: {json_rule({**shared, 'type': 'object', 'properties': call, **required}, tool)}"]
+
+    return CallGrammar(tool_rules(tools, "object", rules_of), "object", None, r"/[ \n\r\t]*[^{ \n\r\t](.|\n)*/")
 
 
 def _mistral(tools: ToolParams, form: ChatFormat, token_id: TokenId) -> CallGrammar:
@@ -146,21 +145,19 @@ def _mistral(tools: ToolParams, form: ChatFormat, token_id: TokenId) -> CallGram
         array = [*_objects(tools), f'behind: SPACE "[" object{more} "]"']
         return CallGrammar(array, f"{opening} behind", MISTRAL_MARKERS[0])
     with_id = f"{call_id} /[a-zA-Z0-9]{{9}}/ " if MISTRAL_MARKERS[1] in form.template else ""
-    rules: list[str] = []
-    for index, tool in enumerate(tools.callable_tools):
-        rules.append(tool_line(tool))
-        rules.append(f"named_{index}: {json.dumps(tool.name)} {with_id}{arguments} arguments_{index}")
-        rules.append(f"arguments_{index}: {json_rule(tool_schema(tool), tool)}")
-    rules.append(one_of("named", len(tools.callable_tools)).replace("named:", "behind:", 1))
-    return CallGrammar(rules, f"{opening} behind", MISTRAL_MARKERS[0], between="SPACE")
+
+    def rules_of(index: int, tool: Tool) -> list[str]:
+        return [
+            f"behind_{index}: {json.dumps(tool.name)} {with_id}{arguments} arguments_{index}",
+            f"arguments_{index}: {json_rule(tool_schema(tool), tool)}",
+        ]
+
+    return CallGrammar(tool_rules(tools, "behind", rules_of), f"{opening} behind", MISTRAL_MARKERS[0], between="SPACE")
 
 
 def _pythonic(tools: ToolParams, _: ChatFormat, token_id: TokenId) -> CallGrammar:
-    rules: list[str] = []
-    for index, tool in enumerate(tools.callable_tools):
-        rules += [tool_line(tool), *_python_call(index, tool)]
-    rules.append(one_of("object", len(tools.callable_tools)))
     more = ' (", " object)*' if tools.parallel else ""
+    rules = tool_rules(tools, "object", _python_call)
     return CallGrammar(rules, f'"[" object{more} "]"', None, r"/[ \n\r\t]*[^\[ \n\r\t](.|\n)*/")
 
 

@@ -6,7 +6,7 @@ that contains the end marker, and, where other types are allowed as well, none t
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,8 @@ from headstart.openai.tools.call_grammar import (
     cannot_write,
     json_rule,
     marker,
-    one_of,
     plain_arguments,
-    tool_line,
+    tool_rules,
     tool_schema,
     with_definitions,
 )
@@ -76,29 +75,36 @@ class _Values:
 
 def qwen3_coder_grammar(tools: ToolParams, token_id: TokenId) -> CallGrammar:
     """Return the grammar of <tool_call>, a line break, <function=f>, and a line for each element."""
-    rules: list[str] = []
-    for index, tool in enumerate(tools.callable_tools):
-        rules.append(tool_line(tool))
-        items = _items(index, tool, QWEN3_CODER_FORM, "\n", token_id, rules)
-        rules.append(f'object_{index}: {json.dumps(f"<function={tool.name}>")} "\\n" {items} "</function>"')
-    opening, closing = (marker(text, token_id) for text in CALL_MARKERS)
-    rules += [one_of("object", len(tools.callable_tools)), f'behind: "\\n" object "\\n" {closing}']
-    return CallGrammar([*rules, f"call: {opening} behind"], "call", CALL_MARKERS[0], between=LINE_BREAK)
+
+    def call(tool: Tool, items: str) -> str:
+        return f'{json.dumps(f"<function={tool.name}>")} "\\n" {items} "</function>"'
+
+    return _grammar(tools, QWEN3_CODER_FORM, "\n", token_id, call, '"\\n" object "\\n"')
 
 
 def glm45_grammar(tools: ToolParams, template: str, token_id: TokenId) -> CallGrammar:
     """Return the grammar of <tool_call>, the name, and the arguments, with line breaks if the template has them."""
     line = "" if "</arg_key><arg_value>" in template else "\n"
-    rules: list[str] = []
-    for index, tool in enumerate(tools.callable_tools):
-        rules.append(tool_line(tool))
-        items = _items(index, tool, GLM45_FORM, line, token_id, rules)
-        rules.append(f"object_{index}: {json.dumps(tool.name + line)} {items}")
+
+    def call(tool: Tool, items: str) -> str:
+        return f"{json.dumps(tool.name + line)} {items}"
+
+    return _grammar(tools, GLM45_FORM, line, token_id, call, "object")
+
+
+def _grammar(
+    tools: ToolParams, form: XmlForm, line: str, token_id: TokenId, call: Callable[[Tool, str], str], inner: str
+) -> CallGrammar:
+    """Return a grammar; `call`: the expression of a call with its arguments, `inner`: what is between the markers."""
+
+    def rules_of(index: int, tool: Tool) -> list[str]:
+        rules: list[str] = []
+        items = _items(index, tool, form, line, token_id, rules)
+        return [*rules, f"object_{index}: {call(tool, items)}"]
+
     opening, closing = (marker(text, token_id) for text in CALL_MARKERS)
-    rules += [one_of("object", len(tools.callable_tools)), f"behind: object {closing}"]
-    return CallGrammar(
-        [*rules, f"call: {opening} behind"], "call", CALL_MARKERS[0], between=LINE_BREAK if line else "SPACE"
-    )
+    rules = [*tool_rules(tools, "object", rules_of), f"behind: {inner} {closing}", f"call: {opening} behind"]
+    return CallGrammar(rules, "call", CALL_MARKERS[0], between=LINE_BREAK if line else "SPACE")
 
 
 def _items(index: int, tool: Tool, form: XmlForm, line: str, token_id: TokenId, rules: list[str]) -> str:

@@ -26,30 +26,12 @@ KEY_BYTES = 128
 TENANT_SHARE = 2  # a tenant may fill this part of the memory
 
 
-class FingerprintMemory:
-    """Fingerprints; beyond the bounds the least recently used are dropped. Thread-safe."""
+class FingerprintMemory(TenantCache[PromptFingerprint]):
+    """Fingerprints by the id of the answer."""
 
     def __init__(self, max_bytes: int) -> None:
         """`max_bytes` 0: nothing is kept."""
-        self._cache = TenantCache[PromptFingerprint](
-            max_bytes // TENANT_SHARE, max_bytes, lambda value: KEY_BYTES + value.num_bytes
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that all tenants' fingerprints take."""
-        return self._cache.num_bytes
-
-    def __len__(self) -> int:
-        return len(self._cache)
-
-    def find(self, tenant: str, answer_id: str) -> PromptFingerprint | None:
-        """Return the fingerprint of a tenant's request; None if it has none with this id, or no longer."""
-        return self._cache.find(tenant, [answer_id.encode()])[0]
-
-    def put(self, tenant: str, answer_id: str, value: PromptFingerprint) -> None:
-        """Store the fingerprint of an answered request."""
-        self._cache.put(tenant, answer_id.encode(), value)
+        super().__init__(max_bytes // TENANT_SHARE, max_bytes, lambda value: KEY_BYTES + value.num_bytes)
 
 
 def shape_of(messages: Sequence[Mapping[str, Any]] | None, params: GenerationParams, domain: bytes) -> PromptShape:
@@ -94,7 +76,7 @@ class AnswerDiagnosis:
         self._shape, self._token_ids = prompt
         self._names = names
         if compared_id is not None:
-            earlier = None if memory is None else memory.find(origin.tenant, compared_id)
+            earlier = None if memory is None else memory.find(origin.tenant, [compared_id])[0]
             self.comparison = compare_prompts(compared_id, earlier, self._shape, self._token_ids)
 
     def found(self, num_cached: int, num_evicted: int) -> CacheDiagnosis | None:

@@ -30,8 +30,7 @@ class AnswerFormat(Protocol):
     """The answer to one client request in the form of its API. One of `whole` and the events is used."""
 
     def collect(self, choice: int, delta: Delta) -> None:
-        """Process a delta of an answer that is sent whole."""
-        ...
+        """Process a delta of an answer that is sent whole; by default the job's generations collect it."""
 
     def whole(self, *, in_pieces: bool) -> Json:
         """Return the finished answer; `in_pieces`: long lists in it may be iterators."""
@@ -51,11 +50,11 @@ class AnswerFormat(Protocol):
 
     def failure(self, error: Exception) -> bytes | None:
         """Return the events that end a stream that failed; None: those of the API."""
-        ...
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartsFormat:
+class PartsFormat(AnswerFormat):
     """An answer of one choice that is made of parts, whole or as objects of a stream.
 
     `added` returns the objects of a delta, and adds it to `parts`. `failed` may return the object that ends a stream

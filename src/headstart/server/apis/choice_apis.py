@@ -20,7 +20,7 @@ from headstart.openai.text.generation import Delta, Generation
 from headstart.openai.text.logprob_table import TokenEntry
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.server.apis.answer_format import Head, ServedApi, check_model, diagnosis_of
+from headstart.server.apis.answer_format import AnswerFormat, Head, ServedApi, check_model, diagnosis_of
 from headstart.server.generation_job import ApiRequest, GenerationJob
 from headstart.server.server_state import Model
 
@@ -64,7 +64,7 @@ class ChoiceShapes:
     first_choice: Callable[[int], Json] | None = None
 
 
-class ChoiceFormat:
+class ChoiceFormat(AnswerFormat):
     """The answer of one job as choices, whole or as chunks."""
 
     def __init__(self, shapes: ChoiceShapes, job: GenerationJob, head: Head) -> None:
@@ -77,9 +77,6 @@ class ChoiceFormat:
             "model": head.model.name,
             "system_fingerprint": None,
         }
-
-    def collect(self, choice: int, delta: Delta) -> None:
-        """Do nothing: the job's generations accumulate whole choices."""
 
     def whole(self, *, in_pieces: bool) -> Json:
         """Return the finished answer."""
@@ -111,9 +108,6 @@ class ChoiceFormat:
         if not self._job.params.include_usage:
             return DONE
         return event(self._chunk([], self._job.usage())) + DONE
-
-    def failure(self, error: Exception) -> bytes | None:
-        """Return None: a stream ends as the API says."""
 
     def _chunk(self, choices: Any, usage: Json | None, diagnostics: Json | None = None) -> Json:
         head = {**self._head, **diagnostics} if diagnostics else self._head

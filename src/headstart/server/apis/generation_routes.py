@@ -13,7 +13,7 @@ from headstart.openai.request_json import parse_json
 from headstart.openai.responses import Json
 from headstart.openai.responses_api.response_memory import ResponseMemory, StoredResponse
 from headstart.openai.responses_api.response_objects import deleted, input_item, item_list
-from headstart.openai.value_checks import shown, unsupported
+from headstart.openai.value_checks import check_count, shown, unsupported
 from headstart.server.apis.answer_format import ServedApi
 from headstart.server.apis.choice_apis import CHAT, COMPLETIONS
 from headstart.server.apis.messages_format import MESSAGES, count_tokens
@@ -54,11 +54,10 @@ class GenerationRoutes:
     async def input_items(self, request: Request) -> Response:
         """List the input items of a stored response."""  # the newest first unless `order=asc`
         query = request.query_params
-        order, limit = query.get("order", "desc"), query.get("limit", str(DEFAULT_LISTED))
+        order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise InvalidRequestError(f"order is {shown(order)}; it must be asc or desc", param="order")
-        if not limit.isdecimal() or not limit.isascii() or not 1 <= int(limit[:4]) <= MAX_LISTED:
-            raise InvalidRequestError(f"limit is {shown(limit)}; it must be between 1 and {MAX_LISTED}", param="limit")
+        limit = check_count("limit", query.get("limit", str(DEFAULT_LISTED)), MAX_LISTED)
         response_id, items = request.path_params["response_id"], self._stored(request).items
         listed = [input_item(item, response_id, index) for index, item in enumerate(items)]
         if order == "desc":
@@ -69,7 +68,7 @@ class GenerationRoutes:
             if after not in ids:
                 raise InvalidRequestError(f"after is {shown(after)}; no item has this id", param="after")
             listed = listed[ids.index(after) + 1 :]
-        return json_response(item_list(listed[: int(limit)], has_more=len(listed) > int(limit)))
+        return json_response(item_list(listed[:limit], has_more=len(listed) > limit))
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a conversation (Anthropic's Messages API)."""

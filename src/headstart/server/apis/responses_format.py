@@ -15,8 +15,7 @@ from headstart.openai.engine_requests import Origin
 from headstart.openai.request_json import json_value
 from headstart.openai.responses import Json
 from headstart.openai.responses_api.call_forms import ChatTool, called_tools
-from headstart.openai.responses_api.input_items import read_item
-from headstart.openai.responses_api.item_references import REFERENCE, output_item, referenced_items, response_of
+from headstart.openai.responses_api.input_items import REFERENCE, output_item, read_item, referenced_items, response_of
 from headstart.openai.responses_api.response_events import ResponseEvents
 from headstart.openai.responses_api.response_memory import Conversation, ResponseMemory, StoredResponse, Turn
 from headstart.openai.responses_api.response_objects import ResponseShape, echo_of, response_usage

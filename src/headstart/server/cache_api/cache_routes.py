@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -16,15 +15,15 @@ from headstart.engine.wire import stats_of
 from headstart.http.access_record import record_of
 from headstart.http.auth import Principal
 from headstart.http.http_errors import HttpError
-from headstart.http.spooled_body import SpooledBody, in_memory
 from headstart.openai.engine_requests import Origin
 from headstart.openai.request_json import parse_json
 from headstart.openai.responses import CACHE_SOURCES, Json
-from headstart.openai.value_checks import shown
+from headstart.openai.value_checks import check_count
 from headstart.server.apis.choice_apis import CHAT, COMPLETIONS
 from headstart.server.cache_api.explanation_text import explanation_answer
+from headstart.server.inference import run_with_body
 from headstart.server.prompt_doctor import AvoidableCounts
-from headstart.server.prompt_log import MAX_LISTED, listing
+from headstart.server.prompt_log import MAX_LISTED
 from headstart.server.server_metrics import blocks_by_state, prefill_redundancy
 from headstart.server.server_state import ServerState
 from headstart.server.store_metrics import may_see_store, store_answer
@@ -148,11 +147,9 @@ async def recent_requests(state: ServerState, request: Request) -> Json:
             "this server keeps no prompts; start it with --prompt-log-size, in bytes",
             code="not_kept",
         )
-    last = request.query_params.get("last", str(MAX_LISTED))
-    if not last.isdecimal() or not last.isascii() or not 1 <= int(last[:5]) <= MAX_LISTED:
-        raise InvalidRequestError(f"last is {shown(last)}; it must be between 1 and {MAX_LISTED}", param="last")
+    last = check_count("last", request.query_params.get("last", str(MAX_LISTED)), MAX_LISTED)
     tenant = record_of(request.scope).principal.tenant
-    return listing(await asyncio.to_thread(state.prompt_log.bodies, tenant, int(last)))
+    return {"object": "list", "data": await asyncio.to_thread(state.prompt_log.bodies, tenant, last)}
 
 
 def _request_id(request: Request) -> str:
@@ -174,15 +171,13 @@ async def _parsed(state: ServerState, request: Request) -> tuple[EngineRequest, 
     model, principal = state.loaded_model, record_of(request.scope).principal
     origin = Origin("explain", domain=principal.domain, tenant=principal.tenant)
 
-    def prepare(body: bytes | SpooledBody) -> tuple[list[EngineRequest], Json]:
-        values = parse_json(in_memory(body), model.bounds.max_numbers)
+    def prepare(data: bytes) -> tuple[list[EngineRequest], Json]:
+        values = parse_json(data, model.bounds.max_numbers)
         api = CHAT if "messages" in values else COMPLETIONS
         asked = api.prepare(values, model, origin)
         return asked.requests[:: asked.params.n], values
 
-    async with state.bodies.held(request) as body:
-        run = partial(state.long_work.run, tenant=origin.tenant, receive=request.receive)
-        requests, values = await run(len(body), partial(prepare, body), waits=True)
+    requests, values = await run_with_body(state, request, prepare, renders=True)
     if len(requests) > 1:
         raise InvalidRequestError(f"there are {len(requests)} prompts; ask about one at a time", param="prompt")
     return requests[0], values

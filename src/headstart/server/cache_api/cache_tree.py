@@ -14,12 +14,10 @@ from typing import TypeVar
 from msgspec import Raw
 
 from headstart.core.engine import EngineStats
-from headstart.core.errors import InvalidRequestError
 from headstart.engine.engine_calls import MAX_SCANNED_BLOCKS
 from headstart.engine.engine_client import EngineClient
 from headstart.http.auth import Principal
 from headstart.openai.responses import Json, encode
-from headstart.openai.value_checks import shown
 from headstart.page.prefix_tree import COLUMNS, BlockRun, PrefixTree, TreeBlock
 from headstart.server.server_state import Model
 
@@ -130,14 +128,6 @@ def _timed(make: Callable[[], T]) -> tuple[T, float]:
     """Return what a call returns, and its CPU seconds."""
     begun = time.thread_time()
     return make(), time.thread_time() - begun
-
-
-def max_runs_of(value: str | None) -> int:
-    """Return the query parameter `max_runs`. Raises InvalidRequestError."""
-    text = str(DEFAULT_RUNS) if value is None else value
-    if not text.isdecimal() or not text.isascii() or not 1 <= int(text[:6]) <= MAX_RUNS:
-        raise InvalidRequestError(f"max_runs is {shown(text)}; it must be between 1 and {MAX_RUNS}", param="max_runs")
-    return int(text)
 
 
 def _row(run: BlockRun, block_size: int, text: str) -> list[object]:

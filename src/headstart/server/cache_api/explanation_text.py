@@ -1,6 +1,6 @@
 """The response of /v1/cache/explain: the engine's Explanation with the texts of its tokens and a readable message."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headstart.core.cache.pinned_prefixes import REQUEST_PREFIX
@@ -105,7 +105,8 @@ def _by_source(sources: Json) -> str:
 
 def _reason_sentence(answer: Json) -> str:
     """Return a sentence about why there were no more prefix cache hits."""
-    return _REASONS[answer["reason"]](answer)
+    reason = _REASONS[answer["reason"]]
+    return reason if isinstance(reason, str) else reason(answer)
 
 
 def _diverged(answer: Json) -> str:
@@ -151,16 +152,12 @@ def _computing(answer: Json) -> str:
     return f"{who} has the same tokens from token {answer['reused_tokens'] + 1:,} on and was still computing them."
 
 
-def _equal(ending: str) -> Any:
+def _equal(ending: str) -> Callable[[Json], str]:
     def sentence(answer: Json) -> str:
         near = answer["near_match"]
         return f"{_sentence(near['request_id'])} had the same first {_tokens(near['common_tokens'])}, {ending}."
 
     return sentence
-
-
-def _constant(text: str) -> Any:
-    return lambda answer: text
 
 
 def _tail(answer: Json) -> str:
@@ -186,14 +183,12 @@ def _unseen(answer: Json) -> str:
     return text + _cost(near)
 
 
-_REASONS = {
-    "complete": _constant(
-        "Everything was there; the last token is always computed, because the answer begins from it."
-    ),
+_REASONS: Mapping[str, str | Callable[[Json], str]] = {
+    "complete": "Everything was there; the last token is always computed, because the answer begins from it.",
     "tail": _tail,
-    "disabled": _constant("The server runs without prefix caching (--no-enable-prefix-caching)."),
-    "bypass": _constant("The request bypasses the cache."),
-    "prompt_logprobs": _constant("Log-probabilities of the prompt were requested, and these must be computed."),
+    "disabled": "The server runs without prefix caching (--no-enable-prefix-caching).",
+    "bypass": "The request bypasses the cache.",
+    "prompt_logprobs": "Log-probabilities of the prompt were requested, and these must be computed.",
     "no_checkpoint": _no_checkpoint,
     "evicted": _evicted,
     "computing": _computing,

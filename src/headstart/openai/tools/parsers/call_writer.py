@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta
+from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta, joined
 from headstart.openai.tools.parsers.argument_types import ArgumentTypes
 from headstart.openai.tools.parsers.text_reader import Read, TextReader, first_marker, num_held
 
@@ -37,11 +37,7 @@ class CallWriter:
         self._is_dropped = False  # the call that is being written
         self._types: dict[str, ArgumentTypes] = {}
         self.num_calls = 0
-
-    @property
-    def needs_marker(self) -> bool:
-        """Whether a call must begin with the family's marker."""
-        return self._rules.needs_marker
+        self.needs_marker = rules.needs_marker
 
     def accepts(self, name: str, *, any_name: bool) -> bool:
         """Return whether a call may have this name: that of a tool, or with `any_name` any valid one."""
@@ -98,16 +94,10 @@ class CallWriter:
 
     def take(self) -> ChatDelta:
         """Return all output since the last take: one ToolCallDelta for each call in it."""
-        merged: dict[int, ToolCallDelta] = {}
-        for call in self._calls:
-            known = merged.get(call.call_index)
-            merged[call.call_index] = (
-                call if known is None else known._replace(arguments=known.arguments + call.arguments)
-            )
-        delta = ChatDelta("".join(self._content), tool_calls=tuple(merged.values()))
+        delta = ChatDelta("".join(self._content), tool_calls=tuple(self._calls))
         self._content.clear()
         self._calls.clear()
-        return delta
+        return joined(delta) if len(delta.tool_calls) > 1 else delta
 
     def text_until(self, reader: TextReader, openers: Sequence[str]) -> Read[bool]:
         """Write text as content up to an opener, which is consumed; return False at the end of the text.

@@ -5,97 +5,117 @@ deltas are the same however the text is split.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from headstart.openai.chat.chat_delta import ChatDelta
+from headstart.openai.chat.chat_delta import ChatDelta, joined
 from headstart.openai.tools.parsers.call_writer import CallRules, CallWriter
-from headstart.openai.tools.parsers.reasoning_reader import ReasoningReader, SplitText
-from headstart.openai.tools.parsers.text_reader import Read, TextReader, pieces
+from headstart.openai.tools.parsers.text_reader import Read, TextReader, first_marker, num_held
 
+THINK_MARKERS = ("<think>", "</think>")
 ReadCalls = Callable[[TextReader, CallWriter], Read[None]]
 
 
-class ToolParser:
-    """The content and the tool calls of one text."""
+class ReasoningReader:
+    """Splits <think>...</think> at the beginning of an answer from its content. Whitespace around it is in neither."""
 
-    def __init__(self, read_calls: ReadCalls, rules: CallRules) -> None:
+    def __init__(self, *, is_open: bool) -> None:
+        """`is_open`: the answer begins inside the reasoning, since the prompt ends with <think>."""
+        self._is_open = is_open
         self._reader = TextReader()
-        self._writer = CallWriter(rules)
-        self._run = read_calls(self._reader, self._writer)
-        self._is_forced = rules.is_forced
-
-    @property
-    def num_calls(self) -> int:
-        """Number of calls so far."""
-        return self._writer.num_calls
+        self._reasoning: list[str] = []
+        self._rest: list[str] = []
+        self._run = self._read()
 
     def feed(self, text: str) -> ChatDelta:
         """Read the next piece of text."""
-        for piece in pieces(text):
-            self._reader.add(piece)
-            next(self._run, None)
-        return self._writer.take()
+        self._reader.feed(text, self._run)
+        split = ChatDelta("".join(self._rest), "".join(self._reasoning))
+        self._reasoning.clear()
+        self._rest.clear()
+        return split
 
-    def finish(self, *, is_cut: bool = False) -> ChatDelta:
-        """Return what was held back at the end of the text; if it is cut, the beginning of a call is dropped."""
-        self._reader.ended, self._reader.is_cut = True, is_cut
-        delta = self.feed("")
-        return delta._replace(content="") if is_cut and self._is_forced else delta
+    def finish(self) -> ChatDelta:
+        """Return what was held back at the end of the text."""
+        self._reader.ended = True
+        return self.feed("")
 
+    def _read(self) -> Read[None]:
+        opening, closing = THINK_MARKERS
+        reader = self._reader
+        yield from reader.skip_space()
+        is_reasoning = (yield from reader.match(opening)) or self._is_open
+        if is_reasoning:
+            yield from reader.skip_space()
+            reader.take()
+            yield from self._until(closing)
+            yield from reader.skip_space()
+            reader.take()
+        while True:
+            reader.at = len(reader.text)
+            self._rest.append(reader.take())
+            yield
 
-@dataclass(frozen=True, slots=True)
-class ParserSetup:
-    """The parsers of one answer."""
-
-    read_calls: ReadCalls | None = None  # None: there are no calls
-    rules: CallRules | None = None  # with read_calls
-    is_reasoning: bool = False
-    is_open: bool = False  # the prompt ends inside the reasoning
+    def _until(self, closing: str) -> Read[None]:
+        reader = self._reader
+        while (found := first_marker(reader.text, (closing,))) is None:
+            held = 0 if reader.ended else num_held(reader.text, (closing,))
+            reader.at = reader.end_before_space(len(reader.text) - held)
+            self._reasoning.append(reader.take())
+            if reader.ended:
+                reader.at = len(reader.text)
+                reader.take()
+                return
+            yield
+        reader.at = reader.end_before_space(found.start)
+        self._reasoning.append(reader.take())
+        reader.at = reader.text.index(closing) + len(closing)
+        reader.take()
 
 
 class ChatParser:
     """The reasoning, the content and the tool calls of one answer."""
 
-    def __init__(self, setup: ParserSetup) -> None:
-        self._reasoning = ReasoningReader(is_open=setup.is_open) if setup.is_reasoning else None
-        self._tools: ToolParser | None = None
-        if setup.read_calls is not None and setup.rules is not None:
-            self._tools = ToolParser(setup.read_calls, setup.rules)
+    def __init__(
+        self,
+        read_calls: ReadCalls | None = None,
+        rules: CallRules | None = None,
+        *,
+        is_reasoning: bool = False,
+        is_open: bool = False,
+    ) -> None:
+        """`read_calls` None: there are no calls; otherwise with `rules`. `is_open`: the answer begins in reasoning."""
+        self._reasoning = ReasoningReader(is_open=is_open) if is_reasoning else None
+        self._reader = TextReader()
+        self._writer: CallWriter | None = None
+        if read_calls is not None and rules is not None:
+            self._writer = CallWriter(rules)
+            self._run = read_calls(self._reader, self._writer)
+            self._is_forced = rules.is_forced
 
     @property
     def num_calls(self) -> int:
         """Number of calls so far."""
-        return 0 if self._tools is None else self._tools.num_calls
+        return 0 if self._writer is None else self._writer.num_calls
 
     def feed(self, text: str) -> ChatDelta:
         """Read the next piece of text."""
-        split = SplitText(rest=text) if self._reasoning is None else self._reasoning.feed(text)
-        return self._parsed(split)
+        return self._parsed(ChatDelta(text) if self._reasoning is None else self._reasoning.feed(text))
 
     def finish(self, *, is_cut: bool = False) -> ChatDelta:
-        """Return what was held back at the end of the text. `is_cut`: the model would have written more."""
-        split = SplitText() if self._reasoning is None else self._reasoning.finish()
-        delta = self._parsed(split)
-        if self._tools is None:
+        """Return what was held back at the end of the text.
+
+        `is_cut`: the model would have written more, so the beginning of a call is dropped.
+        """
+        delta = self._parsed(ChatDelta() if self._reasoning is None else self._reasoning.finish())
+        if self._writer is None:
             return delta
-        return joined(delta, self._tools.finish(is_cut=is_cut))
+        self._reader.ended, self._reader.is_cut = True, is_cut
+        self._reader.feed("", self._run)
+        last = self._writer.take()
+        return joined(delta, last._replace(content="") if is_cut and self._is_forced else last)
 
-    def _parsed(self, split: SplitText) -> ChatDelta:
-        if self._tools is None:
-            return ChatDelta(split.rest, split.reasoning)
-        delta = self._tools.feed(split.rest) if split.rest else ChatDelta()
-        return delta._replace(reasoning=split.reasoning)
-
-
-def joined(*deltas: ChatDelta) -> ChatDelta:
-    """Return the deltas of one answer as one, with one ToolCallDelta for each call."""
-    calls = {}
-    for delta in deltas:
-        for call in delta.tool_calls:
-            known = calls.get(call.call_index)
-            calls[call.call_index] = (
-                call if known is None else known._replace(arguments=known.arguments + call.arguments)
-            )
-    return ChatDelta(
-        "".join(delta.content for delta in deltas), "".join(delta.reasoning for delta in deltas), tuple(calls.values())
-    )
+    def _parsed(self, split: ChatDelta) -> ChatDelta:
+        if self._writer is None or not split.content:
+            return split
+        self._reader.feed(split.content, self._run)
+        delta = self._writer.take()
+        return delta._replace(reasoning=split.reasoning) if split.reasoning else delta

@@ -37,11 +37,16 @@ class TextReader:
         """Whether the text was cut where it is read, so what is kept may be the beginning of a call."""
         return self.is_cut and self._ran_out
 
-    def add(self, text: str) -> None:
-        """Append the next piece."""
-        held, self.text = self.text, ""  # CPython appends in place to a string that nothing else refers to
-        held += text
-        self.text = held
+    def feed(self, text: str, run: Read[None]) -> None:
+        """Append text and let a generator read it, MAX_PIECE characters at a time: each `take` copies what is unread.
+
+        An empty text lets it read the end.
+        """
+        for start in range(0, len(text) or 1, MAX_PIECE):
+            held, self.text = self.text, ""  # CPython appends in place to a string that nothing else refers to
+            held += text[start : start + MAX_PIECE]
+            self.text = held
+            next(run, None)
 
     def take(self) -> str:
         """Return the kept text, which is dropped here."""
@@ -93,11 +98,6 @@ class TextReader:
         while (char := (yield from self.peek())) and ((char.isascii() and char.isalnum()) or char in "_.-"):
             self.at += 1
         return self.text[start : self.at]
-
-
-def pieces(text: str) -> list[str]:
-    """Return a text in pieces of MAX_PIECE characters, at least one: each `take` copies what is unread."""
-    return [text[at : at + MAX_PIECE] for at in range(0, len(text), MAX_PIECE)] or [""]
 
 
 def first_marker(text: str, markers: Sequence[str]) -> FoundMarker | None:
