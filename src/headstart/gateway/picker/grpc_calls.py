@@ -157,11 +157,6 @@ class Calls:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.get_running_loop()
 
-    @property
-    def num_tasks(self) -> int:
-        """The number of calls that run."""
-        return len(self._tasks)
-
     def add(self, stream_id: int, path: str, *, is_over: bool) -> bool:
         """Add a call, which begins with its first message; return whether there is room for it."""
         if len(self._waiting) >= MAX_WAITING or not self._callers.add_call(self._connection):
