@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, NoReturn
 
@@ -37,39 +38,23 @@ class GrpcError(Exception):
         self.status = status
 
 
+@dataclass(slots=True, eq=False)
 class GrpcStream:
     """One call: messages as bytes. A call that the client cancels is cancelled, unless it `ends_gently`."""
 
-    __slots__ = (
-        "_buffer",
-        "_connection",
-        "_id",
-        "_is_open",
-        "_is_over",
-        "_messages",
-        "_news",
-        "_uncredited",
-        "_window",
-        "ends_gently",
-        "held_bytes",
-        "is_released",
-        "send_window",
-    )
-
-    def __init__(self, connection: "GrpcConnection", stream_id: int) -> None:
-        self.send_window = 0  # beyond the client's window of a new stream
-        self.ends_gently = False  # a client that cancels ends its messages; the call is not cancelled
-        self.held_bytes = 0  # of messages that are incomplete or not read yet
-        self.is_released = False  # nothing is counted any more: the call has ended
-        self._connection = connection
-        self._id = stream_id
-        self._buffer = bytearray()
-        self._messages: deque[bytes] | list[bytes] = []  # an empty deque takes ten times as much
-        self._is_over = False  # the client sends no more
-        self._is_open = False  # the head of the response was sent
-        self._window = STREAM_WINDOW  # bytes that the client may still send
-        self._uncredited = 0  # received bytes by which the client's window is not enlarged again
-        self._news: asyncio.Future[None] | None = None
+    _connection: "GrpcConnection"
+    _id: int
+    send_window: int = 0  # beyond the client's window of a new stream
+    ends_gently: bool = False  # a client that cancels ends its messages; the call is not cancelled
+    held_bytes: int = 0  # of messages that are incomplete or not read yet
+    is_released: bool = False  # nothing is counted any more: the call has ended
+    _buffer: bytearray = field(default_factory=bytearray)
+    _messages: deque[bytes] | list[bytes] = field(default_factory=list)  # an empty deque takes ten times as much
+    _is_over: bool = False  # the client sends no more
+    _is_open: bool = False  # the head of the response was sent
+    _window: int = STREAM_WINDOW  # bytes that the client may still send
+    _uncredited: int = 0  # received bytes by which the client's window is not enlarged again
+    _news: "asyncio.Future[None] | None" = None
 
     @property
     def is_ready(self) -> bool:
