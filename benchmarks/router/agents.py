@@ -139,8 +139,9 @@ class OracleOfAll(OraclePolicy):
         replica, endpoint = self._replicas[candidate.name], candidate.endpoint
         size = replica.profile.block_size
         known = ReplicaQueue(replica).known(view.request.prompt.block_hashes(size)) * size
-        cost = endpoint.cost(view.prompt_tokens, min(known, view.prompt_tokens - 1), view.now)
-        return super()._seconds(view, candidate) + (EVICTED * cost.eviction + cost.decode) / 1e3
+        prompt = view.prompt_tokens, min(known, view.prompt_tokens - 1)
+        to_others = EVICTED * endpoint.eviction_ms(*prompt) + endpoint.price(*prompt, view.now).decode
+        return super()._seconds(view, candidate) + to_others / 1e3
 
 
 FORMS: dict[str, Callable[[Mapping[str, SimReplica]], Policy]] = {

@@ -148,7 +148,7 @@ def test_a_call_is_the_same_however_its_bytes_are_cut(messages: list[bytes], dat
         connection, transport = connected(server)
         for start, end in zip([0, *cuts], [*cuts, len(sent)], strict=True):
             connection.data_received(sent[start:end])
-        await until(lambda: server.num_open == 0 and not connection._calls.num_tasks and not connection._late)
+        await until(lambda: server.num_open == 0 and not connection._calls._tasks and not connection._late)
         answered = b"".join(payload for head, payload in transport.frames() if head.kind == h2.DATA)
         assert answered == packed and not transport.is_closed
         last, trailers = transport.frames()[-1]
@@ -208,7 +208,7 @@ def test_a_violation_of_the_protocol_closes_the_connection(data: bytes) -> None:
         connection.data_received(data)
         assert transport.is_closed and transport.frames()[-1][0].kind == h2.GOAWAY
         connection.connection_lost(None)
-        await until(lambda: not connection._calls.num_tasks and server.num_open == 0)
+        await until(lambda: not connection._calls._tasks and server.num_open == 0)
 
     with_server(test)
 
@@ -229,7 +229,7 @@ def test_no_frames_raise_or_leave_calls_behind(frames: list[tuple[int, int, int,
                 connection.data_received(h2.frame(kind, flags, stream_id, payload))
                 await asyncio.sleep(0)
         connection.connection_lost(None)
-        await until(lambda: not connection._calls.num_tasks and server.num_open == 0)
+        await until(lambda: not connection._calls._tasks and server.num_open == 0)
         assert not server.errors and server.callers.num_calls == server.callers.held_bytes == 0
 
     with_server(test)
@@ -241,7 +241,7 @@ def test_pings_are_answered_and_padding_is_removed() -> None:
         padded = b"\x03" + message(b"hi") + bytes(3)
         data = h2.frame(h2.DATA, h2.PADDED | h2.END_STREAM, 1, padded)
         connection.data_received(h2.PREFACE + h2.frame(h2.PING, 0, 0, b"12345678") + opening() + data)
-        await until(lambda: server.num_open == 0 and not connection._calls.num_tasks)
+        await until(lambda: server.num_open == 0 and not connection._calls._tasks)
         frames = transport.frames()
         assert any(head.kind == h2.PING and head.flags == h2.ACK and payload == b"12345678" for head, payload in frames)
         assert b"".join(payload for head, payload in frames if head.kind == h2.DATA) == message(b"hi")

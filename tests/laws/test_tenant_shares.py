@@ -123,7 +123,7 @@ def test_order_and_bound_of_k_lpm_hold_within_a_tenant_and_nobody_below_its_shar
         waiting = Counter(seq.request.tenant for seq in scheduler.waiting if seq.num_preemptions == 0)
         running = Counter(seq.request.tenant for seq in scheduler.running)
         num_tenants = len(waiting | running)
-        in_debt = set(filter(scheduler.tenants.owes, waiting))
+        in_debt = scheduler.tenants._owed.keys() & set(waiting)
         engine.step()
         planned = Counter(chunk.request_id[0] for chunk in executor_of(engine).batches[-1].chunks)
         for tenant in waiting:
@@ -249,7 +249,7 @@ def test_a_tenant_beside_decodes_is_never_ahead_of_its_time_by_more_than_the_lea
     for num_decodes, num_prompt_tokens, *hog in steps:
         demands = {"one": StepDemand(num_decodes, num_prompt_tokens), "hog": StepDemand(*hog)}
         found = shares.of_step(demands, 2)
-        assert found["one"].num_prompt_tokens or not num_prompt_tokens or shares.owes("one")
+        assert found["one"].num_prompt_tokens or not num_prompt_tokens or "one" in shares._owed
         alone += decode + token * num_prompt_tokens
         taken += token * found["hog"].num_prompt_tokens
         assert taken <= (alone + LEAST_TOKENS * token) * (1 + 1e-9)

@@ -17,7 +17,7 @@ from headstart.sim.profile import SERIAL
 from headstart.sim.sim_request import from_trace
 from headstart.sim.sweep import Simulation
 from headstart.workload.block_paths import block_paths, overlapped
-from headstart.workload.recorded.agent_sessions import IdRuns, read_sessions
+from headstart.workload.recorded.agent_sessions import IdRuns, SessionReader
 from headstart.workload.recorded.trace_files import TraceOptions, read_trace_file
 from headstart.workload.traces import Trace, TracedRequest
 
@@ -50,6 +50,14 @@ MADE = session(
         call(200, [1, 2, 13]),
     ],
 )
+
+
+def read_sessions(sessions: list[dict[str, Any]]) -> Trace:
+    """Return sessions as a trace, each from time 0."""
+    reader = SessionReader()
+    for one in sessions:
+        reader.add(one)
+    return reader.trace()
 
 
 def by_session(trace: Trace) -> dict[str, list[TracedRequest]]:

@@ -1,40 +1,22 @@
 """Metrics of a router in Prometheus' text format. Labels have closed value sets: replicas, routes, kinds, policies."""
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headstart.gateway.proxy.flow_control import FlowControl, RetryBudget
 from headstart.gateway.proxy.proxied_call import ProxiedCall
-from headstart.gateway.replicas.replica_monitor import ReplicaMonitor
 from headstart.http.packed_metrics import Histogram, expose, method_label
 from headstart.http.tracing.tracer import SpanCounts, Tracer
-from headstart.router.router import Router
+
+if TYPE_CHECKING:
+    from headstart.gateway.gateway_state import GatewayState
 
 _TTFT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 300.0)
 _DECIDE = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)
 STATES = ("new", "up", "loading", "draining", "absent")
-
-
-class StateView(Protocol):
-    """The state of a running router that a scrape reads."""
-
-    router: Router
-    members: ReplicaMonitor
-    budget: RetryBudget
-
-    @property
-    def num_pending(self) -> int: ...
-
-    @property
-    def flow(self) -> FlowControl: ...
-
-    def event_counts(self) -> Mapping[str, Mapping[str, int]]:
-        """Return the counters of each replica's KV events, by replica and kind."""
-        ...
 
 
 class GatewayMetrics:
@@ -57,9 +39,9 @@ class GatewayMetrics:
         self.ttft = self._histogram("router_ttft_seconds", "From arrival to the first token.", _TTFT)
         self.decide = self._histogram("router_decision_seconds", "Time to read a prompt and select a replica.", _DECIDE)
 
-    def watch(self, view: StateView) -> None:
+    def watch(self, state: "GatewayState") -> None:
         """Add the router's state to every scrape."""
-        self._registry.register(_Collector(view))
+        self._registry.register(_Collector(state))
 
     def answered(self, path: str, method: str, status: int) -> None:
         """Count an HTTP request; unknown paths and methods share one label."""
@@ -136,13 +118,13 @@ class _WithoutReplicas(Collector):
 
 
 class _Collector(Collector):
-    def __init__(self, view: StateView) -> None:
-        self._view = view
+    def __init__(self, state: "GatewayState") -> None:
+        self._state = state
 
     def collect(self) -> Iterable[Metric]:
-        view, router = self._view, self._view.router
+        state, router = self._state, self._state.router
         states: dict[str, int] = dict.fromkeys(STATES, 0)
-        for member in view.members.members.values():
+        for member in state.members.members.values():
             states[member.state] = states.get(member.state, 0) + 1
         yield _gauge("replicas", "Replicas by state.", "state", states)
         ends = router.endpoints.values()
@@ -153,19 +135,19 @@ class _Collector(Collector):
         yield _gauge("shadow_blocks", "Blocks predicted to be cached.", "replica", {e.name: len(e.index) for e in ends})
         ejections = {e.name: e.health.num_ejections for e in ends}
         yield _count("ejections", "Times a replica was ejected after failures.", "replica", ejections)
-        yield _single("queued", "Client requests without a first token.", view.num_pending)
-        held = view.flow.queue
+        yield _single("queued", "Client requests without a first token.", state.num_pending)
+        held = state.flow.queue
         yield _single("held", "Requests that flow control holds in the router.", held.num_waiting)
         text = "Uncached prompt tokens of these; a signal for autoscaling."
         yield _single("held_tokens", text, held.num_tokens)
-        yield _total("expired", "Requests that were not sent before their deadline.", view.flow.num_expired)
+        yield _total("expired", "Requests that were not sent before their deadline.", state.flow.num_expired)
         yield _single(
             "requests_in_flight",
             "Requests sent to replicas that have not ended; a signal for autoscaling.",
             sum(e.load.num_requests for e in ends),
         )
         yield _total("blind_replicas", "Replicas whose KV events are ignored: none was usable.", router.num_blind)
-        yield _total("retries_refused", "Retries that the budget did not allow.", view.budget.num_refused)
+        yield _total("retries_refused", "Retries that the budget did not allow.", state.budget.num_refused)
         yield _total("reports", "Answers that reported their cached tokens.", router.num_reported)
         text = "Tokens predicted as cached that were not, or the reverse."
         yield _total("prediction_error_tokens", text, router.prediction_error)
@@ -175,7 +157,7 @@ class _Collector(Collector):
             yield _gauge("regret_seconds", text, "policy", regrets)
             agreed = {name: regret.agreed for name, regret in router.regrets.items()}
             yield _count("agreements", "Decisions in which a shadow policy agreed.", "policy", agreed)
-        events = view.event_counts()
+        events = state.listening.counts()
         if events:
             family = CounterMetricFamily("headstart:router_kv_events", "KV events.", labels=("replica", "kind"))
             for name, counts in events.items():
@@ -185,14 +167,14 @@ class _Collector(Collector):
 
 
 def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = GaugeMetricFamily(f"headstart:router_{name}", text, labels=(label,))
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family
+    return _filled(GaugeMetricFamily(f"headstart:router_{name}", text, labels=(label,)), values)
 
 
 def _count(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
-    family = CounterMetricFamily(f"headstart:router_{name}", text, labels=(label,))
+    return _filled(CounterMetricFamily(f"headstart:router_{name}", text, labels=(label,)), values)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]) -> Metric:
     for key, value in values.items():
         family.add_metric([key], value)
     return family

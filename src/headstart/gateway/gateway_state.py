@@ -5,7 +5,7 @@ import hmac
 import secrets
 import time
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from math import inf
 from typing import Any
@@ -19,7 +19,7 @@ from headstart.gateway.gateway_metrics import GatewayMetrics
 from headstart.gateway.gateway_routes import ROUTER_ACCESS, ROUTES, ClientKeys
 from headstart.gateway.held_bytes import MAX_HELD_BYTES
 from headstart.gateway.proxy.flow_control import FlowControl, RetryBudget
-from headstart.gateway.proxy.proxy import Placed, ProxiedCall, Proxy, ProxySettings, placed_at_once
+from headstart.gateway.proxy.proxy import Placed, ProxiedCall, Proxy, placed_at_once
 from headstart.gateway.proxy.request_reader import RequestReader, Sender, session_of
 from headstart.gateway.proxy.upstream import Answer
 from headstart.gateway.replica_tokenizers import tokenizer_of
@@ -34,7 +34,6 @@ from headstart.http.decision_log_writer import DecisionLog
 from headstart.http.http_errors import ClientGoneError, HttpError, rendered
 from headstart.http.logs import Log
 from headstart.http.packed_metrics import quantile
-from headstart.http.protocol.connections import most_connections
 from headstart.http.tracing.request_trace import RequestTrace
 from headstart.http.tracing.tracer import make_tracer
 from headstart.http.web_pages import WebPages
@@ -46,7 +45,6 @@ from headstart.router.router import Router
 
 TTFT_SECONDS = 30.0  # of the times in figures
 MAX_TTFT_SAMPLES = 256
-FILES_PER_REQUEST = 2  # the connections to the client and to a replica
 
 
 class GatewayState:
@@ -107,18 +105,8 @@ class GatewayState:
             self._indexes.make, lambda: options.tokenizer == "none" or reader.tokenizer is not None
         )
         self.budget = RetryBudget(options.retry_budget)
-        settings = ProxySettings(
-            options.max_attempts,
-            server_options.max_num_queued_reqs,
-            options.connect_timeout,
-            options.response_timeout,
-            options.replica_api_key,
-            options.replica_wait,
-            max_pending_in_all=most_connections(files_each=FILES_PER_REQUEST) // 2,
-            flow_control=options.flow_control,
-            queue_timeout=options.queue_timeout,
-        )
-        self.proxy = Proxy(self.router, session, settings, self.budget, placed)
+        max_pending = server_options.max_num_queued_reqs
+        self.proxy = Proxy(self.router, session, options, max_pending, self.budget, placed)
         self.memory = RequestHistory(self.router, server_options.diagnostics_size)
         self.metrics = GatewayMetrics(ROUTES)
         self.metrics.watch(self)
@@ -267,10 +255,6 @@ class GatewayState:
         record.error = body["error"]["code"]
         if not isinstance(error, HeadstartError | HttpError | ClientGoneError):
             self.log.failure("internal_error", error, record.request_id)
-
-    def event_counts(self) -> Mapping[str, Mapping[str, int]]:
-        """Return the counters of each replica's KV events."""
-        return self.listening.counts()
 
     async def close(self) -> None:
         """Stop probing replicas and listening to their events."""

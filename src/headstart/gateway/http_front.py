@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from headstart.gateway.gateway_app import build_front
-from headstart.gateway.gateway_state import FILES_PER_REQUEST, GatewayState
+from headstart.gateway.gateway_state import GatewayState
+from headstart.gateway.proxy.proxy import FILES_PER_REQUEST
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.lifecycle import HttpServer, address_of, uvicorn_config
 from headstart.http.protocol.connections import MIN_CONNECTIONS, ConnectionTable, connection_cap

@@ -1,13 +1,12 @@
 """Endpoint: the router's state of one replica: prefix index, load, health."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from headstart.router.health import Health
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.load import MAX_AGE, Load
 from headstart.router.policies.rendezvous import digest_of
-from headstart.router.pricing import EVICTED, Price, price_one
+from headstart.router.pricing import Price, price_one
 from headstart.router.step_rates import StepRates
 
 
@@ -22,25 +21,6 @@ class Reported:
     adapters: frozenset[str] = frozenset()  # loaded
     waiting_adapters: frozenset[str] = frozenset()  # requested and not loaded yet
     max_adapters: int = 0
-
-
-class Cost(NamedTuple):
-    """The expected time to first token at one replica in milliseconds, by component."""
-
-    backlog: float
-    prefill: float
-    slowness: float = 1.0
-    eviction: float = 0.0  # prefill of evicted tokens that are likely to be requested again
-    decode: float = 0.0  # delay of decodes, its own and others', as it is weighted
-
-    @property
-    def total(self) -> float:
-        return (self.backlog + self.prefill) * self.slowness
-
-    @property
-    def price(self) -> float:
-        """The total plus the cost to others: they compute again what it evicts, and decode slower."""
-        return (self.backlog + self.prefill + EVICTED * self.eviction + self.decode) * self.slowness
 
 
 class Endpoint:
@@ -122,11 +102,6 @@ class Endpoint:
         rates = self.load.rates
         return lost * (rates.token + rates.pair * prompt_tokens / 2)
 
-    def cost(self, prompt_tokens: int, cached_tokens: int, now: float) -> Cost:
-        """Return the cost of a prompt of which `cached_tokens` are cached here."""
-        backlog, prefill, decode, factor, _ = self.price(prompt_tokens, cached_tokens, now)
-        return Cost(backlog, prefill, factor, self.eviction_ms(prompt_tokens, cached_tokens), decode)
-
-    def price(self, prompt_tokens: int, cached_tokens: int, now: float) -> Price:
-        """Return the same without evictions."""
+    def price(self, prompt_tokens: int, cached_tokens: int, now: float) -> Price[float]:
+        """Return the cost of a prompt of which `cached_tokens` are cached here, without evictions."""
         return price_one(self, prompt_tokens, cached_tokens, now)

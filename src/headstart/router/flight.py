@@ -1,89 +1,66 @@
 """Flight: one request in flight at a replica. Period: a busy period of one replica."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.step_rates import Work
 
 
+@dataclass(slots=True, eq=False)
 class Period:
     """A busy period of one replica: the prefills that ended in it."""
 
-    __slots__ = (
-        *(
-            "end",
-            "factor",
-            "is_closed",
-            "is_judged",
-            "is_void",
-            "num_open",
-            "num_steps",
-            "pairs",
-            "resident",
-            "start",
-            "streams",
-            "tokens",
-        ),
-    )
+    start: float
+    streams: float  # integrals of its load at the start
+    resident: float
+    end: float = field(init=False)
+    tokens: int = 0
+    pairs: float = 0.0
+    num_steps: int = 0
+    num_open: int = 0  # requests whose work is not known for certain yet
+    is_closed: bool = False
+    is_judged: bool = False
+    factor: float = 1.0  # pace of its replica when it was judged
+    is_void: bool = False  # a request failed in it
 
-    def __init__(self, start: float, streams: float, resident: float) -> None:
-        self.start = self.end = start
-        self.streams, self.resident = streams, resident  # integrals of its load at the start
-        self.tokens, self.pairs = 0, 0.0
-        self.num_steps = 0
-        self.num_open = 0  # requests whose work is not known for certain yet
-        self.is_closed = self.is_judged = False
-        self.factor = 1.0  # pace of its replica when it was judged
-        self.is_void = False  # a request failed in it
+    def __post_init__(self) -> None:
+        self.end = self.start
 
 
+@dataclass(slots=True, eq=False)
 class Flight:
     """One request in flight at a replica."""
 
-    __slots__ = (
-        *(
-            "answered_at",
-            "backlog_ms",
-            "done_before",
-            "is_assumed",
-            "output_tokens",
-            "pairs_before",
-            "period",
-            "prefill_ms",
-        ),
-        *("entered", "first_step", "num_computed", "num_events", "num_steps", "prompt_tokens", "resident_before"),
-        *("sent_at", "step", "wait_ms"),
-        *("awaited", "block_hashes", "hit_blocks", "leader", "streams_before", "token_at", "turn", "work"),
-    )
+    work: Work
+    prefill_ms: float
+    backlog_ms: float
+    prompt_tokens: int
+    output_tokens: int  # estimate
+    num_computed: int = 0  # tokens of its work in steps that ended, as far as token events show
+    num_events: int = 0  # token events after its first token
+    token_at: float = 0.0  # of the last one, or of the first token
+    step: int = 0  # number of the step of its last event
+    first_step: int = 0  # and of that of its first token
+    entered: int = 0  # the step that ran when it was sent, beside streams and with no other pending; 0: not
+    num_steps: int = 0  # of its prefill, if all were seen; 0: not known
+    block_hashes: list[BlockHash] = field(init=False)  # of its prompt, while pending
+    hit_blocks: int = 0  # of these, expected to be cached when it is computed
+    leader: "Flight | None" = None  # while pending: the request that computes the last block of this hit
+    awaited: int = 0  # tokens of the leader's work that are to be computed in earlier steps
+    turn: int = 0  # number of the earliest step that may compute it
+    wait_ms: float = 0.0  # for blocks, as expected when it was sent
+    sent_at: float = 0.0
+    answered_at: float | None = None
+    is_assumed: bool = False
+    period: Period | None = None  # from its first token until its work is known
+    done_before: int = 0  # state of the replica at its first token, as are the next three
+    pairs_before: float = 0.0
+    streams_before: float = 0.0
+    resident_before: float = 0.0
 
-    def __init__(
-        self, work: Work, prefill_ms: float, backlog_ms: float, prompt_tokens: int, output_tokens: int
-    ) -> None:
-        self.work = work
-        self.prefill_ms = prefill_ms
-        self.backlog_ms = backlog_ms
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens  # estimate
-        self.num_computed = 0  # tokens of its work in steps that ended, as far as token events show
-        self.num_events = 0  # token events after its first token
-        self.token_at = 0.0  # of the last one, or of the first token
-        self.step = self.first_step = 0  # numbers of the steps of its last event and of its first token
-        self.entered = (
-            0  # number of the step that ran when it was sent, beside streams and with no other pending; 0: not
-        )
-        self.num_steps = 0  # of its prefill, if all were seen; 0: not known
-        self.block_hashes: list[BlockHash] = []  # of its prompt, while pending
-        self.hit_blocks = 0  # of these, expected to be cached when it is computed
-        self.leader: Flight | None = None  # while pending: the request that computes the last block of this hit
-        self.awaited = 0  # tokens of the leader's work that are to be computed in earlier steps
-        self.turn = 0  # number of the earliest step that may compute it
-        self.wait_ms = 0.0  # for blocks, as expected when it was sent
-        self.sent_at = 0.0
-        self.answered_at: float | None = None
-        self.is_assumed = False
-        self.period: Period | None = None  # from its first token until its work is known
-        self.done_before = 0  # state of the replica at its first token
-        self.pairs_before = self.streams_before = self.resident_before = 0.0
+    def __post_init__(self) -> None:
+        self.block_hashes = []
 
     @property
     def expected_ms(self) -> float:

@@ -13,7 +13,7 @@ for few replicas: a test holds their results equal.
 from array import array
 from collections.abc import Sequence
 from math import ceil, inf
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,47 +38,29 @@ class Priced(Protocol):
     def load(self) -> Load: ...
 
 
-class Price(NamedTuple):
-    """The cost at one replica, in milliseconds; `factor` is the slowness of the replica at present."""
+class Price(NamedTuple, Generic[Numbers]):
+    """The cost at one replica, or at each of several, in milliseconds; `factor` is its slowness at present."""
 
-    backlog: float
-    prefill: float
-    decode: float
-    factor: float
-    wait: float  # for blocks, as far as the backlog is that
+    backlog: Numbers
+    prefill: Numbers
+    decode: Numbers
+    factor: Numbers
+    wait: Numbers  # for blocks, as far as the backlog is that
 
     @property
-    def total(self) -> float:
+    def total(self) -> Numbers:
         """The expected time to the first token."""
         return (self.backlog + self.prefill) * self.factor
 
     @property
-    def price(self) -> float:
+    def price(self) -> Numbers:
         """The total plus the cost to decodes, without evictions."""
         return (self.backlog + self.prefill + self.decode) * self.factor
 
 
-class Costs(NamedTuple):
-    """One value per replica, in milliseconds; `factor` is the slowness of the replica at present."""
-
-    backlog: Array
-    prefill: Array
-    decode: Array
-    factor: Array
-    wait: Array  # for blocks, as far as the backlog is that
-
-    @property
-    def total(self) -> Array:
-        """The expected time to the first token."""
-        return (self.backlog + self.prefill) * self.factor
-
-    @property
-    def price(self) -> Array:
-        """The total plus the cost to decodes, without evictions."""
-        return (self.backlog + self.prefill + self.decode) * self.factor
-
-
-def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Sequence[int] | Array, now: float) -> Costs:
+def price_all(
+    endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Sequence[int] | Array, now: float
+) -> Price[Array]:
     """Return the costs of a prompt at each replica, of which `hit_tokens` are cached there."""
     learner = endpoints[0].load.learner
     rates, output = learner.rates, learner.mean_output
@@ -93,10 +75,10 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     if learner.prices is not None:
         limits = (STALE_STEPS, STALE_MS, MAX_AGE, LATENESS, GRACE_MS, DECODE)
         numbers = array("d", (*rates, output, prompt_tokens, now, not learner.is_contradicted, *limits))
-        costs = np.empty((len(Costs._fields), len(loads)))
+        costs = np.empty((len(Price._fields), len(loads)))
         at, own_at, pace_at, to = (part.ctypes.data for part in (state, own, pace, costs))
         learner.prices(len(loads), at, own_at, pace_at, numbers.buffer_info()[0], to)
-        return Costs(*costs)
+        return Price(*costs)
     tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started = state[:IS_PACED]
     foreign, foreign_at, mean_prefill_ms, room, size, began_at, now_tokens, now_pairs, *rest = state[IS_PACED + 1 :]
     rest_tokens, rest_pairs, step_tokens, chain, other_streams, other_resident = rest
@@ -134,10 +116,10 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     decode = _decode_ms(rates, output, decoding + pending, attended + prompts, prompt_tokens)
     expected = head + rates.token * np.minimum(state[0] - head_tokens, step_tokens)
     late = np.where(is_busy, 1e3 * (now - started) / (LATENESS * expected + GRACE_MS), 1.0)
-    return Costs(backlog, prefill, decode, np.maximum(late, 1.0) * pace, wait)
+    return Price(backlog, prefill, decode, np.maximum(late, 1.0) * pace, wait)
 
 
-def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float) -> Price:
+def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float) -> Price[float]:
     """Return the cost of a prompt at one replica, of which `hit_tokens` are cached there: that of `price_all`."""
     load = endpoint.load
     learner = load.learner

@@ -64,19 +64,20 @@ class RoutingDecision:
         scores = self.scores
         rows: list[dict[str, Any]] = []
         for candidate in self.choice.ranked:
-            cost = candidate.endpoint.cost(self.view.prompt_tokens, candidate.hit_tokens, self.view.now)
+            endpoint, prompt = candidate.endpoint, (self.view.prompt_tokens, candidate.hit_tokens)
+            price = endpoint.price(*prompt, self.view.now)
             rows.append(
                 {
                     "endpoint": candidate.name,
                     "cached_tokens": candidate.hit_tokens,
-                    "backlog_ms": round(cost.backlog, 3),
-                    "prefill_ms": round(cost.prefill, 3),
-                    "eviction_ms": round(cost.eviction, 3),
-                    "decode_ms": round(cost.decode, 3),
-                    "slowness": round(cost.slowness, 3),
-                    "cost_ms": round(cost.total, 3),
+                    "backlog_ms": round(price.backlog, 3),
+                    "prefill_ms": round(price.prefill, 3),
+                    "eviction_ms": round(endpoint.eviction_ms(*prompt), 3),
+                    "decode_ms": round(price.decode, 3),
+                    "slowness": round(price.factor, 3),
+                    "cost_ms": round(price.total, 3),
                     "score": scores[candidate.name],
-                    "requests": candidate.endpoint.num_requests(self.view.now),
+                    "requests": endpoint.num_requests(self.view.now),
                 }
             )
         return {

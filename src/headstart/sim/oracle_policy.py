@@ -9,15 +9,14 @@ from collections.abc import Mapping
 
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.request import Sequence
-from headstart.router.endpoint import Endpoint
-from headstart.router.policies.policy import Candidate, Choice, View, by_number
+from headstart.router.policies.policy import Candidate, Choice, Policy, View, by_number
 from headstart.sim.sim_replica import SimReplica
 from headstart.sim.step_cost import StepWork
 
 ORACLE = "oracle"
 
 
-class OraclePolicy:
+class OraclePolicy(Policy):
     """The earliest first token of a fleet whose state is read. `replicas` is the fleet's own mapping."""
 
     name = ORACLE
@@ -29,9 +28,6 @@ class OraclePolicy:
         """Rank by the time to the first token."""
         numbers = [self._seconds(view, candidate) for candidate in view.candidates]
         return by_number(view, [1e3 * seconds for seconds in numbers], "earliest first token")
-
-    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
-        """Do nothing."""
 
     def _seconds(self, view: View, candidate: Candidate) -> float:
         """Return the expected seconds to the first token at a replica, without the noise of steps to come."""

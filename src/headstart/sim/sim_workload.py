@@ -145,8 +145,3 @@ def prompt_paths(requests: Iterable[SimRequest], block_size: int) -> BlockPaths:
         paths.append([ids.setdefault(block_hash, len(ids)) for block_hash in block_hashes])
         lengths.append(request.prompt_tokens)
     return BlockPaths(block_size, paths, lengths)
-
-
-def total_tokens(requests: Iterable[SimRequest]) -> int:
-    """Return the prompt tokens of all requests."""
-    return sum(one.prompt_tokens for one in requests)

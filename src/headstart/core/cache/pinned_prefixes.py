@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Set
 from typing import NamedTuple
 
 from headstart.core.batch import Output
+from headstart.core.cache.block_pool import BlockListener
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.cache.kv_cache import KVCache
 from headstart.core.cache.pinned_prefix import Prefix, PrefixInfo, PrefixState, new_prefix
@@ -33,7 +34,7 @@ class Demand(NamedTuple):
     non_preemptible: bool = False
 
 
-class PinnedPrefixes:
+class PinnedPrefixes(BlockListener):
     """The registry of one cache; a listener of its pool. The engine runs the requests that `take_requests` returns.
 
     `demands` iterates over what must still fit beside the pins.
@@ -127,9 +128,6 @@ class PinnedPrefixes:
         prefix.last_used = self._pool.now
 
     # ----------------------------------------------------------------------------------------------- called by the pool
-
-    def published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
-        """Do nothing: a pinned hash may be computed by any request."""
 
     def removed(self, block_hash: BlockHash) -> None:
         """Note that a pinned hash has lost its block, for example because it was corrupt."""

@@ -5,7 +5,7 @@ The scheduler says which tenant is next (`rank`); within it, the order is that o
 
 from collections.abc import Callable, Iterator
 
-from headstart.core.cache.block_pool import BlockPool
+from headstart.core.cache.block_pool import BlockListener, BlockPool
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.request import Sequence
 from headstart.core.sched.waiting_queue import WAITING, Group, WaitingQueue
@@ -13,8 +13,8 @@ from headstart.core.sched.waiting_queue import WAITING, Group, WaitingQueue
 Rank = Callable[[str], tuple[float, ...]]
 
 
-class TenantQueues:
-    """The waiting sequences of all tenants."""
+class TenantQueues(BlockListener):
+    """The waiting sequences of all tenants. Removals of blocks do nothing: a match is corrected at its group's turn."""
 
     def __init__(
         self, pool: BlockPool, policy: str, k: int, reads: Callable[[Sequence], bool], rank: Rank = lambda _: ()
@@ -108,12 +108,6 @@ class TenantQueues:
         """Record a published block, for `refresh`."""
         for queue in self._waiting.values():
             queue.published(block_hash)
-
-    def removed(self, block_hash: BlockHash) -> None:
-        """Do nothing: a match is corrected at its group's turn."""
-
-    def cleared(self) -> None:
-        """Do nothing: matches are corrected at the groups' turns."""
 
     def _queue(self, seq: Sequence) -> WaitingQueue:
         return self._queues[seq.request.tenant]

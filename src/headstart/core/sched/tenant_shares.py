@@ -111,10 +111,6 @@ class TenantShares:
         """Return whether a tenant uses its share of the places or of the blocks, or more."""
         return self._places[tenant] >= self._max_places or self.has_more_blocks(tenant)
 
-    def owes(self, tenant: str) -> bool:
-        """Return whether a tenant had more than its share of the time, which its next steps make up for."""
-        return tenant in self._owed
-
     def has_more_blocks(self, tenant: str, more: int = 0) -> bool:
         """Return whether a tenant's running sequences, with `more` blocks, hold more than its share of the blocks."""
         return self._blocks[tenant] + more > self._num_blocks // self.num_tenants

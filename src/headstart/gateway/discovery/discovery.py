@@ -12,12 +12,12 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from headstart.core.errors import ConfigError
-from headstart.gateway.replicas.replica_address import ReplicaAddress, is_of_a_replica, parse_address
+from headstart.gateway.replicas.replica_address import MAX_PORT, ReplicaAddress, is_of_a_replica, parse_address
 from headstart.http.logs import Log
 from headstart.http.web_pages import is_loopback
 
@@ -67,6 +67,82 @@ class StaticDiscovery:
         await asyncio.Event().wait()
 
 
+class Listed(NamedTuple):
+    """Replicas that a name server or a cluster names, and the endpoints, HOST:PORT, that no replica can have."""
+
+    addresses: tuple[ReplicaAddress, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
+def listed(endpoints: Iterable[tuple[str, int]], *, allow_loopback: bool) -> Listed:
+    """Return the replicas at endpoints, each a host as in a URL and a port. `allow_loopback`: also at loopback ones."""
+    found, refused = set[ReplicaAddress](), set[str]()
+    for host, port in endpoints:
+        if 1 <= port <= MAX_PORT and is_of_a_replica(host.strip("[]"), allow_loopback=allow_loopback):
+            found.add(ReplicaAddress(f"http://{host}:{port}"))
+        else:
+            refused.add(f"{host}:{port}")
+    return Listed(tuple(sorted(found, key=lambda address: address.url)), tuple(sorted(refused)))
+
+
+class ReplicaListing:
+    """The list of replicas passed on so far, and the log of its changes and of failures to read it."""
+
+    def __init__(self, source: str, changed: Changed, log: Log, *, items: str = "replicas") -> None:
+        """`items`: a word for what the source lists."""
+        self._source = source
+        self._items = items
+        self._changed = changed
+        self._log = log
+        self._known: tuple[ReplicaAddress, ...] | None = None
+        self._failures: dict[str, str] = {}  # last logged failure by part of the source
+        self._complaint = ""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any list was passed on."""
+        return self._known is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no replica is known."""
+        return not self._known
+
+    def update(self, listed: Listed) -> None:
+        """Pass a list on if it differs from the last; of too many replicas those already known are kept."""
+        found, refused = listed
+        num_refused = len(refused)
+        if len(found) > MAX_REPLICAS:
+            self.complain(f"has more than {MAX_REPLICAS} {self._items}; the rest is left out")
+            before = set(self._known or ())
+            kept = sorted(found, key=lambda address: address not in before)[:MAX_REPLICAS]
+            found = tuple(sorted(kept, key=lambda address: address.url))
+        elif refused:
+            self.complain(
+                f"has {num_refused} {self._items} that no replica can have, as {refused[0]}; they are left out"
+            )
+        elif found:
+            self._complaint = ""
+        if found == self._known:
+            return
+        if self._known is not None:
+            self._log.line(f"headstart: {self._source} lists {len(found)} replicas now, {len(self._known)} before")
+        self._known = found
+        self._changed(found)
+
+    def complain(self, complaint: str) -> None:
+        """Log why the list is not what one might expect, once."""
+        if complaint != self._complaint:
+            self._log.line(f"headstart: {self._source} {complaint}")
+        self._complaint = complaint
+
+    def failed(self, part: str, reason: str) -> None:
+        """Log a failure to read a part of the source if it is not the one logged last; empty: it is read again."""
+        if reason and reason != self._failures.get(part):
+            self._log.line(f"headstart: {reason}; going on with the {len(self._known or ())} replicas known")
+        self._failures[part] = reason
+
+
 class DnsDiscovery:
     """One replica per address of `name`, each at `port`; URLs hold the addresses, so that the replicas are distinct."""
 
@@ -97,48 +173,22 @@ class DnsDiscovery:
 
     async def watch(self, changed: Changed) -> None:
         """As Discovery.watch. A name that does not resolve at first has no replicas until it does."""
-        known: tuple[ReplicaAddress, ...] | None = None
-        complaint = ""
+        listing = ReplicaListing(self.describe(), changed, self._log, items="addresses")
         while True:
             try:
                 answer = await self._resolve(self._name, self._port)
                 if not answer:
                     raise OSError("it has no addresses")
-                found, complaint = self._bounded(answer, known or (), complaint)
             except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
-                found = known or ()
-                if complaint != str(error):
-                    self._log.line(
-                        f"headstart: {self.describe()} does not resolve ({error}); "
-                        f"going on with the {len(found)} replicas known"
-                    )
-                complaint = str(error)
-            if found != known:
-                if known is not None:
-                    self._log.line(f"headstart: {self.describe()} has {len(found)} addresses now, {len(known)} before")
-                known = found
-                changed(known)
+                listing.failed("name", f"{self.describe()} does not resolve ({error})")
+                if not listing.is_known:
+                    listing.update(Listed())
+            else:
+                listing.failed("name", "")
+                hosts = {str(entry[4][0]) for entry in answer}
+                endpoints = [(f"[{host}]" if ":" in host else host, self._port) for host in hosts]
+                listing.update(listed(endpoints, allow_loopback=self._allow_loopback))
             await asyncio.sleep(self._ask_seconds)
-
-    def _bounded(
-        self, answer: Sequence[Any], known: tuple[ReplicaAddress, ...], complaint: str
-    ) -> tuple[tuple[ReplicaAddress, ...], str]:
-        """Return at most MAX_REPLICAS addresses, known ones first, and why others were left out (empty: none were)."""
-        hosts = sorted({str(entry[4][0]) for entry in answer})
-        kept = [host for host in hosts if is_of_a_replica(host, allow_loopback=self._allow_loopback)]
-        found = tuple(ReplicaAddress(f"http://{f'[{host}]' if ':' in host else host}:{self._port}") for host in kept)
-        reason = ""
-        if len(kept) < len(hosts):
-            reason = f"has {len(hosts) - len(kept)} addresses that no replica can have, as link-local or loopback ones"
-        if len(found) > MAX_REPLICAS:
-            reason = f"has more than {MAX_REPLICAS} addresses"
-        if reason and complaint != reason:
-            self._log.line(f"headstart: {self.describe()} {reason}; the rest is left out")
-        if len(found) <= MAX_REPLICAS:
-            return found, reason
-        before = set(known)
-        most = sorted(found, key=lambda address: address not in before)[:MAX_REPLICAS]
-        return tuple(sorted(most, key=lambda address: address.url)), reason
 
 
 async def _system_resolve(name: str, port: int) -> Sequence[Any]:
@@ -159,9 +209,9 @@ class FileDiscovery:
     async def watch(self, changed: Changed) -> None:
         """As Discovery.watch. Raises ConfigError for a file that cannot be read at first."""
         read = await asyncio.to_thread(_look, self._path)
-        known = await asyncio.to_thread(read_addresses, self._path)
-        changed(known)
-        before, complaint = read, ""
+        listing = ReplicaListing(self.describe(), changed, self._log)
+        listing.update(Listed(await asyncio.to_thread(read_addresses, self._path)))
+        before = read
         while True:
             await asyncio.sleep(self._poll_seconds)
             seen = await asyncio.to_thread(_look, self._path)
@@ -170,19 +220,14 @@ class FileDiscovery:
                 continue
             read = seen
             try:
-                found = await asyncio.to_thread(read_addresses, self._path, may_be_empty=not known)
+                found = await asyncio.to_thread(read_addresses, self._path, may_be_empty=listing.is_empty)
                 if await asyncio.to_thread(_look, self._path) != seen:
                     continue  # it changed during the read, and will differ at the next poll
             except ConfigError as error:
-                if str(error) != complaint:
-                    self._log.line(f"headstart: {error}; going on with the {len(known)} replicas known")
-                complaint = str(error)
+                listing.failed("file", str(error))
                 continue
-            complaint = ""
-            if found != known:
-                self._log.line(f"headstart: {self.describe()} lists {len(found)} replicas now, {len(known)} before")
-                known = found
-                changed(known)
+            listing.failed("file", "")
+            listing.update(Listed(found))
 
 
 def read_addresses(path: Path, *, may_be_empty: bool = True) -> tuple[ReplicaAddress, ...]:

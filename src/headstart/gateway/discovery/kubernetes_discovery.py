@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from headstart.gateway.discovery.discovery import MAX_REPLICAS, Changed
+from headstart.gateway.discovery.discovery import Changed, Listed, ReplicaListing
 from headstart.gateway.discovery.kubernetes_api import (
     FIRST_BACKOFF,
     WATCH_SECONDS,
@@ -20,13 +20,11 @@ from headstart.gateway.discovery.kubernetes_objects import (
     EndpointSlice,
     InferencePool,
     KubernetesTarget,
-    Listed,
     Pod,
     pool_addresses,
     port_names,
     slice_addresses,
 )
-from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.logs import Log
 
 POOLS = ("/apis/inference.networking.k8s.io/v1", "inferencepools")
@@ -72,7 +70,7 @@ class KubernetesDiscovery:
         """
         api = await connect(self._kubeconfig)
         try:
-            listing = ReplicaListing(self.describe(), changed, self._log)
+            listing = ReplicaListing(self.describe(), changed, self._log, items="endpoints")
             if self._target.kind == "service":
                 await self._watch_service(api, listing)
             else:
@@ -80,7 +78,7 @@ class KubernetesDiscovery:
         finally:
             await api.close()
 
-    async def _watch_service(self, api: KubernetesApi, listing: "ReplicaListing") -> None:
+    async def _watch_service(self, api: KubernetesApi, listing: ReplicaListing) -> None:
         def listed(slices: Mapping[str, EndpointSlice]) -> None:
             found = slice_addresses(slices.values(), self._target.port, allow_loopback=self._allow_loopback)
             ports = port_names(slices.values())
@@ -91,7 +89,7 @@ class KubernetesDiscovery:
         selector = {"labelSelector": f"kubernetes.io/service-name={self._target.name}"}
         await self._reflector(api, listing, EndpointSlice, SLICES, selector, listed).run()
 
-    async def _watch_pool(self, api: KubernetesApi, listing: "ReplicaListing") -> None:
+    async def _watch_pool(self, api: KubernetesApi, listing: ReplicaListing) -> None:
         """Watch the pool, and the pods of its selector. Pods of a new selector replace those of the old one at once."""
         pool: InferencePool | None = None
         selected: tuple[bool, str] | None = None  # whether the pool exists, its selector; None: not read yet
@@ -136,70 +134,24 @@ class KubernetesDiscovery:
     def _reflector(
         self,
         api: KubernetesApi,
-        listing: "ReplicaListing",
+        listing: ReplicaListing,
         kind: type[T],
         collection: tuple[str, str],
         selector: Mapping[str, str],
         changed: Callable[[Mapping[str, T]], None],
     ) -> Reflector[T]:
         group, plural = collection
+
+        def failed(error: ApiError | None) -> None:
+            listing.failed(plural, f"{self.describe()}: {error}" if error is not None else "")
+
         path = f"{group}/namespaces/{self._target.namespace or api.namespace}/{plural}"
         return Reflector(
             api,
             Resource(kind, path, selector),
             changed,
-            lambda error: listing.failed(plural, error),
+            failed,
             rng=self._rng,
             first_backoff=self._first_backoff,
             watch_seconds=self._watch_seconds,
         )
-
-
-class ReplicaListing:
-    """The list of replicas passed on so far, and the log of its changes and of failures to read it."""
-
-    def __init__(self, source: str, changed: Changed, log: Log) -> None:
-        self._source = source
-        self._changed = changed
-        self._log = log
-        self._known: tuple[ReplicaAddress, ...] | None = None
-        self._failures: dict[str, str] = {}  # last logged failure by collection
-        self._complaint = ""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether any list was passed on."""
-        return self._known is not None
-
-    def update(self, listed: Listed) -> None:
-        """Pass a list on if it differs from the last; of too many replicas those already known are kept."""
-        found, refused = listed
-        if refused:
-            self.complain(f"has {len(refused)} endpoints that no replica can have, as {refused[0]}; they are left out")
-        if len(found) > MAX_REPLICAS:
-            self.complain(f"has more than {MAX_REPLICAS} replicas; the rest is left out")
-            before = set(self._known or ())
-            kept = sorted(found, key=lambda address: address not in before)[:MAX_REPLICAS]
-            found = tuple(sorted(kept, key=lambda address: address.url))
-        elif found and not refused:
-            self._complaint = ""
-        if found == self._known:
-            return
-        if self._known is not None:
-            self._log.line(f"headstart: {self._source} lists {len(found)} replicas now, {len(self._known)} before")
-        self._known = found
-        self._changed(found)
-
-    def complain(self, complaint: str) -> None:
-        """Log why the list is not what one might expect, once."""
-        if complaint != self._complaint:
-            self._log.line(f"headstart: {self._source} {complaint}")
-        self._complaint = complaint
-
-    def failed(self, collection: str, error: ApiError | None) -> None:
-        """Log a failure to read a collection if it is not the one logged last; None: it is read again."""
-        reason = "" if error is None else str(error)
-        if reason and reason != self._failures.get(collection):
-            count = len(self._known or ())
-            self._log.line(f"headstart: {self._source}: {reason}; going on with the {count} replicas known")
-        self._failures[collection] = reason

@@ -8,12 +8,11 @@ import ipaddress
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from msgspec import Raw, Struct, field
 
 from headstart.core.errors import ConfigError
-from headstart.gateway.replicas.replica_address import MAX_PORT, ReplicaAddress, is_of_a_replica
+from headstart.gateway.discovery.discovery import Listed, listed
 
 GONE_PHASES = ("Succeeded", "Failed")  # of pods whose containers have ended and are not started again
 ADDRESS_TYPES = ("IPv4", "IPv6")  # of endpoint slices that are read, preferred first
@@ -167,18 +166,11 @@ class EndpointSlice(Struct, frozen=True, rename="camel"):
     ports: list[SlicePort] | None = None
 
 
-class Listed(NamedTuple):
-    """The replicas in some objects, and the endpoints, HOST:PORT, that no replica can have."""
-
-    addresses: tuple[ReplicaAddress, ...] = ()
-    refused: tuple[str, ...] = ()
-
-
 def pool_addresses(pool: InferencePool, pods: Iterable[Pod], *, allow_loopback: bool = False) -> Listed:
     """Return a replica for each target port of each pod that has an address and is not terminating."""
     hosts = [host for pod in pods if _is_listed(pod) and (host := host_of(pod.status.pod_ip)) is not None]
     ports = dict.fromkeys(port.number for port in pool.spec.target_ports)
-    return _checked([(host, port) for host in hosts for port in ports], allow_loopback=allow_loopback)
+    return listed([(host, port) for host in hosts for port in ports], allow_loopback=allow_loopback)
 
 
 def slice_addresses(slices: Iterable[EndpointSlice], port: str, *, allow_loopback: bool = False) -> Listed:
@@ -199,7 +191,7 @@ def slice_addresses(slices: Iterable[EndpointSlice], port: str, *, allow_loopbac
                 continue
             target = endpoint.target_ref or TargetRef(name=host)
             found.setdefault((target.kind, target.name), (host, number))
-    return _checked(found.values(), allow_loopback=allow_loopback)
+    return listed(found.values(), allow_loopback=allow_loopback)
 
 
 def port_names(slices: Iterable[EndpointSlice]) -> list[str]:
@@ -233,13 +225,3 @@ def _port_of(part: EndpointSlice, wanted: str) -> int | None:
 
 def _rank(address_type: str) -> int:
     return ADDRESS_TYPES.index(address_type) if address_type in ADDRESS_TYPES else len(ADDRESS_TYPES)
-
-
-def _checked(endpoints: Iterable[tuple[str, int]], *, allow_loopback: bool) -> Listed:
-    found, refused = set[ReplicaAddress](), set[str]()
-    for host, port in endpoints:
-        if 1 <= port <= MAX_PORT and is_of_a_replica(host.strip("[]"), allow_loopback=allow_loopback):
-            found.add(ReplicaAddress(f"http://{host}:{port}"))
-        else:
-            refused.add(f"{host}:{port}")
-    return Listed(tuple(sorted(found, key=lambda address: address.url)), tuple(sorted(refused)))

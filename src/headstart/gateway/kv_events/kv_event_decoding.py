@@ -56,8 +56,8 @@ class MapBatch(Struct):
     events: Raw = _EMPTY
 
 
-class StoredArray(Struct, array_like=True, tag="BlockStored"):
-    """Stored blocks, as an array."""
+class StoredFields(Struct):
+    """Stored blocks. An array has these fields in this order."""
 
     block_hashes: Raw
     parent_block_hash: Raw = _EMPTY
@@ -69,6 +69,14 @@ class StoredArray(Struct, array_like=True, tag="BlockStored"):
     extra_keys: Raw = _EMPTY
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
+
+
+class StoredArray(StoredFields, array_like=True, tag="BlockStored"):
+    """Stored blocks, as an array."""
+
+
+class StoredMap(StoredFields, tag_field="type", tag="BlockStored"):
+    """Stored blocks, as a map."""
 
 
 class RemovedArray(Struct, array_like=True, tag="BlockRemoved"):
@@ -81,20 +89,6 @@ class RemovedArray(Struct, array_like=True, tag="BlockRemoved"):
 
 class ClearedArray(Struct, array_like=True, tag="AllBlocksCleared"):
     """Removal of all blocks, as an array."""
-
-
-class StoredMap(Struct, tag_field="type", tag="BlockStored"):
-    """Stored blocks, as a map."""
-
-    block_hashes: Raw
-    parent_block_hash: Raw = _EMPTY
-    token_ids: Raw = _EMPTY
-    block_size: int | None = None
-    lora_id: Raw = _EMPTY
-    lora_name: Raw = _EMPTY
-    extra_keys: Raw = _EMPTY
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
 
 
 class RemovedMap(Struct, tag_field="type", tag="BlockRemoved"):

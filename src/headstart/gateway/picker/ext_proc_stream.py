@@ -11,7 +11,7 @@ and reports the head of the answer on a stream of its own, which names the reque
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from starlette.types import ASGIApp, Message
@@ -30,6 +30,7 @@ from headstart.gateway.picker.ext_proc_messages import (
     Headers,
     body_chunks,
     body_of_request,
+    decoded,
     encoded_headers,
     header_mutation,
     header_pairs,
@@ -39,22 +40,36 @@ from headstart.gateway.picker.ext_proc_messages import (
     text_in,
     without_own_hop,
 )
+from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStream
 from headstart.http.spooled_body import SpooledBody
 
 EXTENSION = "headstart.picker"
 """The key of the ASGI scope's extensions under which an application finds the ExtProcStream."""
 
 
-class Peer(Protocol):
-    """The gRPC stream. `read` returns None at its end; both raise CancelledError when Envoy gives the request up."""
+class Peer:
+    """The messages of one request. `read` and `write` raise CancelledError when Envoy gives the request up."""
 
-    async def read(self) -> pb.ProcessingRequest | None: ...
+    def __init__(self, stream: GrpcStream) -> None:
+        self._stream = stream
 
-    async def write(self, *responses: pb.ProcessingResponse) -> None: ...
+    async def read(self) -> pb.ProcessingRequest | None:
+        """Return the next message; None at the end. One that cannot be read ends the call, which is cancelled."""
+        message = await self._stream.read()
+        if message is None:
+            return None
+        try:
+            return decoded(message)
+        except GrpcError as error:
+            await self._stream.give_up(error.status, str(error))
+
+    async def write(self, *responses: pb.ProcessingResponse) -> None:
+        """Send messages together."""
+        await self._stream.write(*[response.SerializeToString() for response in responses])
 
     def end_gently(self) -> None:
         """Let `read` return None in place of a cancellation from now on, after the messages before it."""
-        ...
+        self._stream.ends_gently = True
 
 
 class AnswerHead(NamedTuple):

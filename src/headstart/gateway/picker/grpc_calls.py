@@ -8,10 +8,13 @@ The client is a proxy, but its port may be open to others. Memory is charged as 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStatus, GrpcStream, Outlet
+from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStatus, GrpcStream
 from headstart.http.protocol.connections import ConnectionTable
+
+if TYPE_CHECKING:
+    from headstart.gateway.picker.grpc_connection import GrpcConnection
 
 MAX_WAITING = 1_024  # calls of one connection without a first message
 WAITING_SECONDS = 10.0  # for the preface of a connection, and for the first message of a call
@@ -43,24 +46,24 @@ class Callers:
         self.num_calls = 0
         self.held_bytes = 0
         self._max_held_bytes = max_held_bytes
-        self._open: set[Outlet] = set()
-        self._queue: deque[Outlet] = deque()  # connections with frames to be handled
+        self._open: set[GrpcConnection] = set()
+        self._queue: deque[GrpcConnection] = deque()  # connections with frames to be handled
         self._work = 0  # done in this turn
         self._turn: asyncio.Handle | None = None  # the next one
 
-    def admit(self, connection: Outlet) -> bool:
+    def admit(self, connection: "GrpcConnection") -> bool:
         """Add a connection; return whether there is room for it. The longest idle one is closed for it."""
         if not self.table.admit(connection):
             return False
         self._open.add(connection)
         return True
 
-    def remove(self, connection: Outlet) -> None:
+    def remove(self, connection: "GrpcConnection") -> None:
         """Remove a connection. Idempotent."""
         self.table.remove(connection)
         self._open.discard(connection)
 
-    def add_call(self, connection: Outlet) -> bool:
+    def add_call(self, connection: "GrpcConnection") -> bool:
         """Count a new call; return whether there is room for it."""
         if self.num_calls >= self.max_calls:
             return False
@@ -68,13 +71,13 @@ class Callers:
         self.table.set_busy(connection)
         return True
 
-    def remove_call(self, connection: Outlet, *, is_last: bool) -> None:
+    def remove_call(self, connection: "GrpcConnection", *, is_last: bool) -> None:
         """Count a call no longer; `is_last`: its connection has no other."""
         self.num_calls -= 1
         if is_last:
             self.table.set_idle(connection)
 
-    def queue(self, connection: Outlet) -> None:
+    def queue(self, connection: "GrpcConnection") -> None:
         """Have a connection handle its frames: in this turn of the event loop, if it has not done too much already."""
         self._queue.append(connection)
         self._handle()
@@ -143,7 +146,7 @@ class Calls:
 
     def __init__(
         self,
-        connection: Outlet,
+        connection: "GrpcConnection",
         handlers: Mapping[str, Handler],
         callers: Callers,
         failed: Callable[[Exception], None],
@@ -156,11 +159,6 @@ class Calls:
         self._waiting: dict[int, tuple[str, float]] = {}  # calls without a message yet: paths, deadlines
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.get_running_loop()
-
-    @property
-    def num_tasks(self) -> int:
-        """The number of calls that run."""
-        return len(self._tasks)
 
     def add(self, stream_id: int, path: str, *, is_over: bool) -> bool:
         """Add a call, which begins with its first message; return whether there is room for it."""

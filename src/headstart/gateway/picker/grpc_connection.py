@@ -167,7 +167,7 @@ class GrpcConnection(asyncio.Protocol):
             self._loop.call_later(LATE_SECONDS, self.send)
 
     def hold(self, num_bytes: int) -> None:
-        """Count bytes of messages that are held; negative ones are freed."""
+        """Count bytes of messages that are held; negative ones are freed. The call may end by it."""
         self._callers.hold(num_bytes)
 
     def end_call(self, stream_id: int, status: GrpcStatus, message: str) -> None:

@@ -2,57 +2,20 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from headstart.gateway.picker import http2_frames as h2
+
+if TYPE_CHECKING:
+    from headstart.gateway.picker.grpc_connection import GrpcConnection
 
 STREAM_WINDOW = 1 << 20  # bytes that a client may send on one stream before they are read
 MAX_MESSAGE_BYTES = 16 << 20  # Envoy sends a body in pieces, by default of up to 1 MiB
 MAX_QUEUED = 8  # messages of one stream that are not read yet; beyond, its window is not enlarged
 OBJECT_BYTES = 64  # that a message takes beside its own, in a list
 _OPENING = h2.STATUS_200 + h2.literal("content-type", "application/grpc")
-
-
-class Outlet(Protocol):
-    """The connection of a stream."""
-
-    def hold(self, num_bytes: int) -> None:
-        """Count bytes of messages that are held; negative ones are freed. The call may end by it."""
-        ...
-
-    def end_call(self, stream_id: int, status: "GrpcStatus", message: str) -> None:
-        """End a call that may be running: it is cancelled."""
-        ...
-
-    def handle_slice(self) -> tuple[int, bool]:
-        """Handle some frames; return the work that they took, and whether there are more."""
-        ...
-
-    def calls(self) -> "Iterable[GrpcStream]":
-        """Return the open calls."""
-        ...
-
-    def close_idle(self) -> None:
-        """Close the connection, which has no call."""
-        ...
-
-    def close(self) -> None:
-        """Close the connection; its calls are cancelled."""
-        ...
-
-    def send(self, data: bytes) -> None:
-        """Send frames at once."""
-        ...
-
-    def send_later(self, data: bytes) -> None:
-        """Send frames together with the next ones, or soon."""
-        ...
-
-    async def send_data(self, stream: "GrpcStream", stream_id: int, opening: bytes, data: bytes) -> None:
-        """Send the data of one stream, after the frame `opening`, within the client's windows."""
-        ...
 
 
 class GrpcStatus(IntEnum):
@@ -75,39 +38,23 @@ class GrpcError(Exception):
         self.status = status
 
 
+@dataclass(slots=True, eq=False)
 class GrpcStream:
     """One call: messages as bytes. A call that the client cancels is cancelled, unless it `ends_gently`."""
 
-    __slots__ = (
-        "_buffer",
-        "_connection",
-        "_id",
-        "_is_open",
-        "_is_over",
-        "_messages",
-        "_news",
-        "_uncredited",
-        "_window",
-        "ends_gently",
-        "held_bytes",
-        "is_released",
-        "send_window",
-    )
-
-    def __init__(self, connection: Outlet, stream_id: int) -> None:
-        self.send_window = 0  # beyond the client's window of a new stream
-        self.ends_gently = False  # a client that cancels ends its messages; the call is not cancelled
-        self.held_bytes = 0  # of messages that are incomplete or not read yet
-        self.is_released = False  # nothing is counted any more: the call has ended
-        self._connection = connection
-        self._id = stream_id
-        self._buffer = bytearray()
-        self._messages: deque[bytes] | list[bytes] = []  # an empty deque takes ten times as much
-        self._is_over = False  # the client sends no more
-        self._is_open = False  # the head of the response was sent
-        self._window = STREAM_WINDOW  # bytes that the client may still send
-        self._uncredited = 0  # received bytes by which the client's window is not enlarged again
-        self._news: asyncio.Future[None] | None = None
+    _connection: "GrpcConnection"
+    _id: int
+    send_window: int = 0  # beyond the client's window of a new stream
+    ends_gently: bool = False  # a client that cancels ends its messages; the call is not cancelled
+    held_bytes: int = 0  # of messages that are incomplete or not read yet
+    is_released: bool = False  # nothing is counted any more: the call has ended
+    _buffer: bytearray = field(default_factory=bytearray)
+    _messages: deque[bytes] | list[bytes] = field(default_factory=list)  # an empty deque takes ten times as much
+    _is_over: bool = False  # the client sends no more
+    _is_open: bool = False  # the head of the response was sent
+    _window: int = STREAM_WINDOW  # bytes that the client may still send
+    _uncredited: int = 0  # received bytes by which the client's window is not enlarged again
+    _news: "asyncio.Future[None] | None" = None
 
     @property
     def is_ready(self) -> bool:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError, DrainingError
 from headstart.gateway.gateway_app import build_front
-from headstart.gateway.gateway_state import FILES_PER_REQUEST, GatewayState
+from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.http_front import Front, url_of
 from headstart.gateway.picker import ext_proc_pb2 as pb
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
@@ -27,10 +27,11 @@ from headstart.gateway.picker.endpoint_picker import EndpointPicker
 from headstart.gateway.picker.envoy_config import REPLICAS, SOCKET, EnvoySettings, write_bootstrap, write_replicas
 from headstart.gateway.picker.envoy_process import EnvoyProcess, find_envoy
 from headstart.gateway.picker.ext_proc_messages import call_of, decoded
-from headstart.gateway.picker.ext_proc_stream import ExtProcStream
+from headstart.gateway.picker.ext_proc_stream import ExtProcStream, Peer
 from headstart.gateway.picker.grpc_calls import Callers
 from headstart.gateway.picker.grpc_connection import GrpcConnection
 from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStatus, GrpcStream
+from headstart.gateway.proxy.proxy import FILES_PER_REQUEST
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.http_errors import HttpError
 from headstart.http.lifecycle import listen
@@ -102,7 +103,7 @@ class PickerServer:
         if kind != "request_headers" or first.observability_mode:
             raise GrpcError(GrpcStatus.INVALID_ARGUMENT, "the first message must be request_headers")
         call_id = str(next(self._ids)) if self._trusts_address else ""
-        request = ExtProcStream(_Peer(stream), first, trusts_address=self._trusts_address, call_id=call_id)
+        request = ExtProcStream(Peer(stream), first, trusts_address=self._trusts_address, call_id=call_id)
         self.num_requests += 1
         if not request.is_usable:
             raise GrpcError(GrpcStatus.INVALID_ARGUMENT, "set request_body_mode to FULL_DUPLEX_STREAMED")
@@ -126,7 +127,7 @@ class PickerServer:
         if call is None:
             return None
         call[0].push(message)
-        return None if head.observability_mode else call[1].check(_Peer(stream))
+        return None if head.observability_mode else call[1].check(Peer(stream))
 
     def _status(self, service: str) -> int:
         if service == "liveness":
@@ -159,31 +160,6 @@ class PickerServer:
                 await asyncio.sleep(WATCH_SECONDS)
         finally:
             self._num_watchers -= 1
-
-
-class _Peer:
-    """The messages of one request."""
-
-    def __init__(self, stream: GrpcStream) -> None:
-        self._stream = stream
-
-    async def read(self) -> pb.ProcessingRequest | None:
-        """Return the next message; None at the end. One that cannot be read ends the call, which is cancelled."""
-        message = await self._stream.read()
-        if message is None:
-            return None
-        try:
-            return decoded(message)
-        except GrpcError as error:
-            await self._stream.give_up(error.status, str(error))
-
-    async def write(self, *responses: pb.ProcessingResponse) -> None:
-        """Send messages together."""
-        await self._stream.write(*[response.SerializeToString() for response in responses])
-
-    def end_gently(self) -> None:
-        """Let the call end, in place of its cancellation, when Envoy gives the request up."""
-        self._stream.ends_gently = True
 
 
 def _service_in(stream: GrpcStream) -> str:

@@ -12,14 +12,14 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 from starlette.types import Message, Receive, Scope, Send
 
+from headstart.config.options import RouterOptions
 from headstart.core.errors import NoReplicaError, QueueFullError
-from headstart.gateway.held_bytes import MAX_HELD_BYTES, HeldBytes
+from headstart.gateway.held_bytes import HeldBytes
 from headstart.gateway.proxy.flow_control import FlowControl, ReplicaWait, RetryBudget
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.relay import Attempt, Relay, write
@@ -44,36 +44,18 @@ from headstart.gateway.replicas.replica_address import rank_headers, server_of
 from headstart.http.byte_budget import has_share
 from headstart.http.http_errors import ClientGoneError, HttpError
 from headstart.http.protocol.body_writer import writer_of
+from headstart.http.protocol.connections import most_connections
 from headstart.http.sse import WRITE_SECONDS
 from headstart.openai.tokenizer.handed_tokens import with_tokens
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight, RoutingDecision
 
+FILES_PER_REQUEST = 2  # the connections to the client and to a replica
 MAX_LOSSES = 2
 """Losses of a replica during one request, after which it is not sent again: it may be the cause.
 
 Each loss is retried over a new connection, so connections that replicas closed while idle cause at most one.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class ProxySettings:
-    """Options of the proxy. `max_pending`: requests without a first token per replica; more are refused.
-
-    `max_pending_in_all`: a bound of their sum, so that there are connections for answers too. `flow_control`: those per
-    replica that are sent; more are held (flow_control.py). Times in seconds.
-    """
-
-    max_attempts: int = 3
-    max_pending: int = 1024
-    connect_timeout: float = 2.0
-    response_timeout: float = 600.0
-    replica_api_key: str | None = None
-    replica_wait: float = 5.0
-    max_held_bytes: int = MAX_HELD_BYTES
-    max_pending_in_all: int = 16_384
-    flow_control: int = 0
-    queue_timeout: float = 0.0
 
 
 Placed = Callable[["Proxy", ProxiedCall], AbstractAsyncContextManager[InFlight]]
@@ -93,26 +75,31 @@ class Proxy:
         self,
         router: Router,
         session: aiohttp.ClientSession,
-        settings: ProxySettings,
+        options: RouterOptions,
+        max_pending: int,
         budget: RetryBudget,
         placed: Placed = placed_at_once,
     ) -> None:
+        """`max_pending`: requests without a first token per replica; more are refused."""
         self.router = router
         self.budget = budget
         self.silence = Silence(router)
-        self.replica_wait = ReplicaWait(router, settings.replica_wait)
-        self.held = HeldBytes(settings.max_held_bytes)
+        self.replica_wait = ReplicaWait(router, options.replica_wait)
+        self.held = HeldBytes()
         self.relay = Relay(router)
-        self.flow = FlowControl(router, self.relay, settings.flow_control, settings.queue_timeout)
+        self.flow = FlowControl(router, self.relay, options.flow_control, options.queue_timeout)
         self.decisions = WatchedDecisions()
         self._session = session
         self._fresh = aiohttp.ClientSession(  # a new connection for each request: none of them has been idle
             connector=aiohttp.TCPConnector(limit=0, force_close=True, ttl_dns_cache=10), **session_options()
         )
-        self._settings = settings
+        self._options = options
+        self._max_pending = max_pending
+        # of all replicas together, so that there are connections for answers too:
+        self._max_pending_in_all = most_connections(files_each=FILES_PER_REQUEST) // 2
         self._placed = placed
         self._timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=settings.connect_timeout, sock_read=settings.response_timeout
+            total=None, sock_connect=options.connect_timeout, sock_read=options.response_timeout
         )
 
     async def close(self) -> None:
@@ -126,12 +113,11 @@ class Proxy:
 
     def check_queue(self, tenant: str = "") -> None:
         """Raise QueueFullError while too many requests wait for their first token, of those beyond a tenant's share."""
-        settings = self._settings
-        if self.num_pending < min(settings.max_pending, settings.max_pending_in_all):
+        if self.num_pending < min(self._max_pending, self._max_pending_in_all):
             return
         endpoints = self.router.endpoints.values()
         num_serving = sum(not (one.health.absent or one.health.draining) for one in endpoints)
-        limit = min(settings.max_pending * max(num_serving, 1), settings.max_pending_in_all)
+        limit = min(self._max_pending * max(num_serving, 1), self._max_pending_in_all)
         pending = self.relay.pending_of
         own = pending[tenant] if tenant else self.num_pending
         if not has_share(self.num_pending, own, 1, limit, len(pending.keys() | {tenant})):
@@ -250,7 +236,7 @@ class Proxy:
                 self.budget.give_back()
 
     def _may_retry(self, call: ProxiedCall, failure: Failure, retrying: bool) -> bool:
-        if call.num_attempts >= self._settings.max_attempts:
+        if call.num_attempts >= self._options.max_attempts:
             return False
         return failure.is_free or retrying or self.budget.take()
 
@@ -295,8 +281,8 @@ class Proxy:
         call, in_flight, _ = attempt
         replica = in_flight.endpoint.name
         own = {"x-request-id": call.request_id, **call.trace_headers(), **rank_headers(replica)}
-        if self._settings.replica_api_key is not None:
-            own["authorization"] = f"Bearer {self._settings.replica_api_key}"
+        if self._options.replica_api_key is not None:
+            own["authorization"] = f"Bearer {self._options.replica_api_key}"
         body, timer, tokenizer = call.reading.body, None, call.reading.tokenizer
         if not isinstance(body, bytes):
             own["content-length"] = str(len(body))

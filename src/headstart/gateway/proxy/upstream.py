@@ -1,6 +1,7 @@
 """Upstream: one attempt to get an answer from one replica, and the ways in which it can fail."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 
 import aiohttp
@@ -88,16 +89,14 @@ class Failure(Enum):
         return self in (Failure.LOST, Failure.DEAD, Failure.HUNG, Failure.SILENT)
 
 
+@dataclass(slots=True)
 class Answer:
     """An answer of a replica that is no event stream. `is_whole`: `body` is complete, not only its beginning."""
 
-    def __init__(
-        self, status: int, headers: "list[tuple[bytes, bytes]]", body: bytes, *, is_whole: bool = True
-    ) -> None:
-        self.status = status
-        self.headers = headers
-        self.body = body
-        self.is_whole = is_whole
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    is_whole: bool = True
 
 
 class AttemptError(HeadstartError):

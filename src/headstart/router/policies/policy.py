@@ -99,8 +99,7 @@ class Policy(Protocol):
         ...
 
     def picked(self, choice: Choice, endpoint: Endpoint) -> None:
-        """Record that the request is sent to this replica."""
-        ...
+        """Record that the request is sent to this replica. Policies without a state need not define it."""
 
 
 def by_number(view: View, numbers: list[float], reason: str, memo: object = None) -> Choice:

@@ -1,7 +1,7 @@
 """Policies of one rule: `round-robin`, `least-load`, `work`, and SGLang's `prefix-threshold`."""
 
 from headstart.router.endpoint import Endpoint
-from headstart.router.policies.policy import Candidate, Choice, View, by_number
+from headstart.router.policies.policy import Candidate, Choice, Policy, View, by_number
 
 
 class RoundRobinPolicy:
@@ -29,7 +29,7 @@ class RoundRobinPolicy:
             self._asked = {name: count for name, count in self._asked.items() if name in names}
 
 
-class LeastLoadPolicy:
+class LeastLoadPolicy(Policy):
     """The replica with the fewest requests in flight; ties go to the least recently used one."""
 
     name = "least-load"
@@ -38,11 +38,8 @@ class LeastLoadPolicy:
         """Rank by the number of requests."""
         return _by_load(view, "fewest requests")
 
-    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
-        """Do nothing."""
 
-
-class PrefixThresholdPolicy:
+class PrefixThresholdPolicy(Policy):
     """SGLang's `cache_aware`: the longest match if it is long enough and the load is balanced, else least load.
 
     The default thresholds are those of its command line. Unbalanced: the requests at two replicas differ by more than
@@ -69,11 +66,8 @@ class PrefixThresholdPolicy:
         ranked = sorted(by_load.ranked, key=lambda candidate: -candidate.hit_tokens)
         return Choice(tuple(ranked), tuple(-float(candidate.hit_tokens) for candidate in ranked), "longest match")
 
-    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
-        """Do nothing."""
 
-
-class WorkPolicy:
+class WorkPolicy(Policy):
     """The least uncached tokens: those of requests without a first token, and the request's own."""
 
     name = "work"
@@ -82,9 +76,6 @@ class WorkPolicy:
         """Rank by tokens to compute."""
         numbers = [float(c.endpoint.load.pending_tokens + uncached_tokens(view, c)) for c in view.candidates]
         return by_number(view, numbers, "least uncached tokens")
-
-    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
-        """Do nothing."""
 
 
 def uncached_tokens(view: View, candidate: Candidate) -> int:

@@ -8,7 +8,7 @@ started it, and a request that follows a sub-agent after all answers of that.
 Ids are kept as runs of consecutive numbers: a turn of 100,000 tokens takes a few hundred bytes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeGuard, cast, overload
 
@@ -200,11 +200,3 @@ def _ids_of(value: object) -> list[int]:
 def is_session(value: object) -> TypeGuard[Mapping[str, Any]]:
     """Return whether a JSON value is a session."""
     return isinstance(value, dict) and {"requests", "block_size"} <= value.keys()
-
-
-def read_sessions(sessions: Iterable[Mapping[str, Any]]) -> Trace:
-    """Return sessions as a trace, each from time 0. Raises ConfigError."""
-    reader = SessionReader()
-    for session in sessions:
-        reader.add(session)
-    return reader.trace()
