@@ -1,5 +1,7 @@
 """All layers in one call give, to the bit, what they give one by one, step after step, in every variant."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -7,14 +9,18 @@ from typing import Any
 import pytest
 import torch
 from model.paged import chunk, tiny_runner
-from model.tiny import NATIVE, make_checkpoint
+from model.tiny import HYBRIDS, NATIVE, make_checkpoint
 from torch import Tensor
 
 from headstart.core.batch import Batch, Chunk
 from headstart.model.attention.base import Attend
+from headstart.model.kernels.chain import Chain, Link, Workspace
 from headstart.model.kernels.library import VARIABLE, find, runnable_variants
+from headstart.model.kernels.packed import PackedLinear
+from headstart.model.kernels.stack import Kind, Stack
 from headstart.model.layers.decoder import Decoder
 from headstart.model.layers.fused import FusedLayers
+from headstart.model.layers.hybrid_decoder import HybridDecoder
 from headstart.model.model_runner import ModelRunner
 from headstart.model.step_inputs import StepBounds, StepInputs, build_step
 from headstart.model.weights.model_loader import load_model
@@ -139,3 +145,54 @@ def test_the_runner_takes_the_one_call(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(FusedLayers, "_forward_by_layer", refuse)
     rows = runner.execute(Batch((chunk([5, 6, 7], 0, 3, [1], num_logits=1),))).rows
     assert rows[0].error is None and len(rows[0].token_ids) == 1
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_one_call_of_a_hybrid_equals_one_per_mixer(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(family, tmp_path, std=0.08)
+    loaded = load_model(tmp_path, dtype="bfloat16", device="cpu", attention_backend="cpu")
+    assert isinstance(loaded.model, HybridDecoder)
+    calls = list[int]()
+    monkeypatch.setattr(Stack, "__call__", counted(Stack.__call__, calls))
+    whole, parts = tiny_runner(loaded), tiny_runner(loaded)
+    assert whole.states is not None and parts.states is not None
+    rng = Random(3)
+    first, second = ([rng.randrange(3, 128) for _ in range(80)] for _ in range(2))
+    cuts = [((0, 25), (0, 1)), ((25, 26), (1, 70)), ((26, 79), (70, 71)), ((79, 80), (71, 72))]
+    for step, ends in enumerate(cuts):
+        tables = zip("ab", (first, second), ends, ([5, 3, 9, 1, 2], [6, 7, 8, 4, 10]), strict=True)
+        chunks = [chunk(tokens, *end, table, request_id=name) for name, tokens, end, table in tables]
+        found = list[Tensor]()
+        for runner, wrapped in ((whole, lambda attend: attend), (parts, layer_by_layer)):
+            inputs = make_step(runner, *chunks)
+            assert runner.states is not None
+            inputs = replace(inputs, states=runner.states.begin(chunks, inputs.qo_indptr))
+            with torch.inference_mode():
+                found.append(loaded.model.forward(inputs, wrapped(runner.attention.begin(inputs))).clone())
+        assert torch.equal(*found) and len(calls) == step + 1, ends
+        for name, (_, end) in zip("ab", ends, strict=True):
+            assert torch.equal(whole.states.of(name, end), parts.states.of(name, end)), ends
+    for block in range(1, 11):
+        assert whole.read_block(block) == parts.read_block(block)
+
+
+def counted(function: Callable[..., None], calls: list[int]) -> Callable[..., None]:
+    def call(*arguments: Any) -> None:
+        calls.append(1)
+        function(*arguments)
+
+    return call
+
+
+def test_a_stack_refuses_a_wrong_number_of_arguments_and_foreign_memory() -> None:
+    kernels = find().kernels
+    assert kernels is not None
+    linear = PackedLinear(kernels, torch.zeros(8, 8, dtype=torch.bfloat16))
+    chain, wide = (Chain(kernels, [Link(linear, 0, 1)], widths) for widths in ((8, 8), (8, 8, 4)))
+    stack = Stack(kernels, [[chain], [chain]], [[Kind.GATE]])
+    with pytest.raises(ValueError, match="0 arguments for 1 kernels"):
+        stack(*Workspace([chain]).of(1), None, [])
+    with pytest.raises(ValueError, match="this chain needs"):
+        stack(*Workspace([wide]).of(1), None, [])

@@ -53,19 +53,18 @@ class RecurrentStates:
         if chunk.state:
             state = self._read(chunk.state)
         elif not chunk.start:
-            state = self._zeros()
+            state = torch.zeros(self._size, dtype=torch.float32, device=self._device)
         elif chunk.start in known:
             state = known[chunk.start]
         else:
             raise AssertionError(f"{chunk.request_id}: a chunk from {chunk.start} on, but states of {sorted(known)}")
         last = chunk.start + len(chunk.token_ids)
         drafted = range(chunk.start + chunk.num_known, last)
-        places = {place: self._zeros() for place in sorted({*drafted, *(position for position, _ in chunk.saves)})}
+        places = {
+            place: torch.empty_like(state) for place in sorted({*drafted, *(position for position, _ in chunk.saves)})
+        }
         self._states[chunk.request_id] = {last: state} | {place: places[place] for place in drafted}
         return RowState(begin, end, state, tuple((place - chunk.start, kept) for place, kept in places.items()))
-
-    def _zeros(self) -> Tensor:
-        return torch.zeros(self._size, dtype=torch.float32, device=self._device)
 
     def _read(self, pages: Sequence[int]) -> Tensor:
         data = b"".join(bytes(self._blocks.read_block(block)) for block in pages)
@@ -75,7 +74,8 @@ class RecurrentStates:
     def _write(self, pages: Sequence[int], state: Tensor) -> None:
         """Write a state into blocks, the rest of the last one with zeros."""
         size = self._blocks.block_bytes
-        data = state.cpu().numpy().tobytes().ljust(len(pages) * size, b"\0")
-        assert len(data) == len(pages) * size, f"{len(pages)} blocks do not hold a state of {len(data)} bytes"
+        data = memoryview(state.cpu().numpy()).cast("B")
+        assert -(-len(data) // size) == len(pages), f"{len(pages)} blocks do not hold a state of {len(data)} bytes"
         for index, block in enumerate(pages):
-            self._blocks.write_block(block, data[index * size : (index + 1) * size])
+            part = data[index * size : (index + 1) * size]
+            self._blocks.write_block(block, part if len(part) == size else bytes(part).ljust(size, b"\0"))

@@ -4,6 +4,7 @@ All operations of a decoder layer between two attentions form one chain, so the 
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ class Buffers:
 class Chain:
     """A sequence of links. Raises ValueError if there are too many or they do not fit each other or the buffers."""
 
-    __slots__ = ("_functions", "_kept", "_links", "_rotary_dim", "_widest", "dtype", "widths")
+    __slots__ = ("_functions", "_kept", "_links", "_rotary_dim", "dtype", "widest", "widths")
 
     def __init__(self, kernels: Kernels, links: list[Link], widths: tuple[int, ...]) -> None:
         if len(links) > MAX_LINKS:
@@ -69,7 +70,7 @@ class Chain:
         self.widths = widths
         self._functions = kernels.library
         self._kept = links  # the descriptors hold only addresses
-        self._widest = max(link.linear.in_features for link in links)
+        self.widest = max(link.linear.in_features for link in links)
         dims = {link.rotary.rotary_dim for link in links if link.rotary is not None}
         if len(dims) > 1:
             raise ValueError(f"a chain has one table of angles, but its links rotate {sorted(dims)} dimensions")
@@ -108,7 +109,7 @@ class Chain:
 
     def scratch(self, count: int) -> Tensor:
         """Allocate memory for calls with `count` rows and the current number of torch's threads."""
-        size = self._functions.headstart_scratch(self._widest, count, threads())
+        size = self._functions.headstart_scratch(self.widest, count, threads())
         return torch.empty(size, dtype=torch.uint8)
 
     def __call__(self, buffers: Buffers, scratch: Tensor, angles: Angles | None = None) -> None:
@@ -143,8 +144,33 @@ class Chain:
             raise ValueError(f"buffers are {buffers.widths} wide and all to be filled; this chain needs {self.widths}")
         if buffers.dtype != self.dtype:
             raise ValueError(f"buffers are {buffers.dtype}; this chain computes in {self.dtype}")
-        if scratch.nbytes < self._functions.headstart_scratch(self._widest, count, threads()):
-            raise ValueError(f"scratch has {scratch.nbytes} bytes, too few for {count} rows of {self._widest}")
+        if scratch.nbytes < self._functions.headstart_scratch(self.widest, count, threads()):
+            raise ValueError(f"scratch has {scratch.nbytes} bytes, too few for {count} rows of {self.widest}")
+
+
+class Workspace:
+    """Buffers and scratch for steps through `chains`, reused: memory only grows, so its pages are faulted in once."""
+
+    def __init__(self, chains: Sequence[Chain]) -> None:
+        self._widths, self._dtype = chains[0].widths, chains[0].dtype
+        self._widest = max(chains, key=lambda chain: chain.widest)
+        self._memory = [torch.empty((0, width), dtype=self._dtype) for width in self._widths]
+        self._threads, self._kept = threads(), self._made(1)
+
+    def of(self, count: int) -> tuple[Buffers, Tensor]:
+        """Return buffers of `count` rows, all set, and scratch memory for them; their content is any."""
+        if self._kept[0].count != count or self._threads != threads():
+            self._threads, self._kept = threads(), self._made(count)
+        return self._kept
+
+    def _made(self, count: int) -> tuple[Buffers, Tensor]:
+        if count > len(self._memory[0]):
+            size = 1 << (count - 1).bit_length()
+            self._memory = [torch.empty((size, width), dtype=self._dtype) for width in self._widths]
+        buffers = Buffers(count, self._widths, self._dtype)
+        for index, memory in enumerate(self._memory):
+            buffers[index] = memory[:count]
+        return buffers, self._widest.scratch(count)
 
 
 def _check_link(link: Link, widths: tuple[int, ...]) -> None:

@@ -61,8 +61,8 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "headstart_look_up": (None, (_pointer, _pointer, _long, _pointer)),
     "headstart_matrices_scratch": (_long, (_long,)),
     "headstart_matrices": (None, (_pointer,)),
-    "headstart_short_convolution": (None, (_pointer, _pointer, _pointer, _int, _int)),
-    "headstart_gate": (None, (_pointer, _pointer, _long, _long, _long, _int, _int)),
+    "headstart_short_convolution": (None, (_pointer,)),
+    "headstart_gate": (None, (_pointer,)),
 }
 
 

@@ -39,6 +39,30 @@ class _Matrices(ctypes.Structure):
     )
 
 
+class _ShortConvolution(ctypes.Structure):
+    """`ShortConvolution` of recurrent.cpp."""
+
+    _fields_ = (
+        ("convolution", _Convolution),
+        ("rows", _pointer),
+        ("out", _pointer),
+        ("is_bf16", _int),
+        ("threads", _int),
+    )
+
+
+class _Gate(ctypes.Structure):
+    """`Gate` of recurrent.cpp."""
+
+    _fields_ = (
+        ("rows", _pointer),
+        ("gates", _pointer),
+        *((name, _long) for name in ("count", "size", "stride")),
+        ("is_bf16", _int),
+        ("threads", _int),
+    )
+
+
 class States:
     """The states of the requests of a step, for torch as `rows`, and as a table of addresses for the kernels.
 
@@ -86,13 +110,14 @@ class MatrixWeights(NamedTuple):
     skip: Tensor | None = None  # [value heads], fp32: of Mamba-2 alone
 
 
-def matrix_mixer(
-    kernels: Kernels, shape: MatrixShape, weights: MatrixWeights, rows: Tensor, states: States, offset: int
-) -> Tensor:
-    """Return the outputs [T, values] for `rows` [T, channels + values + 2 heads], which are overwritten.
+def matrix_call(
+    kernels: Kernels, shape: MatrixShape, weights: MatrixWeights, rows: Tensor, out: Tensor, states: States, offset: int
+) -> ctypes.Structure:
+    """Return the checked argument for `rows` [T, channels + values + 2 heads], which change, and `out` [T, values].
 
-    Mamba-2 has rows of channels + values + heads: queries (C), keys (B), values (x); gate; rate.
-    Advances the states, whose part for this layer begins at `offset`. Raises ValueError for arguments that do not fit.
+    Mamba-2 has rows of channels + values + heads: queries (C), keys (B), values (x); gate; rate. Its run advances the
+    states, whose part for this layer begins at `offset`. It holds addresses of the tensors and of the states. Raises
+    ValueError for arguments that do not fit.
     """
     heads, count, skip = shape.num_value_heads, states.count, weights.skip
     _check_rows(rows, (count, shape.num_channels + shape.num_values + (2 if skip is None else 1) * heads))
@@ -101,7 +126,7 @@ def matrix_mixer(
     check(weights.norm.weight, "norm", (shape.value_dim if skip is None else shape.num_values,), rows.dtype)
     if states.size < offset + shape.state_size:
         raise ValueError(f"states of {states.size} numbers have no {shape.state_size} from {offset} on")
-    out = torch.empty((count, shape.num_values), dtype=rows.dtype)
+    check(out, "out", (count, shape.num_values), rows.dtype)
     factors = torch.empty(count, 2 * (shape.num_key_heads + heads))
     scratch = torch.empty(threads(), kernels.library.headstart_matrices_scratch(shape.key_dim))
     call = _Matrices(
@@ -123,36 +148,63 @@ def matrix_mixer(
         is_bf16=int(rows.dtype == torch.bfloat16),
         threads=threads(),
     )
+    call.kept = factors, scratch
+    return call
+
+
+def matrix_mixer(
+    kernels: Kernels, shape: MatrixShape, weights: MatrixWeights, rows: Tensor, states: States, offset: int
+) -> Tensor:
+    """Return the outputs [T, values] of a call; see `matrix_call`."""
+    out = torch.empty((len(rows), shape.num_values), dtype=rows.dtype)
+    call = matrix_call(kernels, shape, weights, rows, out, states, offset)
     kernels.library.headstart_matrices(ctypes.byref(call))
     return out
 
 
-def short_convolution(
-    kernels: Kernels, weight: Tensor, bias: Tensor | None, rows: Tensor, states: States, offset: int
-) -> Tensor:
-    """Return C * convolution(B * x) [T, channels] for `rows` [T, 3 channels] of B, C and x; advances the states.
+def convolution_call(
+    weight: Tensor, bias: Tensor | None, rows: Tensor, out: Tensor, states: States, offset: int
+) -> ctypes.Structure:
+    """Return the checked argument for `rows` [T, 3 channels] of B, C, x; `out` [T, channels] is C * convolution(B * x).
 
-    `weight` [taps, channels] and `bias` [channels] are fp32. Raises ValueError for arguments that do not fit.
+    `weight` [taps, channels] and `bias` [channels] are fp32. Its run advances the states. It holds addresses of the
+    tensors and of the states. Raises ValueError for arguments that do not fit.
     """
     taps, channels = weight.shape
     _check_rows(rows, (states.count, 3 * channels))
     if states.size < offset + (taps - 1) * channels:
         raise ValueError(f"states of {states.size} numbers have no {(taps - 1) * channels} from {offset} on")
-    out = torch.empty((states.count, channels), dtype=rows.dtype)
-    call = _convolution(weight, bias, states, offset, channels)
-    is_bf16 = int(rows.dtype == torch.bfloat16)
-    kernels.library.headstart_short_convolution(ctypes.byref(call), rows.data_ptr(), out.data_ptr(), is_bf16, threads())
+    check(out, "out", (states.count, channels), rows.dtype)
+    convolution, is_bf16 = _convolution(weight, bias, states, offset, channels), int(rows.dtype == torch.bfloat16)
+    return _ShortConvolution(convolution, rows.data_ptr(), out.data_ptr(), is_bf16, threads())
+
+
+def short_convolution(
+    kernels: Kernels, weight: Tensor, bias: Tensor | None, rows: Tensor, states: States, offset: int
+) -> Tensor:
+    """Return the outputs [T, channels] of a call; see `convolution_call`."""
+    out = torch.empty((len(rows), weight.shape[1]), dtype=rows.dtype)
+    call = convolution_call(weight, bias, rows, out, states, offset)
+    kernels.library.headstart_short_convolution(ctypes.byref(call))
     return out
 
 
-def gate_rows(kernels: Kernels, rows: Tensor, gates: Tensor) -> None:
-    """Multiply `rows` [T, size] by the sigmoid of `gates` [T, size], columns of a dense tensor, in place."""
+def gate_call(rows: Tensor, gates: Tensor) -> ctypes.Structure:
+    """Return the checked argument: `rows` [T, size] times the sigmoid of `gates`, which are columns of a dense tensor.
+
+    It holds addresses of the tensors. Raises ValueError for arguments that do not fit.
+    """
     count, size = rows.shape
     _check_rows(rows, (count, size))
     if gates.shape != rows.shape or gates.dtype != rows.dtype or (count and size and gates.stride(1) != 1):
         raise ValueError(f"gates {gates.dtype} {list(gates.shape)} for rows {rows.dtype} {list(rows.shape)}")
     is_bf16 = int(rows.dtype == torch.bfloat16)
-    kernels.library.headstart_gate(rows.data_ptr(), gates.data_ptr(), count, size, gates.stride(0), is_bf16, threads())
+    return _Gate(rows.data_ptr(), gates.data_ptr(), count, size, gates.stride(0), is_bf16, threads())
+
+
+def gate_rows(kernels: Kernels, rows: Tensor, gates: Tensor) -> None:
+    """Multiply `rows` by the sigmoid of `gates`, in place; see `gate_call`."""
+    kernels.library.headstart_gate(ctypes.byref(gate_call(rows, gates)))
 
 
 def _convolution(weight: Tensor, bias: Tensor | None, states: States, offset: int, channels: int) -> Any:

@@ -51,6 +51,20 @@ struct Matrices {  // mirrored by recurrence.py: a gated delta net, or Mamba-2 i
     long num_factors() const { return 2 * key_heads + 2 * heads; }
 };
 
+struct ShortConvolution {  // mirrored by recurrence.py: C * convolution(B * x)
+    Convolution convolution;
+    const void *rows;  // [count, 3 channels] of B, C and x
+    void *out;         // [count, channels]
+    int is_bf16, threads;
+};
+
+struct Gate {  // mirrored by recurrence.py: rows times the sigmoid of gates
+    void *rows;          // [count, size], changed
+    const void *gates;   // [count, size], its rows `stride` numbers apart
+    long count, size, stride;
+    int is_bf16, threads;
+};
+
 inline long least(long a, long b) { return a < b ? a : b; }
 
 template <class Element>
@@ -102,10 +116,13 @@ inline void convolve(const Convolution &conv, const Chunk &chunk, long first, lo
 }
 
 template <class Element>
-void short_convolution(const Convolution &conv, const Element *rows, Element *out, int threads) {
+void short_convolution(const ShortConvolution &layer) {
+    const Convolution &conv = layer.convolution;
+    const Element *rows = (const Element *)layer.rows;
+    Element *out = (Element *)layer.out;
     long pieces = (conv.channels + CHANNELS - 1) / CHANNELS, width = conv.channels;
     bool many = (conv.num_chunks ? conv.chunks[conv.num_chunks - 1].end : 0) * width >= MANY;
-#pragma omp parallel for collapse(2) num_threads(threads) schedule(dynamic, 1) if (many)
+#pragma omp parallel for collapse(2) num_threads(layer.threads) schedule(dynamic, 1) if (many)
     for (long chunk = 0; chunk < conv.num_chunks; chunk++)
         for (long piece = 0; piece < pieces; piece++)
             convolve(
@@ -278,13 +295,17 @@ void matrix_mixer(const Matrices &layer) {
 }
 
 template <class Element>
-void gate_rows(Element *rows, const Element *gates, long count, long size, long stride, int threads) {
-#pragma omp parallel for num_threads(threads) if (count * size >= MANY)
-    for (long row = 0; row < count; row++)
+void gate_rows(const Gate &gate) {
+    long size = gate.size;
+#pragma omp parallel for num_threads(gate.threads) if (gate.count * size >= MANY)
+    for (long row = 0; row < gate.count; row++) {
+        Element *to = (Element *)gate.rows + row * size;
+        const Element *gates = (const Element *)gate.gates + row * gate.stride;
         for (long i = 0; i < size; i += LANES) {
-            vec open = as_stored<Element>(sigmoid(some(gates + row * stride + i, size - i)));
-            put(rows + row * size + i, mul(some(rows + row * size + i, size - i), open), size - i);
+            vec open = as_stored<Element>(sigmoid(some(gates + i, size - i)));
+            put(to + i, mul(some(to + i, size - i), open), size - i);
         }
+    }
 }
 
 }  // namespace
@@ -300,14 +321,13 @@ EXPORT void headstart_matrices(const Matrices *layer) {
     else matrix_mixer<float>(*layer);
 }
 
-// out = C * convolution(B * x) for rows [count, 3 channels] of B, C and x; advances the states of all chunks.
-EXPORT void headstart_short_convolution(const Convolution *conv, const void *rows, void *out, int is_bf16, int threads) {
-    if (is_bf16) short_convolution(*conv, (const bf16 *)rows, (bf16 *)out, threads);
-    else short_convolution(*conv, (const float *)rows, (float *)out, threads);
+// A short convolution; advances the states of all chunks.
+EXPORT void headstart_short_convolution(const ShortConvolution *layer) {
+    if (layer->is_bf16) short_convolution<bf16>(*layer);
+    else short_convolution<float>(*layer);
 }
 
-// Multiplies rows [count, size] by the sigmoid of gates [count, size], whose rows are `stride` numbers apart.
-EXPORT void headstart_gate(void *rows, const void *gates, long count, long size, long stride, int is_bf16, int threads) {
-    if (is_bf16) gate_rows((bf16 *)rows, (const bf16 *)gates, count, size, stride, threads);
-    else gate_rows((float *)rows, (const float *)gates, count, size, stride, threads);
+EXPORT void headstart_gate(const Gate *gate) {
+    if (gate->is_bf16) gate_rows<bf16>(*gate);
+    else gate_rows<float>(*gate);
 }

@@ -14,12 +14,7 @@ constexpr long MOST_ROWS = BLOCK, MOST_EACH = ROWS_EACH;
 constexpr long TILED_ROWS = 16;          // from here on, rows are multiplied by weights of less than 16 bits on AMX tiles
 constexpr long GROUP = 8;                // tiles that a piece of many rows is multiplied by
 constexpr long PANEL_BYTES = 512 << 10;  // maximum size of rows that stay in the L2 cache
-// How far ahead of their use weights are prefetched that are used once; 0: a whole tile, as those that are used again.
-#if defined(__AVX512F__)
-constexpr long AHEAD_BYTES = 0;
-#else
-constexpr long AHEAD_BYTES = 2048;
-#endif
+constexpr long AHEAD_BYTES = 2048;       // how far ahead of their use weights are prefetched by NEAR_ROWS rows (tiles.h)
 constexpr long SUMS_BYTES = GROUP * MOST_ROWS * TILE * sizeof(float);  // memory of one thread for the sums
 
 // Returns the number of tiles that are best computed together.

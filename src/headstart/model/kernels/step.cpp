@@ -6,34 +6,39 @@
 #include "greatest.h"
 #include "look_up.h"
 
-// of linear.cpp and attention.cpp
+// of linear.cpp, attention.cpp and recurrent.cpp
 EXPORT void headstart_chain(const void *links, int num_links, void *const *buffers, const bf16 *cosine,
                             const bf16 *sine, char *scratch, long count, int threads);
 EXPORT void headstart_attention(const AttentionCall *call);
+EXPORT void headstart_short_convolution(const void *layer);
+EXPORT void headstart_matrices(const void *layer);
+EXPORT void headstart_gate(const void *gate);
 
 namespace {
 
 constexpr long MANY_ROWS = 64, MANY_LOGITS = 1 << 17;  // below these, one thread finishes before a second one wakes
 
-struct Part {  // mirrored by stack.py: the chain between two attentions
-    const void *links;
-    long num_links;
+enum Kind { PRODUCTS, ATTENTION, SHORT_CONVOLUTION, MATRICES, GATE };  // mirrored by stack.py
+
+struct Part {  // mirrored by stack.py
+    const void *call;  // the links of a chain of products, or the argument of the kernel
+    long number;       // of links; of an attention that of its layer
+    long kind;
 };
 
 struct Stack {  // mirrored by stack.py
-    const Part *parts;                       // [num_layers + 1]
-    const AttentionCall *const *attentions;  // [num_layers], with the pages of layer 0
+    const Part *parts;  // [num_parts]
     void *const *buffers;
-    bf16 *stream;                    // [count, hidden]: one of the buffers
-    const bf16 *embedding;           // [vocab, hidden], or null
-    const Linear *packed;            // the same as a packed weight, or null
-    const bf16 *cosines, *sines;     // [positions, angles]
-    bf16 *cosine, *sine;             // [count, angles], filled here
-    const int64_t *token_ids, *positions;  // [count]
+    bf16 *stream;                          // [count, hidden]: one of the buffers
+    const bf16 *embedding;                 // [vocab, hidden], or null
+    const Linear *packed;                  // the same as a packed weight, or null
+    const bf16 *cosines, *sines;           // [positions, angles]
+    bf16 *cosine, *sine;                   // [count, angles], filled here if there are token_ids
+    const int64_t *token_ids, *positions;  // [count]; or null: the stream is filled
     char *scratch;
     long count, hidden, vocab, angles, num_positions;
-    long layer_bytes;  // of the pool: distance from one layer's keys to the next layer's
-    int num_layers, threads;
+    long layer_bytes;  // from the pages of an attention's call, which are those of layer 0, to those of the next layer
+    int num_parts, threads;
 };
 
 void look_up(const Stack &stack) {
@@ -46,6 +51,23 @@ void look_up(const Stack &stack) {
         else memcpy(to, stack.embedding + token * stack.hidden, row_bytes);
         memcpy(stack.cosine + row * stack.angles, stack.cosines + stack.positions[row] * stack.angles, angle_bytes);
         memcpy(stack.sine + row * stack.angles, stack.sines + stack.positions[row] * stack.angles, angle_bytes);
+    }
+}
+
+void run(const Stack &stack, const Part &part) {
+    switch (part.kind) {
+        case PRODUCTS:
+            return headstart_chain(part.call, (int)part.number, stack.buffers, stack.cosine, stack.sine, stack.scratch,
+                                   stack.count, stack.threads);
+        case ATTENTION: {
+            AttentionCall call = *(const AttentionCall *)part.call;
+            call.key_pages = (char *)call.key_pages + part.number * stack.layer_bytes;
+            call.value_pages = (char *)call.value_pages + part.number * stack.layer_bytes;
+            return headstart_attention(&call);
+        }
+        case SHORT_CONVOLUTION: return headstart_short_convolution(part.call);
+        case MATRICES: return headstart_matrices(part.call);
+        case GATE: return headstart_gate(part.call);
     }
 }
 
@@ -67,24 +89,15 @@ void greatest_of(const Key *rows, long count, long size, int64_t *ids, float *va
 
 // ---- exported ---------------------------------------------------------------------------------------------------------
 
-// Looks up tokens and angles and runs all layers; leaves the residual stream in its buffer. Returns 0, without any
-// change, if a token or a position is outside its table.
+// Looks up tokens and angles, if there are any, and runs all parts; leaves the residual stream in its buffer. Returns 0,
+// without any change, if a token or a position is outside its table.
 EXPORT int headstart_stack(const Stack *stack) {
-    for (long row = 0; row < stack->count; row++) {
+    for (long row = 0; stack->token_ids && row < stack->count; row++) {
         if (stack->token_ids[row] < 0 || stack->token_ids[row] >= stack->vocab) return 0;
         if (stack->positions[row] < 0 || stack->positions[row] >= stack->num_positions) return 0;
     }
-    look_up(*stack);
-    for (int layer = 0; layer <= stack->num_layers; layer++) {
-        const Part &part = stack->parts[layer];
-        headstart_chain(part.links, (int)part.num_links, stack->buffers, stack->cosine, stack->sine, stack->scratch,
-                        stack->count, stack->threads);
-        if (layer == stack->num_layers) break;
-        AttentionCall call = *stack->attentions[layer];
-        call.key_pages = (char *)call.key_pages + layer * stack->layer_bytes;
-        call.value_pages = (char *)call.value_pages + layer * stack->layer_bytes;
-        headstart_attention(&call);
-    }
+    if (stack->token_ids) look_up(*stack);
+    for (int i = 0; i < stack->num_parts; i++) run(*stack, stack->parts[i]);
     return 1;
 }
 

@@ -7,15 +7,14 @@ loop in Decoder is the slower reference; all variants round to bfloat16 at the s
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from headstart.model.attention.base import Attend
 from headstart.model.attention.cpu import CPUStep
-from headstart.model.kernels.chain import Buffers, Chain, Link
-from headstart.model.kernels.library import Kernels, threads
+from headstart.model.kernels.chain import Buffers, Chain, Link, Workspace
+from headstart.model.kernels.library import Kernels
 from headstart.model.kernels.packed import RotaryHeads
-from headstart.model.kernels.stack import Stack
+from headstart.model.kernels.stack import DenseStack
 from headstart.model.layers.layer_ops import RMSNorm
 from headstart.model.layers.linear import Embedding, Linear, look_up
 from headstart.model.layers.rotary import Rotary
@@ -56,36 +55,32 @@ class FusedLayers:
         self._head_dim, self._scale = config.head_dim, config.head_dim**-0.5
         self._windows = [layer.window for layer in layers]
         attended = config.num_heads * config.head_dim
-        self._widths = (attended, config.hidden_size, config.intermediate_size, sum(self._sizes) * config.head_dim)
+        widths = (attended, config.hidden_size, config.intermediate_size, sum(self._sizes) * config.head_dim)
         before = [self._before(config, layer) for layer in layers]
         after = [_after(layer) for layer in layers]
         # chain i runs before attention i, the last one after the last attention
         parts = [before[0], *(tail + head for tail, head in zip(after, before[1:], strict=False)), after[-1]]
-        self._chains = [Chain(kernels, links, self._widths) for links in parts]
-        self._stack = Stack(kernels, self._chains, embedding, stream=STREAM)
-        self._memory = [torch.empty((0, width), dtype=torch.bfloat16) for width in self._widths]
-        self._resize(1)
+        self._chains = [Chain(kernels, links, widths) for links in parts]
+        self._stack = DenseStack(kernels, self._chains, embedding, stream=STREAM)
+        self._workspace = Workspace(self._chains)
 
     def forward(self, step: StepInputs, attend: Attend) -> Tensor:
         """Return the residual stream [T, hidden] after the last layer; valid until the next step."""
         if not isinstance(attend, CPUStep):
             return self._forward_by_layer(step, attend)
-        count = step.num_tokens
-        if self._buffers.count != count or self._threads != threads():
-            self._resize(count)
-        buffers = self._buffers
+        buffers, scratch = self._workspace.of(step.num_tokens)
         queries, keys, values = self._heads(buffers)
         out = buffers[ATTENDED].view(queries.shape)
         calls = {
             window: attend.call(0, queries, keys, values, out, scale=self._scale, window=window)
             for window in dict.fromkeys(self._windows)
         }
-        self._stack(
+        self._stack.forward(
             step.token_ids,
             step.positions,
             self._rotary.tables(step.positions),
             buffers,
-            self._kept_scratch,
+            scratch,
             [calls[window] for window in self._windows],
             attend.layer_bytes,
         )
@@ -93,31 +88,16 @@ class FusedLayers:
 
     def _forward_by_layer(self, step: StepInputs, attend: Attend) -> Tensor:
         """Do the same as `forward` for any attention, with one call per chain."""
-        count, angles = step.num_tokens, self._rotary.angles(step.positions)
-        buffers = Buffers(count, self._widths)
-        buffers[STREAM] = look_up(self._embedding, step.token_ids)
-        buffers.fill(ATTENDED, GATED, HEADS)
-        scratch = self._scratch(count)
+        angles = self._rotary.angles(step.positions)
+        buffers, scratch = self._workspace.of(step.num_tokens)
+        buffers[STREAM].copy_(look_up(self._embedding, step.token_ids))
         queries, keys, values = self._heads(buffers)
         for index, window in enumerate(self._windows):
             self._chains[index](buffers, scratch, angles)
             attended = attend(index, queries, keys, values, scale=self._scale, window=window)
-            buffers[ATTENDED] = attended.reshape(count, -1)
+            buffers[ATTENDED].copy_(attended.reshape(step.num_tokens, -1))
         self._chains[-1](buffers, scratch)
         return buffers[STREAM]
-
-    def _resize(self, count: int) -> None:
-        """Resize the reused buffers to `count` rows; memory only grows, so that its pages are faulted in once."""
-        if count > len(self._memory[STREAM]):
-            size = 1 << (count - 1).bit_length()
-            self._memory = [torch.empty((size, width), dtype=torch.bfloat16) for width in self._widths]
-        self._buffers = Buffers(count, self._widths)
-        for index, memory in enumerate(self._memory):
-            self._buffers[index] = memory[:count]
-        self._kept_scratch, self._threads = self._scratch(count), threads()
-
-    def _scratch(self, count: int) -> Tensor:
-        return max((chain.scratch(count) for chain in self._chains[:2]), key=len)  # later chains are like the second
 
     def _heads(self, buffers: Buffers) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries, keys and values [T, num heads, head_dim]."""

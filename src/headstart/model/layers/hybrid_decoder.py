@@ -2,22 +2,25 @@
 
 Like Decoder it works on packed rows without padding. Each layer is one of four kinds: attention over the paged KV, a
 gated delta net, Mamba-2, or a short convolution; all have a gated MLP behind it. With kernels, all products between two
-mixers are one call, so that threads are woken once for them.
+mixers are one call; in bfloat16 with the attention of attention/cpu.py, all layers are.
 
 Granite-4 multiplies what each layer adds to the residual. Here the residual is kept divided by that number instead,
 which only the embedding's multiplier and the epsilon of the layers' norms can tell.
 """
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from headstart.model.attention.base import Attend
-from headstart.model.kernels.chain import MAX_LINKS, Buffers, Chain, Link
+from headstart.model.attention.cpu import CPUStep
+from headstart.model.kernels.chain import MAX_LINKS, Chain, Link, Workspace
 from headstart.model.kernels.library import Kernels
 from headstart.model.kernels.packed import PackedLinear, RotaryHeads
-from headstart.model.kernels.recurrence import States, gate_rows
+from headstart.model.kernels.recurrence import States, gate_call, gate_rows
+from headstart.model.kernels.stack import Kind, Stack
 from headstart.model.layers.dispatch import are_rows_exact
 from headstart.model.layers.layer_ops import RMSNorm
 from headstart.model.layers.linear import Embedding, Form, Linear, look_up
@@ -38,6 +41,11 @@ class AttentionWeights:
     gated: bool
     rotary: RotaryHeads | None  # in bf16 on kernels: norms of heads and rotary embedding, done behind `inner`
 
+    @property
+    def kinds(self) -> list[Kind]:
+        """Its kernels."""
+        return [Kind.ATTENTION, Kind.GATE] if self.gated else [Kind.ATTENTION]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HybridLayer:
@@ -57,9 +65,12 @@ class _Products:
     """The products between two mixers as chains, on buffers of a step. Buffer 0 is the residual stream."""
 
     def __init__(self, kernels: Kernels, config: ModelConfig, layers: list[HybridLayer]) -> None:
-        widths = dict.fromkeys(width for layer in layers for width in _ends(layer))
-        self._widths = (config.hidden_size, config.intermediate_size, *widths)
-        self._ends = [tuple(2 + list(widths).index(width) for width in _ends(layer)) for layer in layers]
+        inners, mixed_widths = (list(dict.fromkeys(widths)) for widths in zip(*map(_ends, layers), strict=True))
+        widths = (config.hidden_size, config.intermediate_size, *inners, *mixed_widths)
+        self._ends = [
+            (2 + inners.index(inner), 2 + len(inners) + mixed_widths.index(mixed))
+            for inner, mixed in map(_ends, layers)
+        ]
         runs = [list[list[Link]]() for _ in range(len(layers) + 1)]
         for index, (layer, (inner, mixed)) in enumerate(zip(layers, self._ends, strict=True)):
             rotary = layer.mixer.rotary if isinstance(layer.mixer, AttentionWeights) else None
@@ -69,25 +80,43 @@ class _Products:
                 layer.gate_up.links(0, 1),
                 layer.down.links(1, 0, residual=0),
             ]
-        self._chains = [[Chain(kernels, links, self._widths) for links in _joined(run)] for run in runs]
-        self._widest = max((chain for run in self._chains for chain in run), key=lambda chain: len(chain.scratch(1)))
+        self._chains = [[Chain(kernels, links, widths) for links in _joined(run)] for run in runs]
+        self._workspace = Workspace([chain for run in self._chains for chain in run])
+        self._stack = Stack(kernels, self._chains, [_kinds(layer.mixer) for layer in layers])
+
+    def forward_at_once(self, residual: Tensor, angles: tuple[Tensor, Tensor], calls: "Calls") -> Tensor:
+        """Return the residual stream behind all layers, in one call with the arguments of all mixers' kernels."""
+        buffers, scratch = self._workspace.of(len(residual))
+        buffers[0].copy_(residual)
+        mixers = [
+            call
+            for index, (inner, mixed) in enumerate(self._ends)
+            for call in calls(index, buffers[inner], buffers[mixed])
+        ]
+        self._stack(buffers, scratch, angles, mixers)
+        return buffers[0]
 
     def forward(self, residual: Tensor, angles: tuple[Tensor, Tensor], mix: "Mix") -> Tensor:
-        """Return the residual stream behind all layers; `mix` is called for each between its products."""
-        buffers = Buffers(len(residual), self._widths, residual.dtype)
-        buffers[0] = residual
-        buffers.fill(*range(1, len(self._widths)))
-        scratch = self._widest.scratch(len(residual))
+        """Do the same, but `mix` is called for each layer between its products."""
+        buffers, scratch = self._workspace.of(len(residual))
+        buffers[0].copy_(residual)
         for index, chains in enumerate(self._chains):
             for chain in chains:
                 chain(buffers, scratch, angles)
             if index < len(self._ends):
                 inner, mixed = self._ends[index]
-                buffers[mixed] = mix(index, buffers[inner])
+                buffers[mixed].copy_(mix(index, buffers[inner]))
         return buffers[0]
 
 
 Mix = Callable[[int, Tensor], Tensor]  # layer and the outputs of `inner` -> the inputs of `out`
+Calls = Callable[
+    [int, Tensor, Tensor], Sequence[ctypes.Structure]
+]  # and the memory of the latter -> kernels' arguments
+
+
+def _kinds(mixer: Mixer | AttentionWeights) -> list[Kind]:
+    return mixer.kinds if isinstance(mixer, AttentionWeights) else [mixer.kind]
 
 
 def _ends(layer: HybridLayer) -> tuple[int, int]:
@@ -121,6 +150,11 @@ class HybridDecoder:
             (form.dtype, form.device) if isinstance(embedding, PackedLinear) else (embedding.dtype, embedding.device)
         )
         self.rotary = Rotary(config.rope, dtype, device)
+        attentions = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionWeights)]
+        # Whether queries and keys need nothing from torch between the products and attention.
+        self._is_one_call = self._products is not None and all(
+            attention.rotary or not (attention.query_norm or self.hybrid.has_rope) for attention in attentions
+        )
         self.state_size, num_attentions, self._places = 0, 0, list[int]()  # of a layer: its KV, or its part of states
         for layer in layers:
             if isinstance(layer.mixer, AttentionWeights):
@@ -143,12 +177,24 @@ class HybridDecoder:
         residual = residual if scale == 1 else residual * scale
         states = States(step.states)
 
+        def calls(index: int, inner: Tensor, mixed: Tensor) -> list[ctypes.Structure]:
+            mixer, place = self.layers[index].mixer, self._places[index]
+            if not isinstance(mixer, AttentionWeights):
+                return [mixer.call(inner, mixed, states, place)]
+            assert isinstance(attend, CPUStep)
+            queries, keys, values, gates = self._heads(mixer, inner)
+            out = mixed.view(queries.shape)
+            attention = attend.call(place, queries, keys, values, out, scale=self._attention_scale)
+            return [attention] if gates is None else [attention, gate_call(mixed, gates)]
+
         def mix(index: int, inner: Tensor) -> Tensor:
             mixer, place = self.layers[index].mixer, self._places[index]
             if isinstance(mixer, AttentionWeights):
                 return self._attention(place, mixer, inner, angles, attend)
             return mixer(inner, states, place)
 
+        if self._products is not None and self._is_one_call and isinstance(attend, CPUStep):
+            return self._products.forward_at_once(residual, angles, calls)
         if self._products is not None:
             return self._products.forward(residual, angles, mix)
         for index, layer in enumerate(self.layers):
@@ -167,22 +213,30 @@ class HybridDecoder:
         linears = [linear for layer in kinds.values() for linear in layer.linears]
         return self.head.packed != () and are_rows_exact((*linears, self.head))
 
+    @property
+    def _attention_scale(self) -> float:
+        scale = self.hybrid.attention_scale
+        return self.config.head_dim**-0.5 if scale is None else scale
+
+    def _heads(self, layer: AttentionWeights, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Split the outputs of `inner`: queries, keys and values [T, num heads, head_dim]; gates [T, size] if any."""
+        config = self.config
+        gates = rows[:, -config.num_heads * config.head_dim :] if layer.gated else None
+        sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        heads = rows.view(len(rows), -1, config.head_dim)[:, : sum(sizes)]
+        queries, keys, values = heads.split(sizes, dim=1)
+        return queries, keys, values, gates
+
     def _attention(
         self, index: int, layer: AttentionWeights, heads: Tensor, angles: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
         """Return what attention layer `index` makes [T, size] of the outputs [T, width] of its `inner`."""
-        config, num_rows = self.config, len(heads)
-        size = config.num_heads * config.head_dim
-        gates = heads[:, -size:] if layer.gated else None
-        num_rotated = config.num_heads + config.num_kv_heads
-        heads = heads.view(num_rows, -1, config.head_dim)[:, : num_rotated + config.num_kv_heads]
-        queries, keys, values = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        queries, keys, values, gates = self._heads(layer, heads)
         if layer.query_norm is not None and layer.key_norm is not None and layer.rotary is None:
             queries, keys = layer.query_norm(queries), layer.key_norm(keys)
         if self.hybrid.has_rope and layer.rotary is None:
             queries, keys = self.rotary.apply(queries, angles), self.rotary.apply(keys, angles)
-        scale = config.head_dim**-0.5 if self.hybrid.attention_scale is None else self.hybrid.attention_scale
-        attended = attend(index, queries, keys, values, scale=scale).reshape(num_rows, size)
+        attended = attend(index, queries, keys, values, scale=self._attention_scale).reshape(len(heads), -1)
         if gates is not None and self.kernels is not None:
             gate_rows(self.kernels, attended, gates)
         elif gates is not None:

@@ -5,6 +5,7 @@ token, in one order, so they do not depend on how the tokens are cut into chunks
 products the layers run on our kernels (kernels/recurrence.py), or slowly in torch, the reference.
 """
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.model.kernels.library import Kernels
-from headstart.model.kernels.recurrence import MatrixWeights, States, matrix_mixer, short_convolution
+from headstart.model.kernels.recurrence import (
+    MatrixWeights,
+    States,
+    convolution_call,
+    matrix_call,
+    matrix_mixer,
+    short_convolution,
+)
+from headstart.model.kernels.stack import Kind
 from headstart.model.layers.linear import Linear
 from headstart.model.weights.hybrid_config import MatrixShape
 
@@ -23,6 +32,11 @@ EPSILON = 1e-6  # of the norm of queries and keys, as in Transformers and in fla
 
 class Mixer(Protocol):
     """A layer's way to mix the tokens of a request, other than attention."""
+
+    @property
+    def kind(self) -> Kind:
+        """Its kernel."""
+        ...
 
     @property
     def state_size(self) -> int:
@@ -41,6 +55,10 @@ class Mixer(Protocol):
         """
         ...
 
+    def call(self, rows: Tensor, out: Tensor, states: States, offset: int) -> ctypes.Structure:
+        """Return the argument with which its kernel does the same, and writes to `out`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShortConvolution:
@@ -53,6 +71,10 @@ class ShortConvolution:
     kernels: Kernels | None
 
     @property
+    def kind(self) -> Kind:
+        return Kind.SHORT_CONVOLUTION
+
+    @property
     def state_size(self) -> int:
         return (len(self.weight) - 1) * self.weight.shape[1]
 
@@ -60,6 +82,9 @@ class ShortConvolution:
         if self.kernels is None:
             return convolve_in_torch(self.weight, self.bias, rows, states, offset)
         return short_convolution(self.kernels, self.weight, self.bias, rows, states, offset)
+
+    def call(self, rows: Tensor, out: Tensor, states: States, offset: int) -> ctypes.Structure:
+        return convolution_call(self.weight, self.bias, rows, out, states, offset)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +102,10 @@ class MatrixMixer:
     kernels: Kernels | None
 
     @property
+    def kind(self) -> Kind:
+        return Kind.MATRICES
+
+    @property
     def state_size(self) -> int:
         return self.shape.state_size
 
@@ -85,6 +114,10 @@ class MatrixMixer:
             return matrix_mixer(self.kernels, self.shape, self.weights, rows, states, offset)
         twin = delta_net_in_torch if self.weights.skip is None else mamba_in_torch
         return twin(self.shape, self.weights, rows, states, offset)
+
+    def call(self, rows: Tensor, out: Tensor, states: States, offset: int) -> ctypes.Structure:
+        assert self.kernels is not None
+        return matrix_call(self.kernels, self.shape, self.weights, rows, out, states, offset)
 
 
 def convolve_in_torch(weight: Tensor, bias: Tensor | None, rows: Tensor, states: States, offset: int) -> Tensor:
