@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--decodes", type=int, default=64)
-    parser.add_argument("--prompts", type=int, nargs="+", default=[512, 4000], help="tokens of the prompts of a round")
+    parser.add_argument("--prompts", type=int, nargs="*", default=[512, 4000], help="tokens of the prompts of a round")
     parser.add_argument(
         "--long", type=int, default=32000, help="tokens of the longest prompt, once by Headstart; 0: no"
     )
@@ -191,7 +191,7 @@ def main() -> None:
     medians = {kind: {row: median(runs) for row, runs in rows.items()} for kind, rows in times.items()}
     about = {"kernels": find().note, "cpu": cpu_model(), "load": os.getloadavg()}
     versions = {package: version(package) for package in ("torch", "transformers")}
-    given = {key: str(value) for key, value in vars(options).items()}
+    given = {key: str(value) for key, value in vars(options).items() if key != "llamacpp"}
     print(json.dumps({**given, **about, "versions": versions, "seconds": medians, "runs": times}))
 
 

@@ -17,7 +17,7 @@ from headstart.model.attention.base import Attend
 from headstart.model.kernels.chain import Chain, Link, Workspace
 from headstart.model.kernels.library import VARIABLE, find, runnable_variants
 from headstart.model.kernels.packed import PackedLinear
-from headstart.model.kernels.stack import Kind, Stack
+from headstart.model.kernels.stack import KernelKind, Stack
 from headstart.model.layers.decoder import Decoder
 from headstart.model.layers.fused import FusedLayers
 from headstart.model.layers.hybrid_decoder import HybridDecoder
@@ -191,7 +191,7 @@ def test_a_stack_refuses_a_wrong_number_of_arguments_and_foreign_memory() -> Non
     assert kernels is not None
     linear = PackedLinear(kernels, torch.zeros(8, 8, dtype=torch.bfloat16))
     chain, wide = (Chain(kernels, [Link(linear, 0, 1)], widths) for widths in ((8, 8), (8, 8, 4)))
-    stack = Stack(kernels, [[chain], [chain]], [[Kind.GATE]])
+    stack = Stack(kernels, [[chain], [chain]], [[KernelKind.GATE]])
     with pytest.raises(ValueError, match="0 arguments for 1 kernels"):
         stack(*Workspace([chain]).of(1), None, [])
     with pytest.raises(ValueError, match="this chain needs"):

@@ -74,7 +74,7 @@ class RecurrentStates:
     def _write(self, pages: Sequence[int], state: Tensor) -> None:
         """Write a state into blocks, the rest of the last one with zeros."""
         size = self._blocks.block_bytes
-        data = memoryview(state.cpu().numpy()).cast("B")
+        data = state.cpu().numpy().view(np.uint8).data
         assert -(-len(data) // size) == len(pages), f"{len(pages)} blocks do not hold a state of {len(data)} bytes"
         for index, block in enumerate(pages):
             part = data[index * size : (index + 1) * size]

@@ -21,7 +21,7 @@ from headstart.model.kernels.packed import PackedLinear, check
 _pointer, _int, _long = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
 
 
-class Kind(IntEnum):
+class KernelKind(IntEnum):
     """`Kind` of step.cpp: the kernel of a part."""
 
     PRODUCTS = 0
@@ -52,14 +52,16 @@ class StackDescriptor(ctypes.Structure):
 class Stack:
     """Runs of chains with mixers between two of them; `mixers` are the kinds of their kernels, in order."""
 
-    def __init__(self, kernels: Kernels, runs: Sequence[Sequence[Chain]], mixers: Sequence[Sequence[Kind]]) -> None:
+    def __init__(
+        self, kernels: Kernels, runs: Sequence[Sequence[Chain]], mixers: Sequence[Sequence[KernelKind]]
+    ) -> None:
         self._function = kernels.library.headstart_stack
         self._chains = [chain for run in runs for chain in run]  # kept: the descriptors hold only addresses
         dims = {chain.rotary_dim for chain in self._chains} - {None}
         self.rotary_dim = dims.pop() if dims else None
         parts, slots = list[PartDescriptor](), list[int]()
         for layer, (run, kinds) in enumerate(zip_longest(runs, mixers, fillvalue=())):
-            parts += [PartDescriptor(*chain.links, Kind.PRODUCTS) for chain in run]
+            parts += [PartDescriptor(*chain.links, KernelKind.PRODUCTS) for chain in run]
             slots += range(len(parts), len(parts) + len(kinds))
             parts += [PartDescriptor(None, layer, kind) for kind in kinds]
         self._parts = (PartDescriptor * len(parts))(*parts)
@@ -110,7 +112,7 @@ class DenseStack(Stack):
     def __init__(
         self, kernels: Kernels, chains: Sequence[Chain], embedding: Tensor | PackedLinear, *, stream: int
     ) -> None:
-        super().__init__(kernels, [[chain] for chain in chains], [[Kind.ATTENTION]] * (len(chains) - 1))
+        super().__init__(kernels, [[chain] for chain in chains], [[KernelKind.ATTENTION]] * (len(chains) - 1))
         self._stream, self._hidden, self._kept = stream, chains[0].widths[stream], embedding
         if isinstance(embedding, PackedLinear):
             if not embedding.has_rows or embedding.in_features != self._hidden:

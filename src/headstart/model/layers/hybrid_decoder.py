@@ -20,7 +20,7 @@ from headstart.model.kernels.chain import MAX_LINKS, Chain, Link, Workspace
 from headstart.model.kernels.library import Kernels
 from headstart.model.kernels.packed import PackedLinear, RotaryHeads
 from headstart.model.kernels.recurrence import States, gate_call, gate_rows
-from headstart.model.kernels.stack import Kind, Stack
+from headstart.model.kernels.stack import KernelKind, Stack
 from headstart.model.layers.dispatch import are_rows_exact
 from headstart.model.layers.layer_ops import RMSNorm
 from headstart.model.layers.linear import Embedding, Form, Linear, look_up
@@ -42,9 +42,9 @@ class AttentionWeights:
     rotary: RotaryHeads | None  # in bf16 on kernels: norms of heads and rotary embedding, done behind `inner`
 
     @property
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[KernelKind]:
         """Its kernels."""
-        return [Kind.ATTENTION, Kind.GATE] if self.gated else [Kind.ATTENTION]
+        return [KernelKind.ATTENTION, KernelKind.GATE] if self.gated else [KernelKind.ATTENTION]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +115,7 @@ Calls = Callable[
 ]  # and the memory of the latter -> kernels' arguments
 
 
-def _kinds(mixer: Mixer | AttentionWeights) -> list[Kind]:
+def _kinds(mixer: Mixer | AttentionWeights) -> list[KernelKind]:
     return mixer.kinds if isinstance(mixer, AttentionWeights) else [mixer.kind]
 
 

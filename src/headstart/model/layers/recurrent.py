@@ -23,7 +23,7 @@ from headstart.model.kernels.recurrence import (
     matrix_mixer,
     short_convolution,
 )
-from headstart.model.kernels.stack import Kind
+from headstart.model.kernels.stack import KernelKind
 from headstart.model.layers.linear import Linear
 from headstart.model.weights.hybrid_config import MatrixShape
 
@@ -34,7 +34,7 @@ class Mixer(Protocol):
     """A layer's way to mix the tokens of a request, other than attention."""
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> KernelKind:
         """Its kernel."""
         ...
 
@@ -71,8 +71,8 @@ class ShortConvolution:
     kernels: Kernels | None
 
     @property
-    def kind(self) -> Kind:
-        return Kind.SHORT_CONVOLUTION
+    def kind(self) -> KernelKind:
+        return KernelKind.SHORT_CONVOLUTION
 
     @property
     def state_size(self) -> int:
@@ -102,8 +102,8 @@ class MatrixMixer:
     kernels: Kernels | None
 
     @property
-    def kind(self) -> Kind:
-        return Kind.MATRICES
+    def kind(self) -> KernelKind:
+        return KernelKind.MATRICES
 
     @property
     def state_size(self) -> int:
