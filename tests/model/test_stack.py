@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from model.paged import chunk, tiny_runner
+from model.paged import change_block, chunk, tiny_runner
 from model.tiny import HYBRIDS, NATIVE, make_checkpoint
 from torch import Tensor
 
-from headstart.core.batch import Batch, Chunk
+from headstart.core.batch import Batch, Chunk, RowErrorKind
 from headstart.model.attention.base import Attend
 from headstart.model.kernels.chain import Chain, Link, Workspace
 from headstart.model.kernels.library import VARIABLE, find, runnable_variants
 from headstart.model.kernels.packed import PackedLinear
-from headstart.model.kernels.stack import KernelKind, Stack
+from headstart.model.kernels.stack import Ahead, KernelKind, Stack
 from headstart.model.layers.decoder import Decoder
 from headstart.model.layers.fused import FusedLayers
 from headstart.model.layers.hybrid_decoder import HybridDecoder
@@ -75,10 +75,14 @@ def test_one_call_equals_one_per_layer(family: str, overrides: dict[str, Any], t
         steps = zip((first, second), ends, ([5, 3, 9, 1, 2], [6, 7, 8, 4, 10]), strict=True)
         chunks = [chunk(tokens, begin, end, table) for tokens, (begin, end), table in steps]
         with torch.inference_mode():
-            whole = layers.forward(make_step(runner, *chunks), runner.attention.begin(make_step(runner, *chunks)))
+            step = make_step(runner, *chunks)
+            ahead = Ahead(step.qo_indptr)
+            whole = layers.forward(step, runner.attention.begin(step), ahead)
             begun = other.attention.begin(make_step(other, *chunks))
             parts = layers.forward(make_step(other, *chunks), layer_by_layer(begun))
+            logits = runner.loaded.model.logits(parts)
         assert whole.shape == parts.shape and torch.equal(whole, parts), ends
+        assert ahead.logits is not None and torch.equal(ahead.logits, logits) and ahead.finite == [True, True], ends
     for block in range(1, 11):
         assert runner.read_block(block) == other.read_block(block)
 
@@ -109,6 +113,17 @@ def test_a_step_that_was_checked_against_a_larger_pool_is_checked_again(tmp_path
     assert step is not None
     with pytest.raises(ValueError, match="outside"):
         runner.attention.begin(step)
+
+
+def test_a_decode_that_is_not_finite_fails_alone(tmp_path: Path) -> None:
+    runner, _ = make_runner(tmp_path)
+    decodes = [chunk([5, 6, 7, 8], 3, 4, [block], request_id=str(block), num_logits=1) for block in (1, 2, 3)]
+    alone = runner.execute(Batch((decodes[0],))).rows
+    change_block(runner, 2, lambda kv: kv.fill_(float("nan")))
+    rows = runner.execute(Batch(tuple(decodes))).rows
+    error = RowErrorKind.NON_FINITE, "the model computed no finite hidden states"
+    assert [row.error for row in rows] == [None, error, None]
+    assert rows[0] == rows[2] == alone[0] and len(rows[0].token_ids) == 1
 
 
 def test_positions_far_behind_the_first_ones_are_rotated_too(tmp_path: Path) -> None:
@@ -164,14 +179,18 @@ def test_one_call_of_a_hybrid_equals_one_per_mixer(
     for step, ends in enumerate(cuts):
         tables = zip("ab", (first, second), ends, ([5, 3, 9, 1, 2], [6, 7, 8, 4, 10]), strict=True)
         chunks = [chunk(tokens, *end, table, request_id=name) for name, tokens, end, table in tables]
-        found = list[Tensor]()
+        found, logits = list[Tensor](), list[Tensor]()
         for runner, wrapped in ((whole, lambda attend: attend), (parts, layer_by_layer)):
             inputs = make_step(runner, *chunks)
             assert runner.states is not None
             inputs = replace(inputs, states=runner.states.begin(chunks, inputs.qo_indptr))
+            ahead = Ahead(inputs.qo_indptr)
             with torch.inference_mode():
-                found.append(loaded.model.forward(inputs, wrapped(runner.attention.begin(inputs))).clone())
-        assert torch.equal(*found) and len(calls) == step + 1, ends
+                hidden = loaded.model.forward(inputs, wrapped(runner.attention.begin(inputs)), ahead).clone()
+                logits.append(loaded.model.logits(hidden) if ahead.logits is None else ahead.logits)
+            found.append(hidden)
+            assert ahead.finite == ([True, True] if runner is whole else None), ends
+        assert torch.equal(*found) and torch.equal(*logits) and len(calls) == step + 1, ends
         for name, (_, end) in zip("ab", ends, strict=True):
             assert torch.equal(whole.states.of(name, end), parts.states.of(name, end)), ends
     for block in range(1, 11):
@@ -179,9 +198,9 @@ def test_one_call_of_a_hybrid_equals_one_per_mixer(
 
 
 def counted(function: Callable[..., None], calls: list[int]) -> Callable[..., None]:
-    def call(*arguments: Any) -> None:
+    def call(*arguments: Any, **options: Any) -> None:
         calls.append(1)
-        function(*arguments)
+        function(*arguments, **options)
 
     return call
 
@@ -191,8 +210,9 @@ def test_a_stack_refuses_a_wrong_number_of_arguments_and_foreign_memory() -> Non
     assert kernels is not None
     linear = PackedLinear(kernels, torch.zeros(8, 8, dtype=torch.bfloat16))
     chain, wide = (Chain(kernels, [Link(linear, 0, 1)], widths) for widths in ((8, 8), (8, 8, 4)))
-    stack = Stack(kernels, [[chain], [chain]], [[KernelKind.GATE]])
+    embedding = torch.zeros(4, 8, dtype=torch.bfloat16)
+    stack = Stack(kernels, [[chain], [chain]], [[(KernelKind.GATE, 0)]], embedding, chain, stream=0)
     with pytest.raises(ValueError, match="0 arguments for 1 kernels"):
-        stack(*Workspace([chain]).of(1), None, [])
+        stack(*Workspace([chain]).of(1), [])
     with pytest.raises(ValueError, match="this chain needs"):
-        stack(*Workspace([wide]).of(1), None, [])
+        stack(*Workspace([wide]).of(1), [])

@@ -10,10 +10,19 @@ from hypothesis import strategies as st
 from model.paged import chunk
 
 from headstart.core.batch import Batch, Chunk
+from headstart.model import step_inputs
+from headstart.model.kernels.library import Kernels, find, kernels
 from headstart.model.step_inputs import StepBounds, build_step
 
 BOUNDS = StepBounds(num_blocks=20, block_size=4, vocab_size=100, max_positions=32)
 CPU = torch.device("cpu")
+
+
+def require_kernels() -> Kernels:
+    found = find()
+    if found.kernels is None:
+        pytest.skip(found.note)
+    return found.kernels
 
 
 def test_two_chunks_are_packed_without_padding() -> None:
@@ -93,9 +102,9 @@ def batches(draw: st.DrawFn) -> list[Chunk]:
     return chunks
 
 
-@given(batches())
-def test_a_step_is_its_chunks_one_after_the_other(chunks: list[Chunk]) -> None:
-    step, kept, errors = build_step(Batch(tuple(chunks)), BOUNDS, CPU)
+@given(batches(), st.booleans())
+def test_a_step_is_its_chunks_one_after_the_other(chunks: list[Chunk], by_kernels: bool) -> None:
+    step, kept, errors = build_step(Batch(tuple(chunks)), BOUNDS, CPU, kernels() if by_kernels else None)
     assert step is not None and kept == list(range(len(chunks))) and errors == {}
     written: list[tuple[int, int]] = []
     for index, one in enumerate(chunks):
@@ -117,3 +126,43 @@ def test_a_packed_table_may_grow_while_its_step_is_alive() -> None:
     step, _, _ = build_step(Batch((GOOD._replace(block_ids=table), chunk([500], 0, 1, [1]))), BOUNDS, CPU)
     table.append(3)
     assert step is not None and step.kv_indices.tolist() == [1]
+
+
+def decode(position: int, table: list[int], *, token: int = 7, write_from: int = 0) -> Chunk:
+    made = chunk([token] * (position + 1), position, position + 1, table, write_from=write_from)
+    return made._replace(block_ids=array("i", table))
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_decodes_are_packed_in_one_call_as_with_numpy(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = BOUNDS._replace(block_size=size)
+    chunks = Batch((decode(5, [3, 9]), decode(0, [4], token=99), decode(31, list(range(8, 16)), write_from=31)))
+    expected, _, _ = build_step(chunks, bounds, CPU)
+    monkeypatch.setattr(step_inputs, "_pack", lambda *_: pytest.fail("packed with numpy"))
+    step, kept, errors = build_step(chunks, bounds, CPU, require_kernels())
+    assert step is not None and expected is not None and kept == [0, 1, 2] and not errors
+    for name in ("token_ids", "positions", "qo_indptr", "starts", "kv_indptr", "kv_indices"):
+        found, known = getattr(step, name), getattr(expected, name)
+        assert found.tolist() == known.tolist() and found.dtype == known.dtype, name
+    assert step.writes.slots.tolist() == expected.writes.slots.tolist() == step.writes.loose_slots.tolist()
+    assert step.writes[1:4] == expected.writes[1:4] and step.end == expected.end == 32
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        decode(0, [1], token=100),
+        decode(0, [1], token=-1),
+        decode(4, [1]),
+        decode(0, [0]),
+        decode(4, [20, 1]),
+        decode(32, list(range(1, 10))),
+        decode(0, [1])._replace(start=-1),
+        decode(0, [1])._replace(num_logits=2),
+        decode(0, [1])._replace(adapter="a"),
+    ],
+)
+def test_a_decode_out_of_bounds_fails_alone(bad: Chunk) -> None:
+    good = decode(3, [2])
+    found = [build_step(Batch((good, bad, good)), BOUNDS, CPU, chosen) for chosen in (None, require_kernels())]
+    assert found[0][1:] == found[1][1:] and list(found[1][2]) == [1]

@@ -32,6 +32,7 @@ class Writes(NamedTuple):
     spans: tuple[Span, ...]
     loose: Int64s | None  # [L]: indices of the written tokens outside all spans; None: all tokens
     loose_slots: Int64s  # [L]
+    pairs: Int32s | None = None  # [L, 2]: token and slot of each loose one, if that is known
 
 
 class Ranges(NamedTuple):

@@ -5,7 +5,6 @@ It has no effect on the other rows: nothing here mixes rows, and attention reads
 """
 
 import time
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from headstart.model.grammar.grammar_compiler import CompiledGrammars
 from headstart.model.grammar.grammar_rows import GrammarRows
 from headstart.model.kernels.library import kernels
 from headstart.model.kernels.rows import finite_chunks
+from headstart.model.kernels.stack import Ahead
 from headstart.model.recurrent_states import RecurrentStates
 from headstart.model.sampling.sampler import Sampler
 from headstart.model.step_inputs import StepBounds, StepInputs, build_step
@@ -59,7 +59,7 @@ class ModelRunner:
         if self.states is not None:
             self.states.drop(batch.finished)
         rows: list[Row | None] = [None] * len(batch.chunks)
-        step, kept, errors = build_step(batch, self._bounds, self.loaded.device)
+        step, kept, errors = build_step(batch, self._bounds, self.loaded.device, self._kernels)
         for index, message in errors.items():
             rows[index] = Row(error=RowError(RowErrorKind.REQUEST, message))
         if step is not None:
@@ -85,25 +85,29 @@ class ModelRunner:
     def _compute(self, chunks: list[Chunk], step: StepInputs) -> list[Row]:
         """Compute the rows of chunks that are in bounds."""
         if self.states is not None:
-            step = replace(step, states=self.states.begin(chunks, step.qo_indptr))
-        hidden = self.loaded.model.forward(step, self.attention.begin(step))
+            step.states = self.states.begin(chunks, step.qo_indptr)
+        num_logits = sum(chunk.num_logits for chunk in chunks)
+        ahead = Ahead(step.qo_indptr) if num_logits == step.num_tokens else None
+        hidden = self.loaded.model.forward(step, self.attention.begin(step), ahead)
         if self.states is not None and step.states is not None:
             self.states.end(chunks, step.states)
-        finite = finite_chunks(self._kernels, hidden, step.qo_indptr)
+        finite = None if ahead is None else ahead.finite
+        finite = finite_chunks(self._kernels, hidden, step.qo_indptr) if finite is None else finite
         rows = [Row() if ok else Row(error=_NOT_FINITE) for ok in finite]
         sampling = [index for index, chunk in enumerate(chunks) if chunk.num_logits and finite[index]]
         if sampling:
             sampled_chunks = [chunks[index] for index in sampling]
-            ends = step.qo_indptr[1:][sampling].astype(np.int64)
-            last = hidden  # if all of them are sampled
+            early = None if ahead is None else ahead.logits
+            last = hidden if early is None else early
             num_logits = sum(chunk.num_logits for chunk in sampled_chunks)
-            if num_logits < len(hidden):
+            if num_logits < len(last):
+                ends = step.qo_indptr[1:][sampling].astype(np.int64)
                 rows_of = ends - 1
                 if num_logits > len(sampling):
                     spans = zip(ends.tolist(), sampled_chunks, strict=True)
                     rows_of = np.concatenate([np.arange(end - chunk.num_logits, end) for end, chunk in spans])
-                last = hidden.index_select(0, torch.from_numpy(rows_of).to(hidden.device))
-            logits = self.loaded.model.logits(last)
+                last = last.index_select(0, torch.from_numpy(rows_of).to(last.device))
+            logits = self.loaded.model.logits(last) if early is None else last
             sampled = self.sampler.sample(logits, sampled_chunks)
             for index, row in zip(sampling, sampled, strict=True):
                 rows[index] = row

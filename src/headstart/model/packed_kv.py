@@ -22,7 +22,7 @@ from headstart.model.kernels.memory import reserve, staggered
 from headstart.model.kv_writes import Writes
 from headstart.model.paged_kv import KVShape
 
-_NO_IDS, _NO_PAGES = np.zeros(0, np.int64), np.zeros((0, 2), np.int64)
+_NO_IDS, _NO_PAGES, _NO_PAGE_WRITES = np.zeros(0, np.int64), np.zeros((0, 2), np.int64), np.zeros((0, 2), np.int32)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -71,13 +71,15 @@ class PackedKV:
 
     def write_planned(self, layer: int, keys: Tensor, values: Tensor, writes: PageWrites) -> None:
         """Do the same as `write`, with the result of `plan_writes`, which one step computes once for all layers."""
-        call, kept = self.call(layer, keys, values, writes)
+        keys, values = packed(keys), packed(values)
+        call = planned(self.call(layer, keys, values), writes)
         call.plan = NO_PLAN.data.ctypes.data
         self.kernels.library.headstart_attention(ctypes.byref(call))
-        del kept
 
-    def plan_writes(self, writes: Writes, num_tokens: int) -> PageWrites:
+    def plan_writes(self, writes: Writes, num_tokens: int, *, are_checked: bool = False) -> PageWrites:
         """Convert `writes` for the kernels. Raises ValueError for slots outside the pool or tokens outside the step."""
+        if are_checked and writes.pairs is not None and self.block_size % PAGE == 0:
+            return PageWrites(_NO_PAGE_WRITES, writes.pairs, num_tokens)
         if not writes.spans and writes.loose is None and self.block_size % PAGE == 0:  # a decode-only step
             slots = writes.loose_slots
             self._check_writes(_NO_IDS, slots, _NO_PAGES, num_tokens)
@@ -85,7 +87,7 @@ class PackedKV:
                 raise ValueError(f"{len(slots)} writes of {num_tokens} tokens")
             loose = np.empty((len(slots), 2), np.int32)
             loose[:, 0], loose[:, 1] = np.arange(len(slots)), slots
-            return PageWrites(_NO_PAGES.astype(np.int32), loose, num_tokens)
+            return PageWrites(_NO_PAGE_WRITES, loose, num_tokens)
         loose = np.arange(len(writes.loose_slots)) if writes.loose is None else writes.loose
         tokens, slots = [loose], [writes.loose_slots]
         pages: list[NDArray[np.int64]] = []
@@ -106,25 +108,23 @@ class PackedKV:
             np.ascontiguousarray(page, np.int32), np.stack((token, slot), 1).astype(np.int32, order="C"), num_tokens
         )
 
-    def call(
-        self, layer: int, keys: Tensor, values: Tensor, writes: PageWrites
-    ) -> tuple[AttentionCall, tuple[object, ...]]:
-        """Return a call that writes one layer, without a plan, and the objects that must live as long as the call.
+    def call(self, layer: int, keys: Tensor, values: Tensor) -> AttentionCall:
+        """Return a call that writes one layer, for `planned`. It holds addresses of the tensors.
 
-        Raises ValueError if keys and values are not [T, Hkv, D] in the dtype of the pool, with T as in `writes`.
+        Raises ValueError if keys and values are not [T, Hkv, D] in the dtype of the pool, with adjacent elements.
         """
-        expected = (writes.num_tokens, self.shape.num_kv_heads, self.shape.head_dim)
+        expected = (len(keys), self.shape.num_kv_heads, self.shape.head_dim)
         for rows in (keys, values):
             if tuple(rows.shape) != expected or rows.dtype != self.dtype or rows.device.type != "cpu":
                 raise ValueError(f"keys and values must be {expected} in {self.dtype}, got {rows.shape} {rows.dtype}")
-        keys, values = packed(keys), packed(values)
+            if rows.stride(-1) != 1:
+                raise ValueError("the elements of a head are not adjacent in memory")
         call = self._layer_call(layer)
+        call.num_tokens = len(keys)
         call.keys, call.values = keys.data_ptr(), values.data_ptr()
         call.key_token, call.key_head = keys.stride(0), keys.stride(1)
         call.value_token, call.value_head = values.stride(0), values.stride(1)
-        call.page_writes, call.num_page_writes = writes.pages.ctypes.data, len(writes.pages)
-        call.token_writes, call.num_token_writes = writes.tokens.ctypes.data, len(writes.tokens)
-        return call, (keys, values, writes)
+        return call
 
     def read_block(self, block_id: int) -> Data:
         """Copy one block in canonical form: for each layer keys, then values, [block_size, kv heads, head_dim].
@@ -184,6 +184,16 @@ class PackedKV:
         ):
             if len(first) and not (first.min() >= 0 and end.max() < bound):
                 raise ValueError(f"writes of {first.min()} to {end.max()} lie outside the {bound} there are")
+
+
+def planned(call: AttentionCall, writes: PageWrites) -> AttentionCall:
+    """Return a copy of a call with the writes of a step. Raises ValueError if the step has another number of tokens."""
+    if call.num_tokens != writes.num_tokens:
+        raise ValueError(f"keys and values of {call.num_tokens} tokens for a step of {writes.num_tokens}")
+    copy = AttentionCall.from_buffer_copy(call)
+    copy.page_writes, copy.num_page_writes = writes.pages.ctypes.data, len(writes.pages)
+    copy.token_writes, copy.num_token_writes = writes.tokens.ctypes.data, len(writes.tokens)
+    return copy
 
 
 def packed(rows: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ are checked one by one only if one of them is out of bounds: that chunk is left 
 the other chunks.
 """
 
+import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headstart.core.batch import Batch, Chunk
+from headstart.model.kernels.library import Kernels
 from headstart.model.kv_writes import Int32s, Int64s, Ranges, Writes, plan_writes
 
 _UNKNOWN = array("i", [0])  # packed in place of a token that is not known yet
@@ -42,7 +44,7 @@ class RowState(NamedTuple):
     saves: tuple[tuple[int, Tensor], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepInputs:
     """`num_rows` chunks with `num_tokens` tokens in total. Tensors are on the device, arrays on the host."""
 
@@ -62,17 +64,24 @@ class StepInputs:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.qo_indptr[-1])
+        return self.token_ids.shape[0]
+
+    @property
+    def end(self) -> int:
+        """The position behind the last of all tokens."""
+        return int((self.starts + np.diff(self.qo_indptr)).max())
 
 
 def build_step(
-    batch: Batch, bounds: StepBounds, device: torch.device
+    batch: Batch, bounds: StepBounds, device: torch.device, kernels: Kernels | None = None
 ) -> tuple[StepInputs | None, list[int], dict[int, str]]:
     """Return the tensors of the chunks in bounds, the batch indices of these chunks, and an error for each other chunk.
 
-    The tensors are None if no chunk is in bounds.
+    The tensors are None if no chunk is in bounds. `kernels` pack steps of decodes alone in less time, on the CPU.
     """
     chunks = batch.chunks
+    if chunks and kernels is not None and (step := _pack_decodes(kernels, chunks, bounds)) is not None:
+        return step, list(range(len(chunks))), {}
     if chunks and (step := _pack(chunks, bounds, device)) is not None:
         return step, list(range(len(chunks))), {}
     errors = chunk_problems(chunks, bounds)
@@ -120,6 +129,36 @@ def pack_chunks(chunks: Sequence[Chunk], bounds: StepBounds) -> PackedChunks | N
     if len(tokens) > len(chunks):
         positions = np.arange(len(tokens)) - np.repeat(qo_indptr[:-1] - starts, lengths)
     return PackedChunks(tokens, positions, starts.astype(np.int32), write_from, qo_indptr, _offsets(used), blocks, ends)
+
+
+def _pack_decodes(kernels: Kernels, chunks: Sequence[Chunk], bounds: StepBounds) -> StepInputs | None:
+    """Do the same as `_pack` if each chunk has one token, which is written, and a packed table; else return None."""
+    given, num_blocks = list[int](), 0
+    for chunk in chunks:
+        tokens, table, start = chunk.token_ids, chunk.block_ids, chunk.start
+        if len(tokens) != 1 or type(table) is not array or table.typecode != "i" or chunk.num_logits not in (0, 1):
+            return None
+        if not 0 <= start < bounds.max_positions or chunk.from_previous is not None or chunk.adapter is not None:
+            return None
+        given += (tokens.buffer_info()[0], table.buffer_info()[0], start, chunk.write_from, len(table))
+        num_blocks += start // bounds.block_size + 1
+    count = len(chunks)
+    wide, narrow = np.empty((3, count), np.int64), np.empty(5 * count + 2 + num_blocks, np.int32)
+    decodes, limits = (ctypes.c_int64 * len(given))(*given), (ctypes.c_int64 * len(bounds))(*bounds)
+    if not kernels.held.headstart_pack_decodes(decodes, count, limits, wide.ctypes.data, narrow.ctypes.data):
+        return None
+    token_ids, positions, slots = torch.from_numpy(wide).unbind()
+    after = 3 * count + 2
+    return StepInputs(
+        token_ids=token_ids,
+        positions=positions,
+        writes=Writes(slots, None, (), None, wide[2], narrow[after : after + 2 * count].reshape(count, 2)),
+        qo_indptr=narrow[count : 2 * count + 1],
+        starts=narrow[:count],
+        kv_indptr=narrow[2 * count + 1 : after],
+        kv_indices=narrow[after + 2 * count :],
+        bounds=bounds,
+    )
 
 
 def _pack(chunks: Sequence[Chunk], bounds: StepBounds, device: torch.device) -> StepInputs | None:

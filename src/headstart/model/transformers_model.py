@@ -28,6 +28,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from headstart.core.errors import ConfigError
 from headstart.model.attention.base import Attend
+from headstart.model.kernels.stack import Ahead
 from headstart.model.paged_kv import KVShape
 from headstart.model.step_inputs import StepInputs
 from headstart.model.transformers_probe import probe
@@ -57,7 +58,7 @@ class TransformersModel:
         self._body: nn.Module = getattr(module, module.base_model_prefix)
         self._head = _head_only(module)
 
-    def forward(self, step: StepInputs, attend: Attend) -> Tensor:
+    def forward(self, step: StepInputs, attend: Attend, ahead: Ahead | None = None) -> Tensor:
         """See LanguageModel."""
         return self.hidden(step.token_ids, step.positions, attend)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from headstart.core.errors import ConfigError
 from headstart.model.kernels.attention import AttentionCall, PackedPlan, StepTables, make_plan
 from headstart.model.kernels.library import find, threads
-from headstart.model.packed_kv import PackedKV, packed
+from headstart.model.packed_kv import PackedKV, packed, planned
 from headstart.model.paged_kv import KVShape
 from headstart.model.step_inputs import StepInputs
 
@@ -45,6 +45,46 @@ class CPUAttention:
         self.sharing = SHARING[sharing]
         self.split_blocks = -(-split_tokens // block_size)
 
+    def prepare(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> AttentionCall:
+        """Return the checked kernel argument for one layer and any step of T tokens, which `CPUStep.call` completes.
+
+        It holds addresses of the tensors. The elements of a head must be adjacent; `out` [T, Hq, D] must be dense, and
+        so must `sinks`, in fp32. Raises ValueError for arguments that do not fit.
+        """
+        kv, num_heads = self.kv, queries.shape[1]
+        if queries.shape != (len(keys), num_heads, kv.shape.head_dim) or num_heads % kv.shape.num_kv_heads:
+            raise ValueError(f"queries {list(queries.shape)} do not go with keys {list(keys.shape)}")
+        if queries.dtype != kv.dtype or queries.device.type != "cpu":
+            raise ValueError(f"queries are {queries.dtype} on {queries.device}, the KV is {kv.dtype} on the CPU")
+        if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
+            raise ValueError(f"window {window} and softcap {softcap} must be positive")
+        if lse is not None and (lse.shape != queries.shape[:2] or lse.dtype != torch.float32 or not _on_host(lse)):
+            raise ValueError(f"lse must be contiguous fp32 {list(queries.shape[:2])}, got {lse.dtype} {lse.shape}")
+        if out.shape != queries.shape or out.dtype != kv.dtype or not _on_host(out) or queries.stride(-1) != 1:
+            raise ValueError(f"out must be contiguous {kv.dtype} {list(queries.shape)}, got {out.dtype} {out.shape}")
+        if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != torch.float32 or not _on_host(sinks)):
+            raise ValueError(f"sinks must be contiguous fp32 [{num_heads}], got {sinks.dtype} {list(sinks.shape)}")
+        call = kv.call(layer, keys, values)
+        call.queries, call.out, call.lse = queries.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()
+        call.query_token, call.query_head = queries.stride(0), queries.stride(1)
+        call.group, call.window = num_heads // kv.shape.num_kv_heads, window or 0
+        call.scale, call.softcap = scale, softcap or 0.0
+        call.sinks = None if sinks is None else sinks.data_ptr()
+        return call
+
     def begin(self, step: StepInputs) -> "CPUStep":
         """See AttentionBackend. Raises ValueError for a step that reads or writes outside the pool."""
         return CPUStep(self, step)
@@ -54,14 +94,15 @@ class CPUStep:
     """The attention of one step. The plan for a window is made when a layer first uses that window."""
 
     def __init__(self, backend: CPUAttention, step: StepInputs) -> None:
-        self._backend, self._step = backend, step
-        self._writes = backend.kv.plan_writes(step.writes, step.num_tokens)
+        self.backend, self._step = backend, step
+        kv, known = backend.kv, step.bounds
+        are_checked = known is not None and known.block_size == kv.block_size and known.num_blocks <= kv.num_blocks
+        self._writes = kv.plan_writes(step.writes, step.num_tokens, are_checked=are_checked)
         self._arrays = tuple(
             np.ascontiguousarray(array, np.int32)
             for array in (step.qo_indptr, step.starts, step.kv_indptr, step.kv_indices)
         )
-        kv, known = backend.kv, step.bounds
-        if known is None or known.block_size != kv.block_size or known.num_blocks > kv.num_blocks:
+        if not are_checked:
             check_tables(*self._arrays, num_blocks=kv.num_blocks, block_size=kv.block_size)
         self._plans: dict[tuple[int, int], _Prepared] = {}
 
@@ -81,60 +122,28 @@ class CPUStep:
         """See Attend. `lse` [T, Hq] in fp32, if given, receives the log-sum-exp of each row's scores and its sink."""
         queries, keys, values = packed(queries), packed(keys), packed(values)
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-        out = torch.empty(queries.shape, dtype=self._backend.kv.dtype)
-        call = self.call(
+        out = torch.empty(queries.shape, dtype=self.backend.kv.dtype)
+        prepared = self.backend.prepare(
             layer, queries, keys, values, out, scale=scale, window=window, softcap=softcap, sinks=sinks, lse=lse
         )
-        self._backend.kv.kernels.library.headstart_attention(ctypes.byref(call))
+        self.backend.kv.kernels.library.headstart_attention(ctypes.byref(self.call(prepared)))
         return out
 
     @property
     def layer_bytes(self) -> int:
         """The distance in bytes from the pages of one layer to those of the next."""
-        return self._backend.kv.pool.strides[0]
+        return self.backend.kv.pool.strides[0]
 
-    def call(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        out: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        lse: Tensor | None = None,
-    ) -> AttentionCall:
-        """Return the checked kernel argument for one layer. It holds addresses of the tensors and of this step.
+    def call(self, prepared: AttentionCall) -> AttentionCall:
+        """Return a call of this backend's `prepare` for this step, which must live as long as the call.
 
-        The elements of a head must be adjacent; `out` [T, Hq, D] must be dense, and so must `sinks`, in fp32. Raises
-        ValueError for arguments that do not fit.
+        Raises ValueError if the step has another number of tokens.
         """
-        kv, num_heads = self._backend.kv, queries.shape[1]
-        if queries.shape != (len(keys), num_heads, kv.shape.head_dim) or num_heads % kv.shape.num_kv_heads:
-            raise ValueError(f"queries {list(queries.shape)} do not go with keys {list(keys.shape)}")
-        if queries.dtype != kv.dtype or queries.device.type != "cpu":
-            raise ValueError(f"queries are {queries.dtype} on {queries.device}, the KV is {kv.dtype} on the CPU")
-        if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
-            raise ValueError(f"window {window} and softcap {softcap} must be positive")
-        if lse is not None and (lse.shape != queries.shape[:2] or lse.dtype != torch.float32 or not _on_host(lse)):
-            raise ValueError(f"lse must be contiguous fp32 {list(queries.shape[:2])}, got {lse.dtype} {lse.shape}")
-        if out.shape != queries.shape or out.dtype != kv.dtype or not _on_host(out) or queries.stride(-1) != 1:
-            raise ValueError(f"out must be contiguous {kv.dtype} {list(queries.shape)}, got {out.dtype} {out.shape}")
-        if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != torch.float32 or not _on_host(sinks)):
-            raise ValueError(f"sinks must be contiguous fp32 [{num_heads}], got {sinks.dtype} {list(sinks.shape)}")
-        call, _kept = kv.call(layer, keys, values, self._writes)
-        prepared = self._prepared(window or 0, num_heads // kv.shape.num_kv_heads)
-        call.queries, call.out, call.lse = queries.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()
-        call.query_token, call.query_head = queries.stride(0), queries.stride(1)
-        call.plan, call.tables = prepared.plan.data.ctypes.data, self._arrays[3].ctypes.data
-        call.parts, call.part_sums = prepared.parts.ctypes.data, prepared.part_sums.ctypes.data
-        call.arrived = prepared.arrived.ctypes.data
-        call.group, call.window = prepared.group, window or 0
-        call.scale, call.softcap = scale, softcap or 0.0
-        call.sinks = None if sinks is None else sinks.data_ptr()
+        call = planned(prepared, self._writes)
+        found = self._prepared(call.window, call.group)
+        call.plan, call.tables = found.plan.data.ctypes.data, self._arrays[3].ctypes.data
+        call.parts, call.part_sums = found.parts.ctypes.data, found.part_sums.ctypes.data
+        call.arrived = found.arrived.ctypes.data
         return call
 
     def plan(self, window: int | None, group: int) -> PackedPlan:
@@ -144,7 +153,7 @@ class CPUStep:
     def _prepared(self, window: int, group: int) -> "_Prepared":
         found = self._plans.get((window, group))
         if found is None:
-            kv = self._backend.kv
+            kv = self.backend.kv
             tables = StepTables(
                 *(array.ctypes.data for array in self._arrays),
                 self._step.num_rows,
@@ -153,8 +162,8 @@ class CPUStep:
                 group,
                 kv.shape.num_kv_heads,
                 threads(),
-                self._backend.sharing,
-                self._backend.split_blocks,
+                self.backend.sharing,
+                self.backend.split_blocks,
             )
             found = _Prepared(make_plan(kv.kernels.library, tables), group, kv.shape)
             self._plans[window, group] = found

@@ -22,7 +22,9 @@ class StepTables(ctypes.Structure):
 
 
 class AttentionCall(ctypes.Structure):
-    """The arguments for one layer of one step."""
+    """The arguments for one layer of one step. `num_tokens`: of the keys and values, which the kernels do not read."""
+
+    num_tokens = 0
 
     _fields_ = (
         *((name, _pointer) for name in ("queries", "keys", "values", "out", "lse", "key_pages", "value_pages")),
@@ -48,7 +50,7 @@ class PlanHead(ctypes.Structure):
 
 
 class PackedPlan(NamedTuple):
-    """The bytes of a plan, and its header."""
+    """The bytes of a plan, and its header, which is in them."""
 
     data: NDArray[np.int64]
     head: PlanHead
@@ -70,4 +72,4 @@ def make_plan(library: Any, tables: StepTables) -> PackedPlan:
     if needed > data.nbytes:
         data = np.empty(-(-needed // 8), np.int64)
         library.headstart_attention_plan(ctypes.byref(tables), data.ctypes.data, data.nbytes)
-    return PackedPlan(data, PlanHead.from_buffer_copy(data[: ctypes.sizeof(PlanHead) // 8].tobytes()))
+    return PackedPlan(data, PlanHead.from_address(data.ctypes.data))

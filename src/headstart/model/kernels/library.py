@@ -48,6 +48,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "headstart_scratch": (_long, (_long, _long, _int)),
     "headstart_chain": (None, (_pointer, _int, _pointer, _pointer, _pointer, _pointer, _long, _int)),
     "headstart_stack": (_int, (_pointer,)),
+    "headstart_pack_decodes": (_int, (_pointer, _long, _pointer, _pointer, _pointer)),
     "headstart_finite": (None, (_pointer, _long, _pointer, _long, _pointer)),
     "headstart_greatest": (None, (_pointer, _int, _long, _long, _pointer, _pointer, _int)),
     "headstart_sample_scratch": (_long, (_long,)),
@@ -59,9 +60,8 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "headstart_tile_bytes": (_long, (_int, _long)),
     "headstart_pack_blocks": (None, (_pointer, _long, _pointer, _int, _long, _long, _int, _int)),
     "headstart_look_up": (None, (_pointer, _pointer, _long, _pointer)),
-    "headstart_matrices_scratch": (_long, (_long,)),
-    "headstart_matrices": (None, (_pointer,)),
-    "headstart_short_convolution": (None, (_pointer,)),
+    "headstart_matrices": (None, (_pointer, _pointer, _long)),
+    "headstart_short_convolution": (None, (_pointer, _pointer, _long)),
     "headstart_gate": (None, (_pointer,)),
 }
 
@@ -116,15 +116,17 @@ class LinkDescriptor(ctypes.Structure):
 class Kernels:
     """The functions of one variant, as attributes of `library` with their C names. They release the GIL.
 
+    Those of `held` keep it: no thread of Python can change what they read.
     `arena` holds the memory of the weights that are packed for them.
     """
 
     def __init__(self, variant: str, path: Path) -> None:
         self.variant, self.arena = variant, Arena()
-        self.library = ctypes.CDLL(str(path))
+        self.library, self.held = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         for name, (result, arguments) in SIGNATURES.items():
-            function = getattr(self.library, name)
-            function.restype, function.argtypes = result, list(arguments)
+            for library in (self.library, self.held):
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, list(arguments)
 
 
 class Found(NamedTuple):

@@ -4,7 +4,6 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,8 +20,8 @@ class _Convolution(ctypes.Structure):
     """`Convolution` of recurrent.cpp."""
 
     _fields_ = (
-        *((name, _pointer) for name in ("chunks", "weight", "bias")),
-        *((name, _long) for name in ("num_chunks", "offset", "taps", "channels")),
+        *((name, _pointer) for name in ("weight", "bias")),
+        *((name, _long) for name in ("offset", "taps", "channels")),
     )
 
 
@@ -31,7 +30,7 @@ class _Matrices(ctypes.Structure):
 
     _fields_ = (
         ("convolution", _Convolution),
-        *((name, _pointer) for name in ("rows", "out", "rate", "rate_bias", "skip", "norm", "factors", "scratch")),
+        *((name, _pointer) for name in ("rows", "out", "rate", "rate_bias", "skip", "norm")),
         *((name, _long) for name in ("count", "key_heads", "heads", "key_dim", "value_dim")),
         ("eps", _float),
         ("is_bf16", _int),
@@ -71,28 +70,34 @@ class States:
 
     def __init__(self, rows: Sequence[RowState]) -> None:
         self.rows = rows
-        self._chunks = np.zeros((len(rows), 5), np.int64)
-        self._saves = np.zeros((sum(len(row.saves) for row in rows), 2), np.int64)
-        end, place = 0, 0
-        for index, row in enumerate(rows):
+        num_saves, chunks, saves = sum(len(row.saves) for row in rows), list[int](), list[int]()
+        self._saves = (ctypes.c_int64 * (2 * num_saves))()
+        end, address = 0, ctypes.addressof(self._saves)
+        for row in rows:
             places = [at for at, _ in row.saves]
             if not end == row.begin < row.end or places != sorted(places) or not _within(places, row.end - row.begin):
                 raise ValueError(f"a chunk {row.begin} : {row.end} behind {end} rows, with states after {places}")
             for state in (row.state, *(saved for _, saved in row.saves)):
                 if state.device.type == "cpu":  # a kernel is not called with others
                     check(state, "state", rows[0].state.shape, torch.float32)
-            address = self._saves.ctypes.data + 16 * place
-            self._chunks[index] = row.begin, row.end, row.state.data_ptr(), address, len(places)
+            chunks += (row.begin, row.end, row.state.data_ptr(), address + 8 * len(saves), len(places))
             for at, saved in row.saves:
-                self._saves[place] = at, saved.data_ptr()
-                place += 1
+                saves += (at, saved.data_ptr())
             end = row.end
-        self.count, self.size = end, len(rows[0].state) if rows else 0
+        self._saves[:] = saves
+        self._chunks = (ctypes.c_int64 * len(chunks))(*chunks)
+        self._count, self._size = end, len(rows[0].state) if rows else 0
 
-    @property
-    def table(self) -> tuple[int, int]:
-        """The address and number of `Chunk` of recurrent.cpp."""
-        return self._chunks.ctypes.data, len(self._chunks)
+    def chunks(self, count: int, size: int) -> tuple[int, int]:
+        """Return the address and number of `Chunk` of recurrent.cpp, for kernels that read `size` numbers of states.
+
+        Raises ValueError unless the chunks have `count` rows and the states these numbers.
+        """
+        if count != self._count or size > self._size:
+            raise ValueError(
+                f"states of {self._count} rows and {self._size} numbers, for {count} rows and {size} numbers"
+            )
+        return ctypes.addressof(self._chunks), len(self.rows)
 
 
 def _within(places: list[int], length: int) -> bool:
@@ -110,35 +115,27 @@ class MatrixWeights(NamedTuple):
     skip: Tensor | None = None  # [value heads], fp32: of Mamba-2 alone
 
 
-def matrix_call(
-    kernels: Kernels, shape: MatrixShape, weights: MatrixWeights, rows: Tensor, out: Tensor, states: States, offset: int
-) -> ctypes.Structure:
+def matrix_call(shape: MatrixShape, weights: MatrixWeights, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
     """Return the checked argument for `rows` [T, channels + values + 2 heads], which change, and `out` [T, values].
 
-    Mamba-2 has rows of channels + values + heads: queries (C), keys (B), values (x); gate; rate. Its run advances the
-    states, whose part for this layer begins at `offset`. It holds addresses of the tensors and of the states. Raises
-    ValueError for arguments that do not fit.
+    Mamba-2 has rows of channels + values + heads: queries (C), keys (B), values (x); gate; rate. Its run advances
+    states, whose part for this layer begins at `offset`. It holds addresses of the tensors. Raises ValueError for
+    arguments that do not fit.
     """
-    heads, count, skip = shape.num_value_heads, states.count, weights.skip
+    heads, count, skip = shape.num_value_heads, len(rows), weights.skip
     _check_rows(rows, (count, shape.num_channels + shape.num_values + (2 if skip is None else 1) * heads))
     for name in ("rate", "rate_bias") if skip is None else ("rate", "rate_bias", "skip"):
         check(getattr(weights, name), name, (heads,), torch.float32)
     check(weights.norm.weight, "norm", (shape.value_dim if skip is None else shape.num_values,), rows.dtype)
-    if states.size < offset + shape.state_size:
-        raise ValueError(f"states of {states.size} numbers have no {shape.state_size} from {offset} on")
     check(out, "out", (count, shape.num_values), rows.dtype)
-    factors = torch.empty(count, 2 * (shape.num_key_heads + heads))
-    scratch = torch.empty(threads(), kernels.library.headstart_matrices_scratch(shape.key_dim))
-    call = _Matrices(
-        convolution=_convolution(weights.convolution, weights.convolution_bias, states, offset, shape.num_channels),
+    return _Matrices(
+        convolution=_convolution(weights.convolution, weights.convolution_bias, offset, shape.num_channels),
         rows=rows.data_ptr(),
         out=out.data_ptr(),
         rate=weights.rate.data_ptr(),
         rate_bias=weights.rate_bias.data_ptr(),
         skip=None if skip is None else skip.data_ptr(),
         norm=weights.norm.weight.data_ptr(),
-        factors=factors.data_ptr(),
-        scratch=scratch.data_ptr(),
         count=count,
         key_heads=shape.num_key_heads,
         heads=heads,
@@ -148,8 +145,6 @@ def matrix_call(
         is_bf16=int(rows.dtype == torch.bfloat16),
         threads=threads(),
     )
-    call.kept = factors, scratch
-    return call
 
 
 def matrix_mixer(
@@ -157,25 +152,21 @@ def matrix_mixer(
 ) -> Tensor:
     """Return the outputs [T, values] of a call; see `matrix_call`."""
     out = torch.empty((len(rows), shape.num_values), dtype=rows.dtype)
-    call = matrix_call(kernels, shape, weights, rows, out, states, offset)
-    kernels.library.headstart_matrices(ctypes.byref(call))
+    call = matrix_call(shape, weights, rows, out, offset)
+    kernels.library.headstart_matrices(ctypes.byref(call), *states.chunks(len(rows), offset + shape.state_size))
     return out
 
 
-def convolution_call(
-    weight: Tensor, bias: Tensor | None, rows: Tensor, out: Tensor, states: States, offset: int
-) -> ctypes.Structure:
+def convolution_call(weight: Tensor, bias: Tensor | None, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
     """Return the checked argument for `rows` [T, 3 channels] of B, C, x; `out` [T, channels] is C * convolution(B * x).
 
-    `weight` [taps, channels] and `bias` [channels] are fp32. Its run advances the states. It holds addresses of the
-    tensors and of the states. Raises ValueError for arguments that do not fit.
+    `weight` [taps, channels] and `bias` [channels] are fp32. Its run advances states, whose part for this layer begins
+    at `offset`. It holds addresses of the tensors. Raises ValueError for arguments that do not fit.
     """
-    taps, channels = weight.shape
-    _check_rows(rows, (states.count, 3 * channels))
-    if states.size < offset + (taps - 1) * channels:
-        raise ValueError(f"states of {states.size} numbers have no {(taps - 1) * channels} from {offset} on")
-    check(out, "out", (states.count, channels), rows.dtype)
-    convolution, is_bf16 = _convolution(weight, bias, states, offset, channels), int(rows.dtype == torch.bfloat16)
+    channels = weight.shape[1]
+    _check_rows(rows, (len(rows), 3 * channels))
+    check(out, "out", (len(rows), channels), rows.dtype)
+    convolution, is_bf16 = _convolution(weight, bias, offset, channels), int(rows.dtype == torch.bfloat16)
     return _ShortConvolution(convolution, rows.data_ptr(), out.data_ptr(), is_bf16, threads())
 
 
@@ -183,9 +174,11 @@ def short_convolution(
     kernels: Kernels, weight: Tensor, bias: Tensor | None, rows: Tensor, states: States, offset: int
 ) -> Tensor:
     """Return the outputs [T, channels] of a call; see `convolution_call`."""
-    out = torch.empty((len(rows), weight.shape[1]), dtype=rows.dtype)
-    call = convolution_call(weight, bias, rows, out, states, offset)
-    kernels.library.headstart_short_convolution(ctypes.byref(call))
+    taps, channels = weight.shape
+    out = torch.empty((len(rows), channels), dtype=rows.dtype)
+    call = convolution_call(weight, bias, rows, out, offset)
+    chunks = states.chunks(len(rows), offset + (taps - 1) * channels)
+    kernels.library.headstart_short_convolution(ctypes.byref(call), *chunks)
     return out
 
 
@@ -207,16 +200,13 @@ def gate_rows(kernels: Kernels, rows: Tensor, gates: Tensor) -> None:
     kernels.library.headstart_gate(ctypes.byref(gate_call(rows, gates)))
 
 
-def _convolution(weight: Tensor, bias: Tensor | None, states: States, offset: int, channels: int) -> Any:
+def _convolution(weight: Tensor, bias: Tensor | None, offset: int, channels: int) -> Any:
     check(weight, "weight", (len(weight), channels), torch.float32)
     if bias is not None:
         check(bias, "bias", (channels,), torch.float32)
-    address, num_chunks = states.table
     return _Convolution(
-        chunks=address,
         weight=weight.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
-        num_chunks=num_chunks,
         offset=offset,
         taps=len(weight),
         channels=channels,

@@ -3,6 +3,8 @@
 // A state advances token after token, each of its numbers with one order of operations, so it depends neither on chunks
 // nor on batch and threads. Columns of a head's matrix do not depend on each other: a part of them stays in the L1 cache
 // while all tokens of a chunk pass. Numbers are rounded to Element where torch's operators round.
+#include <stdlib.h>
+
 #include "lanes.h"
 
 namespace {
@@ -25,9 +27,8 @@ struct Chunk {  // mirrored by recurrence.py
 };
 
 struct Convolution {  // mirrored by recurrence.py
-    const Chunk *chunks;
     const float *weight, *bias;  // [taps, channels], the oldest token first; [channels] or null
-    long num_chunks, offset;     // where the layer's part of a state begins: [taps - 1, channels] first
+    long offset;                 // where the layer's part of a state begins: [taps - 1, channels] first
     long taps, channels;
 };
 
@@ -38,8 +39,6 @@ struct Matrices {  // mirrored by recurrence.py: a gated delta net, or Mamba-2 i
     const float *rate, *rate_bias;  // [heads]
     const float *skip;              // [heads] or null
     const void *norm;               // [value_dim], of Mamba-2 [values], of the rows' type
-    float *factors;                 // [count, 2 key heads + 2 heads]
-    float *scratch;                 // [threads, headstart_matrices_scratch]
     long count, key_heads, heads, key_dim, value_dim;
     float eps;
     int is_bf16, threads;
@@ -63,6 +62,12 @@ struct Gate {  // mirrored by recurrence.py: rows times the sigmoid of gates
     const void *gates;   // [count, size], its rows `stride` numbers apart
     long count, size, stride;
     int is_bf16, threads;
+};
+
+struct Memory {  // of some numbers, of any content
+    float *at;
+    explicit Memory(long count) : at((float *)aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64)) {}
+    ~Memory() { free(at); }
 };
 
 inline long least(long a, long b) { return a < b ? a : b; }
@@ -116,17 +121,17 @@ inline void convolve(const Convolution &conv, const Chunk &chunk, long first, lo
 }
 
 template <class Element>
-void short_convolution(const ShortConvolution &layer) {
+void short_convolution(const ShortConvolution &layer, const Chunk *chunks, long num_chunks) {
     const Convolution &conv = layer.convolution;
     const Element *rows = (const Element *)layer.rows;
     Element *out = (Element *)layer.out;
     long pieces = (conv.channels + CHANNELS - 1) / CHANNELS, width = conv.channels;
-    bool many = (conv.num_chunks ? conv.chunks[conv.num_chunks - 1].end : 0) * width >= MANY;
+    bool many = (num_chunks ? chunks[num_chunks - 1].end : 0) * width >= MANY;
 #pragma omp parallel for collapse(2) num_threads(layer.threads) schedule(dynamic, 1) if (many)
-    for (long chunk = 0; chunk < conv.num_chunks; chunk++)
+    for (long chunk = 0; chunk < num_chunks; chunk++)
         for (long piece = 0; piece < pieces; piece++)
             convolve(
-                conv, conv.chunks[chunk], piece * CHANNELS, least((piece + 1) * CHANNELS, width),
+                conv, chunks[chunk], piece * CHANNELS, least((piece + 1) * CHANNELS, width),
                 [=](long row, long c, long count) {
                     const Element *before = rows + row * 3 * width + c;
                     return as_stored<Element>(mul(some(before, count), some(before + 2 * width, count)));
@@ -182,7 +187,8 @@ inline long padded(long key_dim) { return (key_dim + LANES - 1) / LANES * LANES;
 
 // Advances columns [column, column + COLUMNS) of a head's matrix over a chunk, and writes the outputs of its tokens.
 template <class Element, bool IS_DELTA>
-void advance(const Matrices &layer, const Chunk &chunk, long head, long column, float *scratch) {
+void advance(const Matrices &layer, const float *all_factors, const Chunk &chunk, long head, long column,
+             float *scratch) {
     long dim = layer.key_dim, rows = padded(dim), wide = layer.value_dim, count = least(COLUMNS, wide - column);
     long key_head = head / (layer.heads / layer.key_heads);
     const Convolution &conv = layer.convolution;
@@ -197,7 +203,7 @@ void advance(const Matrices &layer, const Chunk &chunk, long head, long column, 
     const Save *save = chunk.saves, *end = save + chunk.num_saves;
     for (long at = chunk.begin; at < chunk.end; at++) {
         const Element *row = (const Element *)layer.rows + at * layer.width();
-        const float *factors = layer.factors + at * layer.num_factors(), *decays = factors + 2 * layer.key_heads;
+        const float *factors = all_factors + at * layer.num_factors(), *decays = factors + 2 * layer.key_heads;
         scale_into(query, row + key_head * dim, dim, factors[key_head]);
         scale_into(key, row + layer.keys() + key_head * dim, dim, factors[layer.key_heads + key_head]);
         vec even[VECS], odd[VECS], seen[VECS], change[VECS];
@@ -255,21 +261,20 @@ inline void norm_and_gate(const Matrices &layer, Element *x, const Element *gate
     }
 }
 
-long scratch_numbers(long key_dim) { return padded(key_dim) * (COLUMNS + 2); }
-
 template <class Element>
-void matrix_mixer(const Matrices &layer) {
+void matrix_mixer(const Matrices &layer, const Chunk *chunks, long num_chunks) {
     const Convolution &conv = layer.convolution;
     Element *rows = (Element *)layer.rows, *out = (Element *)layer.out;
     long pieces = (conv.channels + CHANNELS - 1) / CHANNELS, parts = (layer.value_dim + COLUMNS - 1) / COLUMNS;
     long width = layer.width(), heads = layer.heads;
+    Memory factors(layer.count * layer.num_factors());  // [count, 2 key heads + 2 heads]
 #pragma omp parallel num_threads(layer.threads) if (layer.count * layer.values() * layer.key_dim >= MANY)
     {
 #pragma omp for collapse(2) schedule(dynamic, 1)
-        for (long chunk = 0; chunk < conv.num_chunks; chunk++)
+        for (long chunk = 0; chunk < num_chunks; chunk++)
             for (long piece = 0; piece < pieces; piece++)
                 convolve(
-                    conv, conv.chunks[chunk], piece * CHANNELS, least((piece + 1) * CHANNELS, conv.channels),
+                    conv, chunks[chunk], piece * CHANNELS, least((piece + 1) * CHANNELS, conv.channels),
                     [=](long row, long c, long count) { return some(rows + row * width + c, count); },
                     [=](long row, long c, long count, vec sum) {
                         sum = as_stored<Element>(sum);
@@ -277,13 +282,13 @@ void matrix_mixer(const Matrices &layer) {
                     });
 #pragma omp for schedule(static)
         for (long row = 0; row < layer.count; row++)
-            set_factors(layer, rows + row * width, layer.factors + row * layer.num_factors());
-        float *scratch = layer.scratch + omp_get_thread_num() * scratch_numbers(layer.key_dim);
+            set_factors(layer, rows + row * width, factors.at + row * layer.num_factors());
+        Memory scratch(padded(layer.key_dim) * (COLUMNS + 2));
 #pragma omp for collapse(2) schedule(dynamic, 1)
-        for (long chunk = 0; chunk < conv.num_chunks; chunk++)
+        for (long chunk = 0; chunk < num_chunks; chunk++)
             for (long task = 0; task < heads * parts; task++)
                 (layer.skip ? advance<Element, false> : advance<Element, true>)(
-                    layer, conv.chunks[chunk], task / parts, task % parts * COLUMNS, scratch);
+                    layer, factors.at, chunks[chunk], task / parts, task % parts * COLUMNS, scratch.at);
         long groups = layer.skip ? layer.key_heads : heads, size = layer.values() / groups;
 #pragma omp for collapse(2) schedule(static)
         for (long row = 0; row < layer.count; row++)
@@ -312,19 +317,16 @@ void gate_rows(const Gate &gate) {
 
 // ---- exported ---------------------------------------------------------------------------------------------------------
 
-// The numbers of a thread's scratch memory.
-EXPORT long headstart_matrices_scratch(long key_dim) { return scratch_numbers(key_dim); }
-
 // A gated delta net or Mamba-2 from the product before it to the one behind it; advances the states of all chunks.
-EXPORT void headstart_matrices(const Matrices *layer) {
-    if (layer->is_bf16) matrix_mixer<bf16>(*layer);
-    else matrix_mixer<float>(*layer);
+EXPORT void headstart_matrices(const Matrices *layer, const Chunk *chunks, long num_chunks) {
+    if (layer->is_bf16) matrix_mixer<bf16>(*layer, chunks, num_chunks);
+    else matrix_mixer<float>(*layer, chunks, num_chunks);
 }
 
 // A short convolution; advances the states of all chunks.
-EXPORT void headstart_short_convolution(const ShortConvolution *layer) {
-    if (layer->is_bf16) short_convolution<bf16>(*layer);
-    else short_convolution<float>(*layer);
+EXPORT void headstart_short_convolution(const ShortConvolution *layer, const Chunk *chunks, long num_chunks) {
+    if (layer->is_bf16) short_convolution<bf16>(*layer, chunks, num_chunks);
+    else short_convolution<float>(*layer, chunks, num_chunks);
 }
 
 EXPORT void headstart_gate(const Gate *gate) {

@@ -13,6 +13,7 @@ from torch import Tensor
 from headstart.allocator import trim
 from headstart.model.attention.base import Attend
 from headstart.model.kernels.packed import PackedLinear
+from headstart.model.kernels.stack import Ahead
 from headstart.model.layers.dispatch import are_rows_exact
 from headstart.model.layers.fused import FusedLayers
 from headstart.model.layers.layer_ops import RMSNorm, join
@@ -31,10 +32,11 @@ class LanguageModel(Protocol):
     weight_bytes: int
     state_size: int  # numbers of a request's recurrent state, in fp32; 0: it has none
 
-    def forward(self, step: StepInputs, attend: Attend) -> Tensor:
+    def forward(self, step: StepInputs, attend: Attend, ahead: Ahead | None = None) -> Tensor:
         """Return the hidden states [T, hidden] of all tokens of a step, as input for `logits`.
 
-        KV is written through `attend`. The result is valid until the next step.
+        KV is written through `attend`. The result is valid until the next step. `ahead` may be filled in: it is given
+        if the logits of all tokens are wanted.
         """
         ...
 
@@ -83,12 +85,12 @@ class Decoder:
         self.rotary = Rotary(config.rope, dtype, device)
         # Either all weights are packed for kernels, or none. In fp32 each product is a call.
         kernels = form.kernels if head.packed and form.dtype == torch.bfloat16 else None
-        self.fused = None if kernels is None else FusedLayers(kernels, config, embedding, layers, self.rotary)
+        self.fused = None if kernels is None else FusedLayers(kernels, config, embedding, layers, head, self.rotary)
 
-    def forward(self, step: StepInputs, attend: Attend) -> Tensor:
+    def forward(self, step: StepInputs, attend: Attend, ahead: Ahead | None = None) -> Tensor:
         """See LanguageModel."""
         if self.fused is not None:
-            return self.fused.forward(step, attend)
+            return self.fused.forward(step, attend, ahead)
         angles = self.rotary.angles(step.positions)
         residual = look_up(self.embedding, step.token_ids)
         for index, layer in enumerate(self.layers):

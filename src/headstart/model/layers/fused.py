@@ -10,11 +10,12 @@ from typing import Protocol
 from torch import Tensor
 
 from headstart.model.attention.base import Attend
-from headstart.model.attention.cpu import CPUStep
+from headstart.model.attention.cpu import CPUAttention, CPUStep
+from headstart.model.kernels.attention import AttentionCall
 from headstart.model.kernels.chain import Buffers, Chain, Link, Workspace
 from headstart.model.kernels.library import Kernels
 from headstart.model.kernels.packed import RotaryHeads
-from headstart.model.kernels.stack import DenseStack
+from headstart.model.kernels.stack import Ahead, KernelKind, Stack, Tokens
 from headstart.model.layers.layer_ops import RMSNorm
 from headstart.model.layers.linear import Embedding, Linear, look_up
 from headstart.model.layers.rotary import Rotary
@@ -48,7 +49,13 @@ class FusedLayers:
     """Layers of which all weights are packed. Norms and gates are part of the Linears."""
 
     def __init__(
-        self, kernels: Kernels, config: ModelConfig, embedding: Embedding, layers: Sequence[Layer], rotary: Rotary
+        self,
+        kernels: Kernels,
+        config: ModelConfig,
+        embedding: Embedding,
+        layers: Sequence[Layer],
+        head: Linear,
+        rotary: Rotary,
     ) -> None:
         self._embedding, self._rotary = embedding, rotary
         self._sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
@@ -61,30 +68,38 @@ class FusedLayers:
         # chain i runs before attention i, the last one after the last attention
         parts = [before[0], *(tail + head for tail, head in zip(after, before[1:], strict=False)), after[-1]]
         self._chains = [Chain(kernels, links, widths) for links in parts]
-        self._stack = DenseStack(kernels, self._chains, embedding, stream=STREAM)
+        attentions = [[(KernelKind.ATTENTION, layer)] for layer in range(len(layers))]
+        runs = [[chain] for chain in self._chains]
+        self._stack = Stack(kernels, runs, attentions, embedding, head.chain, stream=STREAM)
         self._workspace = Workspace(self._chains)
+        self._prepared: tuple[Buffers, CPUAttention, dict[int | None, AttentionCall]] | None = None
 
-    def forward(self, step: StepInputs, attend: Attend) -> Tensor:
+    def forward(self, step: StepInputs, attend: Attend, ahead: Ahead | None = None) -> Tensor:
         """Return the residual stream [T, hidden] after the last layer; valid until the next step."""
         if not isinstance(attend, CPUStep):
             return self._forward_by_layer(step, attend)
         buffers, scratch = self._workspace.of(step.num_tokens)
-        queries, keys, values = self._heads(buffers)
-        out = buffers[ATTENDED].view(queries.shape)
-        calls = {
-            window: attend.call(0, queries, keys, values, out, scale=self._scale, window=window)
-            for window in dict.fromkeys(self._windows)
-        }
-        self._stack.forward(
-            step.token_ids,
-            step.positions,
-            self._rotary.tables(step.positions),
+        if self._prepared is None or self._prepared[:2] != (buffers, attend.backend):
+            self._prepared = buffers, attend.backend, self._prepare(buffers, attend.backend)
+        calls = {window: attend.call(prepared) for window, prepared in self._prepared[2].items()}
+        self._stack(
             buffers,
             scratch,
             [calls[window] for window in self._windows],
-            attend.layer_bytes,
+            tokens=Tokens(step.token_ids, step.positions, self._rotary.tables(step.end)),
+            ahead=ahead,
+            layer_bytes=attend.layer_bytes,
         )
         return buffers[STREAM]
+
+    def _prepare(self, buffers: Buffers, backend: CPUAttention) -> dict[int | None, AttentionCall]:
+        """Return what is the same in the attention of all steps with these buffers, by window."""
+        heads = self._heads(buffers)
+        out = buffers[ATTENDED].view(heads[0].shape)
+        return {
+            window: backend.prepare(0, *heads, out, scale=self._scale, window=window)
+            for window in dict.fromkeys(self._windows)
+        }
 
     def _forward_by_layer(self, step: StepInputs, attend: Attend) -> Tensor:
         """Do the same as `forward` for any attention, with one call per chain."""

@@ -9,18 +9,20 @@ which only the embedding's multiplier and the epsilon of the layers' norms can t
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from headstart.model.attention.base import Attend
-from headstart.model.attention.cpu import CPUStep
-from headstart.model.kernels.chain import MAX_LINKS, Chain, Link, Workspace
+from headstart.model.attention.cpu import CPUAttention, CPUStep
+from headstart.model.kernels.attention import AttentionCall
+from headstart.model.kernels.chain import MAX_LINKS, Buffers, Chain, Link, Workspace
 from headstart.model.kernels.library import Kernels
 from headstart.model.kernels.packed import PackedLinear, RotaryHeads
 from headstart.model.kernels.recurrence import States, gate_call, gate_rows
-from headstart.model.kernels.stack import KernelKind, Stack
+from headstart.model.kernels.stack import Ahead, KernelKind, Stack, Tokens
 from headstart.model.layers.dispatch import are_rows_exact
 from headstart.model.layers.layer_ops import RMSNorm
 from headstart.model.layers.linear import Embedding, Form, Linear, look_up
@@ -56,6 +58,11 @@ class HybridLayer:
     down: Linear
 
     @property
+    def kinds(self) -> list[KernelKind]:
+        """The kernels of the mixer."""
+        return self.mixer.kinds if isinstance(self.mixer, AttentionWeights) else [self.mixer.kind]
+
+    @property
     def linears(self) -> tuple[Linear, ...]:
         """The products of the layer."""
         return (self.mixer.inner, self.mixer.out, self.gate_up, self.down)
@@ -64,7 +71,9 @@ class HybridLayer:
 class _Products:
     """The products between two mixers as chains, on buffers of a step. Buffer 0 is the residual stream."""
 
-    def __init__(self, kernels: Kernels, config: ModelConfig, layers: list[HybridLayer]) -> None:
+    def __init__(
+        self, kernels: Kernels, config: ModelConfig, layers: list[HybridLayer], embedding: Embedding, head: Linear
+    ) -> None:
         inners, mixed_widths = (list(dict.fromkeys(widths)) for widths in zip(*map(_ends, layers), strict=True))
         widths = (config.hidden_size, config.intermediate_size, *inners, *mixed_widths)
         self._ends = [
@@ -82,19 +91,38 @@ class _Products:
             ]
         self._chains = [[Chain(kernels, links, widths) for links in _joined(run)] for run in runs]
         self._workspace = Workspace([chain for run in self._chains for chain in run])
-        self._stack = Stack(kernels, self._chains, [_kinds(layer.mixer) for layer in layers])
+        self._config, self._layers, (self._places, self._state_size) = config, layers, _places(layers)
+        mixers = [[(kind, place) for kind in layer.kinds] for layer, place in zip(layers, self._places, strict=True)]
+        self._stack = Stack(kernels, self._chains, mixers, embedding, head.chain, stream=0, scale=_scale(config))
+        self._prepared: tuple[Buffers, CPUAttention, list[_Call], dict[_Ends, AttentionCall]] | None = None
 
-    def forward_at_once(self, residual: Tensor, angles: tuple[Tensor, Tensor], calls: "Calls") -> Tensor:
-        """Return the residual stream behind all layers, in one call with the arguments of all mixers' kernels."""
-        buffers, scratch = self._workspace.of(len(residual))
-        buffers[0].copy_(residual)
-        mixers = [
-            call
-            for index, (inner, mixed) in enumerate(self._ends)
-            for call in calls(index, buffers[inner], buffers[mixed])
-        ]
-        self._stack(buffers, scratch, angles, mixers)
+    def forward_at_once(self, given: Tokens | Tensor, states: States, attend: CPUStep, ahead: Ahead | None) -> Tensor:
+        """Return the residual stream behind all layers, in one call; `given`: tokens, or the stream before them."""
+        tokens, residual = (given, None) if isinstance(given, Tokens) else (None, given)
+        buffers, scratch = self._workspace.of(given[0].shape[0] if residual is None else residual.shape[0])
+        if residual is not None:
+            buffers[0].copy_(residual)
+        if self._prepared is None or self._prepared[:2] != (buffers, attend.backend):
+            self._prepared = buffers, attend.backend, *self._prepare(buffers, attend.backend)
+        _, _, prepared, attentions = self._prepared
+        planned = {ends: attend.call(attention) for ends, attention in attentions.items()}
+        calls = [planned[call] if isinstance(call, tuple) else call for call in prepared]
+        chunks = states.chunks(buffers.count, self._state_size)
+        self._stack(buffers, scratch, calls, tokens=tokens, ahead=ahead, layer_bytes=attend.layer_bytes, chunks=chunks)
         return buffers[0]
+
+    def _prepare(self, buffers: Buffers, backend: CPUAttention) -> "tuple[list[_Call], dict[_Ends, AttentionCall]]":
+        """Return the calls of mixers with these buffers, for attentions where they are; and the attentions there."""
+        calls, attentions, scale = list[_Call](), dict[_Ends, AttentionCall](), _attention_scale(self._config)
+        for layer, place, ends in zip(self._layers, self._places, self._ends, strict=True):
+            inner, mixed = (buffers[end] for end in ends)
+            if not isinstance(layer.mixer, AttentionWeights):
+                calls.append(layer.mixer.call(inner, mixed, place))
+                continue
+            queries, keys, values, gates = _split(self._config, layer.mixer, inner)
+            attentions[ends] = backend.prepare(0, queries, keys, values, mixed.view(queries.shape), scale=scale)
+            calls += [ends] if gates is None else [ends, gate_call(mixed, gates)]
+        return calls, attentions
 
     def forward(self, residual: Tensor, angles: tuple[Tensor, Tensor], mix: "Mix") -> Tensor:
         """Do the same, but `mix` is called for each layer between its products."""
@@ -110,13 +138,42 @@ class _Products:
 
 
 Mix = Callable[[int, Tensor], Tensor]  # layer and the outputs of `inner` -> the inputs of `out`
-Calls = Callable[
-    [int, Tensor, Tensor], Sequence[ctypes.Structure]
-]  # and the memory of the latter -> kernels' arguments
+_Ends = tuple[int, int]  # the numbers of the buffers between which a mixer is
+_Call = ctypes.Structure | _Ends  # the argument of a mixer's kernel, or for an attention its ends
 
 
-def _kinds(mixer: Mixer | AttentionWeights) -> list[KernelKind]:
-    return mixer.kinds if isinstance(mixer, AttentionWeights) else [mixer.kind]
+def _places(layers: list[HybridLayer]) -> tuple[list[int], int]:
+    """Return for each layer the number of its KV, or where its part of the states begins; and the states' size."""
+    found, num_attentions, state_size = list[int](), 0, 0
+    for layer in layers:
+        if isinstance(layer.mixer, AttentionWeights):
+            found.append(num_attentions)
+            num_attentions += 1
+        else:
+            found.append(state_size)
+            state_size += layer.mixer.state_size
+    return found, state_size
+
+
+def _scale(config: ModelConfig) -> float:
+    """Return the factor of embeddings."""
+    assert config.hybrid is not None
+    return config.hybrid.embedding_scale / config.hybrid.residual_scale
+
+
+def _attention_scale(config: ModelConfig) -> float:
+    """Return the factor of scores."""
+    assert config.hybrid is not None
+    return config.head_dim**-0.5 if config.hybrid.attention_scale is None else config.hybrid.attention_scale
+
+
+def _split(config: ModelConfig, layer: AttentionWeights, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Split the outputs of `inner`: queries, keys and values [T, num heads, head_dim]; gates [T, size] if any."""
+    gates = rows[:, -config.num_heads * config.head_dim :] if layer.gated else None
+    sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    heads = rows.view(len(rows), -1, config.head_dim)[:, : sum(sizes)]
+    queries, keys, values = heads.split(sizes, dim=1)
+    return queries, keys, values, gates
 
 
 def _ends(layer: HybridLayer) -> tuple[int, int]:
@@ -144,48 +201,36 @@ class HybridDecoder:
         assert config.hybrid is not None
         self.hybrid = config.hybrid
         self.kernels = form.kernels
-        # Either all weights are packed for kernels, or none.
-        self._products = None if form.kernels is None or not head.packed else _Products(form.kernels, config, layers)
         dtype, device = (
             (form.dtype, form.device) if isinstance(embedding, PackedLinear) else (embedding.dtype, embedding.device)
         )
         self.rotary = Rotary(config.rope, dtype, device)
         attentions = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionWeights)]
         # Whether queries and keys need nothing from torch between the products and attention.
-        self._is_one_call = self._products is not None and all(
+        self._is_one_call = all(
             attention.rotary or not (attention.query_norm or self.hybrid.has_rope) for attention in attentions
         )
-        self.state_size, num_attentions, self._places = 0, 0, list[int]()  # of a layer: its KV, or its part of states
-        for layer in layers:
-            if isinstance(layer.mixer, AttentionWeights):
-                self._places.append(num_attentions)
-                num_attentions += 1
-            else:
-                self._places.append(self.state_size)
-                self.state_size += layer.mixer.state_size
+        self._places, self.state_size = _places(layers)
+        # Either all weights are packed for kernels, or none.
+        self._products = None
+        if form.kernels is not None and head.packed:
+            self._products = _Products(form.kernels, config, layers, embedding, head)
         tied = any(held is embedding for held in (head.weight, *head.packed))
         linears = [linear for layer in layers for linear in layer.linears] + ([] if tied else [head])
         self.weight_bytes = embedding.nbytes + sum(linear.weight_bytes for linear in linears)
 
-    def forward(self, step: StepInputs, attend: Attend) -> Tensor:
+    def forward(self, step: StepInputs, attend: Attend, ahead: Ahead | None = None) -> Tensor:
         """See LanguageModel."""
         assert step.states is not None, "a hybrid model needs the states of its requests"
-        cosines, sines = self.rotary.tables(step.positions)
-        angles = cosines[step.positions], sines[step.positions]
-        residual = look_up(self.embedding, step.token_ids)
-        scale = self.hybrid.embedding_scale / self.hybrid.residual_scale
-        residual = residual if scale == 1 else residual * scale
-        states = States(step.states)
-
-        def calls(index: int, inner: Tensor, mixed: Tensor) -> list[ctypes.Structure]:
-            mixer, place = self.layers[index].mixer, self._places[index]
-            if not isinstance(mixer, AttentionWeights):
-                return [mixer.call(inner, mixed, states, place)]
-            assert isinstance(attend, CPUStep)
-            queries, keys, values, gates = self._heads(mixer, inner)
-            out = mixed.view(queries.shape)
-            attention = attend.call(place, queries, keys, values, out, scale=self._attention_scale)
-            return [attention] if gates is None else [attention, gate_call(mixed, gates)]
+        tables, states = self.rotary.tables(step.end), States(step.states)
+        if self._products is not None and self._is_one_call and isinstance(attend, CPUStep):
+            is_bf16 = self.rotary.dtype == torch.bfloat16
+            given = Tokens(step.token_ids, step.positions, tables) if is_bf16 else self._embedded(step.token_ids)
+            hidden = self._products.forward_at_once(given, states, attend, ahead if is_bf16 else None)
+            if ahead is not None and ahead.logits is not None:
+                ahead.logits = self._divided(ahead.logits)
+            return hidden
+        angles, residual = (tables[0][step.positions], tables[1][step.positions]), self._embedded(step.token_ids)
 
         def mix(index: int, inner: Tensor) -> Tensor:
             mixer, place = self.layers[index].mixer, self._places[index]
@@ -193,8 +238,6 @@ class HybridDecoder:
                 return self._attention(place, mixer, inner, angles, attend)
             return mixer(inner, states, place)
 
-        if self._products is not None and self._is_one_call and isinstance(attend, CPUStep):
-            return self._products.forward_at_once(residual, angles, calls)
         if self._products is not None:
             return self._products.forward(residual, angles, mix)
         for index, layer in enumerate(self.layers):
@@ -204,8 +247,7 @@ class HybridDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See LanguageModel."""
-        logits, divisor = self.head(hidden), self.hybrid.logits_divisor
-        return logits if divisor == 1 else logits / divisor
+        return self._divided(self.head(hidden))
 
     def are_rows_exact(self) -> bool:
         """Return whether a row's outputs do not depend on the number of rows, by a test of each kind of layer."""
@@ -213,30 +255,25 @@ class HybridDecoder:
         linears = [linear for layer in kinds.values() for linear in layer.linears]
         return self.head.packed != () and are_rows_exact((*linears, self.head))
 
-    @property
-    def _attention_scale(self) -> float:
-        scale = self.hybrid.attention_scale
-        return self.config.head_dim**-0.5 if scale is None else scale
+    def _divided(self, logits: Tensor) -> Tensor:
+        divisor = self.hybrid.logits_divisor
+        return logits if divisor == 1 else logits / divisor
 
-    def _heads(self, layer: AttentionWeights, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Split the outputs of `inner`: queries, keys and values [T, num heads, head_dim]; gates [T, size] if any."""
-        config = self.config
-        gates = rows[:, -config.num_heads * config.head_dim :] if layer.gated else None
-        sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        heads = rows.view(len(rows), -1, config.head_dim)[:, : sum(sizes)]
-        queries, keys, values = heads.split(sizes, dim=1)
-        return queries, keys, values, gates
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        """Return the residual stream [T, hidden] before the first layer."""
+        rows, scale = look_up(self.embedding, token_ids), _scale(self.config)
+        return rows if scale == 1 else rows * scale
 
     def _attention(
         self, index: int, layer: AttentionWeights, heads: Tensor, angles: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
         """Return what attention layer `index` makes [T, size] of the outputs [T, width] of its `inner`."""
-        queries, keys, values, gates = self._heads(layer, heads)
+        queries, keys, values, gates = _split(self.config, layer, heads)
         if layer.query_norm is not None and layer.key_norm is not None and layer.rotary is None:
             queries, keys = layer.query_norm(queries), layer.key_norm(keys)
         if self.hybrid.has_rope and layer.rotary is None:
             queries, keys = self.rotary.apply(queries, angles), self.rotary.apply(keys, angles)
-        attended = attend(index, queries, keys, values, scale=self._attention_scale).reshape(len(heads), -1)
+        attended = attend(index, queries, keys, values, scale=_attention_scale(self.config)).reshape(len(heads), -1)
         if gates is not None and self.kernels is not None:
             gate_rows(self.kernels, attended, gates)
         elif gates is not None:

@@ -112,6 +112,11 @@ class Linear:
         found[-1] = found[-1]._replace(rotary=rotary)
         return found
 
+    @property
+    def chain(self) -> Chain:
+        """The product of packed weights alone, from buffer 0 to buffer 1."""
+        return self._alone
+
     def __call__(self, rows: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the outputs [T, out_features] of rows [T, in_features]; `residual` has the shape of the outputs."""
         if self.packed:

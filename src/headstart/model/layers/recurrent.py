@@ -55,8 +55,8 @@ class Mixer(Protocol):
         """
         ...
 
-    def call(self, rows: Tensor, out: Tensor, states: States, offset: int) -> ctypes.Structure:
-        """Return the argument with which its kernel does the same, and writes to `out`."""
+    def call(self, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
+        """Return the argument with which its kernel does the same for the chunks of a step, and writes to `out`."""
         ...
 
 
@@ -83,8 +83,8 @@ class ShortConvolution:
             return convolve_in_torch(self.weight, self.bias, rows, states, offset)
         return short_convolution(self.kernels, self.weight, self.bias, rows, states, offset)
 
-    def call(self, rows: Tensor, out: Tensor, states: States, offset: int) -> ctypes.Structure:
-        return convolution_call(self.weight, self.bias, rows, out, states, offset)
+    def call(self, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
+        return convolution_call(self.weight, self.bias, rows, out, offset)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,9 +115,8 @@ class MatrixMixer:
         twin = delta_net_in_torch if self.weights.skip is None else mamba_in_torch
         return twin(self.shape, self.weights, rows, states, offset)
 
-    def call(self, rows: Tensor, out: Tensor, states: States, offset: int) -> ctypes.Structure:
-        assert self.kernels is not None
-        return matrix_call(self.kernels, self.shape, self.weights, rows, out, states, offset)
+    def call(self, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
+        return matrix_call(self.shape, self.weights, rows, out, offset)
 
 
 def convolve_in_torch(weight: Tensor, bias: Tensor | None, rows: Tensor, states: States, offset: int) -> Tensor:

@@ -116,12 +116,11 @@ class Rotary:
         sine = (angle.sin() * self.factor).to(self.dtype)
         return torch.stack((cosine, cosine), dim=1)[:, None], torch.stack((-sine, sine), dim=1)[:, None]
 
-    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the angles of positions 0 to at least the last of `positions` [T]. Cached, grown on demand."""
-        last = int(positions.max())
-        if last >= len(self._tables[0]):
-            size = max(_LEAST_POSITIONS, 1 << last.bit_length())
-            self._tables = self.angles(torch.arange(size, device=positions.device))
+    def tables(self, end: int) -> tuple[Tensor, Tensor]:
+        """Return the angles of positions 0 to at least `end`, exclusive. Cached, grown on demand."""
+        if end > self._tables[0].shape[0]:
+            size = max(_LEAST_POSITIONS, 1 << (end - 1).bit_length())
+            self._tables = self.angles(torch.arange(size, device=self.frequencies.device))
         return self._tables
 
     def apply(self, heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
