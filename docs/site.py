@@ -37,7 +37,7 @@ NAV: dict[str, tuple[str, ...]] = {
         ),
     ),
     "Other engines": ("plugins.md", "plugins-vllm.md"),
-    "Measured": ("routing-figures.md", "benchmarks.md", "simulation.md"),
+    "Measured": ("benchmarks.md", "simulation.md"),
     "Changes": ("upgrade-notes.md",),
     "Inside": ("architecture.md", "routing-decisions.md", "invariants.md", "kernels.md", "reliability.md"),
 }
