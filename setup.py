@@ -50,7 +50,7 @@ class BuildKernels(build_py):
         folder = Path(self.build_lib) / KERNELS / BUILDER.PACKAGED.name
         for variant in (*(name for name in BUILDER.VARIANT_FLAGS if name != BUILDER.TWIN), BUILDER.HASHES):
             try:
-                BUILDER.build_packaged(variant, folder, environ=os.environ)
+                BUILDER.build_wheel_kernels(variant, folder, environ=os.environ)
             except BUILDER.BuildError as error:
                 self.warn(f"no kernels for {variant} in this wheel: {error}")
 

@@ -17,22 +17,22 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from headstart.config.options import EngineOptions, RouterOptions, ServerOptions, flag_fields, flag_of
+from headstart.config.options import EngineOptions, RouterOptions, ServerOptions, flag_fields, flag_name
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineInfo, EngineStats
 from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.proxy.proxy import ProxiedCall
-from headstart.gateway.proxy.request_reader import ReadRequest, RequestReader
-from headstart.gateway.proxy.upstream import Failure
+from headstart.gateway.proxy.request_reader import ParsedRequest, RequestParser
+from headstart.gateway.proxy.upstream import AttemptFailure
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.gateway.replicas.replica_monitor import MonitoredReplica
-from headstart.http.logs import Log
+from headstart.http.logs import ServerLog
 from headstart.openai.forms.treatments import TREATMENTS
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.routing_request import Prompt, RoutingRequest, router_root
-from headstart.server.server_metrics import Metrics
+from headstart.router.routing_request import RoutingPrompt, RoutingRequest, router_root
+from headstart.server.server_metrics import ServerMetrics
 
 DOCS = Path(__file__).parent
 SRC = DOCS.parent / "src" / "headstart"
@@ -74,7 +74,7 @@ class _Tracer:
 
 def metrics() -> str:
     """Return the table of all metrics of a server."""
-    source = Metrics("m", ("/health",))
+    source = ServerMetrics("m", ("/health",))
     source.watch(_Engine())
     source.watch_tracer(_Tracer())
     source.answered("/health", "GET", 200)
@@ -91,21 +91,21 @@ async def _router_page() -> str:
     """Return a scrape of a router with one unreachable replica that publishes KV events, after one failed request."""
     options = RouterOptions(shadow_policy=("round-robin",))
     async with aiohttp.ClientSession() as session:
-        state = GatewayState(options, ServerOptions(), session, RequestReader(), Log(io.StringIO()))
+        state = GatewayState(options, ServerOptions(), session, RequestParser(), ServerLog(io.StringIO()))
         endpoint = Endpoint("r", ApproximateIndex(8))
         state.router.add(endpoint)
-        in_flight = state.router.sent(state.router.pick(RoutingRequest(Prompt([1], router_root("m"))), 0.0), 0.0)
+        in_flight = state.router.sent(state.router.pick(RoutingRequest(RoutingPrompt([1], router_root("m"))), 0.0), 0.0)
         in_flight.cached_tokens = 0
         call = ProxiedCall(
             "/v1/completions",
             [],
             "127.0.0.1",
-            ReadRequest(in_flight.view.request, b"", applied_rules=(("tools", 1),)),
+            ParsedRequest(in_flight.view.request, b"", applied_rules=(("tools", 1),)),
             "id",
             in_flight=in_flight,
-            failures=[Failure.LOST],
+            failures=[AttemptFailure.LOST],
         )
-        state.metrics.routed(call)
+        state.metrics.count_routed(call)
         state.metrics.watch_tracer(_Tracer())
         state.metrics.answered("/health", "GET", 200)
         state.index_of(MonitoredReplica(ReplicaAddress("http://r", "ipc:///unused")))
@@ -177,7 +177,7 @@ def _row(field: dataclasses.Field[Any]) -> str:
     if set(field.metadata.get("choices", ())) - set(re.findall(r"[\w-]+", notes[0])):
         notes.append("One of " + ", ".join(f"`{choice}`" for choice in field.metadata["choices"]) + ".")
     if "alias" in field.metadata:
-        notes.append(f"Also `{flag_of(field.metadata['alias'])}`.")
+        notes.append(f"Also `{flag_name(field.metadata['alias'])}`.")
     if "maximum" in field.metadata:
         notes.append(f"{field.metadata['minimum']} to {field.metadata['maximum']}.")
     elif field.metadata.get("minimum", 0) not in (0, 1):

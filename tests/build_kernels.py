@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
-from headstart.model.kernels.build import HASHES, VARIANT_FLAGS, BuildError, build, cache_folder
+from headstart.model.kernels.build import HASHES, VARIANT_FLAGS, BuildError, cache_folder, compile_kernels
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -32,7 +32,7 @@ def main() -> None:
     variants = variants_for(found[0].split()) if found else []
     with contextlib.suppress(BuildError, OSError, RuntimeError):
         for variant in (*variants, HASHES):
-            build(variant, cache_folder(os.environ), environ=os.environ)
+            compile_kernels(variant, cache_folder(os.environ), environ=os.environ)
 
 
 if __name__ == "__main__":

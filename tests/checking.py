@@ -10,7 +10,16 @@ from array import array
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from headstart.core.batch import Batch, Chunk, Output, Row, RowError, RowErrorKind, StepResult, TokenLogprob
+from headstart.core.batch import (
+    Batch,
+    Chunk,
+    RequestStepOutput,
+    RowError,
+    RowErrorKind,
+    RowResult,
+    StepResult,
+    TokenLogprob,
+)
 from headstart.core.cache.block_store import BlockStore, Data
 from headstart.core.engine import Engine
 from headstart.core.errors import InvalidRequestError
@@ -122,7 +131,7 @@ class CheckingExecutor:
                     self.slots[self._slot(chunk, position)] = "NaN"
         return StepResult(rows, elapsed=1.0)
 
-    def _row(self, chunk: Chunk) -> Row:
+    def _row(self, chunk: Chunk) -> RowResult:
         drafts = chunk.token_ids[len(chunk.token_ids) + 1 - chunk.num_logits :] if chunk.num_logits else array("i")
         end = chunk.start + len(chunk.token_ids)
         known = chunk.history + drafts
@@ -134,7 +143,7 @@ class CheckingExecutor:
             for slot in range(block * self.block_size, (block + 1) * self.block_size):
                 if self.slots[slot] == "NaN":  # also masked slots multiply 0 x NaN
                     self.harmed.update([chunk.request_id] if block in self.corrupted else [])
-                    return Row(error=RowError(RowErrorKind.NON_FINITE, "not finite"))
+                    return RowResult(error=RowError(RowErrorKind.NON_FINITE, "not finite"))
         for position in range(end):
             held = self.slots[self._slot(chunk, position)]
             assert held == (position, known[position]), (
@@ -142,12 +151,12 @@ class CheckingExecutor:
             )
         assert (chunk.num_logits > 0) == (end - len(drafts) == len(chunk.history) and chunk.sampling.max_tokens > 0)
         if self.refuse(chunk):
-            return Row(error=RowError(RowErrorKind.REQUEST, "refused"))
+            return RowResult(error=RowError(RowErrorKind.REQUEST, "refused"))
         tokens = self._sampled(chunk, drafts) if chunk.num_logits else ()
         if chunk.sampling.prompt_logprobs is None:
-            return Row(tokens)
+            return RowResult(tokens)
         followers = chunk.history[chunk.start + 1 : min(end + 1, chunk.num_prompt_tokens)]
-        return Row(tokens, prompt_logprobs=tuple(TokenLogprob(token, 0.0) for token in followers))
+        return RowResult(tokens, prompt_logprobs=tuple(TokenLogprob(token, 0.0) for token in followers))
 
     def _sampled(self, chunk: Chunk, drafts: "array[int]") -> tuple[int, ...]:
         """The tokens that are sampled up to the first that differs from the drafts, and the forced ones behind each."""
@@ -236,7 +245,7 @@ def make_engine(
         store=store,
     )
     for _ in range(300 * expects_short_outputs):
-        scheduler.admission.finished(1)
+        scheduler.admission.record_output_length(1)
     executor = executor_class(num_blocks, block_size, poison, model=model)
     return Engine(scheduler, executor, store=store, grammars=grammars)
 
@@ -248,15 +257,15 @@ def make_request(request_id: str, prompt: Iterable[int], max_tokens: int = 1, **
     return Request(request_id, array("i", prompt), sampling, **fields)  # type: ignore[arg-type]
 
 
-def run(engine: Engine, max_steps: int = 10_000) -> dict[str, list[Output]]:
+def run(engine: Engine, max_steps: int = 10_000) -> dict[str, list[RequestStepOutput]]:
     """Steps until nothing is left, checking the pool after every step; the outputs of each request."""
-    outputs: dict[str, list[Output]] = {}
+    outputs: dict[str, list[RequestStepOutput]] = {}
     for _ in range(max_steps):
         if not engine.has_work:
             return outputs
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)
-        engine.scheduler.pool.check()
+        engine.scheduler.pool.check_invariants()
     raise AssertionError(f"still busy after {max_steps} steps")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from checking import CheckingExecutor
 
-from headstart.core.batch import UNKNOWN_TOKEN, Batch, Chunk, Row, StepResult
+from headstart.core.batch import UNKNOWN_TOKEN, Batch, Chunk, RowResult, StepResult
 from headstart.core.cache.block_store import Data
 
 
@@ -118,7 +118,7 @@ class AsyncCheckingExecutor(CheckingExecutor):
         if chunk.from_previous is None:
             return chunk
         assert before is not None and before.result is not None
-        row: Row = before.result.rows[chunk.from_previous]
+        row: RowResult = before.result.rows[chunk.from_previous]
         token = array("i", row.token_ids or (0,))  # a failed row leaves anything
         return chunk._replace(token_ids=token, history=chunk.history + token)
 

@@ -11,16 +11,16 @@ from typing import Any
 
 from real.smollm2 import pip
 
-from headstart.openai.bounds import Bounds
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.chat.chat_template import ChatTemplate
-from headstart.openai.chat.placed_messages import Placed, place
-from headstart.openai.engine_requests import family_of, shows_results
+from headstart.openai.chat.placed_messages import PlacedMessages, place_messages
+from headstart.openai.engine_requests import renders_tool_role, tool_family_of
 from headstart.openai.request_bodies import parse_chat
-from headstart.openai.tools.chat_format import chat_format
+from headstart.openai.tools.chat_format import find_chat_format
 
 FOLDER = Path(__file__).parent / "data" / "chat_templates"
 PACKAGE, VERSION = "llama_cpp_python", "0.3.36"
-BOUNDS = Bounds(10**6, 4096)
+BOUNDS = RequestBounds(10**6, 4096)
 NAMED_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 Message = dict[str, Any]
 
@@ -54,13 +54,13 @@ class Shown:
         self.template = ChatTemplate(self.source, NAMED_TOKENS, max_seconds=60)  # other processes may use all cores
         self.forms = self.template.content_forms()
 
-    def place(self, messages: Sequence[Message]) -> Placed:
+    def place(self, messages: Sequence[Message]) -> PlacedMessages:
         """Return the messages in forms that the template shows."""
-        return place(
+        return place_messages(
             messages,
             self.forms,
-            family_of(chat_format(self.source, "auto", "auto")),
-            shows_results=shows_results(self.source),
+            tool_family_of(find_chat_format(self.source, "auto", "auto")),
+            shows_results=renders_tool_role(self.source),
         )
 
     def read(self, messages: Sequence[Message]) -> list[Message]:
@@ -69,7 +69,7 @@ class Shown:
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """Return the prompt of placed messages."""
-        tools = None if self.forms.shows("no tools") else []
+        tools = None if self.forms.shows_probe("no tools") else []
         return self.template.render(self.place(messages).messages, **{"tools": tools, **options})
 
 

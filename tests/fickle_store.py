@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from headstart.core.cache.block_store import BlockKey, BlockSource, BlockStore, Loaded, StoreStats
+from headstart.core.cache.block_store import BlockKey, BlockSource, BlockStore, LoadedBlocks, StoreStats
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.format import HEADER_BYTES, decode_header
 
@@ -45,7 +45,7 @@ class _Load:
     """One load as its caller sees it."""
 
     load_id: int
-    parts: deque[Loaded]
+    parts: deque[LoadedBlocks]
     polls: int  # before the next part is handed over
 
 
@@ -61,7 +61,7 @@ class _Late:
 
 @dataclass
 class FickleStore:
-    """A BlockStore over `inner`. What it hands out is a copy of its own that turns to garbage after `done_with`.
+    """A BlockStore over `inner`. What it hands out is a copy of its own that turns to garbage after `release_loaded`.
 
     A `direct` one adds no latencies and shortens no loads: `inner` does what it does, in its own time.
     """
@@ -73,55 +73,55 @@ class FickleStore:
     is_direct: bool = False
     _loads: deque[_Load] = field(default_factory=deque[_Load], init=False)
     _late: list[_Late] = field(default_factory=list[_Late], init=False)
-    _handed_out: list[Loaded] = field(default_factory=list[Loaded], init=False)
+    _handed_out: list[LoadedBlocks] = field(default_factory=list[LoadedBlocks], init=False)
 
-    def start(self, source: BlockSource) -> None:
-        self.inner.start(source)
+    def start_writing(self, source: BlockSource) -> None:
+        self.inner.start_writing(source)
 
     def contains(self, name: BlockHash) -> bool:
         return self.inner.contains(name) or self._happens(self.troubles.boast)
 
-    def lacks(self, name: BlockHash) -> bool:
+    def should_write(self, name: BlockHash) -> bool:
         return not self.contains(name)
 
-    def expected_seconds(self, num_blocks: int, first: BlockHash | None = None) -> float:
+    def expected_load_seconds(self, num_blocks: int, first: BlockHash | None = None) -> float:
         return float("inf") if self._happens(self.troubles.refuse) else 0.0
 
-    def load(self, keys: Sequence[BlockKey]) -> int:
+    def begin_load(self, keys: Sequence[BlockKey]) -> int:
         """Loads at once, but tells later."""
         troubles = self.troubles
         troubles.loads += 1
         if self._happens(troubles.spoil):
             self._spoil(self.rng.choice(keys).block_hash)
         if self.is_direct:
-            return self.inner.load(keys)
+            return self.inner.begin_load(keys)
         asked = list(keys)
         if self._happens(troubles.short):
             troubles.shortened += 1
             asked = asked[: self.rng.randrange(len(asked) + 1)]
-        load_id = self.inner.load(asked or list(keys[:1]))
+        load_id = self.inner.begin_load(asked or list(keys[:1]))
         parts = self._whole(load_id) if asked else []
         if not asked:
             self._whole(load_id)
-        parts = [part for loaded in parts for part in self._cut(loaded)] or [Loaded(load_id, (), True)]
+        parts = [part for loaded in parts for part in self._cut(loaded)] or [LoadedBlocks(load_id, (), True)]
         parts[-1] = parts[-1]._replace(is_last=True)
         troubles.loaded_blocks += sum(len(part.data) for part in parts)
         troubles.misses += len(keys) > sum(len(part.data) for part in parts)
         self._loads.append(_Load(load_id, deque(parts), self._delay()))
         return load_id
 
-    def cancel(self, load_id: int, *, is_late: bool = True) -> None:
+    def cancel_load(self, load_id: int, *, is_late: bool = True) -> None:
         self.troubles.cancelled += is_late
         if self.is_direct:
-            self.inner.cancel(load_id, is_late=is_late)
+            self.inner.cancel_load(load_id, is_late=is_late)
         self._loads = deque(load for load in self._loads if load.load_id != load_id)
 
-    def poll(self) -> list[Loaded]:
+    def poll_loads(self) -> list[LoadedBlocks]:
         """One tick: the oldest load comes nearer by one poll."""
-        ready: list[Loaded] = []
+        ready: list[LoadedBlocks] = []
         self._pass_on()
         if self.is_direct:
-            ready = [self._copied(loaded) for loaded in self.inner.poll()]
+            ready = [self._copied(loaded) for loaded in self.inner.poll_loads()]
         while self._loads:
             load = self._loads[0]
             if load.polls:
@@ -135,7 +135,7 @@ class FickleStore:
         self._handed_out += ready
         return ready
 
-    def done_with(self, loaded: Loaded) -> None:
+    def release_loaded(self, loaded: LoadedBlocks) -> None:
         found = [index for index, other in enumerate(self._handed_out) if other is loaded]
         assert len(found) == 1, "handed back twice, or never handed out"
         del self._handed_out[found[0]]
@@ -143,33 +143,33 @@ class FickleStore:
             view = memoryview(data)
             view[:] = b"\xff" * len(view)  # NaN, for whoever still reads it
 
-    def wait(self, timeout: float) -> None:
+    def wait_for_loads(self, timeout: float) -> None:
         if self.is_direct:
-            self.inner.wait(timeout)
+            self.inner.wait_for_loads(timeout)
         elif self._loads:
             self._loads[0].polls = 0
 
-    def offer(self, block: int, version: int, key: BlockKey) -> None:
+    def offer_block(self, block: int, version: int, key: BlockKey) -> None:
         if self._happens(self.troubles.unwritten):
             return
         if self._happens(self.troubles.late):
             self._late.append(_Late(self.rng.randint(1, 40), block, version, key))
             return
-        self.inner.offer(block, version, key)
+        self.inner.offer_block(block, version, key)
         if self._happens(self.troubles.flush):
             give_up = time.monotonic() + LOAD_SECONDS
             while not self.inner.contains(key.block_hash) and self.inner.stats().num_pending:
                 assert time.monotonic() < give_up, "an offer is neither written nor lost"
                 time.sleep(0.002)
 
-    def touch(self, names: Sequence[BlockHash]) -> None:
-        self.inner.touch(names)
+    def mark_used(self, names: Sequence[BlockHash]) -> None:
+        self.inner.mark_used(names)
 
-    def keep(self, names: Iterable[BlockHash]) -> None:
-        self.inner.keep(names)
+    def set_pinned(self, names: Iterable[BlockHash]) -> None:
+        self.inner.set_pinned(names)
 
-    def distrust(self, names: Sequence[BlockHash]) -> None:
-        self.inner.distrust(names)
+    def discard_corrupt(self, names: Sequence[BlockHash]) -> None:
+        self.inner.discard_corrupt(names)
 
     def clear(self) -> None:
         self.inner.clear()
@@ -189,7 +189,7 @@ class FickleStore:
         for late in self._late:
             late.polls -= 1
             if not late.polls:
-                self.inner.offer(late.block, late.version, late.key)
+                self.inner.offer_block(late.block, late.version, late.key)
         self._late = [late for late in self._late if late.polls]
 
     def _happens(self, probability: float) -> bool:
@@ -204,30 +204,30 @@ class FickleStore:
             return self.rng.randint(1, 12)
         return 0
 
-    def _whole(self, load_id: int) -> list[Loaded]:
+    def _whole(self, load_id: int) -> list[LoadedBlocks]:
         """All of one load of the inner store, copied."""
-        parts: list[Loaded] = []
+        parts: list[LoadedBlocks] = []
         give_up = time.monotonic() + LOAD_SECONDS
         while time.monotonic() < give_up:
-            self.inner.wait(0.01)
-            for loaded in self.inner.poll():
+            self.inner.wait_for_loads(0.01)
+            for loaded in self.inner.poll_loads():
                 assert loaded.load_id == load_id, "of a load that is over"
                 parts.append(self._copied(loaded))
             if parts and parts[-1].is_last:
                 return parts
         raise AssertionError("a load never ended")
 
-    def _copied(self, loaded: Loaded) -> Loaded:
+    def _copied(self, loaded: LoadedBlocks) -> LoadedBlocks:
         copy = loaded._replace(data=tuple(map(bytearray, loaded.data)))
-        self.inner.done_with(loaded)
+        self.inner.release_loaded(loaded)
         return copy
 
-    def _cut(self, loaded: Loaded) -> list[Loaded]:
+    def _cut(self, loaded: LoadedBlocks) -> list[LoadedBlocks]:
         """The same in pieces."""
-        data, pieces = loaded.data, list[Loaded]()
+        data, pieces = loaded.data, list[LoadedBlocks]()
         while data:
             size = self.rng.randint(1, len(data))
-            pieces.append(Loaded(loaded.load_id, data[:size], False))
+            pieces.append(LoadedBlocks(loaded.load_id, data[:size], False))
             data = data[size:]
         return pieces
 
@@ -259,8 +259,8 @@ class LyingStore(FickleStore):
     lies: int = 0
     _others: list[bytes] = field(default_factory=list[bytes], init=False)
 
-    def poll(self) -> list[Loaded]:
-        ready = super().poll()
+    def poll_loads(self) -> list[LoadedBlocks]:
+        ready = super().poll_loads()
         for loaded in ready:
             for data in loaded.data:
                 self._lie(memoryview(data))

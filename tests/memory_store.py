@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from headstart.core.cache.block_store import BlockKey, BlockSource, Data, Loaded, StoreStats
+from headstart.core.cache.block_store import BlockKey, BlockSource, Data, LoadedBlocks, StoreStats
 from headstart.core.cache.hashing import BlockHash
 
 Shelf = dict[BlockHash, tuple[BlockKey, bytes]]
@@ -59,30 +59,30 @@ class MemoryStore:
     _offers: list[_Offer] = field(default_factory=list)
     _source: BlockSource | None = None
 
-    def start(self, source: BlockSource) -> None:
+    def start_writing(self, source: BlockSource) -> None:
         self._source = source
 
     def contains(self, name: BlockHash) -> bool:
         return name in self.shelf
 
-    def lacks(self, name: BlockHash) -> bool:
+    def should_write(self, name: BlockHash) -> bool:
         return not self.contains(name)
 
-    def expected_seconds(self, num_blocks: int, first: BlockHash | None = None) -> float:
+    def expected_load_seconds(self, num_blocks: int, first: BlockHash | None = None) -> float:
         return self.habits.expected(num_blocks)
 
-    def load(self, keys: Sequence[BlockKey]) -> int:
+    def begin_load(self, keys: Sequence[BlockKey]) -> int:
         self.loads.append(list(keys))
         self._jobs.append(_Job(len(self.loads), list(keys), self.habits.load_delay()))
         return len(self.loads)
 
-    def cancel(self, load_id: int, *, is_late: bool) -> None:
+    def cancel_load(self, load_id: int, *, is_late: bool) -> None:
         self.cancelled.append((load_id, is_late))
         self._jobs = [job for job in self._jobs if job.load_id != load_id]
 
-    def poll(self) -> list[Loaded]:
+    def poll_loads(self) -> list[LoadedBlocks]:
         self._write()
-        found: list[Loaded] = []
+        found: list[LoadedBlocks] = []
         for job in self._jobs:
             if job.polls:
                 job.polls -= 1
@@ -91,24 +91,24 @@ class MemoryStore:
         self._jobs = [job for job in self._jobs if not any(f.load_id == job.load_id and f.is_last for f in found)]
         return found
 
-    def done_with(self, loaded: Loaded) -> None:
+    def release_loaded(self, loaded: LoadedBlocks) -> None:
         for data in loaded.data:
             assert isinstance(data, bytearray)
             data[:] = b"\xaa" * len(data)  # whoever kept it will see
 
-    def wait(self, timeout: float) -> None:
+    def wait_for_loads(self, timeout: float) -> None:
         self.num_waits += 1
 
-    def offer(self, block: int, version: int, key: BlockKey) -> None:
+    def offer_block(self, block: int, version: int, key: BlockKey) -> None:
         self._offers.append(_Offer(block, version, key, self.habits.write_delay()))
 
-    def touch(self, names: Sequence[BlockHash]) -> None:
+    def mark_used(self, names: Sequence[BlockHash]) -> None:
         self.used.append(list(names))
 
-    def keep(self, names: Iterable[BlockHash]) -> None:
+    def set_pinned(self, names: Iterable[BlockHash]) -> None:
         self.kept = set(names)
 
-    def distrust(self, names: Sequence[BlockHash]) -> None:
+    def discard_corrupt(self, names: Sequence[BlockHash]) -> None:
         for name in names:
             self.shelf.pop(name, None)
         self._offers = [offer for offer in self._offers if offer.key.block_hash not in names]
@@ -141,10 +141,10 @@ class MemoryStore:
             else:
                 self.shelf[offer.key.block_hash] = offer.key, bytes(data)
 
-    def _piece(self, job: _Job) -> Loaded:
+    def _piece(self, job: _Job) -> LoadedBlocks:
         if self.habits.fails():
             self.num_failed += 1
-            return Loaded(job.load_id, (), True)
+            return LoadedBlocks(job.load_id, (), True)
         asked = job.keys[: max(self.habits.piece(), 1)]
         data: list[Data] = []
         for key in asked:
@@ -155,7 +155,7 @@ class MemoryStore:
         self.num_loaded += len(data)
         job.keys = job.keys[len(data) :]
         job.polls = self.habits.load_delay()
-        return Loaded(job.load_id, tuple(data), len(data) < len(asked) or not job.keys)
+        return LoadedBlocks(job.load_id, tuple(data), len(data) < len(asked) or not job.keys)
 
 
 NEVER = Habits(expected=lambda num: inf)

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from headstart.config.options import EngineOptions
-from headstart.core.batch import Batch, Row, RowError, RowErrorKind, StepResult
+from headstart.core.batch import Batch, RowError, RowErrorKind, RowResult, StepResult
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.engine.engine_checks import limits_of
-from headstart.measurement.runner import Setup
-from headstart.model.weights.init_model import init_model
+from headstart.engine.engine_checks import step_limits_of
+from headstart.measurement.runner import EngineSetup
+from headstart.model.weights.init_model import write_random_model
 from headstart_lab.runners.null_executor import NullExecutor
 
 VOCAB_SIZE = 1000
@@ -22,7 +22,9 @@ class FailingExecutor(NullExecutor):
     """Every row fails alone."""
 
     def execute(self, batch: Batch) -> StepResult:
-        return StepResult(tuple(Row(error=RowError(RowErrorKind.NON_FINITE, "planted")) for _ in batch.chunks), 0.0)
+        return StepResult(
+            tuple(RowResult(error=RowError(RowErrorKind.NON_FINITE, "planted")) for _ in batch.chunks), 0.0
+        )
 
 
 class ForgetfulExecutor(NullExecutor):
@@ -39,7 +41,7 @@ def build_with(executor: type[NullExecutor], info: dict[str, object]) -> Callabl
 
     def build(options: EngineOptions, *, scheduler_class: type[Scheduler] = Scheduler) -> tuple[Engine, EngineInfo]:
         num_blocks = (options.num_gpu_blocks_override or 256) + 1
-        limits = limits_of(options, max_model_len=4096, on_cpu=True)
+        limits = step_limits_of(options, max_model_len=4096, on_cpu=True)
         scheduler = scheduler_class(
             SchedulerConfig(
                 num_blocks,
@@ -71,11 +73,11 @@ def build_with(executor: type[NullExecutor], info: dict[str, object]) -> Callabl
 
 
 @pytest.fixture
-def make_setup() -> Callable[..., Setup]:
+def make_setup() -> Callable[..., EngineSetup]:
     """Setup on engines without a model; `executor` may be a broken one, other keywords change the EngineInfo."""
 
-    def make(executor: type[NullExecutor] = NullExecutor, **info: object) -> Setup:
-        return Setup(build_with(executor, info), model="", label="null", threads=1, seed=7)
+    def make(executor: type[NullExecutor] = NullExecutor, **info: object) -> EngineSetup:
+        return EngineSetup(build_with(executor, info), model="", label="null", threads=1, seed=7)
 
     return make
 
@@ -94,4 +96,4 @@ def forgetful() -> type[NullExecutor]:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a tiny model with random weights, float32."""
     folder = tmp_path_factory.mktemp("bench") / "tiny"
-    return str(init_model("tiny", folder, std=0.2, dtype="float32", progress=False))
+    return str(write_random_model("tiny", folder, std=0.2, dtype="float32", progress=False))

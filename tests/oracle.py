@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from headstart.core.batch import Output
+from headstart.core.batch import RequestStepOutput
 from headstart.core.cache.block_store import BlockStore
 from headstart.core.engine import Engine, EngineStats
-from headstart.core.request import CacheMode, Request, Retention, SamplingParams
+from headstart.core.request import CacheMode, Request, RetentionHint, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
@@ -121,7 +121,7 @@ class EngineUnderTest:
             )
         )
         for _ in range(200 * careless):
-            scheduler.admission.finished(1)
+            scheduler.admission.record_output_length(1)
         return Engine(scheduler, ModelRunner(self.loaded, num_blocks=num_blocks, block_size=block_size))
 
     def build_everything(
@@ -155,7 +155,7 @@ class EngineUnderTest:
             store=opened,
         )
         for _ in range(rng.choice([0, 200])):  # admits more than will fit
-            scheduler.admission.finished(1)
+            scheduler.admission.record_output_length(1)
         return Engine(scheduler, runner, store=opened)
 
 
@@ -197,7 +197,7 @@ def any_request(request_id: str, prompt: list[int], num: int, rng: Random) -> Re
         tenant=tenant,
         priority=rng.randint(0, 2),
         cache=rng.choice([CacheMode.READ_WRITE] * 6 + [CacheMode.READ_ONLY, CacheMode.BYPASS]),
-        retention=rng.choice([Retention(), Retention(), Retention(10), Retention(90, 5.0)]),
+        retention=rng.choice([RetentionHint(), RetentionHint(), RetentionHint(10), RetentionHint(90, 5.0)]),
     )
 
 
@@ -217,13 +217,13 @@ def run_staggered(
             if output.finish_reason is not None:
                 tally.cached_tokens += output.num_cached_tokens
         tally.full_pool_steps += pool.num_free == 0
-        pool.check()
+        pool.check_invariants()
     assert pool.num_free + pool.num_pinned_idle == pool.num_usable, "blocks leaked"
     tally.count(engine.stats())
     return tokens
 
 
-def check_output(output: Output) -> None:
+def check_output(output: RequestStepOutput) -> None:
     assert output.error is None, output.error
 
 
@@ -353,7 +353,7 @@ def corrupted_blocks_noticed(folder: Path, seed: int, cases: int, num_tokens: in
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(12, 40))]
         clean = run_staggered(engine, [greedy("cold", prompt, num_tokens)], rng, Tally())["cold"]
         engine.add_request(greedy("warm", prompt, num_tokens))
-        hit = engine.scheduler.cache.match(next(iter(engine.scheduler.waiting)))
+        hit = engine.scheduler.cache.match_prefix(next(iter(engine.scheduler.waiting)))
         victim = rng.choice(hit.block_ids[-3:])  # 12 tokens: inside the smallest window of the tiny models
         stranger = rng.choice([block for block in hit.block_ids if block != victim])
         runner = engine.executor

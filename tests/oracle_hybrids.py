@@ -11,7 +11,7 @@ from oracle import EngineUnderTest, Reference, Tally, any_request
 from oracle_store import Fleet, judged
 
 from headstart.core.cache.block_store import BlockKey
-from headstart.core.cache.hashing import is_page
+from headstart.core.cache.hashing import is_checkpoint_page
 from headstart.core.engine import Engine
 from headstart.core.request import Request
 from headstart.core.speculation.speculation_config import SpeculationConfig
@@ -59,21 +59,21 @@ class HybridFleet(Fleet):
         for engine in self.engines:
             while engine.stats().pool.num_loading:
                 self.now += 0.1
-                engine.scheduler.transfers.wait(0.01)
-                engine.scheduler.transfers.take_in(engine.executor, self.now)
+                engine.scheduler.transfers.wait_for_loads(0.01)
+                engine.scheduler.transfers.publish_loaded(engine.executor, self.now)
         super().close()
 
     def lose(self, engine: Engine) -> None:
         """Evict some idle blocks, or the pages of some states only, or one page."""
         pool = engine.scheduler.pool
-        published = pool.published
+        published = pool.published_hashes
         assert isinstance(published, dict)
         pages = self.rng.choice([True, True, False])
-        blocks = [block for name, (block, _, _) in published.items() if is_page(name) == pages]
+        blocks = [block for name, (block, _, _) in published.items() if is_checkpoint_page(name) == pages]
         chosen = self.rng.sample(blocks, min(len(blocks), self.rng.choice([1, 3, 12])))
         self.tally.dropped += len(chosen)
-        pool.discard(chosen)
-        pool.check()
+        pool.discard_replaced(chosen)
+        pool.check_invariants()
 
 
 def repeating(prompts: list[list[int]], rng: Random) -> list[list[int]]:
@@ -117,13 +117,13 @@ def compare_hybrid(
 class ConfusedStore(FickleStore):
     """The planted bug: the state of another position, or prompt, in place of one."""
 
-    def offer(self, block: int, version: int, key: BlockKey) -> None:
-        if is_page(key.block_hash):
+    def offer_block(self, block: int, version: int, key: BlockKey) -> None:
+        if is_checkpoint_page(key.block_hash):
             self.pages.setdefault(key.block_hash[-9:], []).append(key)
-        super().offer(block, version, key)
+        super().offer_block(block, version, key)
 
-    def load(self, keys: Sequence[BlockKey]) -> int:
-        return super().load([self._other(key) for key in keys])
+    def begin_load(self, keys: Sequence[BlockKey]) -> int:
+        return super().begin_load([self._other(key) for key in keys])
 
     @property
     def pages(self) -> dict[bytes, list[BlockKey]]:
@@ -134,4 +134,4 @@ class ConfusedStore(FickleStore):
 
     def _other(self, key: BlockKey) -> BlockKey:
         others = [other for other in self.pages.get(key.block_hash[-9:], ()) if self.inner.contains(other.block_hash)]
-        return self.rng.choice(others) if others and is_page(key.block_hash) else key
+        return self.rng.choice(others) if others and is_checkpoint_page(key.block_hash) else key

@@ -96,7 +96,7 @@ class Fleet:
                 del self.owners[output.request_id]
                 self.tally.cached_tokens += output.num_cached_tokens
         self.tally.full_pool_steps += engine.scheduler.pool.num_free == 0
-        engine.scheduler.pool.check()
+        engine.scheduler.pool.check_invariants()
 
     def die(self) -> None:
         """The first engine is gone from one step to the next, and a new one comes, before or after its store closes."""

@@ -20,4 +20,4 @@ def prefer_the_store(put: Callable[[object, str, object], object]) -> None:
     put(transfers, "WAIT_SECONDS", SECONDS)
     put(loader, "OVERDUE_SECONDS", SECONDS)
     put(disk, "CLOSE_SECONDS", SECONDS)
-    put(disk.LoadEstimate, "expected", lambda self, num_blocks, now: 0.0)
+    put(disk.LoadTimeEstimate, "expected", lambda self, num_blocks, now: 0.0)

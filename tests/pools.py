@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterable
 
 from headstart.core.cache.block_pool import BlockPool
-from headstart.core.cache.hashing import BlockHash, extend_hashes, root_hash
+from headstart.core.cache.hashing import BlockHash, extend_block_hashes, root_hash
 
 ROOT = root_hash(b"")
 STRIDE = 16
@@ -12,7 +12,7 @@ STRIDE = 16
 
 def names_of(tokens: range) -> list[BlockHash]:
     names: list[BlockHash] = []
-    extend_hashes(names, array("i", tokens), 4, ROOT)
+    extend_block_hashes(names, array("i", tokens), 4, ROOT)
     return names
 
 
@@ -25,7 +25,7 @@ def publish_chain(pool: BlockPool, blocks: list[int], tokens: range, tenant: str
 
 
 def lookup(pool: BlockPool, names: list[BlockHash], tokens: Iterable[int]) -> list[int]:
-    return pool.lookup(names, ROOT, array("i", tokens).tobytes(), STRIDE)
+    return pool.match_prefix(names, ROOT, array("i", tokens).tobytes(), STRIDE)
 
 
 class Index:
@@ -36,14 +36,14 @@ class Index:
         self.removed_names: list[BlockHash] = []
         self.num_clears = 0
 
-    def published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+    def on_block_published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
         assert block_hash not in self.names
         self.names.add(block_hash)
 
-    def removed(self, block_hash: BlockHash) -> None:
+    def on_block_removed(self, block_hash: BlockHash) -> None:
         self.names.remove(block_hash)
         self.removed_names.append(block_hash)
 
-    def cleared(self) -> None:
+    def on_cache_cleared(self) -> None:
         self.names.clear()
         self.num_clears += 1

@@ -8,10 +8,10 @@ from random import Random
 from checking import CheckingExecutor, NextToken, expected_tokens, make_request, next_token
 from memory_store import Habits, MemoryStore, Shelf
 
-from headstart.core.batch import Batch, Chunk, Output, Row, RowError, RowErrorKind, StepResult
+from headstart.core.batch import Batch, Chunk, RequestStepOutput, RowError, RowErrorKind, RowResult, StepResult
 from headstart.core.cache.block_store import BlockStore, Data
 from headstart.core.engine import Engine
-from headstart.core.request import CacheMode, Retention
+from headstart.core.request import CacheMode, RetentionHint
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
@@ -79,13 +79,13 @@ class StateExecutor(CheckingExecutor):
         """Make every sequence that begins from the state in this block not finite."""
         self.pages[block] = (self.pages[block][0], None, self.pages[block][2])
 
-    def _row(self, chunk: Chunk) -> Row:
+    def _row(self, chunk: Chunk) -> RowResult:
         if chunk.request_id in self.failing:
-            return Row(error=RowError(RowErrorKind.NON_FINITE, "not finite"))
+            return RowResult(error=RowError(RowErrorKind.NON_FINITE, "not finite"))
         return super()._row(chunk)
 
     def _advance(self, chunk: Chunk) -> None:
-        known = chunk.history + chunk.token_ids[chunk.num_known :]
+        known = chunk.history + chunk.token_ids[chunk.num_known_tokens :]
         at, checksum = chunk.start, 0
         if chunk.state:
             self.num_reads += 1
@@ -103,7 +103,7 @@ class StateExecutor(CheckingExecutor):
         saves, states = dict(chunk.saves), {}
         for token in chunk.token_ids:
             at, checksum = at + 1, zlib.crc32(token.to_bytes(4, "little"), checksum)
-            if at >= chunk.start + chunk.num_known:
+            if at >= chunk.start + chunk.num_known_tokens:
                 states[at] = checksum
             for index, block in enumerate(saves.pop(at, ())):
                 self._hold(block, at, None if self.poison(chunk) else checksum, index)
@@ -186,7 +186,7 @@ def random_run(
         model=model,
     )
     for _ in range(rng.choice([0, 300])):
-        engine.scheduler.admission.finished(1)
+        engine.scheduler.admission.record_output_length(1)
     executor = engine.executor
     assert isinstance(executor, StateExecutor)
     texts, live, cached = [[rng.randrange(90) for _ in range(20)]], dict[str, tuple[list[int], int, list[int]]](), 0
@@ -199,7 +199,7 @@ def random_run(
             mode = rng.choices(list(CacheMode), [8, 1, 1])[0]
             fields = {"cache": mode, "tenant": rng.choice(["", "a", "b"]), "priority": rng.randrange(3)}
             fields["boundary"] = sent % 3 * len(prompt) // 3  # of every third none
-            request = make_request(name, prompt[:44], num, retention=Retention(rng.choice([10, 50])), **fields)
+            request = make_request(name, prompt[:44], num, retention=RetentionHint(rng.choice([10, 50])), **fields)
             engine.add_request(request)
             live[name], sent = (prompt[:44], num, []), sent + 1
         if live and rng.random() < 0.03:
@@ -214,11 +214,11 @@ def random_run(
             tokens += output.token_ids
             assert tokens == expected_tokens(prompt, num, model=model)[: len(tokens)]
             if output.breakdown is not None:
-                cached += output.breakdown.cached
+                cached += output.breakdown.num_cached
             if output.finish_reason is not None:
                 _finished(output, prompt, num, tokens, texts, rng)
                 del live[output.request_id]
-        engine.scheduler.pool.check()
+        engine.scheduler.pool.check_invariants()
     pool = engine.scheduler.pool
     if shelf is not None:
         cached = engine.stats().counters.store_tokens
@@ -227,7 +227,7 @@ def random_run(
 
 
 def _finished(
-    output: Output, prompt: list[int], num: int, tokens: list[int], texts: list[list[int]], rng: Random
+    output: RequestStepOutput, prompt: list[int], num: int, tokens: list[int], texts: list[list[int]], rng: Random
 ) -> None:
     assert output.error is not None or len(tokens) == num
     if output.error is None and len(prompt) + num < 40:
@@ -243,7 +243,7 @@ def serve(
     name: str = "a",
     model: NextToken = next_token,
     boundary: int = 0,
-) -> Output:
+) -> RequestStepOutput:
     """Run one request alone; its output with the breakdown, its tokens checked."""
     text, found, first = list(prompt), list[int](), None
     engine.add_request(make_request(name, text, num, boundary=boundary))
@@ -251,6 +251,6 @@ def serve(
         for output in engine.step():
             found += output.token_ids
             first = output if output.breakdown is not None else first
-        engine.scheduler.pool.check()
+        engine.scheduler.pool.check_invariants()
     assert found == expected_tokens(text, num, model=model) and first is not None
     return first

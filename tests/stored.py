@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from headstart.core.cache.block_store import BlockKey, Data, Loaded
+from headstart.core.cache.block_store import BlockKey, Data, LoadedBlocks
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.disk import DiskStore
-from headstart.store.files import FileEntry, Files, Space
+from headstart.store.files import DiskSpace, FileEntry, FileSystemCalls
 from headstart.store.format import BlockShape
 
 BLOCK_SIZE, BLOCK_BYTES = 4, 4096
@@ -70,10 +70,10 @@ class Pool:
 
     def offer(self, store: DiskStore, *numbers: int) -> None:
         for number in numbers:
-            store.offer(number, self.versions.get(number, 1), key(number))
+            store.offer_block(number, self.versions.get(number, 1), key(number))
 
 
-class Disk(Files):
+class Disk(FileSystemCalls):
     """Fails with `error` at the calls from the n-th to the m-th, as counted from `fail`, if `hits` agrees."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class Disk(Files):
         self._count("is_linked")
         return super().is_linked(fd)
 
-    def space(self, folder: Path) -> Space:
+    def space(self, folder: Path) -> DiskSpace:
         self._count("space")
         return super().space(folder)
 
@@ -188,11 +188,11 @@ def settled(store: DiskStore) -> bool:
 
 def load(store: DiskStore, wanted: Sequence[BlockKey]) -> list[bytes]:
     """Loads these, and waits for all that come, which is checked to be in order and of this load alone."""
-    load_id, found, is_last = store.load(wanted), list[bytes](), False
+    load_id, found, is_last = store.begin_load(wanted), list[bytes](), False
     give_up = time.monotonic() + PATIENCE
     while not is_last and time.monotonic() < give_up:
-        store.wait(0.5)
-        for loaded in store.poll():
+        store.wait_for_loads(0.5)
+        for loaded in store.poll_loads():
             assert loaded.load_id == load_id and not is_last
             found += copied(store, loaded)
             is_last = loaded.is_last
@@ -200,10 +200,10 @@ def load(store: DiskStore, wanted: Sequence[BlockKey]) -> list[bytes]:
     return found
 
 
-def copied(store: DiskStore, loaded: Loaded) -> list[bytes]:
+def copied(store: DiskStore, loaded: LoadedBlocks) -> list[bytes]:
     """The blocks that came, given back."""
     found = [bytes(data) for data in loaded.data]
-    store.done_with(loaded)
+    store.release_loaded(loaded)
     return found
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from headstart.core.cache.block_store import BlockKey
 from headstart.core.cache.hashing import BlockHash
-from headstart.store.catalog import Catalog
-from headstart.store.files import Files
+from headstart.store.catalog import SegmentCatalog
+from headstart.store.files import FileSystemCalls
 from headstart.store.format import BlockShape
 
 SHAPE = BlockShape(hashlib.sha256(b"a model").digest(), block_size=4, block_bytes=64)
@@ -17,7 +17,7 @@ SMALL = 64 << 10
 Block = tuple[BlockKey, bytes]
 
 
-class Watched(Files):
+class Watched(FileSystemCalls):
     """Notes the most that was read at once, which is what was allocated for it. Bytes."""
 
     largest_read = 0
@@ -56,7 +56,7 @@ def names(blocks: Iterable[Block]) -> list[BlockHash]:
     return [key.block_hash for key, _ in blocks]
 
 
-def read(catalog: Catalog, blocks: Sequence[Block]) -> tuple[int, str | None]:
+def read(catalog: SegmentCatalog, blocks: Sequence[Block]) -> tuple[int, str | None]:
     """Return how many of these come back, and why the next does not. Raises AssertionError for a wrong byte."""
     buffer = bytearray(b"?" * (len(blocks) * SHAPE.block_bytes))
     num_blocks, miss, _ = catalog.read([key for key, _ in blocks], memoryview(buffer))
@@ -69,16 +69,18 @@ def read(catalog: Catalog, blocks: Sequence[Block]) -> tuple[int, str | None]:
 def fill(folder: Path, blocks: Sequence[Block], max_bytes: int = SMALL, shape: BlockShape = SHAPE) -> Path:
     """Writes these as a process of its own would; returns the new segment file. They must fit into one."""
     before = set(segment_files(folder))
-    writer = Catalog(folder, shape, max_bytes)
+    writer = SegmentCatalog(folder, shape, max_bytes)
     writer.append(blocks)
     writer.close()
     (path,) = set(segment_files(folder)) - before
     return path
 
 
-def opened(folder: Path, max_bytes: int = SMALL, files: Files | None = None, clock: FakeClock | None = None) -> Catalog:
+def opened(
+    folder: Path, max_bytes: int = SMALL, files: FileSystemCalls | None = None, clock: FakeClock | None = None
+) -> SegmentCatalog:
     """A catalog as another process has it after its start. What is damaged is believed at the second look."""
-    catalog = Catalog(folder, SHAPE, max_bytes, files, clock or FakeClock())
+    catalog = SegmentCatalog(folder, SHAPE, max_bytes, files, clock or FakeClock())
     catalog.refresh()
     catalog.refresh()
     return catalog
@@ -90,5 +92,5 @@ def segment_files(folder: Path) -> list[Path]:
 
 def age(path: Path, seconds: float) -> None:
     """Sets its mtime to so long ago."""
-    mtime = Files().now() - seconds
+    mtime = FileSystemCalls().now() - seconds
     os.utime(path, (mtime, mtime))

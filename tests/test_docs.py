@@ -14,11 +14,11 @@ import pytest
 import typer
 from model.tiny import FAMILIES, HYBRIDS
 
-from headstart.apis.openapi import request_body
+from headstart.apis.openapi import request_body_schema
 from headstart.cli import main as cli
-from headstart.config.config_file import OPTION_CLASSES, all_fields, settle
+from headstart.config.config_file import OPTION_CLASSES, all_option_fields, merge_option_sources
 from headstart.config.option_hints import HINTS
-from headstart.config.options import flag_of
+from headstart.config.options import flag_name
 from headstart.openai.request_bodies import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).parents[1]
@@ -104,7 +104,7 @@ def test_headstart_commands_in_the_pages_are_read_by_their_parsers(
     if "config" in values:  # a verb with options, which have bounds
         given = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if v not in (None, [])}
         for options in OPTION_CLASSES:
-            settle(options, given)
+            merge_option_sources(options, given)
     assert capsys.readouterr().err == ""  # no flag is left out as not needed
 
 
@@ -120,7 +120,7 @@ def flags(text: str) -> set[str]:
 
 def test_flags_of_other_servers_have_the_replacement_that_the_first_page_names() -> None:
     table = START.read_text(encoding="utf-8").split("| vLLM | llama.cpp |")[1].split("\n\n")[0]
-    own = {flag_of(field.name) for field in all_fields()} | {"--no-enable-prefix-caching"}
+    own = {flag_name(field.name) for field in all_option_fields()} | {"--no-enable-prefix-caching"}
     rows = [re.split(r" *\| *", line.strip("|")) for line in table.splitlines()[2:]]
     assert len(rows) > 20
     for vllm, llama_cpp, _, here in (row[-5:-1] if row[-1] == "" else row[-4:] for row in rows):
@@ -162,7 +162,7 @@ def test_parameters_and_paths_of_the_api_page_are_known_to_the_server() -> None:
         for folder in ("openai", "ollama", "apis", "server")
         for path in (ROOT / "src/headstart" / folder).rglob("*.py")
     ]
-    bodies = json.dumps(request_body(CompletionRequest, ChatRequest))
+    bodies = json.dumps(request_body_schema(CompletionRequest, ChatRequest))
     sources = "\n".join([bodies, *(path.read_text(encoding="utf-8") for path in files)])
     rows = re.findall(r"^\| (.*?) \|", page.split("## Usage")[0], re.MULTILINE)
     names = [name for row in rows for name in re.findall(r"`\.?([a-z_]+)`", row)]

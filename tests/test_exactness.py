@@ -16,7 +16,7 @@ import torch
 from exactness import FORMS, Ways, load_form, prompts_of
 from model.tiny import HYBRIDS
 
-from headstart.core.batch import Chunk, Row
+from headstart.core.batch import Chunk, RowResult
 from headstart.core.cache.block_store import Data
 from headstart.model import model_runner
 from headstart.model.kernels import library
@@ -24,9 +24,9 @@ from headstart.model.kernels.build import SOURCES
 from headstart.model.layers.decoder import Decoder
 from headstart.model.packed_kv import PackedKV
 from headstart.model.sampling.sampler import Sampler
-from headstart.model.step_inputs import build_step
+from headstart.model.step_inputs import build_step_inputs
 
-pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(library.loaded_kernels() is None, reason="no compiled kernels here")
 RUNNABLE = library.runnable_variants()
 
 
@@ -82,18 +82,18 @@ def threads_change_a_row(patch: Patch) -> None:
 
 def a_hit_is_read_one_position_off(patch: Patch) -> None:
     def build(*arguments: object) -> tuple:
-        step, *rest = build_step(*arguments)
+        step, *rest = build_step_inputs(*arguments)
         lengths = np.diff(step.qo_indptr)
         late = np.repeat((step.starts > 0) & (lengths > 1), lengths)  # the rest of a prompt, not a decode
         return replace(step, positions=step.positions + torch.from_numpy(late.astype(np.int64))), *rest
 
-    patch.setattr(model_runner, "build_step", build)
+    patch.setattr(model_runner, "build_step_inputs", build)
 
 
 def drafts_are_verified_by_other_logits(patch: Patch) -> None:
     right = Sampler.sample
 
-    def sample(self: Sampler, logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[Row]:
+    def sample(self: Sampler, logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[RowResult]:
         return right(self, logits * (1 + 2**-7) if len(logits) > len(chunks) else logits, chunks)
 
     patch.setattr(Sampler, "sample", sample)

@@ -9,12 +9,12 @@ from model.tiny_gguf import write_gguf
 
 from headstart import LLM
 from headstart.bundled.packaged_models import PACKAGED_MODELS, SMOLLM2
-from headstart.cli.replicas import with_tokenizer
+from headstart.cli.replicas import with_model_tokenizer
 from headstart.config.options import EngineOptions, RouterOptions
 from headstart.core.errors import ConfigError
 from headstart.core.request import NO_DEFAULTS
-from headstart.engine.engine_checks import check_engine
-from headstart.gateway.replica_tokenizers import named_tokenizer
+from headstart.engine.engine_checks import check_engine_can_start
+from headstart.gateway.replica_tokenizers import load_named_tokenizer
 from headstart.openai.sampling_defaults import read_sampling_defaults
 
 POOL = {"num_blocks": 64, "dtype": "float32"}
@@ -41,9 +41,13 @@ def test_greedy_tokens_and_chats_equal_transformers(path: Path) -> None:
 
 def test_the_router_takes_the_tokenizer_of_the_file(path: Path) -> None:
     write_gguf(path)
-    router = with_tokenizer(RouterOptions(), EngineOptions(model=str(path)))
+    router = with_model_tokenizer(RouterOptions(), EngineOptions(model=str(path)))
     assert router.tokenizer == str(path)
-    assert named_tokenizer(router.tokenizer).decode([300, 301]) == named_tokenizer(str(path)).decode([300, 301]) != ""
+    assert (
+        load_named_tokenizer(router.tokenizer).decode([300, 301])
+        == load_named_tokenizer(str(path)).decode([300, 301])
+        != ""
+    )
 
 
 def test_an_architecture_that_is_not_supported_is_refused_before_torch(tmp_path: Path) -> None:
@@ -52,7 +56,7 @@ def test_an_architecture_that_is_not_supported_is_refused_before_torch(tmp_path:
     with pytest.raises(
         ConfigError, match=r"m\.gguf: the architecture 'mamba2' is not supported in GGUF; supported are"
     ):
-        check_engine(EngineOptions(model=str(path)))
+        check_engine_can_start(EngineOptions(model=str(path)))
 
 
 def test_sampling_defaults_are_those_of_the_metadata(path: Path) -> None:

@@ -19,7 +19,7 @@ from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.engine.assembly import build_engine
 from headstart.model.model_runner import ModelRunner
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 from headstart.model.weights.model_loader import LoadedModel, load_model
 
 SIZE = 8
@@ -53,7 +53,7 @@ def run(engine: Engine, requests: list[Request], rng: Random) -> dict[str, tuple
             assert output.error is None
             tokens, values, cached, _ = found.get(output.request_id, ([], [], 0, torch.zeros(0)))
             if output.breakdown is not None:
-                cached = output.breakdown.cached
+                cached = output.breakdown.num_cached
             values = values + [entry.logprob for entry in output.logprobs]
             found[output.request_id] = (
                 tokens + list(output.token_ids),
@@ -63,7 +63,7 @@ def run(engine: Engine, requests: list[Request], rng: Random) -> dict[str, tuple
                     output.request_id, lengths[output.request_id] + len(tokens) + len(output.token_ids) - 1
                 ),
             )
-        engine.scheduler.pool.check()
+        engine.scheduler.pool.check_invariants()
     return found
 
 
@@ -131,7 +131,7 @@ def test_tokens_with_reuse_equal_transformers_generate(family: str, tmp_path: Pa
 def test_an_engine_built_from_options_reuses_prefixes_and_takes_drafts(
     drafts: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = make_checkpoint("lfm2", init_model("tiny", tmp_path / "model", progress=False), vocab_size=512)
+    folder = make_checkpoint("lfm2", write_random_model("tiny", tmp_path / "model", progress=False), vocab_size=512)
     options = EngineOptions(model=str(folder), num_gpu_blocks_override=200, dtype="float32", max_num_seqs=4)
     options = replace(options, speculative_config=drafts)
     engine, _ = build_engine(options)
@@ -140,4 +140,4 @@ def test_an_engine_built_from_options_reuses_prefixes_and_takes_drafts(
     for name, due in (("0", 0), ("1", 48)):
         engine.add_request(request(name, prompt, 4))
         outputs = [output for _ in range(30) if engine.has_work for output in engine.step()]
-        assert sum(output.breakdown.cached for output in outputs if output.breakdown is not None) == due
+        assert sum(output.breakdown.num_cached for output in outputs if output.breakdown is not None) == due

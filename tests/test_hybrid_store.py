@@ -12,7 +12,7 @@ import torch
 from model.tiny import HYBRIDS, make_checkpoint
 from test_hybrid_reuse import SIZE, engine_of, request, run
 
-from headstart.core.cache.hashing import is_page
+from headstart.core.cache.hashing import is_checkpoint_page
 from headstart.core.engine import Engine
 from headstart.core.request import Request
 from headstart.model.weights.model_loader import LoadedModel, load_model
@@ -44,7 +44,7 @@ def spoil(folder: Path, *, pages: bool) -> int:
         header = decode_header(bytes(raw[:HEADER_BYTES]), bytes.fromhex(path.stem))
         names = decode_block_hashes(header, 0, bytes(raw[HEADER_BYTES : header.payload_start])).by_slot
         for slot, name in enumerate(names):
-            if name and is_page(name) == pages:
+            if name and is_checkpoint_page(name) == pages:
                 raw[header.payload_offset(slot) + header.shape.block_bytes // 3] ^= 4
                 num += 1
         path.write_bytes(raw)

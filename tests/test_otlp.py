@@ -17,7 +17,7 @@ import pytest
 from server.harness import Server, fake_command, quiet_port, spawn, wait_for
 from tokenizer_folders import BYTE_LEVEL, write
 
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 from headstart_lab.router.failover_processes import quiet_ports
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra [otlp] is not installed")
@@ -132,7 +132,7 @@ def fake(endpoint: str, folder: Path) -> list[str]:
 
 
 def real(endpoint: str, folder: Path) -> list[str]:
-    model = init_model("tiny", folder / "tiny", std=0.2, dtype="float32", progress=False)
+    model = write_random_model("tiny", folder / "tiny", std=0.2, dtype="float32", progress=False)
     sizes = ("--num-blocks", "256", "--max-model-len", "512", "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
     return command(
         "serve", str(model), *sizes, "--port", "0", "--heartbeat-timeout", "600", "--otlp-traces-endpoint", endpoint
@@ -141,7 +141,10 @@ def real(endpoint: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("serve", "uses_rotel"),
-    [pytest.param(fake, False, marks=pytest.mark.long), (real, True)],  # the router of the second sends to no collector
+    [
+        pytest.param(fake, False, marks=pytest.mark.long),
+        (real, True),
+    ],  # the router of the second sends to no collector
     ids=["fake engine", "rotel"],
 )
 def test_a_whole_trace_arrives_with_the_right_parents(

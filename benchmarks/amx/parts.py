@@ -12,10 +12,10 @@ import torch
 from models import Model, torch_form
 from torch import Tensor
 
-from headstart.model.kernels.library import Kernels, load, runnable_variants
+from headstart.model.kernels.library import KernelLibrary, load_kernels, runnable_variants
 from headstart.model.kernels.packed import BLOCKS
-from headstart.model.layers.linear import Form, Linear
-from headstart.model.layers.quantise import quantise
+from headstart.model.layers.linear import Linear, WeightForm
+from headstart.model.layers.quantise import quantise_weight
 from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor, row_bytes
 
 TWIN = "amx_twin"
@@ -54,8 +54,8 @@ class Machine(NamedTuple):
     variant: str
     threads: list[int]
 
-    def kernels(self, variant: str = "") -> Kernels:
-        found = load(variant or self.variant)
+    def kernels(self, variant: str = "") -> KernelLibrary:
+        found = load_kernels(variant or self.variant)
         assert found.kernels is not None, found.note
         return found.kernels
 
@@ -95,7 +95,7 @@ def bits(random: np.random.Generator, count: int, exponents: tuple[int, int], sp
     return (random.integers(0, 2, count) << 15 | exponent << 7 | fraction).astype(np.uint16)
 
 
-def dots(kernels: Kernels, a: np.ndarray, b: np.ndarray, c: np.ndarray, byte_bits: int = 0) -> np.ndarray:
+def dots(kernels: KernelLibrary, a: np.ndarray, b: np.ndarray, c: np.ndarray, byte_bits: int = 0) -> np.ndarray:
     out = c.copy()
     kernels.library.headstart_tile_dot(a.ctypes.data, b.ctypes.data, out.ctypes.data, len(out) // 256, byte_bits)
     return out
@@ -107,7 +107,7 @@ def exact_rows(machine: Machine, quantization: str = "none") -> dict[str, Any]:
     Rows of quantised weights are compared with those of the variant without tiles too: their sums are integers.
     """
     beside = (TWIN,) if quantization == "none" else (TWIN, OTHER)
-    forms = {name: Form(machine.kernels(name), quantization) for name in (machine.variant, *beside)}
+    forms = {name: WeightForm(machine.kernels(name), quantization) for name in (machine.variant, *beside)}
     compared = differing = 0
     unlike, errors = dict.fromkeys(beside, 0), list[float]()
     most = 200 if machine.variant == TWIN else 2100
@@ -145,7 +145,7 @@ def exact_blocks(machine: Machine) -> dict[str, Any]:
             data.reshape(96, -1, form.block_bytes)[:, :, at : at + 2] = halves.view(np.uint8)
         weight = PackedTensor("weight", kind, (96, x.shape[1]), data)
         own, *others = (
-            Linear(weight, form=Form(machine.kernels(name), activation_bits=bits))
+            Linear(weight, form=WeightForm(machine.kernels(name), activation_bits=bits))
             for name in (machine.variant, TWIN, OTHER)
         )
         unlike = [0, 0]
@@ -210,7 +210,7 @@ def bandwidth(machine: Machine) -> dict[str, float]:
 class Copies:
     """Copies of one weight, multiplied one after the other."""
 
-    def __init__(self, weight: Tensor | PackedTensor, form: Form, *, gated: bool) -> None:
+    def __init__(self, weight: Tensor | PackedTensor, form: WeightForm, *, gated: bool) -> None:
         def packed() -> Linear:
             return Linear(weight.clone() if isinstance(weight, Tensor) else weight, gated=gated, form=form)
 
@@ -233,15 +233,15 @@ def products(machine: Machine, quantization: str = "none", seconds: float = 0.12
         torch.set_num_threads(max(machine.threads))
         weight = torch.randn(outputs, inputs).bfloat16() * 0.02
         is_int4 = quantization == "int4"
-        stored = quantise(weight, machine.kernels()) if is_int4 else weight  # once for all copies
+        stored = quantise_weight(weight, machine.kernels()) if is_int4 else weight  # once for all copies
         forms = {
-            name: Copies(stored, Form(machine.kernels(name), "none" if is_int4 else quantization), gated=gated)
+            name: Copies(stored, WeightForm(machine.kernels(name), "none" if is_int4 else quantization), gated=gated)
             for name in (machine.variant, OTHER)
         }
         if plain:
             forms["torch"] = Copies(weight, torch_form(), gated=gated)
         else:
-            forms["bf16"] = Copies(weight, Form(machine.kernels()), gated=gated)
+            forms["bf16"] = Copies(weight, WeightForm(machine.kernels()), gated=gated)
         for threads in machine.threads:
             torch.set_num_threads(threads)
             for count in ROWS if plain else ROWS_OF_FEW_BITS:

@@ -69,13 +69,13 @@ from headstart.model.kernels import library  # noqa: E402
 def main() -> int:
     began = time.monotonic()
     if OPTIONS.libraries is not None:
-        library.packaged = lambda variant: OPTIONS.libraries / f"{variant}.so"
+        library.packaged_library = lambda variant: OPTIONS.libraries / f"{variant}.so"
     flags = library.cpu_flags()
     report: dict[str, Any] = {
         "cpu": library.cpu_model(),
         "family, model, stepping": processor(),
         "amx": sorted(flag for flag in flags if flag.startswith("amx")),
-        "granted": library.tiles_granted(),
+        "granted": library.request_amx_tiles(),
         "variants": library.runnable_variants(),
         "cpus": CPUS,
         "threads": OPTIONS.threads,

@@ -12,10 +12,10 @@ from attention_cases import Case, make_case, run_case  # tests/model/cuda
 from random_model import BLOCK, make_engine, random_model
 
 from headstart.core.request import Request, SamplingParams
-from headstart.measurement.inprocess import drive
+from headstart.measurement.inprocess import run_requests
 from headstart.model.cuda.cuda_runner import CudaRunner
 from headstart.model.cuda.step_graphs import GraphKey
-from headstart.model.cuda.triton_layers import exact_product
+from headstart.model.cuda.triton_layers import batch_invariant_matmul
 from headstart.model.model_runner import ModelRunner
 from headstart.workload.synthetic import random_tokens, rotations
 
@@ -37,7 +37,9 @@ def tokens(shape: str, record: Record, count: int = 500, *, exact: bool = False)
         if budget == 256:  # the other run has no graphs
             runner.warm_up([GraphKey(k, n, 0) for k in ("decodes", "groups") for n in (1, 16, 40)])
             runner.warm_up([GraphKey("mixed", n, min(n, 64)) for n in (64, 256)])
-        run = drive(make_engine(runner, budget=budget or 2048), requests(loaded.vocab_size, count), concurrency=40)
+        run = run_requests(
+            make_engine(runner, budget=budget or 2048), requests(loaded.vocab_size, count), concurrency=40
+        )
         assert not run.errors, run.errors[:2]
         found.append(run.outputs)
     wrong = [sum(a != b for a, b in zip(found[0], other, strict=True)) for other in found[1:]]
@@ -68,13 +70,13 @@ def exact_products(record: Record) -> None:
     for count, width in ((256, 256), (12288, 4096), (4096, 11008), (1536, 1024)):
         rows = torch.randn(700, width, device=GPU, dtype=torch.bfloat16)
         weight = torch.randn(count, width, device=GPU, dtype=torch.bfloat16) * 0.02
-        alone = torch.cat([exact_product(rows[i : i + 1], weight) for i in range(0, 700, 7)])
+        alone = torch.cat([batch_invariant_matmul(rows[i : i + 1], weight) for i in range(0, 700, 7)])
         differing = 0
         for size in (2, 3, 16, 31, 48, 64, 65, 100, 128, 129, 256, 300, 512, 700):
-            together = exact_product(rows[:size], weight)[::7]
+            together = batch_invariant_matmul(rows[:size], weight)[::7]
             differing += int((together != alone[: len(together)]).any(1).sum())
         expected = rows[:8].double() @ weight.double().T
-        error = float((exact_product(rows, weight)[:8].double() - expected).norm() / expected.norm())
+        error = float((batch_invariant_matmul(rows, weight)[:8].double() - expected).norm() / expected.norm())
         record(check="exact products", shape=[count, width], rows_that_differ=differing, error=error)
 
 
@@ -127,10 +129,10 @@ def syncs(record: Record) -> None:
     runner = CudaRunner(loaded, num_blocks=600, block_size=BLOCK)
     runner.warm_up([GraphKey("decodes", 8, 0), GraphKey("groups", 8, 0), GraphKey("mixed", 64, 64)])
     made = [r for r in requests(loaded.vocab_size, 60) if r.sampling.logprobs is None]
-    drive(make_engine(runner, budget=512), made[:10], concurrency=8)  # compiles
+    run_requests(make_engine(runner, budget=512), made[:10], concurrency=8)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run = drive(make_engine(runner, budget=512), made[10:], concurrency=8)
+        run = run_requests(make_engine(runner, budget=512), made[10:], concurrency=8)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     record(check="no host sync in a step", steps=len(run.steps), errors=len(run.errors))

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from headstart import LLM, SamplingParams
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 
 PORT = 8123
 
@@ -97,7 +97,7 @@ def end_to_end(record: Callable[..., None], shape: str = "tinyllama-1.1b") -> No
     """Run both."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / shape
-        init_model(shape, folder)
+        write_random_model(shape, folder)
         # A process of its own: the memory of a GPU is given back when it ends.
         script = subprocess.run(
             [sys.executable, __file__, str(folder)], stdout=subprocess.PIPE, text=True, check=True, env=os.environ

@@ -13,7 +13,7 @@ import torch
 
 from headstart.core.engine import Engine
 from headstart.core.request import SamplingParams
-from headstart.measurement.inprocess import Run, drive, make_requests
+from headstart.measurement.inprocess import RunResult, make_requests, run_requests
 from headstart.model.cuda.cuda_runner import CudaRunner
 from headstart.workload.synthetic import random_tokens, rotations
 
@@ -41,9 +41,9 @@ class Figures:
         self.engine, self.vocab, self.floor, self.label = engine, vocab_size, floor, label
         self.random, self.number, self._record = Random(7), 0, record
 
-    def run(self, prompts: "Sequence[array[int]]", count: int) -> Run:
+    def run(self, prompts: "Sequence[array[int]]", count: int) -> RunResult:
         self.number += 1
-        result = drive(self.engine, make_requests(prompts, _greedy(count), f"r{self.number}"))
+        result = run_requests(self.engine, make_requests(prompts, _greedy(count), f"r{self.number}"))
         assert not result.errors, result.errors[:1]
         return result
 
@@ -149,7 +149,7 @@ class Figures:
             requests = make_requests(prompts, _greedy(160), f"b{self.number}")
             requests += make_requests([self.tokens(length) for _ in range(count)], _greedy(1), f"late{self.number}")
             due = [0.0] * streams + [0.1 + 0.2 * index for index in range(count)]
-            result = drive(self.engine, requests, due=due)
+            result = run_requests(self.engine, requests, due=due)
             assert not result.errors, result.errors[:1]
             gaps.append([step.seconds for step in result.steps[12:-1]])  # all streams decode
         self.note(

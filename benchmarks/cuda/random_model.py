@@ -10,19 +10,19 @@ from headstart.core.executor import Executor
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.model.kernels.block_hashes import compiled_chain
+from headstart.model.kernels.block_hashes import compiled_hash_chain
 from headstart.model.layers.decoder import Decoder, load_decoder
 from headstart.model.paged_kv import KVShape
 from headstart.model.weights.model_config import ModelConfig, parse_config
 from headstart.model.weights.model_loader import LoadedModel
-from headstart.model.weights.shapes import SHAPES, Shape
+from headstart.model.weights.shapes import SHAPES, DecoderShape
 
 BLOCK = 16
 SMALL = {
-    "small-llama": Shape("Llama", 256, 4, 4, 2, 768, 512, 4096, head_dim=64),
-    "small-mha": Shape("Llama", 256, 2, 4, 4, 768, 512, 4096, head_dim=64),
-    "small-qwen3": Shape("Qwen3", 256, 3, 4, 2, 512, 512, 4096, head_dim=128),
-    "small-qwen2": Shape("Qwen2", 192, 3, 6, 1, 512, 512, 4096, head_dim=32, tie_word_embeddings=True),
+    "small-llama": DecoderShape("Llama", 256, 4, 4, 2, 768, 512, 4096, head_dim=64),
+    "small-mha": DecoderShape("Llama", 256, 2, 4, 4, 768, 512, 4096, head_dim=64),
+    "small-qwen3": DecoderShape("Qwen3", 256, 3, 4, 2, 512, 512, 4096, head_dim=128),
+    "small-qwen2": DecoderShape("Qwen2", 192, 3, 6, 1, 512, 512, 4096, head_dim=32, tie_word_embeddings=True),
 }
 
 
@@ -86,4 +86,4 @@ def make_engine(
         enable_prefix_caching=caching,
         policy="lpm",
     )
-    return Engine(Scheduler(config, chain=compiled_chain()), executor)
+    return Engine(Scheduler(config, chain=compiled_hash_chain()), executor)

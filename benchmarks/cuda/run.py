@@ -33,10 +33,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from headstart.model.cuda import triton_layers
 from headstart.model.cuda.cuda_runner import CudaRunner
-from headstart.model.cuda.step_plan import StepPlanner, StepRows
-from headstart.model.cuda.triton_attention import LayerScoring, TileShape, attend, make_parts, merge
-from headstart.model.cuda.triton_rotary import rotate_and_append
-from headstart.model.kernels.block_hashes import compiled_chain
+from headstart.model.cuda.step_plan import PackedStepChunks, StepPlanner
+from headstart.model.cuda.triton_attention import (
+    LayerScoring,
+    TileShape,
+    allocate_partial_results,
+    launch_attention,
+    merge_partial_results,
+)
+from headstart.model.cuda.triton_rotary import rotate_and_append_kv
+from headstart.model.kernels.block_hashes import compiled_hash_chain
 from headstart.model.layers.decoder import Decoder
 from headstart.workload.synthetic import rotations
 
@@ -174,7 +180,7 @@ def tune(log: Log, runner: CudaRunner, shape: str) -> None:
         seconds: dict[tuple[int, int, int], float] = {}
         for tiles in ROW_TILES:
             calls = [
-                lambda w=w, tiles=tiles: triton_layers.vector_product(x, w, tiles=tiles, pdl=True, **options)  # noqa: B023
+                lambda w=w, tiles=tiles: triton_layers.matvec(x, w, tiles=tiles, pdl=True, **options)  # noqa: B023
                 for w in weights
             ]
             seconds[tiles] = graph_seconds(calls) / len(calls)
@@ -224,11 +230,11 @@ def prefill(log: Log) -> None:
         positions = np.arange(length, dtype=np.int32)
         blocks = np.random.default_rng(0).permutation(np.arange(1, pages + 1)).astype(np.int32)
         ends = np.array([0, length], np.int32), np.array([0, pages], np.int32)
-        rows = StepRows(positions * 0, positions, positions, positions * 0 - 1, *ends, blocks)
+        rows = PackedStepChunks(positions * 0, positions, positions, positions * 0 - 1, *ends, blocks)
         kv = torch.randn(pages + 1, 2, kvs, BLOCK, dim, device=GPU, dtype=torch.bfloat16)
         queries = torch.randn(length, heads * dim, device=GPU, dtype=torch.bfloat16)
         out = torch.empty(length, heads, dim, device=GPU, dtype=torch.bfloat16)
-        parts = make_parts(1, heads, kvs, dim, GPU)
+        parts = allocate_partial_results(1, heads, kvs, dim, GPU)
         for shape in PREFILL_SHAPES:
             planner = StepPlanner(
                 page=BLOCK, group=heads // kvs, kv_heads=kvs, processors=132, max_parts=1, exact=False
@@ -236,9 +242,17 @@ def prefill(log: Log) -> None:
             memory, none = np.zeros(1 << 20, np.int32), np.zeros(0, np.int32)
             layout = planner.fill(memory, rows, padded=None, tile_rows=shape.tile_rows, selected=none, outputs=0)
             meta = torch.from_numpy(memory[: layout.total]).to(GPU)
-            common = (queries, (kv[:, 0], kv[:, 1]), out, parts, meta, meta[layout.positions :], meta[layout.singles :])
+            common = (
+                queries,
+                (kv[:, 0], kv[:, 1]),
+                out,
+                parts,
+                meta,
+                meta[layout.positions :],
+                meta[layout.singles_offset :],
+            )
             programs = layout.num_tiles * kvs
-            call = partial(attend, *common, LayerScoring(dim**-0.5), shape, single=False, programs=programs)
+            call = partial(launch_attention, *common, LayerScoring(dim**-0.5), shape, single=False, programs=programs)
             seconds = seconds_of(call, 10)
             rate = 4 * heads * dim * length * length / 2 / seconds / 1e12
             log.record(attention=f"prompt of {length}", heads=[heads, kvs], shape=shape, us=seconds * 1e6, tflop_s=rate)
@@ -252,7 +266,7 @@ def decodes(log: Log) -> None:
         blocks = np.random.default_rng(0).permutation(np.arange(1, count * pages + 1)).astype(np.int32)
         ones = np.ones(count, np.int32)
         ends = np.arange(count + 1, dtype=np.int32), np.arange(count + 1, dtype=np.int32) * np.int32(pages)
-        rows = StepRows(ones, ones * np.int32(length - 1), ones * 0 - 1, ones * 0 - 1, *ends, blocks)
+        rows = PackedStepChunks(ones, ones * np.int32(length - 1), ones * 0 - 1, ones * 0 - 1, *ends, blocks)
         kv = torch.randn(count * pages + 1, 2, kvs, BLOCK, dim, device=GPU, dtype=torch.bfloat16)
         queries = torch.randn(count, heads * dim, device=GPU, dtype=torch.bfloat16)
         out = torch.empty(count, heads, dim, device=GPU, dtype=torch.bfloat16)
@@ -261,15 +275,23 @@ def decodes(log: Log) -> None:
         )
         memory, none = np.zeros(1 << 20, np.int32), np.zeros(0, np.int32)
         layout = planner.fill(memory, rows, padded=None, tile_rows=64, selected=none, outputs=0)
-        parts = make_parts(layout.num_parts, heads, kvs, dim, GPU)
+        parts = allocate_partial_results(layout.num_parts, heads, kvs, dim, GPU)
         meta = torch.from_numpy(memory[: layout.total]).to(GPU)
-        common = (queries, (kv[:, 0], kv[:, 1]), out, parts, meta, meta[layout.positions :], meta[layout.singles :])
-        merged = meta[layout.merged_tokens :][: layout.merged], meta[layout.firsts :]
+        common = (
+            queries,
+            (kv[:, 0], kv[:, 1]),
+            out,
+            parts,
+            meta,
+            meta[layout.positions :],
+            meta[layout.singles_offset :],
+        )
+        merged = meta[layout.merged_tokens_offset :][: layout.merged], meta[layout.firsts_offset :]
         shown: dict[str, float] = {}
 
         def once(shape: TileShape, programs: int, common: Any = common, merged: Any = merged) -> None:
-            attend(*common, LayerScoring(128**-0.5), shape, single=True, programs=programs * 132, pdl=True)
-            merge(common[3], common[2], *merged, pdl=True)
+            launch_attention(*common, LayerScoring(128**-0.5), shape, single=True, programs=programs * 132, pdl=True)
+            merge_partial_results(common[3], common[2], *merged, pdl=True)
 
         for keys, stages, programs in ((64, 2, 4), (64, 2, 8), (64, 2, 16), (64, 2, 32), (64, 3, 16), (32, 3, 16)):
             calls = [partial(once, TileShape(16, keys, 4, stages), programs)] * 8
@@ -288,14 +310,14 @@ def append(log: Log) -> None:
             positions = torch.arange(count, device=GPU, dtype=torch.int32)
             slots = positions + BLOCK + offset
             angles = (torch.rand(4096, 64, device=GPU), torch.rand(4096, 64, device=GPU))
-            call = partial(rotate_and_append, qkv, queries, positions, slots, angles, None, (kv[0], kv[1]), 1e-5)
+            call = partial(rotate_and_append_kv, qkv, queries, positions, slots, angles, None, (kv[0], kv[1]), 1e-5)
             us = {tokens: 1e6 * seconds_of(partial(call, tokens=tokens), 20) for tokens in (1, 2, 4, 16)}
             log.record(append_us=us, heads=[heads, kvs], tokens=count, first_slot_of_page=offset)
 
 
 def main() -> None:
     """Run the parts that are named."""
-    compiled_chain()  # hashes are compiled, as in the product, if there is a compiler; kernels for CPUs are not needed
+    compiled_hash_chain()  # hashes are compiled, as in the product, if there is a compiler
     os.environ.setdefault("HEADSTART_KERNELS", "none")
     path, parts = Path(sys.argv[1]), set(sys.argv[2:])
     parts = parts or {"bits", "tokens", "exact", "syncs", "7b", "0.6b", "tune", "append", "decodes", "prefill", "end"}

@@ -23,9 +23,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from headstart.measurement.machine import print_document
-from headstart.workload.belady import infinite_hits, optimal_hits
-from headstart.workload.block_paths import BlockPaths, overlapped
+from headstart.measurement.machine import print_figures
+from headstart.workload.belady import belady_hits, infinite_cache_hits
+from headstart.workload.block_paths import BlockPaths, overlap_sessions
 from headstart.workload.recorded.trace_files import TraceOptions
 from headstart.workload.traces import Trace
 from headstart_lab.cache.eviction_replay import replay
@@ -197,7 +197,7 @@ def ends_of(trace: Trace) -> dict[int, float]:
 
 def cell(trace: Trace, at_once: int, pool_percent: int) -> dict[str, Any]:
     """Return the hits of all policies as shares of the blocks of all prompts."""
-    mixed = overlapped(trace, at_once)
+    mixed = overlap_sessions(trace, at_once)
     ends = ends_of(mixed)
     rows = [one for one in mixed.requests if one.hash_ids]
     paths = [list(one.hash_ids) for one in rows]
@@ -211,8 +211,8 @@ def cell(trace: Trace, at_once: int, pool_percent: int) -> dict[str, Any]:
     ]
     found: dict[str, int] = {policy: sum(replay(prompts, policy, num_blocks)) for policy in POLICIES}
     found["pauses"] = sum(replay_pauses(timed, num_blocks))
-    found["belady"] = sum(optimal_hits(paths, num_blocks))
-    found["infinite"] = sum(infinite_hits(paths))
+    found["belady"] = sum(belady_hits(paths, num_blocks))
+    found["infinite"] = sum(infinite_cache_hits(paths))
     assert all(value <= found["belady"] for name, value in found.items() if name != "infinite"), found
     shares = {name: round(value / total, 4) for name, value in found.items()}
     return {"at_once": at_once, "pool_percent": pool_percent, "pool_blocks": num_blocks, "requests": len(rows)} | shares
@@ -233,7 +233,7 @@ def main() -> None:
             for pool in POOLS:
                 rows.append({"seed": seed, **cell(picked, at_once, pool)})
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    print_document({"bench": "learned pauses", "half": args.half, "block_tokens": 64 * COARSER, "rows": rows})
+    print_figures({"bench": "learned pauses", "half": args.half, "block_tokens": 64 * COARSER, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ from typing import Any
 
 import httpx
 
-from headstart.core.cache.hashing import BlockHash, extend_hashes, root_hash
-from headstart.model.weights.init_model import init_model
+from headstart.core.cache.hashing import BlockHash, extend_block_hashes, root_hash
+from headstart.model.weights.init_model import write_random_model
 from headstart.model.weights.shapes import SHAPES
 from headstart_lab.bootstrap import interval
 from headstart_lab.router.failover_processes import Served, quiet_ports, router_command
@@ -133,7 +133,7 @@ class Ideal:
 
     def least(self, prompt: "array[int]") -> int:
         hashes: list[BlockHash] = []
-        extend_hashes(hashes, prompt, BLOCK, root_hash(b""))
+        extend_block_hashes(hashes, prompt, BLOCK, root_hash(b""))
         known = next((n for n, one in enumerate(hashes) if one not in self._known), len(hashes))
         self._known.update(hashes)
         return max(len(prompt) - known * BLOCK, 1)
@@ -409,7 +409,7 @@ def main() -> None:
 
 def model_folder(name: str, folder: Path) -> str:
     """Return a folder with random weights for the name of a shape, else the name."""
-    return str(init_model(name, folder / "model", progress=False)) if name in SHAPES else name
+    return str(write_random_model(name, folder / "model", progress=False)) if name in SHAPES else name
 
 
 if __name__ == "__main__":

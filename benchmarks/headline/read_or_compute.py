@@ -166,7 +166,7 @@ def main() -> None:
             engines.pop("control").close()
         if {"lengths", "throughput"} & set(options.parts):
             transfers.GRACE_SECONDS = transfers.WAIT_SECONDS = 60.0
-            disk.LoadEstimate.expected = lambda self, num_blocks, now: 0.0  # type: ignore[method-assign]
+            disk.LoadTimeEstimate.expected = lambda self, num_blocks, now: 0.0  # type: ignore[method-assign]
         if "throughput" in options.parts:
             rates = throughput(engines, options, rng)
             found["tokens_per_s"] = {name: statistics.median(values) for name, values in rates.items()}

@@ -19,8 +19,8 @@ sys.path[:0] = [str(ROOT / "tests")]
 from model.tiny import make_checkpoint  # noqa: E402
 
 from headstart import LLM  # noqa: E402
-from headstart.core.cache.hashing import is_page  # noqa: E402
-from headstart.model.weights.init_model import init_model  # noqa: E402
+from headstart.core.cache.hashing import is_checkpoint_page  # noqa: E402
+from headstart.model.weights.init_model import write_random_model  # noqa: E402
 from headstart.openai.tokenizer.tokenizer import Tokenizer  # noqa: E402
 
 KV = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
@@ -50,7 +50,9 @@ def compared(family: str, turns: int, pools: list[float]) -> list[dict]:
     settings, num_layers = MODELS[family]
     rows = []
     with tempfile.TemporaryDirectory() as name:
-        folders = {kind: init_model("tiny", Path(name) / kind, progress=False) for kind in ("hybrid", "attention")}
+        folders = {
+            kind: write_random_model("tiny", Path(name) / kind, progress=False) for kind in ("hybrid", "attention")
+        }
         make_checkpoint(family, folders["hybrid"], vocab_size=512, max_position_embeddings=8192, **settings)
         kv = KV | {"num_hidden_layers": num_layers, "max_position_embeddings": 8192}
         make_checkpoint("llama", folders["attention"], vocab_size=512, **kv)
@@ -102,7 +104,7 @@ def served(folder: Path, turns: int, pool_tokens: int) -> dict:
                 answers[chat].append(done.token_ids)
             published = llm.engine.scheduler.pool.published
             assert isinstance(published, dict)
-            share += sum(map(is_page, published)) / max(len(published), 1) / turns
+            share += sum(map(is_checkpoint_page, published)) / max(len(published), 1) / turns
         counters = llm.engine.stats().counters
         return {
             "prompt": counters.prompt_tokens,

@@ -20,7 +20,7 @@ from speed import saved_model
 
 from headstart.core.batch import Batch, Chunk
 from headstart.core.request import GREEDY
-from headstart.model.kernels.library import cpu_model, find
+from headstart.model.kernels.library import cpu_model, find_kernels
 from headstart.model.model_runner import ModelRunner
 from headstart.model.weights.model_loader import load_model
 
@@ -40,7 +40,7 @@ def main() -> None:
         loaded = load_model(folder, dtype=options.dtype, device="cpu")
         found = measured(ModelRunner(loaded, num_blocks=200, block_size=16), options.prompt, options.rounds)
     medians = {kind: {num: median(times) for num, times in runs.items()} for kind, runs in found.items()}
-    about = {"kernels": find().note, "cpu": cpu_model(), "torch": torch.__version__, "load": os.getloadavg()}
+    about = {"kernels": find_kernels().note, "cpu": cpu_model(), "torch": torch.__version__, "load": os.getloadavg()}
     sizes = {"state_bytes": loaded.state_bytes, "weight_bytes": loaded.weight_bytes}
     print(json.dumps({**vars(options), **about, **sizes, "ms_per_step": medians, "runs": found}))
 

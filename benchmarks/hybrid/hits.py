@@ -35,7 +35,7 @@ def headstart(path: str) -> Serve:
         while llm.engine.has_work:
             for output in llm.engine.step(time.monotonic()):
                 answer += output.token_ids
-                cached = cached if output.breakdown is None else output.breakdown.cached
+                cached = cached if output.breakdown is None else output.breakdown.num_cached
         return cached, answer
 
     return serve

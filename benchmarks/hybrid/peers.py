@@ -30,7 +30,7 @@ from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.model.kernels.library import cpu_model, find
+from headstart.model.kernels.library import cpu_model, find_kernels
 from headstart.model.model_runner import ModelRunner
 from headstart.model.setup.threads import SPIN_COUNT
 from headstart.model.weights.model_loader import load_model
@@ -189,7 +189,7 @@ def main() -> None:
         for worker in workers.values():
             worker.close()
     medians = {kind: {row: median(runs) for row, runs in rows.items()} for kind, rows in times.items()}
-    about = {"kernels": find().note, "cpu": cpu_model(), "load": os.getloadavg()}
+    about = {"kernels": find_kernels().note, "cpu": cpu_model(), "load": os.getloadavg()}
     versions = {package: version(package) for package in ("torch", "transformers")}
     given = {key: str(value) for key, value in vars(options).items() if key != "llamacpp"}
     print(json.dumps({**given, **about, "versions": versions, "seconds": medians, "runs": times}))

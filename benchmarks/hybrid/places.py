@@ -18,7 +18,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from headstart.common_prefix import common_prefix_length
-from headstart.workload.block_paths import overlapped
+from headstart.workload.block_paths import overlap_sessions
 from headstart.workload.recorded.trace_files import read_trace_file
 from headstart.workload.traces import TracedRequest
 
@@ -255,7 +255,7 @@ def main() -> None:
     recorded, system = read_trace_file(options.trace), system_ends(options.trace)
     rows: list[dict[str, Any]] = []
     for at_once in options.at_once:
-        trace = overlapped(recorded, at_once)
+        trace = overlap_sessions(recorded, at_once)
         prompts = list(prompts_of(trace.requests, trace.block_size, system))
         for pool in options.pools:
             budget = int(pool * 1e6 * KV_BYTES)

@@ -2,7 +2,8 @@
 
     python benchmarks/hybrid/replay.py agentx/ > replay.json
 
-`KVCache`, `BlockPool` and `Checkpoints` of core/ with the bytes of Qwen3.5-9B and blocks of 64 tokens: each prompt is
+`KVCache`, `BlockPool` and `RecurrentCheckpoints` of core/ with the bytes of Qwen3.5-9B and blocks of 64 tokens: each
+prompt is
 looked up, taken over, extended, published and released, one after the other; no model and no clock. Both models have
 the same pool of bytes and the same eviction. Prompts that are longer than the pool are refused.
 """
@@ -22,9 +23,9 @@ from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.eviction import PYTHON
 from headstart.core.cache.kv_cache import NO_HIT, KVCache
 from headstart.core.request import Request
-from headstart.model.kernels.block_hashes import compiled_chain
-from headstart.model.kernels.compiled_blocks import compiled_ops
-from headstart.workload.block_paths import overlapped
+from headstart.model.kernels.block_hashes import compiled_hash_chain
+from headstart.model.kernels.compiled_blocks import compiled_block_loops
+from headstart.workload.block_paths import overlap_sessions
 from headstart.workload.recorded.trace_files import read_trace_file
 from headstart.workload.traces import TracedRequest
 
@@ -34,8 +35,8 @@ class Replay:
 
     def __init__(self, num_blocks: int, size: int, policy: str, state_pages: int) -> None:
         self.size = size
-        self.pool = BlockPool(num_blocks + 1, eviction_policy=policy, ops=compiled_ops() or PYTHON)
-        self.cache = KVCache(self.pool, size, state_pages=state_pages, chain=compiled_chain())
+        self.pool = BlockPool(num_blocks + 1, eviction_policy=policy, ops=compiled_block_loops() or PYTHON)
+        self.cache = KVCache(self.pool, size, state_pages=state_pages, chain=compiled_hash_chain())
         self.num_served, self.shares = 0, 0.0
 
     def serve(self, traced: TracedRequest) -> tuple[int, int]:
@@ -50,18 +51,18 @@ class Replay:
         request = Request(str(self.num_served), tokens)
         seq = cache.new_sequence(request, self.num_served)
         self.num_served += 1
-        hit = cache.match(seq)
-        if not cache.extend(seq, hit, end):  # its state does not fit beside it
-            assert cache.extend(seq, NO_HIT, end), f"a prompt of {end} tokens does not fit"
+        hit = cache.match_prefix(seq)
+        if not cache.extend_table(seq, hit, end):  # its state does not fit beside it
+            assert cache.extend_table(seq, NO_HIT, end), f"a prompt of {end} tokens does not fit"
             hit = NO_HIT
         start = seq.num_computed_tokens
-        state, saves = cache.take_state(seq, start, end) if cache.checkpoints.num_pages else ((), ())
+        state, saves = cache.allocate_states(seq, start, end) if cache.checkpoints.num_pages else ((), ())
         chunk = Chunk(request.request_id, tokens[start:], start, seq.block_ids, start, 1, request.sampling, end, tokens,
                       state=state, saves=saves)  # fmt: skip
         seq.num_computed_tokens = end
-        cache.publish(seq)
-        cache.checkpoints.end(seq, chunk, end)
-        cache.release(seq)
+        cache.publish_full_blocks(seq)
+        cache.checkpoints.finish_chunk(seq, chunk, end)
+        cache.release_table(seq)
         self.shares += self.pool.num_pages / max(self.pool.num_usable - self.pool.num_scratch, 1)
         return hit.num_tokens, min(len(hit.block_ids) * size, end - 1) if hit != NO_HIT else 0
 
@@ -77,7 +78,7 @@ def main() -> None:
     recorded = read_trace_file(options.trace)
     gc.freeze()
     for at_once in options.at_once:
-        trace = overlapped(recorded, at_once)
+        trace = overlap_sessions(recorded, at_once)
         size = trace.block_size
         prompt_tokens = sum(request.length for request in trace.requests)
         for pool in options.pools:

@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicCache
 
 from headstart.core.batch import Batch, Chunk
 from headstart.core.request import GREEDY
-from headstart.model.kernels.library import cpu_model, find
+from headstart.model.kernels.library import cpu_model, find_kernels
 from headstart.model.layers.hybrid_decoder import AttentionWeights, HybridDecoder
 from headstart.model.model_runner import ModelRunner
 from headstart.model.weights.model_loader import load_model
@@ -83,7 +83,7 @@ def main() -> None:
                 found[kind].append(run())
                 print(kind, found[kind][-1], file=sys.stderr)
     medians = {kind: {part: median(t[part] for t in times) for part in times[0]} for kind, times in found.items()}
-    about = {"kernels": find().note, "cpu": cpu_model(), "torch": torch.__version__, "load": os.getloadavg()}
+    about = {"kernels": find_kernels().note, "cpu": cpu_model(), "torch": torch.__version__, "load": os.getloadavg()}
     print(json.dumps({**vars(options), **about, "ms_per_token": medians, "runs": found}))
 
 

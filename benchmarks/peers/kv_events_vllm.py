@@ -29,11 +29,11 @@ import zmq
 
 from headstart import bundled
 from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
-from headstart.gateway.kv_events.kv_event_decoding import event_domain
+from headstart.gateway.kv_events.kv_event_decoding import domain_of_cache_salt
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.measurement.machine import describe_machine, describe_versions
 from headstart.router.index.kv_event_index import KVEventIndex
-from headstart.router.routing_request import Prompt, router_root
+from headstart.router.routing_request import RoutingPrompt, router_root
 
 MODEL = "intent"
 BLOCK = 32  # vLLM refuses 16 on a CPU
@@ -103,7 +103,9 @@ class Trial:
         return made
 
     def names(self, prompt: list[int], salt: str | None) -> list[Any]:
-        return Prompt(array("i", prompt), router_root(MODEL, domain=event_domain(salt))).block_hashes(BLOCK)
+        return RoutingPrompt(array("i", prompt), router_root(MODEL, domain=domain_of_cache_salt(salt))).block_hashes(
+            BLOCK
+        )
 
     def predicted(self, prompt: list[int], salt: str | None) -> int:
         """Return the predicted tokens. The last token is always computed, and therefore its whole block."""

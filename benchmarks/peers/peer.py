@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.runner import Trial
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.runner import JobsResult
 from headstart.workload.jobs import Job
 from headstart.workload.request_record import RequestRecord
 
@@ -88,9 +88,9 @@ class Peer:
         jobs: Sequence[Job],
         *,
         concurrency: int = 0,
-        bar: Bar = QUIET,
+        bar: ProgressBar = QUIET,
         give_up: Callable[[RequestRecord], bool] | None = None,
-    ) -> Trial:
+    ) -> JobsResult:
         """Serve all jobs until `deadline`. `give_up` is not called: a driver sends its records only at the end.
 
         Raises GivenUpError if the deadline has passed, LateError if the driver did not notice that and was killed,
@@ -116,7 +116,7 @@ class Peer:
         late = sum(record.error == GIVEN_UP for record in records)
         if late:
             raise GivenUpError(f"{self.label}: {late} of {len(records)} requests were not over in time")
-        return Trial(records, answer["seconds"])
+        return JobsResult(records, answer["seconds"])
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of the driver and its child processes so far; 0 once it has ended."""

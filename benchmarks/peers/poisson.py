@@ -12,7 +12,7 @@ from journal import Entry, find
 from peer import GivenUpError, Peer
 from roster import ROSTER
 
-from headstart.bench.rate_report import RateConfig, behind_prefix, highest_rate, measure_rate
+from headstart.bench.rate_report import RateConfig, cached_prefix_load, measure_rate, search_highest_rate
 from headstart.workload.request_record import percentile
 from headstart.workload.slo import SHARE, Slo
 from headstart_lab.comparison import Outcome, unloaded_e2e
@@ -68,7 +68,7 @@ def _search(entries: Sequence[Entry], peer: str, repetition: int, search: Search
             raise _WantedError(rate)
         return bool(entry.figures.get(HELD))
 
-    return highest_rate(holds, search.start, precision=search.precision, max_points=search.max_points)
+    return search_highest_rate(holds, search.start, precision=search.precision, max_points=search.max_points)
 
 
 def slo_of(entries: Sequence[Entry], reference: str, repetition: int) -> float | None:
@@ -92,7 +92,7 @@ def measure_alone(peer: Peer, repetition: int) -> Outcome:
 def measure_load(peer: Peer, repetition: int, rate: float, slo: float) -> Outcome:
     """Measure whether a rate holds. It does not if the peer is far behind long after the last arrival."""
     try:
-        point = measure_rate(peer, behind_prefix(), Slo(e2e=slo), rate, _config(repetition))
+        point = measure_rate(peer, cached_prefix_load(), Slo(e2e=slo), rate, _config(repetition))
     except GivenUpError:
         return Outcome({HELD: 0.0, P90: None}, {}, {}, {}, ())
     known = [record.e2e for record in point.result.trial.records if record.e2e is not None]

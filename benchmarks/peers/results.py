@@ -15,7 +15,7 @@ from poisson import COARSE, LOAD, THOROUGH, found_rate, slo_of
 from roster import ROSTER
 
 from headstart.measurement.machine import CONTENDED_ABOVE
-from headstart.measurement.report import spread
+from headstart.measurement.report import min_and_max
 from headstart.workload.request_record import median
 from headstart_lab.comparison import ROWS
 
@@ -138,7 +138,7 @@ def _values(entries: Sequence[Entry], key: str, name: str, ours: str, others: di
     for other, figures in {"ours": own, **found}.items():
         values[f"{name}.{other}"] = figures.median
         if figures.values:
-            values[f"{name}.{other}.spread"] = spread(list(figures.values.values()))
+            values[f"{name}.{other}.spread"] = min_and_max(list(figures.values.values()))
             values[f"{name}.{other}.runs"] = len(figures.values)
         elif figures.cut_after is not None:
             values[f"{name}.{other}.cut_after"] = figures.cut_after

@@ -88,9 +88,9 @@ def serve(options: dict[str, Any]) -> None:
 
 def _break_store(fault: str) -> None:
     """Let the system calls of the store in this process fail, or its reads take longer."""
-    from headstart.store.files import Files
+    from headstart.store.files import FileSystemCalls
 
-    read = Files.preadv, Files.pread
+    read = FileSystemCalls.preadv, FileSystemCalls.pread
 
     def fail(*_: Any) -> int:
         raise OSError(FAULTS[fault], os.strerror(FAULTS[fault]))
@@ -104,9 +104,9 @@ def _break_store(fault: str) -> None:
         return read[1](*args)
 
     if fault == "slow":
-        Files.preadv, Files.pread = slow_preadv, slow_pread
+        FileSystemCalls.preadv, FileSystemCalls.pread = slow_preadv, slow_pread
     elif fault:
-        Files.pwritev = fail
+        FileSystemCalls.pwritev = fail
 
 
 def _run(engine: Any, name: str, requests: list[Request], at_once: int) -> dict[str, Any]:

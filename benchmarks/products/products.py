@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from headstart.model.kernels.library import cpu_flags, cpu_model, kernels
-from headstart.model.layers.linear import Form, Linear
+from headstart.model.kernels.library import cpu_flags, cpu_model, loaded_kernels
+from headstart.model.layers.linear import Linear, WeightForm
 from headstart.model.setup.sizing import apply_threads
 from headstart.model.weights.shapes import SHAPES
 
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
     apply_threads(options.threads)
-    found = kernels()
+    found = loaded_kernels()
     if found is None:
         parser.error("there are no compiled kernels here")
     shape = SHAPES[options.shape]
@@ -34,8 +34,8 @@ def main() -> None:
         for name, (outputs, inputs) in sizes.items():
             weight = torch.randn(outputs, inputs).to(dtype) * 0.02
             forms = {
-                "kernels": Linear(weight.clone(), form=Form(found, dtype=dtype)),
-                "torch": Linear(weight.clone(), form=Form(None, dtype=dtype)),
+                "kernels": Linear(weight.clone(), form=WeightForm(found, dtype=dtype)),
+                "torch": Linear(weight.clone(), form=WeightForm(None, dtype=dtype)),
             }
             for count in ROWS:
                 rows.append(measured(forms, name, torch.randn(count, inputs).to(dtype), options.rounds))

@@ -19,11 +19,11 @@ from statistics import median
 import numpy as np
 import torch
 
-from headstart.model.kernels.chain import Buffers, Chain, Link
-from headstart.model.kernels.library import Kernels, cpu_model, kernels
+from headstart.model.kernels.chain import ChainBuffers, ChainLink, LinearChain
+from headstart.model.kernels.library import KernelLibrary, cpu_model, loaded_kernels
 from headstart.model.kernels.packed import PackedLinear
-from headstart.model.layers.linear import can_pack
-from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor, row_bytes, unpack
+from headstart.model.layers.linear import can_pack_weight
+from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor, dequantise, row_bytes
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SHAPES = ("1536x576", "3072x1024", "9728x2560")  # outputs x inputs
@@ -42,10 +42,10 @@ def main() -> None:
     parser.add_argument("--base", nargs="+", type=Path, default=[], help="Shared objects of other builds.")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    found = kernels()
+    found = loaded_kernels()
     if found is None:
         sys.exit("no compiled kernels here")
-    libraries = {"blocks": found} | {path.stem: Kernels(found.variant, path) for path in options.base}
+    libraries = {"blocks": found} | {path.stem: KernelLibrary(found.variant, path) for path in options.base}
     results: list[dict[str, object]] = []
     for shape in options.shapes:
         outputs, inputs = map(int, shape.split("x"))
@@ -67,19 +67,21 @@ def main() -> None:
 class Products:
     """One random weight in every form, in as many copies as exceed the caches."""
 
-    def __init__(self, libraries: dict[str, Kernels], found: Kernels, kind: str, outputs: int, inputs: int) -> None:
+    def __init__(
+        self, libraries: dict[str, KernelLibrary], found: KernelLibrary, kind: str, outputs: int, inputs: int
+    ) -> None:
         self.copies, self.widths = max(1, COLD_WEIGHTS // (outputs * inputs)), (inputs, outputs)
         weight = blocks(kind, outputs, inputs)
-        plain = unpack(weight, torch.bfloat16)
+        plain = dequantise(weight, torch.bfloat16)
         self._chains = {name: self._copies(each, weight) for name, each in libraries.items()}
         self._chains["blocks_8"] = self._copies(found, weight, 8)
         self._chains["bf16"] = self._copies(found, plain)
-        reorder = torch.ops.mkldnn._reorder_linear_weight if can_pack(plain) else None
+        reorder = torch.ops.mkldnn._reorder_linear_weight if can_pack_weight(plain) else None
         self._torchs = [reorder(plain.clone(), 16) for _ in range(self.copies)] if reorder else []
 
-    def _copies(self, found: Kernels, weight: torch.Tensor | PackedTensor, bits: int = 16) -> list[Chain]:
+    def _copies(self, found: KernelLibrary, weight: torch.Tensor | PackedTensor, bits: int = 16) -> list[LinearChain]:
         packed = [PackedLinear(found, weight, activation_bits=bits) for _ in range(self.copies)]
-        return [Chain(found, [Link(each, 0, 1)], self.widths) for each in packed]
+        return [LinearChain(found, [ChainLink(each, 0, 1)], self.widths) for each in packed]
 
     def runs(self, rows: int) -> dict[str, Callable[[], None]]:
         """Return the functions that multiply `rows` rows by all copies, by form."""
@@ -95,8 +97,8 @@ class Products:
             runs["onednn"] = onednn
         return runs
 
-    def _through(self, chains: list[Chain], x: torch.Tensor) -> Callable[[], None]:
-        buffers, scratch = Buffers(len(x), self.widths), chains[0].scratch(len(x))
+    def _through(self, chains: list[LinearChain], x: torch.Tensor) -> Callable[[], None]:
+        buffers, scratch = ChainBuffers(len(x), self.widths), chains[0].scratch(len(x))
         buffers[0] = x
         buffers.fill(1)
 

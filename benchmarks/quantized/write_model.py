@@ -11,13 +11,13 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 
 from headstart.model.weights.gguf.block_formats import FORMATS, row_bytes
-from headstart.model.weights.shapes import SHAPES, Shape
+from headstart.model.weights.shapes import SHAPES, DecoderShape
 
 HALVES = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,)}  # bytes of a block that are fp16; others: 0 and 2
 SCALE = 0.001  # times integers of up to 6 bits in K types
 
 
-def write_model(shape: Shape, kind: str, path: Path) -> None:
+def write_model(shape: DecoderShape, kind: str, path: Path) -> None:
     """Write the file: matrices in `kind`, norms in fp32."""
     writer = GGUFWriter(path, "llama")
     writer.add_context_length(shape.max_position_embeddings)
@@ -51,7 +51,7 @@ def write_model(shape: Shape, kind: str, path: Path) -> None:
     writer.close()
 
 
-def _tensors(shape: Shape) -> dict[str, tuple[int, int]]:
+def _tensors(shape: DecoderShape) -> dict[str, tuple[int, int]]:
     """Return names with (rows, columns); norms have one row."""
     hidden, wide = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim

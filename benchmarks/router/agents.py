@@ -26,18 +26,18 @@ from random import Random
 from typing import Any
 
 from headstart.router.endpoint import Endpoint
-from headstart.router.policies.cost import CostPolicy
-from headstart.router.policies.policy import Candidate, Choice, Policy, View
-from headstart.router.policies.rendezvous import ranked
+from headstart.router.policies.cost import LeastCostPolicy
+from headstart.router.policies.policy import Candidate, Policy, PolicyInput, RankedCandidates
+from headstart.router.policies.rendezvous import rank_by_key
 from headstart.router.pricing import EVICTED
 from headstart.sim.oracle_policy import OraclePolicy, ReplicaQueue
 from headstart.sim.profile import REFERENCE
-from headstart.sim.sim_fleet import FleetOptions, VirtualFleet, endpoint_of
+from headstart.sim.sim_fleet import FleetOptions, VirtualFleet, make_endpoint
 from headstart.sim.sim_replica import SimReplica
-from headstart.sim.sim_report import report
-from headstart.sim.sim_request import SimRequest, from_trace
-from headstart.sim.sweep import Simulation
-from headstart.workload.recorded.agent_sessions import IdRuns
+from headstart.sim.sim_report import fleet_report
+from headstart.sim.sim_request import SimRequest, requests_from_trace
+from headstart.sim.sweep import SimulationConfig
+from headstart.workload.recorded.agent_sessions import ConsecutiveIdRuns
 from headstart.workload.recorded.trace_files import TraceOptions
 from headstart.workload.traces import Trace, TracedRequest
 from headstart_lab.router.peers import DualMapPolicy
@@ -62,23 +62,23 @@ def root_of(session: str) -> str:
     return session.partition("/")[0]
 
 
-class NamesAsKey(CostPolicy):
+class NamesAsKey(LeastCostPolicy):
     """`cost`, whose new prefixes are placed by the name of the session instead of their own hash."""
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PolicyInput) -> RankedCandidates:
         """Rank by cost; replicas of about equal cost by the name of the session."""
         session = view.request.session
         return super().choose(view if session is None else view._replace(key=root_of(session).encode()))
 
 
-class NamesAsHits(CostPolicy):
+class NamesAsHits(LeastCostPolicy):
     """`cost`, which expects the last prompt of a session, or its parent's, where it was sent."""
 
     def __init__(self) -> None:
         super().__init__()
         self._last: OrderedDict[str, tuple[str, int]] = OrderedDict()  # session -> replica, tokens of the prompt
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PolicyInput) -> RankedCandidates:
         """Rank by cost; a replica that has more of the prompt by name than by its index is priced by that."""
         choice, session = super().choose(view), view.request.session or ""
         own = self._last.get(session)
@@ -92,9 +92,9 @@ class NamesAsHits(CostPolicy):
             return choice._replace(memo=memo)
         order = sorted(range(len(choice.ranked)), key=lambda place: choice.ranked[place].name != name)
         first = tuple(choice.ranked[place] for place in order)
-        return Choice(first, tuple(choice.scores[place] for place in order), "by name", memo)
+        return RankedCandidates(first, tuple(choice.scores[place] for place in order), "by name", memo)
 
-    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Remember where the session is; the oldest are forgotten."""
         assert isinstance(choice.memo, tuple)
         session, tokens = choice.memo
@@ -104,20 +104,20 @@ class NamesAsHits(CostPolicy):
             self._last.popitem(last=False)
 
 
-class TwoByName(CostPolicy):
+class TwoByName(LeastCostPolicy):
     """`cost` between the two replicas that two hashes of the session's name choose; the others are fallbacks."""
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PolicyInput) -> RankedCandidates:
         """Rank by cost, the two first."""
         choice, key = super().choose(view), self.key(view)
         names = [one.name for one in choice.ranked]
-        first = ranked(b"1" + key, names)[0]
-        pair = {first, ranked(b"2" + key, [name for name in names if name != first])[0]}
+        first = rank_by_key(b"1" + key, names)[0]
+        pair = {first, rank_by_key(b"2" + key, [name for name in names if name != first])[0]}
         order = sorted(range(len(names)), key=lambda place: names[place] not in pair)
         scores = tuple(choice.scores[place] for place in order)
-        return Choice(tuple(choice.ranked[place] for place in order), scores, "one of two", choice.memo)
+        return RankedCandidates(tuple(choice.ranked[place] for place in order), scores, "one of two", choice.memo)
 
-    def key(self, view: View) -> bytes:
+    def key(self, view: PolicyInput) -> bytes:
         """Return what is hashed."""
         return root_of(view.request.session or "").encode()
 
@@ -125,7 +125,7 @@ class TwoByName(CostPolicy):
 class TwoByContent(TwoByName):
     """The same by the prompt's beginning."""
 
-    def key(self, view: View) -> bytes:
+    def key(self, view: PolicyInput) -> bytes:
         """Return the hash of the block at `BEGINNING` tokens."""
         size = view.candidates.endpoints[0].block_size
         block_hashes = view.request.prompt.block_hashes(size)
@@ -135,12 +135,12 @@ class TwoByContent(TwoByName):
 class OracleOfAll(OraclePolicy):
     """`oracle` with the costs to others that `cost` adds: evictions and decodes. Alone it has neither."""
 
-    def _seconds(self, view: View, candidate: Candidate) -> float:
+    def _seconds(self, view: PolicyInput, candidate: Candidate) -> float:
         replica, endpoint = self._replicas[candidate.name], candidate.endpoint
         size = replica.profile.block_size
         known = ReplicaQueue(replica).known(view.request.prompt.block_hashes(size)) * size
         prompt = view.prompt_tokens, min(known, view.prompt_tokens - 1)
-        to_others = EVICTED * endpoint.eviction_ms(*prompt) + endpoint.price(*prompt, view.now).decode
+        to_others = EVICTED * endpoint.eviction_cost_ms(*prompt) + endpoint.price(*prompt, view.now).decode
         return super()._seconds(view, candidate) + to_others / 1e3
 
 
@@ -208,9 +208,9 @@ def workload(trace: Trace, row: Row, seed: int) -> list[SimRequest]:
     for one in trace.requests:
         if one.root in kept and len(kept[one.root]) < row.per_session and one.length + one.output <= limit:
             shared = () if one.parent else (range(1 << 30, (1 << 30) + min(SHARED_IDS, len(one.hash_ids))),)
-            own = IdRuns(tuple(_behind(one.hash_ids, SHARED_IDS if shared else 0)))
+            own = ConsecutiveIdRuns(tuple(_behind(one.hash_ids, SHARED_IDS if shared else 0)))
             at = one.at + chosen[one.root] if not one.after else one.at
-            ids = IdRuns((*shared, *own.runs))
+            ids = ConsecutiveIdRuns((*shared, *own.runs))
             kept[one.root].append(replace(one, at=at, hash_ids=ids, pause=min(one.pause, MAX_PAUSE)))
     requests = [one for rows in kept.values() for one in rows]
     numbers = {one.number for one in requests}
@@ -218,7 +218,7 @@ def workload(trace: Trace, row: Row, seed: int) -> list[SimRequest]:
         one if set(one.after) & numbers or not one.after else replace(one, at=chosen[one.root], after=())
         for one in requests
     ]
-    found = from_trace(replace(trace, requests=tuple(starts)), speed=float(row.divisor))
+    found = requests_from_trace(replace(trace, requests=tuple(starts)), speed=float(row.divisor))
     return _with_sub_agents(found, row, rng)
 
 
@@ -242,14 +242,14 @@ def _with_sub_agents(requests: list[SimRequest], row: Row, rng: Random) -> list[
         for number in range(rng.randint(1, row.sub_agents) if row.or_fewer else row.sub_agents):
             parent = rng.choice(indices)
             kind = range((1 << 30) + 1000, (1 << 30) + 1000 + AGENT_IDS)
-            ids = requests[parent].block_ids if number % 2 else IdRuns((kind,))
-            assert isinstance(ids, IdRuns)
+            ids = requests[parent].block_ids if number % 2 else ConsecutiveIdRuns((kind,))
+            assert isinstance(ids, ConsecutiveIdRuns)
             before, runs = parent, ids.first(requests[parent].prompt_tokens // size).runs
             for turn in range(rng.randint(3, 10)):
                 more = rng.randint(10, 60)  # ids of a result, 640 to 3,840 tokens
                 runs = (*runs, range(next_id, next_id + more))
                 next_id += more
-                prompt = IdRuns(runs)
+                prompt = ConsecutiveIdRuns(runs)
                 pause = rng.expovariate(1 / 5.0) / row.divisor if turn else 0.0
                 one = replace(requests[parent], session=f"{session}/made{number}", block_ids=prompt, pause=pause)
                 length = len(prompt) * size
@@ -270,11 +270,11 @@ def run(trace: Trace, name: str, policy: str, seed: int) -> dict[str, Any]:
     base, make = "cost" if policy in FORMS else policy, FORMS.get(policy)
     if policy == "dualmap":  # longer than what all sessions begin with
         make = lambda _: DualMapPolicy(BEGINNING * DIVISOR // row.divisor)  # noqa: E731
-    fleet = Simulation(profile, 8, base, seed, row.routers, options=FleetOptions()).build(make)
+    fleet = SimulationConfig(profile, 8, base, seed, row.routers, options=FleetOptions()).build(make)
     if row.restarts:
         _restart_at_half(fleet, len(requests))
     fleet.run(requests)
-    values = report(fleet).values()
+    values = fleet_report(fleet).values()
     tokens = sum(one.prompt_tokens for one in requests)
     bound = 1.0 - fleet.ideal_tokens / tokens
     served = values["requests_by_replica"]
@@ -290,7 +290,7 @@ def _restart_at_half(fleet: VirtualFleet, num_requests: int) -> None:
             for router in fleet.routers:
                 router.policy = type(router.policy)() if not isinstance(router.policy, OraclePolicy) else router.policy
                 for replica in fleet.replicas.values():
-                    router.add(endpoint_of(replica))
+                    router.add(make_endpoint(replica))
 
     fleet.on_record = on_record
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-from headstart.sim.profile import REFERENCE, Profile
+from headstart.sim.profile import REFERENCE, ReplicaProfile
 from headstart.sim.profile_file import datasheet_profile
-from headstart.sim.scenario import Event, FleetScenario
+from headstart.sim.scenario import FleetScenario, ScenarioEvent
 from headstart.sim.sim_request import SimRequest
-from headstart.sim.sim_store import Offload
-from headstart.sim.sim_workload import read_requests, synthetic, window
-from headstart.sim.step_cost import PaddedCost, RooflineCost, SumCost, SuperlinearCost
+from headstart.sim.sim_store import OffloadTier
+from headstart.sim.sim_workload import read_trace_requests, request_window, synthetic_requests
+from headstart.sim.step_cost import AdditiveCost, PaddedCost, RooflineCost, SuperlinearCost
 
 NUM_REQUESTS = 2000
 CONVERSATION = "mooncake_conversation_trace.jsonl"
@@ -25,15 +25,15 @@ class Workload:
     """A workload at 8 replicas, and the replica it runs on."""
 
     make: Make
-    profile: Profile = REFERENCE
+    profile: ReplicaProfile = REFERENCE
 
 
 def conversation(speed: float, scale: float = 1.0) -> Make:
     """Return windows of the conversation trace; `scale`: at so many times the number of replicas."""
 
     def make(traces: Path, seed: int, count: int) -> Sequence[SimRequest]:
-        requests = read_requests(traces / CONVERSATION, speed=speed * scale)
-        return window(requests, (seed * count) % 10_000, count)
+        requests = read_trace_requests(traces / CONVERSATION, speed=speed * scale)
+        return request_window(requests, (seed * count) % 10_000, count)
 
     return make
 
@@ -42,21 +42,21 @@ def agents(name: str, speed: float) -> Make:
     """Return the whole trace of an agent, a little faster or slower with each seed."""
 
     def make(traces: Path, seed: int, count: int) -> Sequence[SimRequest]:
-        return read_requests(traces / name, speed=speed * (0.9 + 0.05 * seed))
+        return read_trace_requests(traces / name, speed=speed * (0.9 + 0.05 * seed))
 
     return make
 
 
 def made(name: str, rate: float) -> Make:
     """Return a synthetic workload."""
-    return lambda traces, seed, count: synthetic(name, rate, count, seed)
+    return lambda traces, seed, count: synthetic_requests(name, rate, count, seed)
 
 
 def best_of(num: int, rate: float) -> Make:
     """Return decode-heavy prompts, each sent `num` times at one moment; `rate` is that of all requests."""
 
     def make(traces: Path, seed: int, count: int) -> Sequence[SimRequest]:
-        return [one for one in synthetic("decode-heavy", rate / num, count // num, seed) for _ in range(num)]
+        return [one for one in synthetic_requests("decode-heavy", rate / num, count // num, seed) for _ in range(num)]
 
     return make
 
@@ -73,7 +73,7 @@ def short_chats(rate: float, long_share: float = 0.0) -> Make:
                 block_ids=(one.block_ids[0], one.block_ids[-1]),
                 output_tokens=2048 if rng.random() < long_share else min(one.output_tokens, 256),
             )
-            for one in synthetic("decode-heavy", rate, count, seed)
+            for one in synthetic_requests("decode-heavy", rate, count, seed)
         ]
 
     return make
@@ -102,7 +102,7 @@ class Factor:
     replicas: int = 8
     noise: float = 0.1
     scenario: FleetScenario = FleetScenario()  # noqa: RUF009
-    cost: SumCost | RooflineCost | PaddedCost | SuperlinearCost | None = None
+    cost: AdditiveCost | RooflineCost | PaddedCost | SuperlinearCost | None = None
     believed: float = 1.0  # size of the index / that of the pool
     spacing: float = 0.0  # seconds between the token events of one step
     routers: int = 1
@@ -110,22 +110,22 @@ class Factor:
     tells_output: bool = False  # requests state the length of their answers
 
 
-SUM = SumCost(step=8e-3, stream=20e-6, resident=39e-9, token=62.8e-6, pair=1.5e-9)
+SUM = AdditiveCost(step=8e-3, stream=20e-6, resident=39e-9, token=62.8e-6, pair=1.5e-9)
 FACTORS = {
     **{name: Factor(workload=name) for name in WORKLOADS},
     "4 replicas": Factor(replicas=4),
     "64 replicas": Factor(replicas=64),
     "noise 0": Factor(noise=0.0),
     "noise 20 %": Factor(noise=0.2),
-    "one replica 3 times slower": Factor(scenario=FleetScenario((Event(0.0, "slow", ("r0",), factor=3.0),))),
+    "one replica 3 times slower": Factor(scenario=FleetScenario((ScenarioEvent(0.0, "slow", ("r0",), factor=3.0),))),
     "two replicas jump between 1 and 2": Factor(
-        scenario=FleetScenario((Event(0.0, "jump", ("r0", "r1"), factors=(1.0, 2.0), every=30.0),))
+        scenario=FleetScenario((ScenarioEvent(0.0, "jump", ("r0", "r1"), factors=(1.0, 2.0), every=30.0),))
     ),
     "all replicas jump, half of them at a time": Factor(
-        scenario=FleetScenario((Event(0.0, "jump", ("*",), factors=(1.0, 2.0), every=30.0),))
+        scenario=FleetScenario((ScenarioEvent(0.0, "jump", ("*",), factors=(1.0, 2.0), every=30.0),))
     ),
     "offload tier": Factor(
-        scenario=FleetScenario(offload=Offload(num_blocks=8000, tokens_per_s=200_000.0, latency=0.005))
+        scenario=FleetScenario(offload=OffloadTier(num_blocks=8000, tokens_per_s=200_000.0, latency=0.005))
     ),
     "index four times the pool": Factor(believed=4.0),
     "roofline": Factor(cost=ROOFLINE),

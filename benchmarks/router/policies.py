@@ -23,12 +23,12 @@ from typing import Any
 from cells import BASE_ROWS, FACTORS, NUM_REQUESTS, STAGES, SUM, WORKLOADS, conversation
 
 from headstart.router import pricing
-from headstart.router.rate_learner import Pace, RateLearner
+from headstart.router.rate_learner import RateLearner, ReplicaPace
 from headstart.router.router import Router
 from headstart.router.step_rates import StepRates
 from headstart.sim.sim_fleet import FleetOptions
-from headstart.sim.sim_report import report
-from headstart.sim.sweep import Simulation
+from headstart.sim.sim_report import fleet_report
+from headstart.sim.sweep import SimulationConfig
 
 OUT = Path(__file__).with_name("policies.json")
 QUICK_OUT = Path(__file__).with_name("policies_quick.json")
@@ -51,7 +51,7 @@ class _Fixed(RateLearner):
         pass
 
 
-class _Even(Pace):
+class _Even(ReplicaPace):
     """A pace that is never learned."""
 
     def learn(self, ratio: float, now: float) -> None:
@@ -88,7 +88,7 @@ def run(row: str, policy: str, seed: int, traces: Path, count: int = NUM_REQUEST
         token_spacing=factor.spacing,
         tells_output=factor.tells_output,
     )
-    simulation = Simulation(
+    simulation = SimulationConfig(
         profile, factor.replicas, name, seed, factor.routers, scenario=factor.scenario, options=options
     )
     if factor.believed != 1.0:
@@ -98,7 +98,7 @@ def run(row: str, policy: str, seed: int, traces: Path, count: int = NUM_REQUEST
         ablate(router, policy)
     pricing.DECODE = 0.0 if policy == "no decodes" else DECODE
     fleet.run(make(traces, seed, count))
-    values = report(fleet).values()
+    values = fleet_report(fleet).values()
     found = {key: values[key] for key in KEYS}
     return found | {"requests_by_replica": [min(values["requests_by_replica"]), max(values["requests_by_replica"])]}
 

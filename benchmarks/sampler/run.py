@@ -18,7 +18,7 @@ from headstart.core.batch import Chunk
 from headstart.core.request import SamplingParams
 from headstart.measurement.machine import describe_machine
 from headstart.measurement.progress_bar import progress_bar
-from headstart.model.kernels.library import find
+from headstart.model.kernels.library import find_kernels
 from headstart.model.sampling.sampler import Sampler
 
 ROWS, PROMPT, OUTPUT = 32, 64, 36
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--vocab-sizes", default="32000,152064", help="comma-separated")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    found = find()
+    found = find_kernels()
     samplers = {"torch": None} if found.kernels is None else {"kernel": found.kernels, "torch": None}
     sizes = [int(size) for size in args.vocab_sizes.split(",")]
     figures: dict[str, dict[str, float]] = {}

@@ -24,16 +24,16 @@ from typing import Any
 import psutil
 
 from headstart.bench.endpoint_runner import EndpointRunner
-from headstart.bench.streamed_request import Target
-from headstart.sim.profile import Profile
-from headstart.sim.profile_file import read_profile
-from headstart.sim.sim_report import report
-from headstart.sim.sim_request import from_job
-from headstart.sim.step_cost import SumCost
-from headstart.sim.sweep import Simulation
+from headstart.bench.streamed_request import EndpointTarget
+from headstart.sim.profile import ReplicaProfile
+from headstart.sim.profile_file import read_profile_file
+from headstart.sim.sim_report import fleet_report
+from headstart.sim.sim_request import request_from_job
+from headstart.sim.step_cost import AdditiveCost
+from headstart.sim.sweep import SimulationConfig
 from headstart.workload.jobs import Job
-from headstart.workload.request_record import RequestRecord, summarize
-from headstart.workload.synthetic import random_tokens, unit_arrivals
+from headstart.workload.request_record import RequestRecord, summarize_records
+from headstart.workload.synthetic import random_tokens, unit_rate_arrivals
 from headstart_lab.runners.served_replica import Launch, replica
 
 VOCAB = 32_000
@@ -58,7 +58,7 @@ class Workload:
         prefixes = [random_tokens(self.shared, VOCAB, rng) for _ in range(self.groups)]
         return [
             Job(rng.choice(prefixes) + random_tokens(rng.randint(*self.own), VOCAB, rng), rng.randint(*self.output), at)
-            for at in unit_arrivals(self.requests, rng)
+            for at in unit_rate_arrivals(self.requests, rng)
         ]
 
 
@@ -72,19 +72,22 @@ WORKLOADS = {
 def figures(records: Sequence[RequestRecord]) -> dict[str, float]:
     """Return latencies in seconds and numbers of tokens."""
     assert all(record.error is None for record in records), [record.error for record in records if record.error]
-    found = summarize(records)
+    found = summarize_records(records)
     assert found.ttft is not None and found.tpot is not None and found.e2e is not None
     latencies = (found.ttft.p50, found.ttft.p90, found.tpot.p50, found.tpot.p90, found.e2e.p90)
     return dict(zip(FIGURES, (*latencies, found.cached_tokens, found.prompt_tokens), strict=True))
 
 
-def simulated(profile: Profile, jobs: Sequence[Job]) -> list[RequestRecord]:
+def simulated(profile: ReplicaProfile, jobs: Sequence[Job]) -> list[RequestRecord]:
     """Return the records of one simulated replica."""
-    return [one.record for one in Simulation(profile, 1, "least-load").run([from_job(job) for job in jobs]).records]
+    return [
+        one.record
+        for one in SimulationConfig(profile, 1, "least-load").run([request_from_job(job) for job in jobs]).records
+    ]
 
 
 @contextmanager
-def server(model: str, profile: Profile) -> Generator[EndpointRunner]:
+def server(model: str, profile: ReplicaProfile) -> Generator[EndpointRunner]:
     """Start a server with the profile's pool: the engine on the first core, everything else on the others."""
     cores = sorted(os.sched_getaffinity(0))
     flags = ("--threads", "1", "--num-blocks", str(profile.num_blocks + 1))
@@ -99,20 +102,20 @@ def server(model: str, profile: Profile) -> Generator[EndpointRunner]:
                 for task in psutil.Process(pid).threads():
                     os.sched_setaffinity(task.id, set(cores[1:]) or {cores[0]})
             try:
-                with closing(EndpointRunner.connect(Target(running.url), VOCAB, Random(0))) as runner:
+                with closing(EndpointRunner.connect(EndpointTarget(running.url), VOCAB, Random(0))) as runner:
                     yield runner
             finally:
                 os.sched_setaffinity(0, set(cores))
 
 
-def with_overhead(profile: Profile, step: float) -> Profile:
+def with_overhead(profile: ReplicaProfile, step: float) -> ReplicaProfile:
     """Return a profile whose steps take `step` seconds longer."""
     cost = profile.cost
-    assert isinstance(cost, SumCost)
+    assert isinstance(cost, AdditiveCost)
     return replace(profile, cost=replace(cost, step=cost.step + step))
 
 
-def measure_overhead(profile: Profile, model: str) -> dict[str, float]:
+def measure_overhead(profile: ReplicaProfile, model: str) -> dict[str, float]:
     """Return the seconds that one request, alone, takes longer than simulated: per step, and once before its first."""
     rng = Random("overhead")
     jobs = [Job(random_tokens(rng.randint(16, 768), VOCAB, rng), 24) for _ in range(60)]
@@ -138,17 +141,19 @@ def tpot(record: RequestRecord) -> float:
     return (record.finish - record.first_token) / (record.output_tokens - 1)
 
 
-def rate_of(jobs: Sequence[Job], profile: Profile) -> float:
+def rate_of(jobs: Sequence[Job], profile: ReplicaProfile) -> float:
     """Return the rate, in requests per second, at which a simulated replica is busy for the share BUSY."""
     low, high = 1e-2, 1e3
     for _ in range(14):
         middle = (low * high) ** 0.5
-        fleet = Simulation(profile, 1, "least-load").run([from_job(replace(job, at=job.at / middle)) for job in jobs])
-        low, high = (middle, high) if report(fleet).busy < BUSY else (low, middle)
+        fleet = SimulationConfig(profile, 1, "least-load").run(
+            [request_from_job(replace(job, at=job.at / middle)) for job in jobs]
+        )
+        low, high = (middle, high) if fleet_report(fleet).busy < BUSY else (low, middle)
     return low
 
 
-def predict(profile: Profile, overhead: dict[str, float]) -> dict[str, Any]:
+def predict(profile: ReplicaProfile, overhead: dict[str, float]) -> dict[str, Any]:
     """Return the rate and the predicted figures of each workload."""
     adjusted = with_overhead(profile, overhead["step"])
     found: dict[str, Any] = {}
@@ -188,14 +193,14 @@ def main() -> None:
     stages.choices["measure"].add_argument("--runs", type=int, default=2)
     arguments = parser.parse_args()
     if arguments.stage == "overhead":
-        result: Any = measure_overhead(read_profile(Path(arguments.profile)), arguments.model)
+        result: Any = measure_overhead(read_profile_file(Path(arguments.profile)), arguments.model)
     elif arguments.stage == "predict":
         overhead = json.loads(Path(arguments.overhead).read_text())
-        profile = read_profile(Path(arguments.profile))
+        profile = read_profile_file(Path(arguments.profile))
         result = {"profile": arguments.profile, "overhead": overhead, "workloads": predict(profile, overhead)}
     else:
         result = json.loads(Path(arguments.predictions).read_text())
-        profile = read_profile(Path(arguments.predictions).parent / Path(result["profile"]).name)
+        profile = read_profile_file(Path(arguments.predictions).parent / Path(result["profile"]).name)
         for name, entry in result["workloads"].items():
             jobs = [replace(job, at=job.at / entry["rate"]) for job in WORKLOADS[name].jobs(name)]
             entry["runs"] = []

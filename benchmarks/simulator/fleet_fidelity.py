@@ -30,18 +30,18 @@ from typing import Any
 import psutil
 from fidelity import simulated, tpot, ttft, with_overhead
 
-from headstart.bench.cli.cli_run import find_model
-from headstart.bench.streamed_request import Target
+from headstart.bench.cli.cli_run import resolve_bench_model
+from headstart.bench.streamed_request import EndpointTarget
 from headstart.engine.assembly import build_engine
 from headstart.measurement.machine import describe_machine, describe_versions
 from headstart.measurement.progress_bar import progress_bar
-from headstart.measurement.runner import Setup
-from headstart.sim.profile import Profile
-from headstart.sim.profile_file import read_profile
+from headstart.measurement.runner import EngineSetup
+from headstart.sim.profile import ReplicaProfile
+from headstart.sim.profile_file import read_profile_file
 from headstart.sim.sim_fleet import FleetOptions
-from headstart.sim.sim_request import from_job
+from headstart.sim.sim_request import request_from_job
 from headstart.sim.step_cost import StepWork
-from headstart.sim.sweep import Simulation
+from headstart.sim.sweep import SimulationConfig
 from headstart.workload.jobs import Job
 from headstart.workload.request_record import RequestRecord, percentile
 from headstart_lab.router.fleet import WARM_UPS, measure_fleet, replica_launch, send_all
@@ -82,17 +82,17 @@ class Overhead:
     token_cpu: float  # the same for each output token
 
 
-def setup_of(model: str, seed: int) -> Setup:
+def setup_of(model: str, seed: int) -> EngineSetup:
     """Return the setup of `headstart bench fleet` for a folder or a shape."""
-    return Setup(build_engine, find_model(model, MODELS), model, threads=1, seed=seed)
+    return EngineSetup(build_engine, resolve_bench_model(model, MODELS), model, threads=1, seed=seed)
 
 
-def fleet_profile(profile: Profile, config: FleetConfig) -> Profile:
+def fleet_profile(profile: ReplicaProfile, config: FleetConfig) -> ReplicaProfile:
     """Return the profile with the pool and the context of the fleet's replicas."""
     return replace(profile, num_blocks=config.pool_blocks - 1, max_model_len=config.context)
 
 
-def measure_overhead(profile: Profile, setup: Setup, num: int) -> Overhead:
+def measure_overhead(profile: ReplicaProfile, setup: EngineSetup, num: int) -> Overhead:
     """Return the overhead of `num` short and `num` long random requests, one at a time, through the router."""
     words, rng = Words.of_model(setup.model), Random("overhead")
     batches = [
@@ -106,7 +106,7 @@ def measure_overhead(profile: Profile, setup: Setup, num: int) -> Overhead:
         replicas = [stack.enter_context(replica(launch, None)) for _ in range(CONFIG.replicas)]
         entrant = Entrant(BASELINE, policy=BASELINE, flags=("--tokenizer", setup.model))
         router = stack.enter_context(running_router(entrant, [one.url for one in replicas], Path(scratch)))
-        target = Target(router.url, replicas[0].served_model())
+        target = EndpointTarget(router.url, replicas[0].served_model())
         fronts = [psutil.Process(one.pid) for one in replicas]
 
         def cpu_seconds() -> float:
@@ -138,14 +138,17 @@ def _warm_up(words: Words) -> Question:
 
 
 def _median_difference(
-    seconds: Callable[[RequestRecord], float], real: Sequence[RequestRecord], profile: Profile, jobs: Sequence[Job]
+    seconds: Callable[[RequestRecord], float],
+    real: Sequence[RequestRecord],
+    profile: ReplicaProfile,
+    jobs: Sequence[Job],
 ) -> float:
     """Return the median of real - simulated; every job is simulated alone."""
     alone = [simulated(profile, [replace(job, at=0.0)])[0] for job in jobs]
     return median(seconds(one) - seconds(other) for one, other in zip(real, alone, strict=True))
 
 
-def slowdown_of(alone: Profile, beside: Profile, config: FleetConfig, kind: str) -> float:
+def slowdown_of(alone: ReplicaProfile, beside: ReplicaProfile, config: FleetConfig, kind: str) -> float:
     """Return the factor by which one request of a workload takes longer while the other core is busy; at least 1."""
     shape = config.shapes[kind]
     prompt = shape.shared + shape.own
@@ -161,16 +164,18 @@ def speeds_of(slowdown: float, others: float) -> tuple[float, float]:
     return 1.0 - others + others / slowdown, (CORES - others) / CORES / slowdown
 
 
-def simulate(simulation: Simulation, questions: Sequence[Question], warm_up: Question, first: float) -> Trial:
+def simulate(simulation: SimulationConfig, questions: Sequence[Question], warm_up: Question, first: float) -> Trial:
     """Return the run of one policy, without its warm-ups; `first` is added to the time before the first token."""
     warm = [replace(warm_up.job, at=0.1 * number) for number in range(WARM_UPS)]
     jobs = [*warm, *(replace(one.job, at=one.job.at + 1.0) for one in questions)]
-    records = [one.record for one in simulation.run([from_job(job) for job in jobs]).records]
+    records = [one.record for one in simulation.run([request_from_job(job) for job in jobs]).records]
     counted = [record for record in records if int(record.request_id) >= WARM_UPS]
     return Trial(tuple(replace(record, arrival=record.arrival - first) for record in counted), ())
 
 
-def predict(alone: Profile, beside: Profile, overhead: Overhead, config: FleetConfig, setup: Setup) -> dict[str, Any]:
+def predict(
+    alone: ReplicaProfile, beside: ReplicaProfile, overhead: Overhead, config: FleetConfig, setup: EngineSetup
+) -> dict[str, Any]:
     """Return the predicted figures of each workload, policy and run."""
     words = Words.of_model(setup.model)
     profile = with_overhead(fleet_profile(alone, config), overhead.step)
@@ -186,7 +191,7 @@ def predict(alone: Profile, beside: Profile, overhead: Overhead, config: FleetCo
         others = rate * (overhead.request_cpu + overhead.token_cpu * tokens)
         slowdown = slowdown_of(alone, beside, config, kind)
         options = FleetOptions(speeds=speeds_of(slowdown, others))
-        base = Simulation(profile, config.replicas, options=options)
+        base = SimulationConfig(profile, config.replicas, options=options)
         policies: dict[str, list[dict[str, float]]] = {}
         for policy in config.policies:
             policies[policy] = []
@@ -200,7 +205,7 @@ def predict(alone: Profile, beside: Profile, overhead: Overhead, config: FleetCo
     return found
 
 
-def measure(config: FleetConfig, setup: Setup) -> dict[str, Any]:
+def measure(config: FleetConfig, setup: EngineSetup) -> dict[str, Any]:
     """Return the measured figures of each workload, policy and run."""
     with progress_bar() as bar:
         measured = measure_fleet(setup, config, bar)
@@ -287,11 +292,11 @@ def main() -> None:
         return json.loads(Path(getattr(arguments, name)).read_text())
 
     if arguments.stage == "overhead":
-        alone = read_profile(Path(arguments.alone))
+        alone = read_profile_file(Path(arguments.alone))
         result: Any = asdict(measure_overhead(alone, setup_of(arguments.model, SEED), arguments.requests))
     elif arguments.stage == "predict":
         config = replace(CONFIG, runs=arguments.runs, prompts=arguments.prompts)
-        alone, beside = (read_profile(Path(getattr(arguments, name))) for name in ("alone", "beside"))
+        alone, beside = (read_profile_file(Path(getattr(arguments, name))) for name in ("alone", "beside"))
         overhead = read("overhead")
         found = predict(alone, beside, Overhead(**overhead), config, setup_of(arguments.model, SEED))
         result = {"seed": SEED, "config": asdict(config), "overhead": overhead, "workloads": found}

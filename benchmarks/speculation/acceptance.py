@@ -20,9 +20,9 @@ from tokenizers import Tokenizer
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.kv_cache import KVCache
 from headstart.core.request import Request, SamplingParams
-from headstart.core.speculation.speculation import Speculation
+from headstart.core.speculation.speculation import Speculator
 from headstart.core.speculation.speculation_config import SpeculationConfig
-from headstart.measurement.machine import print_document
+from headstart.measurement.machine import print_figures
 
 KINDS = ("miniswe", "taubench", "quotes", "json", "shuffled", "random")
 SLOPES = (0.024, 0.085, 0.2)
@@ -34,7 +34,7 @@ BUDGET = 2048
 
 def replay(cases: Sequence[Case], slope: float, *, earlier_outputs: bool) -> dict[str, Any]:
     """Return the counts of one kind; without `earlier_outputs`, drafts come from the request's own tokens only."""
-    speculation = Speculation(SpeculationConfig(), KVCache(BlockPool(2), BLOCK), MOST_TOKENS)
+    speculation = Speculator(SpeculationConfig(), KVCache(BlockPool(2), BLOCK), MOST_TOKENS)
     speculation.cost.base, speculation.cost.slope = 1.0 - slope, slope
     num_steps, cost, drafted, accepted = 0, 0.0, 0, 0
     for number, case in enumerate(cases):
@@ -45,20 +45,20 @@ def replay(cases: Sequence[Case], slope: float, *, earlier_outputs: bool) -> dic
         seq.token_ids.append(case.output[0])
         seq.num_computed_tokens = len(case.prompt)
         for _ in range(len(case.prompt) // BUDGET + 1):  # the prompt is indexed
-            speculation.drafts([(seq, 1)], 0)
+            speculation.propose_drafts([(seq, 1)], 0)
         while seq.num_output_tokens < len(case.output):
-            draft = speculation.drafts([(seq, 1)], BUDGET).get(request.request_id, array("i"))
+            draft = speculation.propose_drafts([(seq, 1)], BUDGET).get(request.request_id, array("i"))
             due = case.output[seq.num_output_tokens :]
             num = 0
             while num < len(draft) and draft[num] == due[num]:
                 num += 1
             if draft:
-                speculation.verified(seq, len(draft), num)
+                speculation.record_verified(seq, len(draft), num)
             seq.token_ids.extend(due[: num + 1])
             seq.num_computed_tokens = len(seq.token_ids) - 1
             num_steps, cost = num_steps + 1, cost + 1.0 + slope * len(draft)
             drafted, accepted = drafted + len(draft), accepted + num
-        speculation.finished(seq)
+        speculation.on_finished(seq)
     tokens = sum(len(case.output) - 1 for case in cases)
     return {
         "slope": slope,
@@ -90,7 +90,7 @@ def main() -> None:
                 row = {"kind": kind, **replay(cases, slope, earlier_outputs=earlier_outputs)}
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-    print_document({"tokenizer": Path(args.tokenizer).name, "rows": rows})
+    print_figures({"tokenizer": Path(args.tokenizer).name, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from measure import BLOCK, CONTEXT, Pair, Total, packed, timed
 from texts import Case
 from torch import Tensor
 
-from headstart.core.batch import Chunk, Row
+from headstart.core.batch import Chunk, RowResult
 from headstart.core.cache.hashing import root_hash
 from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
@@ -18,7 +18,7 @@ from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.speculation.speculation_config import SpeculationConfig, parse_speculative_config
-from headstart.core.warm_up import measure_drafts, measure_steps
+from headstart.core.warm_up import measure_draft_cost, measure_step_times
 from headstart.model.model_runner import ModelRunner
 from headstart.model.setup.sizing import apply_threads
 from headstart.model.weights.model_loader import load_model
@@ -37,12 +37,12 @@ class TeacherSampler:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
 
-    def sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
+    def sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[RowResult]:
         """Return the given tokens of each chunk: the accepted drafts and one more."""
         rows = self._sampler.sample(logits, chunks)
         return [self._given(chunk, row) for chunk, row in zip(chunks, rows, strict=True)]
 
-    def _given(self, chunk: Chunk, row: Row) -> Row:
+    def _given(self, chunk: Chunk, row: RowResult) -> RowResult:
         output = self._outputs.get(chunk.request_id)
         if output is None:  # warm-up
             return row
@@ -51,7 +51,7 @@ class TeacherSampler:
         num = 0
         while num < len(drafts) and drafts[num] == output[at + num]:
             num += 1
-        return Row(tuple(output[at : at + num + 1]))
+        return RowResult(tuple(output[at : at + num + 1]))
 
 
 class Engines:
@@ -76,7 +76,7 @@ class Engines:
         assert speculation is not None, "the engine has no drafts"
         for number, case in enumerate(earlier):
             request = Request(f"earlier-{number}", packed(case.prompt), SamplingParams())
-            speculation.finished(EngineSequence(request, packed(case.prompt + case.output), NO_BLOCK, NO_BLOCK))
+            speculation.on_finished(EngineSequence(request, packed(case.prompt + case.output), NO_BLOCK, NO_BLOCK))
 
     def decode(self, index: int, group: Sequence[Case]) -> Pair:
         """Let both engines decode a group of requests; which one begins alternates with `index`."""
@@ -142,7 +142,7 @@ class Engines:
                 runner.num_blocks, BLOCK, limits, self._loaded.fingerprint, policy="fcfs", speculation=config
             )
         )
-        measure_steps(runner, scheduler.step_times, max_tokens=CONTEXT)
+        measure_step_times(runner, scheduler.step_times, max_tokens=CONTEXT)
         if scheduler.speculation is not None:
-            measure_drafts(runner, scheduler.speculation.cost, max_tokens=CONTEXT)
+            measure_draft_cost(runner, scheduler.speculation.cost, max_tokens=CONTEXT)
         return Engine(scheduler, runner)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headstart.measurement.runner import Setup
+from headstart.measurement.runner import EngineSetup
 from headstart_lab.runners.served_replica import Answer, Launch
 
 Known = set[tuple[str, bytes]]  # key, prompt
@@ -17,9 +17,9 @@ def never_built(*_: object, **__: object) -> None:
     raise AssertionError("the lab of servers builds no engine in this process")
 
 
-def setup_for(model: str) -> Setup:
+def setup_for(model: str) -> EngineSetup:
     """A stand-in with the facts that experiments on servers read."""
-    return Setup(never_built, model, "a label", "float32", threads=1)  # type: ignore[arg-type]
+    return EngineSetup(never_built, model, "a label", "float32", threads=1)  # type: ignore[arg-type]
 
 
 @dataclass

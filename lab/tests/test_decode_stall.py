@@ -5,12 +5,12 @@ import pytest
 
 from headstart.core.batch import Batch, StepResult
 from headstart.core.sched.step_time import DECODE_STEPS, LEAST_TOKENS
-from headstart.measurement.runner import Setup
+from headstart.measurement.runner import EngineSetup
 from headstart_lab.engine.decode_stall import StallConfig, run_stall
 from headstart_lab.runners.null_executor import NullExecutor
 from headstart_lab.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
 
-MakeSetup = Callable[..., Setup]
+MakeSetup = Callable[..., EngineSetup]
 SMALL = StallConfig(decodes=4, context=16, prompt=3000, calm=4, caps=(128, 512), cap=256, runs=1)
 CLOCK_COST = StepCost(step=0.010, token=0.001)
 
@@ -63,5 +63,5 @@ def test_nothing_is_left_behind(make_setup: MakeSetup) -> None:
         engines.append(setup.build(*args, **extra))
         return engines[-1]
 
-    run_stall(Setup(build, "", "null"), SMALL)
+    run_stall(EngineSetup(build, "", "null"), SMALL)
     assert engines and all(not engine.has_work for engine, _ in engines)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from headstart.measurement.runner import Setup
+from headstart.measurement.runner import EngineSetup
 from headstart_lab.engine.int8 import QUICK, Difference, Int8Config, run_int8
 
 
@@ -37,7 +37,7 @@ def test_differences_are_averaged_over_positions_added_in_turns() -> None:
 
 
 def test_a_tiny_model_differs_more_in_int8_than_in_bfloat16(tiny: str) -> None:
-    report = run_int8(Setup(unbuilt, tiny, "tiny", threads=1), Int8Config(prompts=3, tokens=40))  # type: ignore[arg-type]
+    report = run_int8(EngineSetup(unbuilt, tiny, "tiny", threads=1), Int8Config(prompts=3, tokens=40))  # type: ignore[arg-type]
     values = report.values
     assert values["positions"] == 120 and report.problems == []
     assert 0 < values["bfloat16_mean_difference"] < values["int8_mean_difference"] < values["logits_deviation"]
@@ -48,7 +48,7 @@ def test_a_tiny_model_differs_more_in_int8_than_in_bfloat16(tiny: str) -> None:
 
 @pytest.mark.long
 def test_the_bundled_model_is_asked_for_answers_too() -> None:
-    values = run_int8(Setup(unbuilt, "", "bundled", threads=1), QUICK).values  # type: ignore[arg-type]
+    values = run_int8(EngineSetup(unbuilt, "", "bundled", threads=1), QUICK).values  # type: ignore[arg-type]
     assert values["positions"] > 0
     assert {f"{name}_exact_answers" for name in ("float32", "bfloat16", "int8")} <= values.keys()
     assert values["int8_same_top_token"] > 0.9

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from headstart.measurement.report import Report
+from headstart.measurement.report import BenchmarkReport
 from headstart_lab.intent.intent import make_examples, make_preamble
 from headstart_lab.intent.intent_accuracy import AccuracyConfig, Answer, add_accuracy
 
@@ -33,8 +33,8 @@ def knowing(conversations: list[list[dict[str, str]]], caching: bool) -> list[Co
     ]
 
 
-def measured(answer: Answer) -> Report:
-    report = Report("intent", {})
+def measured(answer: Answer) -> BenchmarkReport:
+    report = BenchmarkReport("intent", {})
     add_accuracy(report, ASKED, answer)
     return report
 

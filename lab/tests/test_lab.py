@@ -1,10 +1,10 @@
 from collections.abc import Callable
 
-from headstart.measurement.runner import Setup
+from headstart.measurement.runner import EngineSetup
 from headstart_lab.engine.repeat import run_repeated_prompt
 from headstart_lab.runners.null_executor import NullExecutor
 
-MakeSetup = Callable[..., Setup]
+MakeSetup = Callable[..., EngineSetup]
 
 
 def test_a_repeated_prompt_of_whole_blocks_computes_one_token(make_setup: MakeSetup) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from headstart.measurement.runner import Setup
+from headstart.measurement.runner import EngineSetup
 from headstart_lab.engine.aligned_prefill import BLOCK_SIZE, LIMITS, MODES, Mix, budget_lost, steps
 from headstart_lab.engine.page_aligned import AlignedConfig, run_page_aligned
 from headstart_lab.runners.null_executor import NullExecutor
@@ -13,7 +13,7 @@ from headstart_lab.runners.null_executor import NullExecutor
 SMALL = AlignedConfig(
     runs=2, budget_prompts=12, write_prompts=8, write_blocks=300, write_steps=2, whole_prompts=3, whole_outputs=2
 )
-MakeSetup = Callable[..., Setup]
+MakeSetup = Callable[..., EngineSetup]
 
 
 @pytest.mark.parametrize(

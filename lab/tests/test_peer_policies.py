@@ -2,11 +2,11 @@
 
 from router.fleets import ask, endpoint
 
-from headstart.router.endpoint import Reported
+from headstart.router.endpoint import ReplicaReport
 from headstart.router.policies.policy import Policy
-from headstart.router.policies.simple import WorkPolicy
+from headstart.router.policies.simple import LeastTokensPolicy
 from headstart.router.router import Router
-from headstart.router.routing_decision import InFlight
+from headstart.router.routing_decision import RoutedInFlight
 from headstart.router.routing_request import RoutingRequest
 from headstart_lab.router.peers import DualMapPolicy, DynamoPolicy, LlmdPolicy, LmetricPolicy, RayPolicy, SmgPolicy
 
@@ -18,7 +18,7 @@ def fleet(policy: Policy, count: int = 3) -> Router:
     return router
 
 
-def send(router: Router, request: RoutingRequest, to: str, *, answered: bool = False) -> InFlight:
+def send(router: Router, request: RoutingRequest, to: str, *, answered: bool = False) -> RoutedInFlight:
     in_flight = router.sent(router.pick(request, 0.0), 0.0, to)
     if answered:
         router.first_token(in_flight, 0.0)
@@ -35,7 +35,7 @@ def scores(router: Router, request: RoutingRequest) -> dict[str, float]:
 
 
 def test_work_counts_uncached_tokens_without_a_first_token_and_those_of_the_request() -> None:
-    router = fleet(WorkPolicy())
+    router = fleet(LeastTokensPolicy())
     serve(router, ask(1, 2), "r1")  # 8 tokens cached
     send(router, ask(7), "r0")  # 5 tokens to compute
     send(router, ask(8, 9), "r2", answered=True)
@@ -95,7 +95,7 @@ def test_smg_skips_a_replica_far_above_the_mean_and_one_that_reports_overload() 
     assert router.pick(ask(1, 2), 0.0).endpoint.name != "r1"
     router = fleet(SmgPolicy())
     serve(router, ask(1, 2), "r1")
-    router.endpoints["r1"].reported = Reported(at=0.0, kv_usage=0.8)
+    router.endpoints["r1"].reported = ReplicaReport(at=0.0, kv_usage=0.8)
     assert router.pick(ask(1, 2), 0.0).endpoint.name != "r1"
 
 

@@ -159,7 +159,7 @@ def test_a_driver_is_told_how_to_sample(peer: Peer, monkeypatch: pytest.MonkeyPa
     told: list[dict[str, Any]] = []
     ask = peer._ask
     monkeypatch.setattr(peer, "_ask", lambda message: told.append(message) or ask(message))
-    chosen = jobs.Sampling(temperature=1.0, top_p=0.9, top_k=5)
+    chosen = jobs.JobSampling(temperature=1.0, top_p=0.9, top_k=5)
     assert peer.run(make_jobs([array("i", [7])], 2, sampling=chosen)).records[0].ok
     assert told[0]["jobs"][0]["sampling"] == {"temperature": 1.0, "top_p": 0.9, "top_k": 5}
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 
 PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
 
@@ -70,7 +70,7 @@ def test_rows_of_a_head_are_interleaved_and_heads_stay_apart() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return init_model("tiny", tmp_path_factory.mktemp("models") / "tiny", std=0.2, progress=False)
+    return write_random_model("tiny", tmp_path_factory.mktemp("models") / "tiny", std=0.2, progress=False)
 
 
 def test_every_tensor_of_a_model_is_written_once_under_its_name(folder: Path) -> None:

@@ -1,10 +1,10 @@
 from collections.abc import Callable
 
-from headstart.measurement.runner import Setup
+from headstart.measurement.runner import EngineSetup
 from headstart_lab.engine.pinned import run_pinned
 from headstart_lab.runners.null_executor import NullExecutor
 
-MakeSetup = Callable[..., Setup]
+MakeSetup = Callable[..., EngineSetup]
 
 
 def test_the_first_request_and_one_after_a_flood_take_over_every_whole_block(make_setup: MakeSetup) -> None:

@@ -12,7 +12,7 @@ from headstart.core.sched.limits import Limits
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.router import Router
-from headstart.router.routing_request import Prompt, RoutingRequest, Usage, router_root
+from headstart.router.routing_request import ReportedTokenUsage, RoutingPrompt, RoutingRequest, router_root
 from headstart.workload.synthetic import random_tokens
 from headstart_lab.router.engine_fleet import Call, EngineFleet, EngineReplica, make_engine, sampling
 from headstart_lab.router.predict import (
@@ -99,7 +99,7 @@ def made_up_calls(count: int, output: int) -> list[Call]:
         for number in range(3):
             prompt = prompt + random_tokens(40, 500, rng)
             request = Request(f"{session}-{number}", prompt, sampling(output))
-            found.append(Call(0.01 * session, str(session), request, RoutingRequest(Prompt(prompt, root))))
+            found.append(Call(0.01 * session, str(session), request, RoutingRequest(RoutingPrompt(prompt, root))))
     return found
 
 
@@ -140,7 +140,10 @@ def test_a_flush_waits_until_nothing_is_under_way() -> None:
 def test_figures_are_in_the_engines_tokens() -> None:
     one = fleet("lru", 64)
     served = one.run(made_up_calls(2, 1))
-    doubled = [one._replace(usage=Usage(2 * one.usage.prompt_tokens, 2 * one.usage.cached_tokens)) for one in served]
+    doubled = [
+        one._replace(usage=ReportedTokenUsage(2 * one.usage.prompt_tokens, 2 * one.usage.cached_tokens))
+        for one in served
+    ]
     assert figures(doubled)["hit_rate_predicted"] == pytest.approx(figures(served)["hit_rate_predicted"])
     assert figures(doubled)["error_tokens"] == pytest.approx(2 * figures(served)["error_tokens"])
 

@@ -59,7 +59,7 @@ def turn(first: float, *, client: float = 0.0, envoy: float = 0.0, errors: dict[
     return Turn(found | {"errors": errors or {}}, router_seconds=0.5, replica_seconds=0.1, envoy_seconds=envoy)
 
 
-def made_up(config: ProxyConfig, *turns: dict[str, Turn]) -> lab_proxy.Report:
+def made_up(config: ProxyConfig, *turns: dict[str, Turn]) -> lab_proxy.BenchmarkReport:
     log = lab_proxy.ContentionLog.new()
     return lab_proxy._report(replace(config, runs=len(turns)), list(turns), {"ours": "1"}, log)
 

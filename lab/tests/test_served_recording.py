@@ -9,11 +9,11 @@ import pytest
 from server.harness import wait_for
 
 from headstart.cli import main as cli
-from headstart.sim.profile import Profile
-from headstart.sim.profile_file import write_profile
-from headstart.sim.sim_workload import read_decisions
-from headstart.sim.step_cost import SumCost
-from headstart.sim.sweep import Simulation
+from headstart.sim.profile import ReplicaProfile
+from headstart.sim.profile_file import write_profile_file
+from headstart.sim.sim_workload import read_decision_log_requests
+from headstart.sim.step_cost import AdditiveCost
+from headstart.sim.sweep import SimulationConfig
 from headstart.workload.synthetic import random_tokens
 from headstart_lab.runners.served_replica import Launch, replica
 
@@ -52,21 +52,21 @@ def test_a_replay_hits_what_the_server_hit(
     assert [row["cached_tokens"] for row in rows] == [answer.cached_tokens for answer in answers]
     assert not any(str(asked[0].tolist()[:4])[1:-1] in line for line in recording.read_text().splitlines())
 
-    profile = Profile(
+    profile = ReplicaProfile(
         "served",
         "the server's limits; a step takes no time, so that requests run one after the other as they did",
-        SumCost(step=1e-6),
+        AdditiveCost(step=1e-6),
         num_blocks=NUM_BLOCKS - 1,
         block_size=16,
         scheduling_policy="lpm",
         eviction_policy=eviction,
     )
-    fleet = Simulation(profile, replicas=1).run(read_decisions(recording))
+    fleet = SimulationConfig(profile, replicas=1).run(read_decision_log_requests(recording))
     simulated = {int(one.record.request_id): one.record.cached_tokens for one in fleet.records}
     assert [simulated[number] for number in range(NUM_REQUESTS)] == [answer.cached_tokens for answer in answers]
     assert fleet.replicas["r0"].num_evictions > 0, "the pool was never full"
 
-    write_profile(profile, tmp_path / "served.json", {})
+    write_profile_file(profile, tmp_path / "served.json", {})
     words = ["simulate", "--decisions", str(recording), "--replicas", "1", "--profile", str(tmp_path / "served.json")]
     assert cli.main(words) == 0
     (point,) = json.loads(capsys.readouterr().out.splitlines()[-1])["points"]

@@ -5,12 +5,12 @@ import pytest
 
 from headstart.config.options import EngineOptions
 from headstart.core.errors import ConfigError
-from headstart.measurement.runner import Setup
+from headstart.measurement.runner import EngineSetup
 from headstart_lab.engine.burst_forms import Form, check_form, every_form, parse_tree
 from headstart_lab.engine.shared_burst import run_twins
 from headstart_lab.runners.null_executor import NullExecutor
 
-MakeSetup = Callable[..., Setup]
+MakeSetup = Callable[..., EngineSetup]
 SMALL = Form(requests=6, prefix=256, own=16, output=2, branch=32)
 CAPPED = Form(requests=6, prefix=256, own=16, output=2, cap=64)
 KEYS = {"prefill_computed", "ideal", "redundancy", "total_s", "steps", "off_s", "differing_tokens"}
@@ -57,12 +57,12 @@ def test_a_leader_that_fails_or_is_aborted_is_lost_in_mid_prefill(make_setup: Ma
 
 def test_computing_a_prefix_twice_invalidates_the_run(make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = make_setup()
-    plain = Setup.options
+    plain = EngineSetup.options
 
-    def never_shared(self: Setup, **sizes: int) -> EngineOptions:
+    def never_shared(self: EngineSetup, **sizes: int) -> EngineOptions:
         return plain(self, num_blocks=sizes["num_blocks"], caching=False)
 
-    monkeypatch.setattr(Setup, "options", never_shared)
+    monkeypatch.setattr(EngineSetup, "options", never_shared)
     report = run_twins(setup, [CAPPED], runs=1, baseline=False)
     assert report.values["redundancy"] == pytest.approx(6 * 272 / (256 + 6 * 16))
     assert report.problems == ["burst cap 64: 1632 prompt tokens computed, ideal 352"]

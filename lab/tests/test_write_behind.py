@@ -5,18 +5,18 @@ from pathlib import Path
 import pytest
 
 from headstart.engine.assembly import build_engine
-from headstart.measurement.runner import Setup
+from headstart.measurement.runner import EngineSetup
 from headstart.workload.synthetic import RequestShape
 from headstart_lab.runners.null_executor import NullExecutor
 from headstart_lab.store.write_behind import QUICK, Workload, run_write_behind
 
-MakeSetup = Callable[..., Setup]
+MakeSetup = Callable[..., EngineSetup]
 SMALL = replace(QUICK, workloads=(Workload("cold", 4, 1, RequestShape(0, 128, 1)),))
 
 
 @pytest.mark.long
 def test_every_pair_writes_blocks_on_one_side_only(tiny: str, tmp_path: Path) -> None:
-    setup = Setup(build_engine, tiny, "tiny", "float32", 1)
+    setup = EngineSetup(build_engine, tiny, "tiny", "float32", 1)
     report = run_write_behind(setup, replace(QUICK, folder=tmp_path))
     assert report.problems == [] and list(tmp_path.iterdir()) == []
     assert report.values.keys() >= {"cold_throughput_on_over_off", "mix_throughput_on_over_off"}

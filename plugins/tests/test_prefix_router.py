@@ -2,7 +2,7 @@
 
 import pytest
 
-from headstart.router.routing_request import Usage
+from headstart.router.routing_request import ReportedTokenUsage
 from headstart_plugins.litellm import prefix_router
 from headstart_plugins.litellm.prefix_router import CallProgress, PrefixRouter, PromptKey
 
@@ -20,7 +20,7 @@ def ask(router: PrefixRouter, key: PromptKey, now: float, call: str = "c", cache
     """Route, send and finish a request; return the server."""
     server = router.pick("m", key, SERVERS, now)
     router.sent(call, "m", key, server, now)
-    usage = None if cached is None else Usage(len(key.body) // 4, cached)
+    usage = None if cached is None else ReportedTokenUsage(len(key.body) // 4, cached)
     router.finished(call, now + 0.1, usage, num_output=4)
     return server
 
@@ -41,7 +41,9 @@ def test_a_server_without_the_reported_prefix_loses_it() -> None:
     key = chat(LONG, "one")
     first = ask(router, key, 0.0)
     router.sent("again", "m", key, first, 1.0)
-    router.finished("again", 1.1, Usage(len(key.body) // 4, 0), num_output=4)  # nothing was cached: it was emptied
+    router.finished(
+        "again", 1.1, ReportedTokenUsage(len(key.body) // 4, 0), num_output=4
+    )  # nothing was cached: it was emptied
     index = router.router.endpoints[first].index
     predicted = index.match(router._prompt(chat(LONG, "two")).block_hashes(16))
     assert index.num_flushes == 1  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm_environment import run_script
 
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 
 pytestmark = pytest.mark.long
 COUNTER = "vllm:request_prefill_kv_computed_tokens"
@@ -16,7 +16,7 @@ COUNTER = "vllm:request_prefill_kv_computed_tokens"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "llama"
-    init_model("llama-3m", folder, dtype="float32")
+    write_random_model("llama-3m", folder, dtype="float32")
     return folder
 
 

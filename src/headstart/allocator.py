@@ -17,7 +17,7 @@ _PAGE_BYTES = resource.getpagesize()
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 
 
-def give_memory_back() -> bool:
+def configure_malloc() -> bool:
     """Set fixed thresholds and few arenas; return whether this process's allocator supports it."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # musl, macOS
@@ -26,14 +26,14 @@ def give_memory_back() -> bool:
     return all([mallopt(name, value) == 1 for name, value in settings])
 
 
-def trim() -> None:
+def trim_heap() -> None:
     """Return the heap's free pages to the system, where the allocator can. Takes some milliseconds."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
 
 
-async def trim_regularly() -> None:
+async def trim_heap_regularly() -> None:
     """Trim the heap every TRIM_SECONDS while much memory is allocated and freed, and once more afterwards.
 
     Runs until its task is cancelled. A check takes about 2 us; trimming takes some milliseconds, on a thread.
@@ -43,7 +43,7 @@ async def trim_regularly() -> None:
         await asyncio.sleep(TRIM_SECONDS)
         is_busy = (_num_faults() - trimmed_at) * _PAGE_BYTES > TRIM_BYTES
         if is_busy or was_busy:
-            await asyncio.to_thread(trim)
+            await asyncio.to_thread(trim_heap)
             trimmed_at = _num_faults()
         was_busy = is_busy
 

@@ -12,7 +12,8 @@ BLOCK = 16
 
 
 class Stub:
-    """Streams `max_tokens` tokens; `fault` breaks replies in one way. Keeps the bodies and how many at a time.
+    """Streams `max_tokens` tokens; `damage_of_value` breaks replies in one way. Keeps the bodies and how many at a
+    time.
 
     Faults: loading, no models, no token ids, no ignore_eos, small vocabulary, key, no completions (all refusals);
     status, error in mid stream, torn stream, wrong usage, no usage, all cached (from the first measured request on);

@@ -15,15 +15,15 @@ from headstart.bench import rate_report, rotations
 from headstart.bench.cli import cli_run
 from headstart.bench.cli.bench_cli import app
 from headstart.bench.endpoint_runner import EndpointRunner
-from headstart.bench.rate_report import Load, RateConfig, RateSearch, measure_rate
-from headstart.measurement.progress_bar import Bar
-from headstart.measurement.report import Report
-from headstart.measurement.runner import Runner, Setup
+from headstart.bench.rate_report import Load, RateConfig, RateSearchResult, measure_rate
+from headstart.measurement.progress_bar import ProgressBar
+from headstart.measurement.report import BenchmarkReport
+from headstart.measurement.runner import EngineSetup, JobRunner
 from headstart.workload.slo import Slo
 from headstart_lab.runners.null_executor import NullExecutor
 
-MakeSetup = Callable[..., Setup]
-Bench = Callable[[Setup, Bar], Report]
+MakeSetup = Callable[..., EngineSetup]
+Bench = Callable[[EngineSetup, ProgressBar], BenchmarkReport]
 COMMON = {
     "bench",
     "valid",
@@ -53,11 +53,11 @@ ROTATION_KEYS = {
 }
 
 
-def run_verb(monkeypatch: pytest.MonkeyPatch, setup: Setup, *arguments: str) -> tuple[int, dict]:
+def run_verb(monkeypatch: pytest.MonkeyPatch, setup: EngineSetup, *arguments: str) -> tuple[int, dict]:
     """(exit code, JSON document) of a verb on the given engines."""
 
     def on_setup(bench: Bench, *rest: object) -> None:
-        cli_run.finish(lambda bar: bench(setup, bar), None)
+        cli_run.run_and_exit(lambda bar: bench(setup, bar), None)
 
     monkeypatch.setattr(cli_run, "run_on_model", on_setup)
     result = CliRunner().invoke(app, list(arguments))
@@ -122,7 +122,7 @@ def test_a_wrong_number_of_warm_steps_invalidates_the_run(
     monkeypatch: pytest.MonkeyPatch, make_setup: MakeSetup
 ) -> None:
     monkeypatch.setattr(rotations, "BUDGET", 1100)
-    monkeypatch.setattr(Setup, "options", _few_seqs(Setup.options))
+    monkeypatch.setattr(EngineSetup, "options", _few_seqs(EngineSetup.options))
     code, document = run_verb(monkeypatch, make_setup(), "rotations", "--quick")
     assert code == 1 and "2 steps" in document["problems"][0]
 
@@ -160,7 +160,7 @@ def test_every_workload_measures_a_server(arguments: tuple[str, ...], phases: li
 def test_a_search_ends_with_a_rate_and_its_redundancy(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(rate_report, "search_rate", one_point)
+    monkeypatch.setattr(rate_report, "measure_highest_rate", one_point)
     code, document, shown = against(Stub(), *arguments, "--slo-e2e", "60000")
     assert code == 0, document["problems"]
     assert document["highest_rate"] == 400 and document["slo_ms"] == {"e2e": 60000}
@@ -176,10 +176,10 @@ def test_a_search_says_zero_at_once_where_requests_alone_miss_the_limit(argument
     assert "requests alone miss that" in " ".join(shown.split())
 
 
-def one_point(runner: Runner, load: Load, slo: Slo, *_: object) -> RateSearch:
+def one_point(runner: JobRunner, load: Load, slo: Slo, *_: object) -> RateSearchResult:
     """A search that tries one rate only."""
     point = measure_rate(runner, load, slo, 400.0, RateConfig(seconds=0.05, min_requests=8))
-    return RateSearch(point.rate, (point,), slo)
+    return RateSearchResult(point.rate, (point,), slo)
 
 
 def test_a_trace_is_replayed_from_a_file(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import pytest
 from bench.stub_endpoint import Stub, serving
 
 from headstart.bench.endpoint_runner import EndpointRunner
-from headstart.bench.measure import measure
-from headstart.bench.streamed_request import Target, body_of, cached_tokens
+from headstart.bench.measure import measure_scenario
+from headstart.bench.streamed_request import EndpointTarget, cached_tokens_in_usage, request_body_of_job
 from headstart.core.errors import ConfigError
-from headstart.measurement.runner import Trial
+from headstart.measurement.runner import JobsResult
 from headstart.workload import scenarios
-from headstart.workload.jobs import Job, Sampling, make_jobs
+from headstart.workload.jobs import Job, JobSampling, make_jobs
 from headstart.workload.request_record import RequestRecord
 from headstart.workload.synthetic import RequestShape, random_tokens
 
@@ -25,7 +25,7 @@ SHAPE = RequestShape(32, 16, 4)
 
 @contextmanager
 def connected(stub: Stub, **target: object) -> Generator[EndpointRunner]:
-    with serving(stub) as url, closing(EndpointRunner.connect(Target(url, **target), 100, Random(0))) as runner:
+    with serving(stub) as url, closing(EndpointRunner.connect(EndpointTarget(url, **target), 100, Random(0))) as runner:
         yield runner
 
 
@@ -51,7 +51,9 @@ def test_a_closed_loop_has_so_many_at_a_time_and_keeps_the_order_of_its_jobs() -
 
 def test_sampling_is_sent_as_asked() -> None:
     job = Job(array("i", [1]), 2)
-    greedy, sampled = (json.loads(body_of(one, "m")) for one in (job, replace(job, sampling=Sampling(0.7, 0.9, 5))))
+    greedy, sampled = (
+        json.loads(request_body_of_job(one, "m")) for one in (job, replace(job, sampling=JobSampling(0.7, 0.9, 5)))
+    )
     assert greedy["temperature"] == 0 and "top_p" not in greedy and "top_k" not in greedy
     assert (sampled["temperature"], sampled["top_p"], sampled["top_k"]) == (0.7, 0.9, 5)
 
@@ -78,7 +80,9 @@ def test_a_job_comes_a_pause_after_those_it_waits_for() -> None:
 
 def test_redundancy_is_counted_from_what_was_sent_and_what_was_reported() -> None:
     with connected(Stub()) as runner:
-        found = measure(runner, scenarios.rotations(runner.vocab_size, Random(1), count=4, length=33, passes=1))
+        found = measure_scenario(
+            runner, scenarios.rotations(runner.vocab_size, Random(1), count=4, length=33, passes=1)
+        )
     assert found.problems == [] and not found.was_reset
     # a token that two rotations begin with is shared, but no server shares less than a block
     assert found["cold"].computed == 4 * 33 and 4 * 33 - 4 <= found["cold"].ideal <= 4 * 33
@@ -91,7 +95,9 @@ def test_silence_about_cached_tokens_is_not_zero_cached_tokens(fault: str, probe
     with connected(stub) as runner:
         assert len(stub.bodies) == probes, "a silent first answer is asked for again"
         assert runner.reports_cached is (fault == "silent when none")
-        found = measure(runner, scenarios.twins(runner.vocab_size, Random(1), requests=3, shape=SHAPE))["cold"]
+        found = measure_scenario(
+            runner, scenarios.shared_burst_scenario(runner.vocab_size, Random(1), requests=3, shape=SHAPE)
+        )["cold"]
     assert found.problems == []
     if fault == "silent":
         assert found.redundancy is None and found.computed is None
@@ -112,12 +118,14 @@ def test_silence_about_cached_tokens_is_not_zero_cached_tokens(fault: str, probe
     ],
 )
 def test_cached_tokens_are_read_in_every_form_and_never_made_up(usage: dict, expected: int | None) -> None:
-    assert cached_tokens(usage) == expected
+    assert cached_tokens_in_usage(usage) == expected
 
 
 def test_a_server_that_claims_more_than_can_be_cached_is_found_out() -> None:
     with connected(Stub("all cached")) as runner:
-        found = measure(runner, scenarios.twins(runner.vocab_size, Random(1), requests=3, shape=SHAPE))
+        found = measure_scenario(
+            runner, scenarios.shared_burst_scenario(runner.vocab_size, Random(1), requests=3, shape=SHAPE)
+        )
     assert "are needed: the prompts were known already" in found.problems[0]
 
 
@@ -151,7 +159,7 @@ def test_giving_up_ends_what_is_under_way_and_the_runner_goes_on() -> None:
         trial = runner.run(long_jobs, give_up=give_up)
         assert trial.is_cut and [record.output_tokens for record in trial.records] == [1, 1]
         after = runner.run(jobs(2))
-    assert isinstance(after, Trial) and not after.is_cut and after.errors == []
+    assert isinstance(after, JobsResult) and not after.is_cut and after.errors == []
 
 
 @pytest.mark.parametrize(
@@ -176,12 +184,12 @@ def test_a_server_that_cannot_be_measured_is_one_clear_error(fault: str, message
 @pytest.mark.parametrize("url", ["ftp://example", "nonsense"])
 def test_what_is_no_http_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="not an http"):
-        EndpointRunner.connect(Target(url), 100, Random(0))
+        EndpointRunner.connect(EndpointTarget(url), 100, Random(0))
 
 
 def test_a_server_that_is_not_there_is_one_clear_error() -> None:
     with pytest.raises(ConfigError, match="cannot reach"):
-        EndpointRunner.connect(Target("http://127.0.0.1:9"), 100, Random(0))
+        EndpointRunner.connect(EndpointTarget("http://127.0.0.1:9"), 100, Random(0))
 
 
 def test_what_the_server_says_of_itself_is_in_the_report() -> None:

@@ -5,20 +5,20 @@ from random import Random
 
 import pytest
 
-from headstart.bench.measure import measure
-from headstart.bench.rate_report import RateConfig, behind_prefix, measure_rate, search_rate
+from headstart.bench.measure import measure_scenario
+from headstart.bench.rate_report import RateConfig, cached_prefix_load, measure_highest_rate, measure_rate
 from headstart.core.request import Request
-from headstart.measurement.inprocess import EngineRunner, drive
-from headstart.measurement.runner import Setup, Trial
+from headstart.measurement.inprocess import EngineRunner, run_requests
+from headstart.measurement.runner import EngineSetup, JobsResult
 from headstart.workload import scenarios
-from headstart.workload.jobs import Sampling
+from headstart.workload.jobs import JobSampling
 from headstart.workload.request_record import RequestRecord
 from headstart.workload.slo import Slo
 from headstart.workload.synthetic import RequestShape
 from headstart_lab.comparison import ROWS, measure_poisson, measure_row
 from headstart_lab.runners.null_executor import NullExecutor
 
-MakeSetup = Callable[..., Setup]
+MakeSetup = Callable[..., EngineSetup]
 SHAPE = RequestShape(shared=48, own=16, output=3)
 
 
@@ -29,7 +29,9 @@ def runner(make_setup: MakeSetup) -> EngineRunner:
 
 
 def test_redundancy_is_one_where_nothing_is_computed_twice(runner: EngineRunner) -> None:
-    found = measure(runner, scenarios.twins(runner.vocab_size, Random(1), requests=4, shape=SHAPE))
+    found = measure_scenario(
+        runner, scenarios.shared_burst_scenario(runner.vocab_size, Random(1), requests=4, shape=SHAPE)
+    )
     assert found.problems == [] and found.was_reset
     result = found["cold"]
     assert (result.computed, result.ideal, result.redundancy) == (48 + 4 * 16, 48 + 4 * 16, 1.0)
@@ -38,7 +40,9 @@ def test_redundancy_is_one_where_nothing_is_computed_twice(runner: EngineRunner)
 def test_without_caching_every_twin_computes_the_prefix(make_setup: MakeSetup) -> None:
     setup = make_setup()
     runner = EngineRunner.build(setup, setup.options(num_blocks=512, caching=False))
-    found = measure(runner, scenarios.twins(runner.vocab_size, Random(1), requests=4, shape=SHAPE))
+    found = measure_scenario(
+        runner, scenarios.shared_burst_scenario(runner.vocab_size, Random(1), requests=4, shape=SHAPE)
+    )
     assert found["cold"].redundancy == pytest.approx(4 * 64 / (48 + 4 * 16))
 
 
@@ -46,8 +50,8 @@ def test_the_engine_samples_as_the_jobs_ask(runner: EngineRunner, monkeypatch: p
     asked: list[Request] = []
     add = runner.engine.add_request
     monkeypatch.setattr(runner.engine, "add_request", lambda request: asked.append(request) or add(request))
-    chosen = Sampling(temperature=0.7, top_p=0.9, top_k=5)
-    measure(runner, scenarios.decode(64, Random(1), is_shared=True, streams=2, shape=SHAPE, sampling=chosen))
+    chosen = JobSampling(temperature=0.7, top_p=0.9, top_k=5)
+    measure_scenario(runner, scenarios.decode(64, Random(1), is_shared=True, streams=2, shape=SHAPE, sampling=chosen))
     found = [(one.sampling.temperature, one.sampling.top_p, one.sampling.top_k) for one in asked]
     assert found == [(0.0, 1.0, 0), (0.7, 0.9, 5), (0.7, 0.9, 5)]  # the first prepares the cache
 
@@ -72,14 +76,14 @@ def test_rotations_are_computed_whole_when_cold_and_one_token_each_when_warm(run
 
 
 def test_a_closed_loop_has_so_many_at_work_and_counts_latency_from_sending(runner: EngineRunner) -> None:
-    jobs = scenarios.cold_ttft(runner.vocab_size, Random(1), length=20, requests=6).phases[0].jobs
+    jobs = scenarios.cold_ttft_scenario(runner.vocab_size, Random(1), length=20, requests=6).phases[0].jobs
     most = 0
 
     def watch(_: int) -> None:
         nonlocal most
         most = max(most, runner.engine.stats().num_running)
 
-    run = drive(runner.engine, runner._requests(jobs), concurrency=2, on_step=watch)
+    run = run_requests(runner.engine, runner._requests(jobs), concurrency=2, on_step=watch)
     assert most <= 2 and len(run.records) == 6
     arrivals = [record.arrival for record in run.records]
     assert arrivals[0] == arrivals[1] < arrivals[2] and arrivals == sorted(arrivals)
@@ -108,7 +112,7 @@ class SlowRunner:
     def reset(self) -> bool:
         return False
 
-    def run(self, jobs: Sequence[scenarios.Job], *, concurrency: int = 0, give_up=None, **_: object) -> Trial:
+    def run(self, jobs: Sequence[scenarios.Job], *, concurrency: int = 0, give_up=None, **_: object) -> JobsResult:
         records, now, is_cut = list[RequestRecord](), 0.0, False
         for index, job in enumerate(jobs):
             arrival = now if concurrency else job.at
@@ -117,28 +121,28 @@ class SlowRunner:
             if give_up is not None and give_up(records[-1]):
                 is_cut = True
                 break
-        return Trial(records, now, is_cut, self.reports_cached)
+        return JobsResult(records, now, is_cut, self.reports_cached)
 
     def close(self) -> None: ...
 
 
 def test_redundancy_is_unknown_where_cached_tokens_are_not_reported() -> None:
-    scenario = scenarios.twins(1000, Random(1), requests=4, shape=SHAPE)
-    assert measure(SlowRunner(), scenario)["cold"].redundancy == pytest.approx(4 * 64 / 112)
-    silent = measure(SlowRunner(reports_cached=False), scenario)["cold"]
+    scenario = scenarios.shared_burst_scenario(1000, Random(1), requests=4, shape=SHAPE)
+    assert measure_scenario(SlowRunner(), scenario)["cold"].redundancy == pytest.approx(4 * 64 / 112)
+    silent = measure_scenario(SlowRunner(reports_cached=False), scenario)["cold"]
     assert silent.redundancy is None and silent.computed is None and silent.trial.computed_tokens is None
 
 
 def test_the_highest_rate_is_below_what_one_at_a_time_can_serve() -> None:
     config = RateConfig(seconds=5.0, min_requests=200, precision=1.05)
-    found = search_rate(SlowRunner(), behind_prefix(SHAPE), Slo(e2e=0.4), 3.0, config)
+    found = measure_highest_rate(SlowRunner(), cached_prefix_load(SHAPE), Slo(e2e=0.4), 3.0, config)
     assert 3.0 < found.rate < 10.0 and found.problems == []
     assert all(point.holds == (point.rate <= found.rate) for point in found.points)
     assert any(point.result.trial.is_cut for point in found.points)
 
 
 def test_a_rate_without_limits_is_measured_to_its_end() -> None:
-    point = measure_rate(SlowRunner(), behind_prefix(SHAPE), Slo(), 50.0, RateConfig(min_requests=20, seconds=0.1))
+    point = measure_rate(SlowRunner(), cached_prefix_load(SHAPE), Slo(), 50.0, RateConfig(min_requests=20, seconds=0.1))
     assert len(point.result.trial.records) == 20 and point.holds
 
 

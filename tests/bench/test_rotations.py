@@ -3,10 +3,10 @@ from collections.abc import Callable
 import pytest
 
 from headstart.bench.rotations import RotationsConfig, run_rotations
-from headstart.measurement.runner import Setup
+from headstart.measurement.runner import EngineSetup
 from headstart_lab.runners.null_executor import NullExecutor
 
-MakeSetup = Callable[..., Setup]
+MakeSetup = Callable[..., EngineSetup]
 QUICK = RotationsConfig(runs=1, warm_passes=1, decode_rounds=1, decode_steps=2)
 KEYS = {
     *("cold_s", "warm_s", "ratio", "warm_steps", "warm_tokens_computed"),

@@ -17,8 +17,8 @@ from headstart import __version__
 from headstart.cli import main as cli
 from headstart.cli.build_engine import build_engine
 from headstart.cli.serve import NOT_OF_A_SERVER
-from headstart.config.config_file import all_fields
-from headstart.config.options import EngineOptions, RouterOptions, ServerOptions, flag_of
+from headstart.config.config_file import all_option_fields
+from headstart.config.options import EngineOptions, RouterOptions, ServerOptions, flag_name
 from headstart.core.errors import ConfigError
 from headstart.model.weights.shapes import SHAPES
 
@@ -30,7 +30,7 @@ def bare_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty working folder, a wide terminal and no HEADSTART_* variable."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "110")
-    for field in all_fields():
+    for field in all_option_fields():
         monkeypatch.delenv(f"HEADSTART_{field.name.upper()}", raising=False)
     monkeypatch.delenv("HEADSTART_DEBUG", raising=False)
     monkeypatch.delenv("HEADSTART_CONFIG", raising=False)
@@ -73,9 +73,9 @@ def test_serve_help_names_every_option_and_its_default_once(capsys: pytest.Captu
     shown = capsys.readouterr().out.split("Examples:")[0]
     left = [re.split(r" {2,}", line.strip())[0] for line in shown.splitlines() if line.startswith("  -")]
     flags = re.findall(r"--(?:\[no-\])?([a-z-]+)", " ".join(left))
-    for field in all_fields():
+    for field in all_option_fields():
         is_shown = field.name not in ("model", *NOT_OF_A_SERVER)
-        assert flags.count(flag_of(field.name).removeprefix("--")) == is_shown, field.name
+        assert flags.count(flag_name(field.name).removeprefix("--")) == is_shown, field.name
     assert "[8000]" in shown and "Scheduling and caching:" in shown
 
 

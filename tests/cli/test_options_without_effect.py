@@ -11,11 +11,11 @@ import pytest
 from headstart.cli import main as cli
 from headstart.cli.route import route
 from headstart.cli.serve import OF_RAY, serve
-from headstart.config.config_file import all_fields, plain_type
-from headstart.config.options import flag_of
+from headstart.config.config_file import all_option_fields, option_value_type
+from headstart.config.options import flag_name
 
 SRC = Path(cli.__file__).parents[1]
-NAMES = {field.name for field in all_fields()}
+NAMES = {field.name for field in all_option_fields()}
 OF_ENGINE = ("cli/build_engine.py", "engine")
 OF_SERVER = ("http", "openai/bounds.py", "server")
 OF_ROUTER = ("cli/route.py", "gateway", "http")
@@ -65,7 +65,7 @@ def test_engines_read_all_options_of_an_engine() -> None:
 def test_a_server_alone_refuses_the_options_of_a_router(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "/no/such/model", *argument(name)]) == 2
     remedy = "--on ray" if name in OF_RAY else "--replicas 2"
-    assert f"{flag_of(name)} " in (shown := capsys.readouterr().err) and remedy in shown, shown
+    assert f"{flag_name(name)} " in (shown := capsys.readouterr().err) and remedy in shown, shown
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_server_alone_refuses_the_options_of_a_router(name: str, capsys: pytes
 )
 def test_replicas_on_this_machine_refuse_the_options_of_ray(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "/no/such/model", "--replicas", "2", *argument(name)]) == 2
-    assert f"{flag_of(name)} " in (shown := capsys.readouterr().err) and "--on ray" in shown, shown
+    assert f"{flag_name(name)} " in (shown := capsys.readouterr().err) and "--on ray" in shown, shown
 
 
 def test_ray_refuses_a_socket(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +94,7 @@ def test_a_router_names_the_keys_of_its_file_that_it_does_not_read(
     """And no other one; that there are no replicas is an error of its own, after that."""
     read = flags_of(route)
     for name in sorted(NAMES):
-        field, value = next(field for field in all_fields() if field.name == name), argument(name)[1:]
+        field, value = next(field for field in all_option_fields() if field.name == name), argument(name)[1:]
         text = "true" if isinstance(field.default, bool) else f'"{value[0]}"' if takes_text(field) else value[0]
         file = tmp_path / "router.toml"
         file.write_text(f"replica = []\n{name} = {text}\n" if name != "replica" else "replica = []\n")
@@ -104,17 +104,17 @@ def test_a_router_names_the_keys_of_its_file_that_it_does_not_read(
 
 
 def takes_text(field: Any) -> bool:
-    return "choices" in field.metadata or plain_type(field) is str
+    return "choices" in field.metadata or option_value_type(field) is str
 
 
 def argument(name: str) -> list[str]:
     """Return the words that give an option a valid value."""
-    field = next(field for field in all_fields() if field.name == name)
+    field = next(field for field in all_option_fields() if field.name == name)
     if "choices" in field.metadata:
-        return [flag_of(name), field.metadata["choices"][0]]
+        return [flag_name(name), field.metadata["choices"][0]]
     if isinstance(field.default, bool):
-        return [flag_of(name)]
-    return [flag_of(name), str(int(max(field.metadata.get("minimum", 0), 1)))]
+        return [flag_name(name)]
+    return [flag_name(name), str(int(max(field.metadata.get("minimum", 0), 1)))]
 
 
 def functions(verb: Any) -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 from server.harness import Server, spawn
 
 from headstart.cli import main as cli
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 
 SENTENCE = "you sort what people say to their house into one of sixty intents and answer with nothing else; "
 CONFIG = """
@@ -33,7 +33,7 @@ messages = [{role = "system", content = "you answer for acme and for nobody else
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     room = tmp_path_factory.mktemp("prefixes")
-    model = init_model("tiny", room / "tiny", std=0.2, dtype="float32", progress=False)
+    model = write_random_model("tiny", room / "tiny", std=0.2, dtype="float32", progress=False)
     (room / "headstart.toml").write_text(CONFIG, encoding="utf-8")
     (room / "intent.txt").write_text(SENTENCE * 6, encoding="utf-8")
     options = [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headstart.cli import main as cli
-from headstart.cli.client_request import proxy_of
+from headstart.cli.client_request import proxy_for_address
 
 DEAD = "http://somebody:secret@127.0.0.1:9"
 
@@ -64,10 +64,10 @@ def test_the_error_names_the_proxy_that_did_not_answer(argv: list[str], capsys: 
 @pytest.mark.usefixtures("proxied")
 def test_exceptions_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for host in ("localhost:8000", "127.0.0.1:8000", "127.9.9.9", "[::1]:8000"):
-        assert proxy_of(f"http://{host}") is None
-    assert proxy_of("http://models.invalid") == "127.0.0.1:9"
+        assert proxy_for_address(f"http://{host}") is None
+    assert proxy_for_address("http://models.invalid") == "127.0.0.1:9"
     monkeypatch.setenv("no_proxy", "models.invalid")
-    assert proxy_of("http://models.invalid") is None
+    assert proxy_for_address("http://models.invalid") is None
 
 
 def test_a_log_may_begin_with_a_byte_order_mark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,25 +15,25 @@ from server.harness import spawn, wait_for
 
 from headstart.cli.replica_process import with_memory_share
 from headstart.cli.replicas import (
-    behind_router,
-    divided,
     gpu_environment,
-    publishing,
+    replica_engine_options,
+    replica_server_options,
     resources_text,
     uses_kv_events,
-    with_tokenizer,
+    with_kv_events,
+    with_model_tokenizer,
 )
 from headstart.config.options import EngineOptions, PrefixEntry, RouterOptions, ServerOptions, TenantEntry
 from headstart.core.errors import ConfigError
 from headstart.engine.kv_event_publisher import parse_kv_events_config
-from headstart.gateway.replicas.replica_child import environment
-from headstart.model.weights.init_model import init_model
+from headstart.gateway.replicas.replica_child import replica_environment
+from headstart.model.weights.init_model import write_random_model
 
 GIB = 2**30
 
 
 def share(replicas: int, cores: int, **engine: Any) -> EngineOptions:
-    return divided(EngineOptions(**engine), replicas, cores=cores, available=12 * GIB)
+    return replica_engine_options(EngineOptions(**engine), replicas, cores=cores, available=12 * GIB)
 
 
 @pytest.mark.parametrize(("cores", "replicas", "threads"), [(8, 2, 4), (8, 3, 2), (2, 2, 1), (2, 5, 1)])
@@ -50,15 +50,15 @@ def test_memory_is_divided_and_an_explicit_limit_is_that_of_all() -> None:
 
 def test_every_replica_has_a_gpu_and_no_part_of_the_machines_memory() -> None:
     for device in ("auto", "cuda", "cuda:1"):
-        got = divided(EngineOptions(device=device), 2, cores=8, available=12 * GIB, gpus=("3", "GPU-x"))
+        got = replica_engine_options(EngineOptions(device=device), 2, cores=8, available=12 * GIB, gpus=("3", "GPU-x"))
         assert (got.device, got.memory_limit, got.threads) == ("cuda", None, 4)  # it sees one GPU, the first
     assert [gpu_environment(("3", "GPU-x"), slot) for slot in range(3)] == [
         {"CUDA_VISIBLE_DEVICES": name} for name in ("3", "GPU-x", "3")
     ]
     assert gpu_environment((), 1) == {}
     with pytest.raises(ConfigError, match="--replicas 3: "):
-        divided(EngineOptions(), 3, cores=8, gpus=("0", "1"))
-    got = divided(EngineOptions(gpu_memory_utilization=0.3), 3, cores=8, gpus=("0",))
+        replica_engine_options(EngineOptions(), 3, cores=8, gpus=("0", "1"))
+    got = replica_engine_options(EngineOptions(gpu_memory_utilization=0.3), 3, cores=8, gpus=("0",))
     assert got.gpu_memory_utilization == 0.3  # each one's, as in vLLM
 
 
@@ -77,7 +77,9 @@ def test_an_explicit_pool_is_that_of_all_and_blocks_are_each_ones() -> None:
 
 @given(st.integers(1, 64), st.integers(1, 256), st.integers(1, 2**40))
 def test_nothing_is_given_twice(replicas: int, cores: int, available: int) -> None:
-    got = divided(EngineOptions(kv_cache_memory=str(available)), replicas, cores=cores, available=available)
+    got = replica_engine_options(
+        EngineOptions(kv_cache_memory=str(available)), replicas, cores=cores, available=available
+    )
     assert got.memory_limit is not None and got.kv_cache_memory is not None
     assert got.threads >= 1 and replicas * got.threads <= max(cores, replicas)
     for share in (int(got.memory_limit), int(got.kv_cache_memory)):
@@ -86,7 +88,7 @@ def test_nothing_is_given_twice(replicas: int, cores: int, available: int) -> No
 
 def test_everything_else_is_the_same_for_all() -> None:
     engine = EngineOptions(model="m", kv_store="/store", block_size=32, seed=7)
-    got = divided(engine, 2, cores=2, available=GIB)
+    got = replica_engine_options(engine, 2, cores=2, available=GIB)
     assert (got.model, got.kv_store, got.block_size, got.seed) == ("m", "/store", 32, 7)
     server = ServerOptions(
         host="0.0.0.0",
@@ -96,7 +98,7 @@ def test_everything_else_is_the_same_for_all() -> None:
         prefixes=(PrefixEntry("p", text="t"),),
         max_n=3,
     )
-    behind = behind_router(server, 2)
+    behind = replica_server_options(server, 2)
     assert (behind.host, behind.port, behind.access_log) == ("127.0.0.1", 0, "none")
     assert (behind.api_key, behind.tenants, behind.prefixes, behind.max_n) == (
         server.api_key,
@@ -108,7 +110,7 @@ def test_everything_else_is_the_same_for_all() -> None:
 
 def test_what_servers_remember_of_requests_is_divided_among_replicas() -> None:
     server = ServerOptions(response_store_size=1 << 20, diagnostics_size=4096, prompt_log_size=300)
-    behind = behind_router(server, 4)
+    behind = replica_server_options(server, 4)
     assert (behind.response_store_size, behind.diagnostics_size, behind.prompt_log_size) == (1 << 18, 1024, 75)
 
 
@@ -129,12 +131,12 @@ def test_the_banner_says_what_each_got() -> None:
 
 def test_replicas_find_the_modules_of_this_process_and_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    found = environment(3)
+    found = replica_environment(3)
     assert found["OMP_NUM_THREADS"] == "3" and all(part in found["PYTHONPATH"].split(os.pathsep) for part in sys.path)
 
 
 def test_one_command_serves_a_model_twice_behind_a_router(tmp_path: Path) -> None:
-    model = init_model("tiny", tmp_path / "tiny", std=0.2, dtype="float32", progress=False)
+    model = write_random_model("tiny", tmp_path / "tiny", std=0.2, dtype="float32", progress=False)
     (tmp_path / "headstart.toml").write_text(
         'replicas = 2\nnum-blocks = 64\nstats-interval = 0.0\n[[tenant]]\nname = "acme"\napi_keys = ["secret-key"]\n'
     )
@@ -174,15 +176,15 @@ def test_the_router_hears_its_replicas_unless_tenants_have_keys() -> None:
     assert not uses_kv_events(ServerOptions(api_key=("k",))) and not uses_kv_events(
         ServerOptions(tenants=(TenantEntry("t", ("k",)),))
     )
-    engine = publishing(EngineOptions(seed=7), "ipc:///x", "ipc:///y")
+    engine = with_kv_events(EngineOptions(seed=7), "ipc:///x", "ipc:///y")
     found = parse_kv_events_config(engine.kv_events_config)
     assert found is not None and (found.endpoint, found.replay_endpoint) == ("ipc:///x", "ipc:///y")
-    assert engine.seed == 7 and publishing(EngineOptions(), None, None) == EngineOptions()
+    assert engine.seed == 7 and with_kv_events(EngineOptions(), None, None) == EngineOptions()
 
 
 def test_the_router_counts_in_the_models_own_tokens(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert with_tokenizer(RouterOptions(), EngineOptions(model=str(tmp_path))).tokenizer == str(tmp_path)
-    assert with_tokenizer(RouterOptions(), EngineOptions(model="Qwen/Qwen3-0.6B")).tokenizer == "auto"
-    assert with_tokenizer(RouterOptions(), EngineOptions()).tokenizer == "auto"
-    assert with_tokenizer(RouterOptions(tokenizer="none"), EngineOptions(model=str(tmp_path))).tokenizer == "none"
+    assert with_model_tokenizer(RouterOptions(), EngineOptions(model=str(tmp_path))).tokenizer == str(tmp_path)
+    assert with_model_tokenizer(RouterOptions(), EngineOptions(model="Qwen/Qwen3-0.6B")).tokenizer == "auto"
+    assert with_model_tokenizer(RouterOptions(), EngineOptions()).tokenizer == "auto"
+    assert with_model_tokenizer(RouterOptions(tokenizer="none"), EngineOptions(model=str(tmp_path))).tokenizer == "none"

@@ -10,11 +10,11 @@ from gateway.harness import unused_url
 from server.harness import spawn
 
 from headstart.cli.live import top_verb
-from headstart.cli.live.ps_verb import verb_of
-from headstart.cli.live.top_text import screen
+from headstart.cli.live.ps_verb import serving_verb_of
+from headstart.cli.live.top_text import render_screen
 from headstart.cli.main import main
 from headstart.core.errors import HeadstartError
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 
 FRAME: dict[str, Any] = {
     "object": "cache.figures",
@@ -56,7 +56,7 @@ FLEET: dict[str, Any] = {
 
 
 def shown(figures: Any, tree: Any = None, columns: int = 120, rows: int = 50) -> list[str]:
-    return screen("http://s", figures, tree, columns=columns, rows=rows)
+    return render_screen("http://s", figures, tree, columns=columns, rows=rows)
 
 
 def test_the_screen_of_a_server() -> None:
@@ -144,11 +144,11 @@ def test_a_server_that_is_gone_is_asked_again(capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_which_processes_serve(words: list[str], verb: str | None) -> None:
-    assert verb_of(words) == verb
+    assert serving_verb_of(words) == verb
 
 
 def test_top_and_ps_find_a_running_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = init_model("tiny", tmp_path / "tiny", std=0.2, dtype="float32", progress=False)
+    model = write_random_model("tiny", tmp_path / "tiny", std=0.2, dtype="float32", progress=False)
     words = [sys.executable, "-m", "headstart", "serve", str(model), "--port", "0", "--num-blocks", "64"]
     with spawn([*words, "--heartbeat-timeout", "600"], tmp_path / "log", truly=True) as server:  # found by its words
         server.wait_ready()

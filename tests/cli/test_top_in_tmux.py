@@ -12,7 +12,7 @@ import pytest
 from server.harness import ROOT, quiet_port, spawn, wait_for
 
 from headstart.cli.live.top_verb import _patient
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 
 COLUMNS, ROWS = 110, 28
 
@@ -72,7 +72,7 @@ def test_the_screen_is_that_of_the_text_and_survives_a_server_that_dies_and_retu
     tmp_path: Path, url: str, terminal: Terminal
 ) -> None:
     wait_for(lambda: terminal.lines() == expected(url) and "no server answers" in terminal.lines()[0])
-    model = init_model("tiny", tmp_path / "tiny", std=0.2, dtype="float32", progress=False)
+    model = write_random_model("tiny", tmp_path / "tiny", std=0.2, dtype="float32", progress=False)
     words = [sys.executable, "-m", "headstart", "serve", str(model), "--port", url.rpartition(":")[2]]
     command = [*words, "--num-blocks", "64", "--heartbeat-timeout", "600"]
     for life in ("first", "second"):

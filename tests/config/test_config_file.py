@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.config.config_file import all_fields, read_environment, read_file, settle
+from headstart.config.config_file import all_option_fields, merge_option_sources, read_config_file, read_environment
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.errors import ConfigError
 from headstart.model.kernels.library import VARIABLE
@@ -18,7 +18,7 @@ def write(folder: Path, text: str) -> Path:
 
 def test_every_option_can_stand_in_the_file(tmp_path: Path) -> None:
     lines = []
-    for field in all_fields():
+    for field in all_option_fields():
         default = field.default
         one = field.metadata["choices"][0] if type(default) is tuple and "choices" in field.metadata else "k"
         text = {bool: str(default).lower(), tuple: f'["{one}"]', str: f'"{default}"', type(None): None}.get(
@@ -29,25 +29,25 @@ def test_every_option_can_stand_in_the_file(tmp_path: Path) -> None:
         if text is None:
             text = '"x"' if "str" in str(field.type) else str(field.metadata.get("maximum", 64))
         lines.append(f"{field.name} = {text}")
-    values = read_file(write(tmp_path, "\n".join(lines)), tmp_path)
-    assert set(values) == {field.name for field in all_fields()}
-    assert settle(ServerOptions, values).api_key == ("k",)
-    assert settle(EngineOptions, values).num_gpu_blocks_override == 64
+    values = read_config_file(write(tmp_path, "\n".join(lines)), tmp_path)
+    assert set(values) == {field.name for field in all_option_fields()}
+    assert merge_option_sources(ServerOptions, values).api_key == ("k",)
+    assert merge_option_sources(EngineOptions, values).num_gpu_blocks_override == 64
 
 
 def test_the_file_in_the_working_folder_is_found_and_its_absence_is_no_error(tmp_path: Path) -> None:
-    assert read_file(None, tmp_path) == {}
+    assert read_config_file(None, tmp_path) == {}
     write(tmp_path, "port = 9000")
-    assert read_file(None, tmp_path) == {"port": 9000}
+    assert read_config_file(None, tmp_path) == {"port": 9000}
 
 
 @pytest.mark.parametrize(("key", "name"), [("max-num-seqs", "max_num_seqs"), ("num-blocks", "num_gpu_blocks_override")])
 def test_flag_spelling_and_alias_work_in_the_file(tmp_path: Path, key: str, name: str) -> None:
-    assert read_file(write(tmp_path, f"{key} = 4"), tmp_path) == {name: 4}
+    assert read_config_file(write(tmp_path, f"{key} = 4"), tmp_path) == {name: 4}
 
 
 def test_a_whole_number_is_a_number_and_one_key_is_a_list_of_keys(tmp_path: Path) -> None:
-    values = read_file(write(tmp_path, 'drain_timeout = 5\napi_key = "k"'), tmp_path)
+    values = read_config_file(write(tmp_path, 'drain_timeout = 5\napi_key = "k"'), tmp_path)
     assert values == {"drain_timeout": 5.0, "api_key": ("k",)}
 
 
@@ -57,7 +57,7 @@ def test_a_whole_number_is_a_number_and_one_key_is_a_list_of_keys(tmp_path: Path
     ids=["text", "table"],
 )
 def test_an_option_that_is_json_may_be_a_table(tmp_path: Path, text: str) -> None:
-    assert read_file(write(tmp_path, text), tmp_path) == {"speculative_config": '{"method": "ngram"}'}
+    assert read_config_file(write(tmp_path, text), tmp_path) == {"speculative_config": '{"method": "ngram"}'}
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_an_option_that_is_json_may_be_a_table(tmp_path: Path, text: str) -> Non
 )
 def test_an_absurd_file_is_refused_in_one_short_line(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as caught:
-        read_file(write(tmp_path, text), tmp_path)
+        read_config_file(write(tmp_path, text), tmp_path)
     assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
 
 
 def test_a_long_text_of_many_sentences_is_no_absurd_file(tmp_path: Path) -> None:
     text = 'prefix = [{name = "book", text = "' + "One sentence. " * 5_000 + '"}]'
-    assert len(read_file(write(tmp_path, text), tmp_path)["prefixes"]) == 1
+    assert len(read_config_file(write(tmp_path, text), tmp_path)["prefixes"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,13 @@ def test_a_long_text_of_many_sentences_is_no_absurd_file(tmp_path: Path) -> None
 def test_a_mistake_in_the_file_is_named_with_the_file(tmp_path: Path, text: str, complaint: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
-        read_file(path, tmp_path)
+        read_config_file(path, tmp_path)
     assert complaint in str(caught.value) and str(path) in str(caught.value)
 
 
 def test_a_named_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*nope\.toml: No such file"):
-        read_file(tmp_path / "nope.toml", tmp_path)
+        read_config_file(tmp_path / "nope.toml", tmp_path)
 
 
 def test_the_environment_is_converted_by_the_type_of_the_option() -> None:
@@ -160,7 +160,7 @@ def test_a_misspelt_variable_is_warned_of_with_the_nearest_name() -> None:
 
 def test_the_first_source_that_has_a_value_wins() -> None:
     flags, environment, file = {"port": 1}, {"port": 2, "max_n": 2}, {"port": 3, "max_n": 3, "host": "h", "seed": 9}
-    options = settle(ServerOptions, flags, environment, file)
+    options = merge_option_sources(ServerOptions, flags, environment, file)
     assert (options.port, options.max_n, options.host, options.max_prompts) == (1, 2, "h", 64)
 
 
@@ -178,9 +178,9 @@ def test_a_value_out_of_bounds_is_refused_with_its_bound(
     options: type[EngineOptions], values: dict[str, object], complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        settle(options, values)
+        merge_option_sources(options, values)
 
 
 def test_the_defaults_are_within_their_own_bounds() -> None:
-    assert settle(EngineOptions) == EngineOptions()
-    assert settle(ServerOptions) == ServerOptions()
+    assert merge_option_sources(EngineOptions) == EngineOptions()
+    assert merge_option_sources(ServerOptions) == ServerOptions()

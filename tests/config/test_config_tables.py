@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.config.config_file import read_file, settle
+from headstart.config.config_file import merge_option_sources, read_config_file
 from headstart.config.options import EngineOptions, PrefixEntry, ServerOptions, TenantEntry
 from headstart.core.errors import ConfigError
 
@@ -12,9 +12,9 @@ from headstart.core.errors import ConfigError
 def read(folder: Path, text: str) -> ServerOptions:
     path = folder / "headstart.toml"
     path.write_text(text, encoding="utf-8")
-    values = read_file(path, Path("/nowhere"))
-    assert settle(EngineOptions, values) == EngineOptions()
-    return settle(ServerOptions, values)
+    values = read_config_file(path, Path("/nowhere"))
+    assert merge_option_sources(EngineOptions, values) == EngineOptions()
+    return merge_option_sources(ServerOptions, values)
 
 
 def test_tables_are_read_beside_the_options(tmp_path: Path) -> None:

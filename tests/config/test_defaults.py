@@ -8,7 +8,7 @@ from headstart.config.options import EngineOptions
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import MaxStepTime
-from headstart.engine.engine_checks import limits_of
+from headstart.engine.engine_checks import step_limits_of
 
 OPTIONS = {  # of SchedulerConfig, where the option has another name
     "policy": "scheduling_policy",
@@ -17,7 +17,7 @@ OPTIONS = {  # of SchedulerConfig, where the option has another name
 
 
 def test_the_limits_of_default_options_are_the_default_limits() -> None:
-    assert limits_of(EngineOptions(), Limits().max_model_len, on_cpu=False) == Limits()
+    assert step_limits_of(EngineOptions(), Limits().max_model_len, on_cpu=False) == Limits()
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_the_limits_of_default_options_are_the_default_limits() -> None:
 )
 def test_with_a_store_a_kill_loses_short_steps_only(seconds: float | None, on_cpu: bool, bound: MaxStepTime) -> None:
     options = EngineOptions(kv_store="/kv", max_step_time=seconds)
-    assert limits_of(options, 4096, on_cpu=on_cpu).max_step_time == bound
+    assert step_limits_of(options, 4096, on_cpu=on_cpu).max_step_time == bound
 
 
 def test_the_settings_of_a_scheduler_have_the_options_defaults() -> None:

@@ -7,8 +7,8 @@ import pytest
 import typer
 
 from headstart.cli import main as cli
-from headstart.config.config_file import ConfigError, all_fields, read_environment, read_file
-from headstart.config.option_hints import HINTS, hint_of
+from headstart.config.config_file import ConfigError, all_option_fields, read_config_file, read_environment
+from headstart.config.option_hints import HINTS, hint_for_unknown_flag
 
 
 def flags_of(verb: str) -> set[str]:
@@ -35,7 +35,7 @@ def test_every_choice_that_a_hint_names_exists() -> None:
         ("--radix-eviction-policy", "eviction_policy"),
         ("--disable-uvicorn-access-log", "access_log"),
     ):
-        choices = next(f.metadata["choices"] for f in all_fields() if f.name == name)
+        choices = next(f.metadata["choices"] for f in all_option_fields() if f.name == name)
         named = re.split(r", | or ", HINTS[flag].split(" ", 2)[2])
         assert set(named) <= set(choices), flag
 
@@ -164,10 +164,13 @@ def test_options_with_the_names_of_vllm_are_taken(argv: str, capsys: pytest.Capt
 def test_file_and_environment_give_the_same_hints(tmp_path: Path) -> None:
     (tmp_path / "headstart.toml").write_text("mem_fraction_static = 0.9")
     with pytest.raises(ConfigError, match="unknown option 'mem_fraction_static'; use --gpu-memory-utilization"):
-        read_file(None, tmp_path)
+        read_config_file(None, tmp_path)
     _, warnings = read_environment({"HEADSTART_PIPELINE_PARALLEL_SIZE": "2"})
     assert warnings == [
         "HEADSTART_PIPELINE_PARALLEL_SIZE is not an option and has no effect; a model is not split over devices; "
         "--replicas N serves it N times behind one router"
     ]
-    assert hint_of("--mem_fraction_static") == HINTS["--mem-fraction-static"] and hint_of("--port") is None
+    assert (
+        hint_for_unknown_flag("--mem_fraction_static") == HINTS["--mem-fraction-static"]
+        and hint_for_unknown_flag("--port") is None
+    )

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from headstart.bundled import bundled_model
+from headstart.bundled import bundled_model_folder
 from headstart.core.batch import Batch, StepResult
 from headstart.core.cache.block_store import Data
 from headstart.core.engine import Engine
@@ -17,7 +17,7 @@ from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.model.model_runner import ModelRunner
 from headstart.model.weights.model_loader import LoadedModel, load_model
 from headstart.sim.sim_replica import SimExecutor
-from headstart.sim.step_cost import SumCost
+from headstart.sim.step_cost import AdditiveCost
 
 BLOCK = 16
 Planned = list[tuple[str, int, int, int]]
@@ -48,7 +48,7 @@ class Recorder:
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return load_model(bundled_model(), dtype="float32", device="cpu")
+    return load_model(bundled_model_folder(), dtype="float32", device="cpu")
 
 
 def requests(seed: int, vocab_size: int) -> list[tuple[int, Request]]:
@@ -88,7 +88,7 @@ def test_both_executors_get_the_same_batches_and_hits(
 ) -> None:
     asked = requests(seed, loaded.vocab_size)
     real = ModelRunner(loaded, num_blocks=num_blocks, block_size=BLOCK)
-    simulated = SimExecutor(num_blocks, BLOCK, SumCost(step=1.0))
+    simulated = SimExecutor(num_blocks, BLOCK, AdditiveCost(step=1.0))
     planned, cached = steps_of(simulated, asked, policy, num_blocks)
     assert (planned, cached) == steps_of(real, asked, policy, num_blocks)
     assert len(cached) == len(asked) and sum(cached.values()) > 0

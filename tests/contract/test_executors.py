@@ -22,7 +22,7 @@ from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.model.model_runner import ModelRunner
 from headstart.model.weights.model_loader import load_model
 from headstart.sim.sim_replica import SimExecutor
-from headstart.sim.step_cost import SumCost
+from headstart.sim.step_cost import AdditiveCost
 from headstart_lab.runners.null_executor import NullExecutor
 from headstart_lab.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
 
@@ -52,7 +52,7 @@ def make(request: pytest.FixtureRequest, folder: Path) -> Callable[[], Executor]
     if request.param == "virtual":
         return lambda: VirtualExecutor(NUM_BLOCKS, BLOCK, 97, StepCost(step=1.0, token=0.0), VirtualClock())
     if request.param == "simulated":
-        return lambda: SimExecutor(NUM_BLOCKS, BLOCK, SumCost(step=1.0))
+        return lambda: SimExecutor(NUM_BLOCKS, BLOCK, AdditiveCost(step=1.0))
     loaded = load_model(folder, dtype="float32", device="cpu")
     return lambda: ModelRunner(loaded, num_blocks=NUM_BLOCKS, block_size=BLOCK)
 
@@ -233,5 +233,9 @@ def test_an_engine_computes_again_what_is_not_finite_and_replaces_the_blocks(fol
         change_block(runner, block, lambda kv: kv.fill_(float("nan")))  # all that is published is poisoned
     assert generate("hit") == clean
     stats = engine.stats()
-    assert (stats.counters.num_recomputes, stats.pool.evictions["failed"], stats.counters.num_row_errors) == (1, 2, 0)
+    assert (stats.counters.num_recomputes, stats.pool.evictions_by_cause["failed"], stats.counters.num_row_errors) == (
+        1,
+        2,
+        0,
+    )
     assert generate("again") == (clean[0], FinishReason.LENGTH, 32)

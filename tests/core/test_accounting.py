@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import Engine
 from headstart.core.request import CacheMode
-from headstart.reuse.reuse_explainer import Reason, Viewer, explain_prompt, explain_request
+from headstart.reuse.reuse_explainer import ReuseEndReason, Viewer, explain_prompt_reuse, explain_request_reuse
 
 Job = tuple[list[int], CacheMode, int, int]
 STEMS = st.sampled_from([list(range(12)), [*range(8), 90], [7] * 5, []])
@@ -52,7 +52,11 @@ def check(engine: Engine, breakdowns: dict[str, PromptTokenBreakdown]) -> None:
     assert stats.counters.replayed_tokens <= stats.counters.prefill_tokens <= stats.counters.computed_tokens
     assert stats.pool.num_scratch + stats.pool.num_idle == stats.pool.num_free
     assert 0 <= stats.pool.num_free + stats.pool.num_pinned_idle <= stats.pool.num_blocks
-    causes = (stats.pool.evictions["capacity"], stats.pool.evictions["failed"], stats.pool.evictions["reset"])
+    causes = (
+        stats.pool.evictions_by_cause["capacity"],
+        stats.pool.evictions_by_cause["failed"],
+        stats.pool.evictions_by_cause["reset"],
+    )
     assert sum(causes) == stats.pool.total_evictions
 
 
@@ -62,14 +66,14 @@ def test_the_books_add_up_and_everything_can_be_explained(jobs: list[Job], num_b
     engine = make_engine(num_blocks, policy=policy, max_batched_tokens=8, max_seqs=3, expects_short_outputs=True)
     serve(engine, jobs)
     for index, (prompt, mode, _, _) in enumerate(jobs):
-        found = explain_request(engine.scheduler, engine.recent, f"r{index}", ADMIN, 1000.0)
+        found = explain_request_reuse(engine.scheduler, engine.recent, f"r{index}", ADMIN, 1000.0)
         if found is not None:
-            assert found.position <= (len(prompt) - 1 if found.then is None else found.then.cached)
-            assert (found.reason is Reason.BYPASS) is (mode is CacheMode.BYPASS)
-            assert (found.reason is Reason.EVICTED) is (found.eviction is not None)
-        asked = explain_prompt(engine.scheduler, engine.recent, make_request("", prompt), ADMIN, 1000.0)
-        assert sum(asked.now) == len(prompt) and asked.now.cached == asked.position
-        assert asked.reason not in (Reason.COMPUTING, Reason.BYPASS)
+            assert found.position <= (len(prompt) - 1 if found.then is None else found.then.num_cached)
+            assert (found.reason is ReuseEndReason.BYPASS) is (mode is CacheMode.BYPASS)
+            assert (found.reason is ReuseEndReason.EVICTED) is (found.eviction is not None)
+        asked = explain_prompt_reuse(engine.scheduler, engine.recent, make_request("", prompt), ADMIN, 1000.0)
+        assert sum(asked.now) == len(prompt) and asked.now.num_cached == asked.position
+        assert asked.reason not in (ReuseEndReason.COMPUTING, ReuseEndReason.BYPASS)
         assert asked.as_dict()["near"] is None or asked.near is not None
 
 

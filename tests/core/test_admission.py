@@ -14,7 +14,7 @@ def running(engine: Engine) -> list[Sequence]:
 
 
 def blocks_reserved(engine: Engine) -> int:
-    return sum(map(engine.scheduler.admission.blocks_reserved, running(engine)))
+    return sum(map(engine.scheduler.admission.reserved_blocks, running(engine)))
 
 
 def test_an_output_is_expected_to_be_as_long_as_those_before_and_no_longer_than_it_may() -> None:
@@ -25,7 +25,7 @@ def test_an_output_is_expected_to_be_as_long_as_those_before_and_no_longer_than_
     # each holds the block of its prompt; the KV of the very last token is never needed
     assert blocks_reserved(engine) == 1 + (4 + FIRST_GUESS - 1) // 4
     for _ in range(200):
-        engine.scheduler.admission.finished(9)
+        engine.scheduler.admission.record_output_length(9)
     assert blocks_reserved(engine) == 1 + 2
 
 
@@ -48,12 +48,12 @@ def test_the_one_gives_way_that_frees_enough_and_loses_least() -> None:
     engine.step()
     needy, *behind = running(engine)
     room, cache = engine.scheduler.admission, engine.scheduler.cache
-    hit = cache.match(needy)
-    free = cache.num_available(needy, hit)
+    hit = cache.match_prefix(needy)
+    free = cache.num_available_after_hit(needy, hit)
 
     def victim(missing: int) -> str:
         tokens = (len(needy.block_ids) + free + missing) * 4
-        return room.victim(needy, hit, tokens, behind[::-1]).request_id
+        return room.choose_victim(needy, hit, tokens, behind[::-1]).request_id
 
     assert [victim(missing) for missing in (1, 2, 3, 4, 5, 8, 50)] == [
         "small", "small", "middle", "middle", "large", "large", "middle",

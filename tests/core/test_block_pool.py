@@ -7,7 +7,7 @@ from pools import ROOT, STRIDE, Index, lookup, names_of, publish_chain
 
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import root_hash
-from headstart.core.cache.history import Evicted
+from headstart.core.cache.history import EvictionRecord
 
 
 def test_scratch_is_reused_before_published_blocks_and_tails_before_heads() -> None:
@@ -17,7 +17,7 @@ def test_scratch_is_reused_before_published_blocks_and_tails_before_heads() -> N
     pool.release(chain)
     pool.release(scratch)
     assert pool.allocate(7)[:2] == scratch  # last in, first out: released from the end, so the first comes first
-    pool.check()
+    pool.check_invariants()
 
 
 def test_eviction_takes_the_least_recently_released_chain_from_its_tail() -> None:
@@ -37,7 +37,7 @@ def test_a_hit_revives_idle_blocks_and_they_are_not_handed_out() -> None:
     names = publish_chain(pool, chain, range(8))
     pool.release(chain)
     hit = lookup(pool, names, range(8))
-    assert pool.num_idle(hit) == 2
+    assert pool.num_idle_among(hit) == 2
     pool.acquire(hit)
     assert not set(pool.allocate(2)) & set(hit) and pool.num_free == 0
     with pytest.raises(AssertionError, match="1 blocks wanted, 0 free"):
@@ -51,13 +51,13 @@ def test_published_blocks_are_listed_with_their_users_pins_and_reuse() -> None:
     pool.pin(names[:1])
     pool.release(chain)
     pool.acquire(chain[1:])
-    rows = pool.published_in(0, 8)
+    rows = pool.published_blocks_in_range(0, 8)
     assert [(row.block, row.block_hash, row.num_refs, row.is_pinned) for row in rows] == [
         (chain[0], names[0], 0, True),
         (chain[1], names[1], 1, False),
     ]
     assert rows[1].is_reused and not rows[1].tenant and rows[1].parent == names[0]
-    assert pool.published_in(private[0], 8) == [] and pool.published_in(8, 99) == []
+    assert pool.published_blocks_in_range(private[0], 8) == [] and pool.published_blocks_in_range(8, 99) == []
 
 
 def test_a_colliding_name_is_a_miss() -> None:
@@ -66,7 +66,9 @@ def test_a_colliding_name_is_a_miss() -> None:
     names = publish_chain(pool, [block], range(4))
     assert lookup(pool, names, range(4)) == [block]
     assert lookup(pool, names, range(1, 5)) == []  # the name's tokens differ
-    assert pool.lookup(names, root_hash(b"other"), array("i", range(4)).tobytes(), STRIDE) == []  # its parent differs
+    assert (
+        pool.match_prefix(names, root_hash(b"other"), array("i", range(4)).tobytes(), STRIDE) == []
+    )  # its parent differs
 
 
 def test_a_colliding_name_deeper_in_a_chain_keeps_the_blocks_before_it() -> None:
@@ -84,7 +86,7 @@ def test_the_second_block_of_one_name_stays_private() -> None:
     assert not pool.publish(second, name, ROOT, array("i", range(4)).tobytes())
     pool.release([second])
     assert lookup(pool, [name], range(4)) == [first]
-    pool.check()
+    pool.check_invariants()
 
 
 def test_distrusted_blocks_are_not_found_and_are_zeroed_before_the_next_use() -> None:
@@ -92,9 +94,9 @@ def test_distrusted_blocks_are_not_found_and_are_zeroed_before_the_next_use() ->
     used, idle = pool.allocate(1), pool.allocate(1)
     names = publish_chain(pool, [*used, *idle], range(8))
     pool.release(idle)
-    pool.distrust([*used, *idle])
+    pool.discard_corrupt([*used, *idle])
     pool.release(used)
-    pool.check()
+    pool.check_invariants()
     assert lookup(pool, names, range(8)) == [] and pool.take_blocks_to_zero() == []
     assert sorted(pool.allocate(3)) == [1, 2, 3]
     assert sorted(pool.take_blocks_to_zero()) == sorted([*used, *idle]) and pool.take_blocks_to_zero() == []
@@ -106,7 +108,7 @@ def test_clear_forgets_names_but_not_owners() -> None:
     names = publish_chain(pool, [*used, *idle], range(8))
     pool.release(idle)
     pool.clear()
-    pool.check()
+    pool.check_invariants()
     assert lookup(pool, names, range(8)) == [] and pool.num_free == 2
     pool.release(used)
     assert pool.num_free == 3
@@ -134,7 +136,7 @@ def test_a_pool_drained_to_empty_is_handed_out_again_in_the_order_of_release() -
         blocks = pool.allocate(4)
         assert pool.num_free == 0
         pool.release(blocks)
-        pool.check()
+        pool.check_invariants()
     assert pool.allocate(4) == blocks
 
 
@@ -146,7 +148,7 @@ def test_asking_for_more_than_there_is_changes_nothing() -> None:
     with pytest.raises(AssertionError, match="5 blocks wanted, 4 free"):
         pool.allocate(5)
     assert pool.num_free == 4 and pool.num_published == 2 and pool.evictions["capacity"] == 0
-    pool.check()
+    pool.check_invariants()
 
 
 @pytest.mark.parametrize("policy", ["lru", "2q"])
@@ -167,7 +169,7 @@ def test_of_a_hit_and_another_block_the_other_one_is_evicted() -> None:
     pool.release(first)
     pool.release(second)
     hit = lookup(pool, names, range(4))
-    assert pool.num_available(hit) == 1
+    assert pool.num_available_to_tenant(hit) == 1
     pool.acquire(hit)
     assert pool.allocate(1) == second and lookup(pool, names, range(4)) == first
 
@@ -199,12 +201,14 @@ def test_what_was_evicted_is_remembered_with_who_needed_its_place_and_when() -> 
     blocks = pool.allocate(2)
     names = publish_chain(pool, blocks, range(8))
     pool.release(blocks)
-    assert pool.eviction_of(names[1]) is None
+    assert pool.find_eviction(names[1]) is None
     pool.now = 7.0
     pool.allocate(1, by="r9")
-    assert pool.eviction_of(names[1]) == Evicted("capacity", "r9", 7.0) and pool.eviction_of(names[0]) is None
-    pool.distrust(blocks[:1])
-    assert pool.eviction_of(names[0]) == Evicted("failed", "", 7.0)
+    assert (
+        pool.find_eviction(names[1]) == EvictionRecord("capacity", "r9", 7.0) and pool.find_eviction(names[0]) is None
+    )
+    pool.discard_corrupt(blocks[:1])
+    assert pool.find_eviction(names[0]) == EvictionRecord("failed", "", 7.0)
     assert pool.evictions == {"capacity": 1, "failed": 1, "reset": 0, "replaced": 0}
 
 
@@ -226,7 +230,7 @@ def test_2q_finds_a_chain_that_comes_back_between_scans_and_lru_does_not() -> No
                 blocks = pool.allocate(2)
                 publish_chain(pool, blocks, range(start, start + 8))
                 pool.release(blocks)
-        pool.check()
+        pool.check_invariants()
     assert found == {"lru": [0, 0, 0, 0, 0], "2q": [0, 0, 2, 2, 2]}
 
 
@@ -240,7 +244,7 @@ def test_listeners_hear_of_every_change_and_of_a_clear_once() -> None:
     assert index.names == set(names)
     pool.allocate(1)
     assert index.names == set(names[:2])
-    pool.distrust(blocks[1:2])
+    pool.discard_corrupt(blocks[1:2])
     assert index.names == set(names[:1])
     index.removed_names.clear()
     pool.clear()
@@ -253,5 +257,5 @@ def test_clear_counts_what_it_forgets() -> None:
     names = publish_chain(pool, blocks, range(8))
     pool.release(blocks)
     pool.clear()
-    assert pool.evictions["reset"] == 2 and pool.eviction_of(names[0]) == Evicted("reset", "", 0.0)
-    pool.check()
+    assert pool.evictions["reset"] == 2 and pool.find_eviction(names[0]) == EvictionRecord("reset", "", 0.0)
+    pool.check_invariants()

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from headstart.core.cache.block_pool import HISTORY_POOLS, BlockPool
 from headstart.core.cache.eviction import PYTHON, KVBlockLoops
-from headstart.core.cache.hashing import BlockHash, extend_hashes, root_hash
-from headstart.core.request import DEFAULT_RETENTION, Retention
-from headstart.model.kernels.compiled_blocks import compiled_ops
+from headstart.core.cache.hashing import BlockHash, extend_block_hashes, root_hash
+from headstart.core.request import DEFAULT_RETENTION, RetentionHint
+from headstart.model.kernels.compiled_blocks import compiled_block_loops
 
 TENANTS = ("", "a", "b")
 BLOCK = 2  # tokens
 # few enough that they meet: a chain is often used again, pinned, wanted
 PATHS = [(0,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0), (1,), (1, 0), (1, 0, 0)]
-RETENTIONS = [DEFAULT_RETENTION, DEFAULT_RETENTION, Retention(10), Retention(90), Retention(80, ttl=3)]
+RETENTIONS = [DEFAULT_RETENTION, DEFAULT_RETENTION, RetentionHint(10), RetentionHint(90), RetentionHint(80, ttl=3)]
 
 Setting = tuple[int, str, float, int]  # blocks, eviction policy, floor, tenants
 Act = tuple[int, int, int]  # what, and two numbers that say of whom and how
@@ -35,7 +35,7 @@ class Chain:
         self.raw = tokens.tobytes()
         self.stride = BLOCK * tokens.itemsize
         self.names: list[BlockHash] = []
-        extend_hashes(self.names, tokens, BLOCK, self.root)
+        extend_block_hashes(self.names, tokens, BLOCK, self.root)
 
     def parent(self, index: int) -> BlockHash:
         return self.names[index - 1] if index else self.root
@@ -56,7 +56,7 @@ class Twin:
         self.roots = {Chain(tenant, PATHS[0]).root for tenant in TENANTS}
         self._count = 0
 
-    def published(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+    def on_block_published(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes) -> None:
         assert name not in self.blocks
         self._count += 1
         self.blocks[name], self.parents[name], self.serial[name] = block, parent, self._count
@@ -67,11 +67,11 @@ class Twin:
         if self.parents[head] in self.roots:
             self.orderly.add(name)
 
-    def removed(self, name: BlockHash) -> None:
+    def on_block_removed(self, name: BlockHash) -> None:
         del self.blocks[name]
         self.gone.append(name)
 
-    def cleared(self) -> None:
+    def on_cache_cleared(self) -> None:
         self.gone += self.blocks
         self.blocks.clear()
 
@@ -89,7 +89,7 @@ class Driver:
         self.owners: list[tuple[Chain, list[int]]] = []
         self.seen: set[str] = set()
         self.tenant_of: dict[BlockHash, str] = {}
-        self.asked: dict[BlockHash, list[Retention]] = {}  # by those who used it since it was published
+        self.asked: dict[BlockHash, list[RetentionHint]] = {}  # by those who used it since it was published
         self.pins: list[list[BlockHash]] = []
         self.pinned: Counter[BlockHash] = Counter()
         self.wanted: list[list[BlockHash]] = []
@@ -106,7 +106,7 @@ class Driver:
         return [
             name
             for name, block in self.twin.blocks.items()
-            if self.tenant_of[name] == tenant and not self.pool.refs(block) and not self.pinned[name]
+            if self.tenant_of[name] == tenant and not self.pool.ref_count(block) and not self.pinned[name]
         ]
 
     def protected(self, tenant: str) -> int:
@@ -132,12 +132,12 @@ class Driver:
     def take(self, whom: int, how: int) -> None:
         chain, pool = self.chain(whom), self.pool
         num_own, last_resort = how % 3, how % 2 == 0
-        hit = pool.lookup(chain.names, chain.root, chain.raw, chain.stride)
+        hit = pool.match_prefix(chain.names, chain.root, chain.raw, chain.stride)
         new = len(chain.names) - len(hit) + num_own
-        available = pool.num_available(hit, chain.tenant, last_resort=last_resort)
-        assert 0 <= available <= pool.num_free - pool.num_idle(hit)
+        available = pool.num_available_to_tenant(hit, chain.tenant, last_resort=last_resort)
+        assert 0 <= available <= pool.num_free - pool.num_idle_among(hit)
         if new > available:
-            self.refuse(available + pool.num_idle(hit) + 1, chain.tenant, last_resort)
+            self.refuse(available + pool.num_idle_among(hit) + 1, chain.tenant, last_resort)
             return
         pool.acquire(hit)
         blocks = hit + self.allocate(new, chain.tenant, last_resort)
@@ -150,7 +150,7 @@ class Driver:
 
     def refuse(self, num: int, tenant: str, last_resort: bool) -> None:
         """Asks for more than there is: nothing changes."""
-        num = max(num, self.pool.num_available((), tenant, last_resort=last_resort) + 1)
+        num = max(num, self.pool.num_available_to_tenant((), tenant, last_resort=last_resort) + 1)
         before = (self.pool.num_scratch, len(self.twin.blocks))
         with pytest.raises(AssertionError, match="check before allocating"):
             self.pool.allocate(num, tenant, last_resort=last_resort)
@@ -166,9 +166,9 @@ class Driver:
         blocks = pool.allocate(num, tenant, by="someone", last_resort=last_resort)
         self.seen |= {tenant} - {""}
         gone = list(twin.gone)
-        assert len(set(blocks)) == num and 0 not in blocks and all(pool.refs(block) == 1 for block in blocks)
+        assert len(set(blocks)) == num and 0 not in blocks and all(pool.ref_count(block) == 1 for block in blocks)
         assert len(gone) == max(num - num_scratch, 0) == pool.evictions["capacity"] - evictions
-        evictions_of = [pool.eviction_of(name) for name in gone]
+        evictions_of = [pool.find_eviction(name) for name in gone]
         assert all(found is not None and found[:3] == ("capacity", "someone", pool.now) for found in evictions_of)
         after = {name: self.idle(name) for name in TENANTS}
         for name in TENANTS:
@@ -213,7 +213,7 @@ class Driver:
             assert self.twin.blocks.keys() == kept
         elif self.owners:
             _, blocks = self.owners.pop(whom % len(self.owners))
-            self.pool.distrust(blocks)
+            self.pool.discard_corrupt(blocks)
             self.pool.release(blocks)
             assert not set(blocks) & set(self.twin.blocks.values())
 
@@ -249,9 +249,9 @@ class Driver:
     def check(self) -> None:
         """Law 8; and the index is what the events say."""
         pool = self.pool
-        pool.check()
+        pool.check_invariants()
         held = Counter(block for _, blocks in self.owners for block in blocks)
-        assert all(pool.refs(block) == held[block] for block in range(pool.num_blocks))
+        assert all(pool.ref_count(block) == held[block] for block in range(pool.num_blocks))
         idle_pinned = sum(1 for name, block in self.twin.blocks.items() if self.pinned[name] and not held[block])
         assert pool.num_pinned_idle == idle_pinned
         assert pool.num_free == pool.num_usable - len(held) - idle_pinned
@@ -281,11 +281,11 @@ def test_long_use_of_the_pool_keeps_its_promises(policy: str, num_tenants: int) 
         Driver(setting).run((rng.randrange(100), rng.randrange(100), rng.randrange(100)) for _ in range(400))
 
 
-@pytest.mark.skipif(compiled_ops() is None, reason="no compiler")
+@pytest.mark.skipif(compiled_block_loops() is None, reason="no compiler")
 @pytest.mark.parametrize("policy", ["lru", "2q", "lhd"])
 @pytest.mark.parametrize("num_tenants", [1, 3])
 def test_compiled_loops_leave_the_same_tables_as_those_in_python(policy: str, num_tenants: int) -> None:
-    ops = compiled_ops()
+    ops = compiled_block_loops()
     assert ops is not None
     for seed in range(12):
         rng = Random(seed)
@@ -300,5 +300,5 @@ def test_compiled_loops_leave_the_same_tables_as_those_in_python(policy: str, nu
 def tables_after(driver: Driver, act: Act) -> tuple[object, ...]:
     driver.run([act])
     pool = driver.pool
-    idle = list(pool.in_eviction_order())
+    idle = list(pool.iterate_in_eviction_order())
     return idle, pool._refs, pool._scratch, pool._block_hashes, pool._entries, bytes(pool._marks), pool.evictions

@@ -7,11 +7,11 @@ from pools import Index, lookup, names_of, publish_chain
 
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import BlockHash
-from headstart.core.request import DEFAULT_RETENTION, Retention
+from headstart.core.request import DEFAULT_RETENTION, RetentionHint
 
 
 def store(
-    pool: BlockPool, tokens: range, tenant: str = "", retention: Retention = DEFAULT_RETENTION
+    pool: BlockPool, tokens: range, tenant: str = "", retention: RetentionHint = DEFAULT_RETENTION
 ) -> tuple[list[int], list[BlockHash]]:
     """A chain that was computed and is idle now."""
     blocks = pool.allocate(len(tokens) // 4, tenant)
@@ -28,9 +28,9 @@ def test_pinned_blocks_are_neither_free_nor_evicted_until_unpinned() -> None:
     pool.allocate(3)
     with pytest.raises(AssertionError, match="1 blocks wanted, 0 free"):
         pool.allocate(1)
-    pool.check()
+    pool.check_invariants()
     pool.unpin(names)
-    pool.check()
+    pool.check_invariants()
     assert pool.num_free == 2 and pool.allocate(2) == list(reversed(pinned))
 
 
@@ -38,12 +38,14 @@ def test_a_pinned_block_in_use_becomes_idle_and_pinned_and_back() -> None:
     pool = BlockPool(4)
     blocks, names = store(pool, range(4))
     pool.pin(names)
-    assert pool.num_idle(blocks) == 0 and pool.num_available(blocks) == 2  # it was not free to begin with
+    assert (
+        pool.num_idle_among(blocks) == 0 and pool.num_available_to_tenant(blocks) == 2
+    )  # it was not free to begin with
     pool.acquire(blocks)
     assert pool.num_pinned_idle == 0 and pool.num_free == 2
     pool.release(blocks)
     assert pool.num_pinned_idle == 1 and pool.num_free == 2
-    pool.check()
+    pool.check_invariants()
 
 
 def test_a_name_may_be_pinned_before_it_is_computed_and_more_than_once() -> None:
@@ -69,7 +71,7 @@ def test_unpinned_while_in_use_it_is_ordinary_cache_when_released() -> None:
     pool.unpin(names)
     pool.release(blocks)
     assert pool.num_free == 2 and pool.num_pinned_idle == 0
-    pool.check()
+    pool.check_invariants()
 
 
 def test_clear_spares_pinned_blocks_unless_they_are_meant_too() -> None:
@@ -80,10 +82,10 @@ def test_clear_spares_pinned_blocks_unless_they_are_meant_too() -> None:
     _, others = store(pool, range(20, 28))
     pool.pin(names)
     pool.clear()
-    pool.check()
+    pool.check_invariants()
     assert index.names == set(names) and index.num_clears == 0 and set(index.removed_names) == set(others)
     pool.clear(pinned=True)
-    pool.check()
+    pool.check_invariants()
     assert index.names == set() and index.num_clears == 1 and pool.num_free == 7
     blocks, _ = store(pool, range(8))  # still pinned by name
     assert pool.num_pinned_idle == 2 and lookup(pool, names, range(8)) == blocks
@@ -93,8 +95,8 @@ def test_a_pinned_block_whose_row_failed_is_given_up_and_may_be_computed_again()
     pool = BlockPool(4)
     blocks, names = store(pool, range(4))
     pool.pin(names)
-    pool.distrust(blocks)
-    pool.check()
+    pool.discard_corrupt(blocks)
+    pool.check_invariants()
     assert pool.num_free == 3 and not pool.contains(names[0])
     store(pool, range(4))
     assert pool.num_pinned_idle == 1
@@ -107,7 +109,7 @@ def test_wanted_blocks_are_evicted_after_all_others_and_still_tails_first(policy
     others, _ = store(pool, range(20, 32))
     pool.add_queued_refs(names)
     assert pool.allocate(3) == list(reversed(others))
-    pool.check()
+    pool.check_invariants()
     assert pool.allocate(2) == list(reversed(wanted))
 
 
@@ -134,7 +136,7 @@ def test_a_wish_may_grow_with_the_chain_and_be_taken_back_at_once() -> None:
     assert pool.allocate(2) == list(reversed(others))
     pool.drop_queued_refs(names)
     assert pool.allocate(2) == list(reversed(blocks))
-    pool.check()
+    pool.check_invariants()
 
 
 def test_blocks_that_were_spared_go_back_in_line_when_nobody_wants_them() -> None:
@@ -144,7 +146,7 @@ def test_blocks_that_were_spared_go_back_in_line_when_nobody_wants_them() -> Non
     pool.add_queued_refs(names)
     pool.release(pool.allocate(1))  # the wanted chain was first in line and is set aside
     pool.drop_queued_refs(names)
-    pool.check()
+    pool.check_invariants()
     assert pool.allocate(3) == [others[2], others[1], others[0]]
     assert [pool.contains(name) for name in names] == [True, True]
 
@@ -159,7 +161,7 @@ def test_a_tail_that_went_back_in_line_stays_before_its_wanted_head() -> None:
     pool.drop_queued_refs(names)
     pool.add_queued_refs(names)
     pool.allocate(1)
-    pool.check()
+    pool.check_invariants()
     assert pool.allocate(2) == list(reversed(blocks))
 
 
@@ -169,7 +171,7 @@ def test_use_of_a_pinned_block_counts_as_use_by_somebody_without_a_hint() -> Non
     blocks, names = store(pool, range(4))
     pool.pin(names)
     pool.acquire(blocks)
-    pool.release(blocks, Retention(10))
+    pool.release(blocks, RetentionHint(10))
     pool.unpin(names)
     assert pool.allocate(2) == [*other, *blocks]
 
@@ -201,21 +203,21 @@ def test_wants_of_names_that_are_not_there_do_no_harm() -> None:
     blocks, _ = store(pool, range(4))
     assert pool.allocate(2) and not pool.contains(names[0])
     pool.drop_queued_refs(names)
-    assert pool.refs(blocks[0]) == 1
+    assert pool.ref_count(blocks[0]) == 1
 
 
 def test_low_priority_goes_first_and_high_priority_last() -> None:
     pool = BlockPool(7)
-    high, _ = store(pool, range(8), retention=Retention(90))
+    high, _ = store(pool, range(8), retention=RetentionHint(90))
     normal, _ = store(pool, range(20, 28))
-    low, _ = store(pool, range(40, 48), retention=Retention(10))
-    pool.check()
+    low, _ = store(pool, range(40, 48), retention=RetentionHint(10))
+    pool.check_invariants()
     assert pool.allocate(6) == [*reversed(low), *reversed(normal), *reversed(high)]
 
 
 def test_a_retention_time_ends_and_the_block_counts_as_just_released() -> None:
     pool = BlockPool(4)
-    kept, _ = store(pool, range(4), retention=Retention(90, ttl=10.0))
+    kept, _ = store(pool, range(4), retention=RetentionHint(90, ttl=10.0))
     first, _ = store(pool, range(20, 24))
     second, _ = store(pool, range(40, 44))
     pool.now = 9.0
@@ -225,7 +227,7 @@ def test_a_retention_time_ends_and_the_block_counts_as_just_released() -> None:
     pool.allocate(1)
     assert pool.allocate(1) == second
     assert pool.allocate(1) == kept
-    pool.check()
+    pool.check_invariants()
 
 
 def flood(pool: BlockPool, tenant: str, num: int) -> None:
@@ -239,31 +241,31 @@ def test_a_flood_of_one_tenant_leaves_another_its_share() -> None:
     pool = BlockPool(21, tenant_floor=0.5)
     _, names = store(pool, range(40), "b")
     flood(pool, "a", 60)
-    pool.check()
+    pool.check_invariants()
     assert [pool.contains(name) for name in names] == [True] * 10  # the larger one loses first, and that is a
 
 
 def test_a_tenant_cannot_take_the_share_of_another_except_as_a_last_resort() -> None:
     pool = BlockPool(9, tenant_floor=0.5)
     _, names = store(pool, range(20), "b")  # 5 blocks; the floor is 4 until there is a second tenant, then 2
-    assert pool.num_available((), "a") == 3 + 1
-    assert pool.num_available((), "a", last_resort=True) == pool.num_available((), "b") == 8
+    assert pool.num_available_to_tenant((), "a") == 3 + 1
+    assert pool.num_available_to_tenant((), "a", last_resort=True) == pool.num_available_to_tenant((), "b") == 8
     pool.allocate(4, "a")
     assert [pool.contains(name) for name in names] == [True] * 4 + [False]
-    assert pool.num_available((), "a") == 2 and pool.num_available((), "b") == 4
+    assert pool.num_available_to_tenant((), "a") == 2 and pool.num_available_to_tenant((), "b") == 4
     pool.allocate(2, "a")
     with pytest.raises(AssertionError, match="2 blocks wanted, 0 free"):
         pool.allocate(2, "a")
     pool.allocate(2, "a", last_resort=True)
-    pool.check()
+    pool.check_invariants()
     assert not any(map(pool.contains, names))
 
 
 def test_a_hit_leaves_less_to_protect() -> None:
     pool = BlockPool(9, tenant_floor=0.5)
     blocks, _ = store(pool, range(12), "b")
-    assert pool.num_available(blocks, "a") == 5 and pool.num_available(blocks[:1], "a") == 5
-    assert pool.num_available((), "a") == 5
+    assert pool.num_available_to_tenant(blocks, "a") == 5 and pool.num_available_to_tenant(blocks[:1], "a") == 5
+    assert pool.num_available_to_tenant((), "a") == 5
 
 
 def test_public_blocks_have_no_floor() -> None:

@@ -4,16 +4,16 @@ import pytest
 from checking import expected_tokens, make_request
 from states import PAGES, StateExecutor, random_run, serve, state_engine
 
-from headstart.core.cache.hashing import BlockHash, is_page, page_hash
+from headstart.core.cache.hashing import BlockHash, checkpoint_page_hash, is_checkpoint_page
 from headstart.core.engine import Engine
 from headstart.core.request import Request
-from headstart.reuse.reuse_explainer import Reason, Viewer, explain_prompt, explain_request
+from headstart.reuse.reuse_explainer import ReuseEndReason, Viewer, explain_prompt_reuse, explain_request_reuse
 
 
 def cached(prompt: list[int], engine: Engine, num: int = 1, name: str = "a", boundary: int = 0) -> int:
     found = serve(engine, prompt, num, name, boundary=boundary).breakdown
     assert found is not None
-    return found.cached
+    return found.num_cached
 
 
 def text(num: int, start: int = 0) -> list[int]:
@@ -46,8 +46,8 @@ def test_a_branch_is_found_at_first_sight_behind_a_boundary(boundary: int) -> No
     prompts = [[*text(18), *text(13, start)] for start in (30, 50, 70)]
     hits = [cached(prompt, engine, name=str(index), boundary=boundary) for index, prompt in enumerate(prompts)]
     assert hits == [0, 16, 16]
-    explained = explain_request(engine.scheduler, engine.recent, "1", Viewer(), 1.0)
-    assert explained is not None and (explained.reason, explained.position) == (Reason.DIVERGED, 16)
+    explained = explain_request_reuse(engine.scheduler, engine.recent, "1", Viewer(), 1.0)
+    assert explained is not None and (explained.reason, explained.position) == (ReuseEndReason.DIVERGED, 16)
 
 
 def test_a_boundary_is_kept_once_and_where_it_was_evicted_again() -> None:
@@ -59,7 +59,7 @@ def test_a_boundary_is_kept_once_and_where_it_was_evicted_again() -> None:
     cached([*text(18), *text(13, 50)], engine, name="1", boundary=18)
     assert pool.num_pages == num_pages + PAGES
     hashes = engine.scheduler.cache.new_sequence(request(text(18)), 1).block_hashes
-    pool.discard(states.find(hashes, 4)[1])
+    pool.discard_replaced(states.find_deepest(hashes, 4)[1])
     hits = [cached([*text(18), *text(13, at)], engine, name=str(at), boundary=18) for at in (2, 3)]
     assert hits == [0, 16]
 
@@ -70,19 +70,21 @@ def test_chats_that_begin_together_share_the_state_at_their_boundary() -> None:
         engine.add_request(make_request(str(index), [*text(30), *text(9, 40 + 10 * index)], 1, boundary=30))
     outputs = [output for _ in range(20) if engine.has_work for output in engine.step()]
     found = [output.breakdown for output in outputs if output.breakdown is not None]
-    assert sorted(each.cached for each in found) == [0, 28, 28]
+    assert sorted(each.num_cached for each in found) == [0, 28, 28]
 
 
 def test_an_explanation_says_where_no_state_was_kept() -> None:
     engine = state_engine(129)
     prompts = [[*text(18), *text(13, start)] for start in (30, 50, 70)]
     cached(prompts[0], engine, name="0")
-    coming = explain_prompt(engine.scheduler, engine.recent, request(prompts[1]), Viewer(), 1.0)
+    coming = explain_prompt_reuse(engine.scheduler, engine.recent, request(prompts[1]), Viewer(), 1.0)
     cached(prompts[1], engine, name="1")
-    past = explain_request(engine.scheduler, engine.recent, "1", Viewer(), 1.0)
-    assert past is not None and {(each.reason, each.position) for each in (coming, past)} == {(Reason.NO_CHECKPOINT, 0)}
-    later = explain_prompt(engine.scheduler, engine.recent, request(prompts[2]), Viewer(), 1.0)
-    assert (later.reason, later.position) == (Reason.DIVERGED, 16)
+    past = explain_request_reuse(engine.scheduler, engine.recent, "1", Viewer(), 1.0)
+    assert past is not None and {(each.reason, each.position) for each in (coming, past)} == {
+        (ReuseEndReason.NO_CHECKPOINT, 0)
+    }
+    later = explain_prompt_reuse(engine.scheduler, engine.recent, request(prompts[2]), Viewer(), 1.0)
+    assert (later.reason, later.position) == (ReuseEndReason.DIVERGED, 16)
 
 
 def test_blocks_behind_a_checkpoint_are_shared_although_they_are_computed_again() -> None:
@@ -147,7 +149,7 @@ def states_and_hits(num_blocks: int, turns: int) -> tuple[int, list[int]]:
     for turn in range(turns):
         hits.append(cached(prompt, engine, 6, name=str(turn)))
         prompt = [*prompt, *expected_tokens(prompt, 6), *text(4, 60 + turn)]
-    engine.scheduler.pool.check()
+    engine.scheduler.pool.check_invariants()
     return engine.scheduler.pool.num_pages, hits
 
 
@@ -191,13 +193,13 @@ def test_a_checkpoint_without_all_its_pages_is_none() -> None:
     cached(text(22), engine, name="0")
     pool, states = engine.scheduler.pool, engine.scheduler.cache.checkpoints
     hashes = engine.scheduler.cache.new_sequence(request(text(22)), 1).block_hashes
-    depth, pages = states.find(hashes, 5)
+    depth, pages = states.find_deepest(hashes, 5)
     assert depth == 5 and len(pages) == PAGES
-    pool.discard(pages[1:])
-    assert states.find(hashes, 5) == (0, ())
+    pool.discard_replaced(pages[1:])
+    assert states.find_deepest(hashes, 5) == (0, ())
     assert cached(text(22), engine, name="1") == 0
-    assert states.find(hashes, 5)[0] == 5
-    pool.check()
+    assert states.find_deepest(hashes, 5)[0] == 5
+    pool.check_invariants()
 
 
 def request(prompt: list[int], num: int = 1) -> Request:
@@ -210,10 +212,10 @@ def test_a_state_that_is_not_finite_costs_one_request_a_second_run_and_is_discar
     executor, states = engine.executor, engine.scheduler.cache.checkpoints
     assert isinstance(executor, StateExecutor)
     hashes = engine.scheduler.cache.new_sequence(request(text(22)), 1).block_hashes
-    for block in states.find(hashes, 5)[1]:
+    for block in states.find_deepest(hashes, 5)[1]:
         executor.spoil(block)
     assert cached([*text(22), 1], engine, 3, name="1") == 0
-    assert engine.scheduler.counters.num_recomputes == 1 and states.find(hashes, 5) == (0, ())
+    assert engine.scheduler.counters.num_recomputes == 1 and states.find_deepest(hashes, 5) == (0, ())
     cached([*text(22), 1], engine, 3, name="2")
     assert engine.scheduler.counters.num_recomputes == 1
 
@@ -224,34 +226,34 @@ def test_what_a_failed_sequence_has_left_is_discarded(position: int) -> None:
     engine.add_request(request(text(22), 8))
     outputs = [output for _ in range(20) if engine.has_work for output in engine.step()]
     assert outputs[-1].error is not None
-    published = engine.scheduler.pool.published
-    assert isinstance(published, dict) and not any(map(is_page, published))
-    engine.scheduler.pool.check()
+    published = engine.scheduler.pool.published_hashes
+    assert isinstance(published, dict) and not any(map(is_checkpoint_page, published))
+    engine.scheduler.pool.check_invariants()
 
 
 def test_pages_have_names_of_their_own() -> None:
     block = BlockHash(bytes(range(32)))
-    names = {page_hash(block, index) for index in range(300)}
-    assert len(names) == 300 and all(map(is_page, names)) and not is_page(block)
+    names = {checkpoint_page_hash(block, index) for index in range(300)}
+    assert len(names) == 300 and all(map(is_checkpoint_page, names)) and not is_checkpoint_page(block)
 
 
 def test_listeners_hear_of_blocks_of_tokens_only() -> None:
     heard: list[BlockHash] = []
 
     class Listener:
-        def published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+        def on_block_published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
             heard.append(block_hash)
 
-        def removed(self, block_hash: BlockHash) -> None:
+        def on_block_removed(self, block_hash: BlockHash) -> None:
             heard.append(block_hash)
 
-        def cleared(self) -> None: ...
+        def on_cache_cleared(self) -> None: ...
 
     engine = state_engine(17)
     engine.scheduler.pool.listeners.append(Listener())
     for index in range(4):
         cached(text(22, 20 * index), engine, 4, name=str(index))
-    assert heard and not any(map(is_page, heard))
+    assert heard and not any(map(is_checkpoint_page, heard))
 
 
 @pytest.mark.parametrize("seed", range(12))

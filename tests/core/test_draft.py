@@ -5,8 +5,8 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.core.speculation.draft import END, Draft, draft_of, stronger
-from headstart.core.speculation.ngram_index import Match, NgramIndex
+from headstart.core.speculation.draft import END, Draft, draft_from_match, longer_match
+from headstart.core.speculation.ngram_index import NgramIndex, NgramMatch
 
 
 def tokens(*values: int) -> "array[int]":
@@ -15,38 +15,38 @@ def tokens(*values: int) -> "array[int]":
 
 def test_a_draft_ends_where_its_text_ends() -> None:
     text = tokens(1, 2, 3, 4, END, 1, 2, END)
-    assert draft_of(text, Match(2, 2, ()), 5) == Draft(tokens(3, 4), 2, 2)
-    assert draft_of(text, Match(2, 2, ()), 1) == Draft(tokens(3), 2, 1)
-    assert draft_of(text, Match(7, 2, (2,)), 5) is None
+    assert draft_from_match(text, NgramMatch(2, 2, ()), 5) == Draft(tokens(3, 4), 2, 2)
+    assert draft_from_match(text, NgramMatch(2, 2, ()), 1) == Draft(tokens(3), 2, 1)
+    assert draft_from_match(text, NgramMatch(7, 2, (2,)), 5) is None
 
 
 def test_a_sequence_that_repeats_itself_goes_on_so() -> None:
     text = tokens(9, 1, 2, 1, 2)
-    assert draft_of(text, Match(3, 2, ()), 5, repeats=True) == Draft(tokens(1, 2, 1, 2, 1), 2, 5)
+    assert draft_from_match(text, NgramMatch(3, 2, ()), 5, repeats=True) == Draft(tokens(1, 2, 1, 2, 1), 2, 5)
     ones = tokens(1, 1, 1, 1, 1)
-    assert draft_of(ones, Match(4, 4, (3, 2)), 6, repeats=True) == Draft(tokens(1, 1, 1, 1, 1, 1), 4, 6)
+    assert draft_from_match(ones, NgramMatch(4, 4, (3, 2)), 6, repeats=True) == Draft(tokens(1, 1, 1, 1, 1, 1), 4, 6)
 
 
 def test_tokens_are_agreed_until_an_occurrence_goes_on_otherwise_or_ends() -> None:
     text = tokens(1, 2, 3, 4, 5, END, 1, 2, 3, 4, 6, END, 1, 2, 3, END, 1, 2, 3, 4, 5, 7)
-    newest = Match(18, 2, (14, 8, 2))
-    assert draft_of(text, newest, 9) == Draft(tokens(3, 4, 5, 7), 2, 1)
-    assert draft_of(text, newest._replace(others=(8, 2)), 9) == Draft(tokens(3, 4, 5, 7), 2, 2)
-    assert draft_of(text, newest._replace(others=(2,)), 9) == Draft(tokens(3, 4, 5, 7), 2, 3)
+    newest = NgramMatch(18, 2, (14, 8, 2))
+    assert draft_from_match(text, newest, 9) == Draft(tokens(3, 4, 5, 7), 2, 1)
+    assert draft_from_match(text, newest._replace(others=(8, 2)), 9) == Draft(tokens(3, 4, 5, 7), 2, 2)
+    assert draft_from_match(text, newest._replace(others=(2,)), 9) == Draft(tokens(3, 4, 5, 7), 2, 3)
 
 
 def test_the_longer_match_wins_and_the_first_of_equal_ones_is_checked_by_the_other() -> None:
     short, long = Draft(tokens(1, 2, 3), 2, 3), Draft(tokens(1, 5, 3), 4, 3)
-    assert stronger(short, long) == stronger(long, short) == long
-    assert stronger(short, None) == stronger(None, short) == short
-    assert stronger(None, None) is None
-    assert stronger(short, long._replace(match_length=2)) == Draft(tokens(1, 2, 3), 2, 1)
-    assert stronger(short, Draft(tokens(1, 2, 3), 2, 0)) == Draft(tokens(1, 2, 3), 2, 0)
+    assert longer_match(short, long) == longer_match(long, short) == long
+    assert longer_match(short, None) == longer_match(None, short) == short
+    assert longer_match(None, None) is None
+    assert longer_match(short, long._replace(match_length=2)) == Draft(tokens(1, 2, 3), 2, 1)
+    assert longer_match(short, Draft(tokens(1, 2, 3), 2, 0)) == Draft(tokens(1, 2, 3), 2, 0)
 
 
 def test_a_draft_is_cut() -> None:
-    assert Draft(tokens(1, 2, 3), 5, 2).cut(1) == Draft(tokens(1), 5, 1)
-    assert Draft(tokens(1, 2, 3), 5, 2).cut(9) == Draft(tokens(1, 2, 3), 5, 2)
+    assert Draft(tokens(1, 2, 3), 5, 2).truncated(1) == Draft(tokens(1), 5, 1)
+    assert Draft(tokens(1, 2, 3), 5, 2).truncated(9) == Draft(tokens(1, 2, 3), 5, 2)
 
 
 @settings(max_examples=200, deadline=None)
@@ -54,12 +54,12 @@ def test_a_draft_is_cut() -> None:
 def test_agreed_tokens_follow_every_occurrence(text: list[int], num: int) -> None:
     """Of 16 tokens every occurrence is compared: the longest match's tokens, then all occurrences by a search."""
     known, index = tokens(*text), NgramIndex(1, 16)
-    index.enter(known, len(known))
-    match = index.find(known, known[-8:])
+    index.index_tokens(known, len(known))
+    match = index.find_longest(known, known[-8:])
     if match is None:
         assert text[-1] not in text[:-1]
         return
-    draft = draft_of(known, match, num, repeats=True)
+    draft = draft_from_match(known, match, num, repeats=True)
     assert draft is not None and len(draft.tokens) == num
     last = text[-match.length :]
     ends = [end for end in range(match.length, len(text)) if text[end - match.length : end] == last]

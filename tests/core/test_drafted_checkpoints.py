@@ -7,7 +7,7 @@ from checking import expected_tokens, make_request, repeating_token
 from states import StateExecutor, random_run, serve, state_engine, text
 
 from headstart.core.batch import Chunk
-from headstart.core.cache.hashing import is_page
+from headstart.core.cache.hashing import is_checkpoint_page
 from headstart.core.engine import Engine
 from headstart.core.speculation.speculation_config import SpeculationConfig
 
@@ -37,7 +37,7 @@ def test_a_place_within_accepted_drafts_has_its_checkpoint() -> None:
     assert any(chunk.num_drafts > 4 for chunk in chunks_of(engine))
     answer = expected_tokens(prompt, 26, model=cycling)
     found = serve(engine, [*prompt, *answer, 50, 51], name="b", model=cycling).breakdown
-    assert found is not None and found.cached == 36  # 39 tokens have a state, of 9 whole blocks
+    assert found is not None and found.num_cached == 36  # 39 tokens have a state, of 9 whole blocks
 
 
 @pytest.mark.parametrize("num", range(8, 40, 3))
@@ -48,16 +48,17 @@ def test_a_place_within_rejected_drafts_has_none(num: int) -> None:
     chunks, executor = chunks_of(engine), engine.executor
     assert isinstance(executor, StateExecutor)
     assert num < 14 or engine.stats().counters.num_draft_tokens > engine.stats().counters.num_accepted_tokens > 0
-    assert num < 14 or any(position > chunk.start + chunk.num_known for chunk in chunks for position, _ in chunk.saves)
+    saved = ((chunk, position) for chunk in chunks for position, _ in chunk.saves)
+    assert num < 14 or any(position > chunk.start + chunk.num_known_tokens for chunk, position in saved)
     known = array("i", [*prompt, *expected_tokens(prompt, num, model=leaving)])
-    published = engine.scheduler.pool.published
+    published = engine.scheduler.pool.published_hashes
     assert isinstance(published, dict)
     for name, (block, parent, _) in published.items():
-        if is_page(name):
+        if is_checkpoint_page(name):
             hashes = engine.scheduler.cache.new_sequence(make_request("x", known), 0).block_hashes
             assert executor.pages[block][0] == 4 * (hashes.index(parent) + 1)
     again = serve(engine, [*known, *text(5, 40)], 3, name="b", model=leaving).breakdown
-    assert again is not None and again.cached == (len(known) - 1) // 4 * 4
+    assert again is not None and again.num_cached == (len(known) - 1) // 4 * 4
 
 
 def test_all_drafts_of_a_step_keep_to_their_limit() -> None:

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventLog
-from headstart.core.cache.hashing import BlockHash, region_hash, root_hash
+from headstart.core.cache.events import AllBlocksCleared, BlockEventLog, BlockRemoved, BlockStored, Event
+from headstart.core.cache.hashing import BlockHash, private_root_hash, root_hash
 from headstart.core.engine import Engine
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import CacheMode, Sequence
@@ -51,7 +51,7 @@ class Consumer:
         if parent is None:
             parent = root_hash(b"", adapter=event.adapter, domain=event.domain)
         elif event.domain:
-            parent = region_hash(parent, event.domain)
+            parent = private_root_hash(parent, event.domain)
         for start, name in enumerate(event.block_hashes):
             assert name not in self.index, "stored twice"
             self.index[name] = (parent, event.token_ids[start * BLOCK : (start + 1) * BLOCK].tobytes())
@@ -244,19 +244,19 @@ def test_a_reset_that_pins_survive_removes_exactly_what_went() -> None:
 def test_without_a_sink_nothing_is_collected() -> None:
     engine = Engine(Scheduler(SchedulerConfig(9, BLOCK, Limits(16, 4, 40))), CheckingExecutor(9, BLOCK))
     assert engine.scheduler.cache.event_log is None
-    assert not any(isinstance(listener, EventLog) for listener in engine.scheduler.pool.listeners)
+    assert not any(isinstance(listener, BlockEventLog) for listener in engine.scheduler.pool.listeners)
 
 
 def test_events_keep_their_order_across_kinds() -> None:
     root = root_hash(b"")
-    log, names = EventLog(1), [BlockHash(bytes([number])) for number in range(3)]
+    log, names = BlockEventLog(1), [BlockHash(bytes([number])) for number in range(3)]
     tokens = array("i", [7]).tobytes()
-    log.publishing(Sequence(make_request("a", [1]), array("i", [1]), root, root))
-    log.published(1, names[0], root, tokens)
-    log.removed(names[0])
-    log.published(1, names[0], root, tokens)
-    log.published(2, names[1], names[0], tokens)
-    log.cleared()
+    log.set_publishing_sequence(Sequence(make_request("a", [1]), array("i", [1]), root, root))
+    log.on_block_published(1, names[0], root, tokens)
+    log.on_block_removed(names[0])
+    log.on_block_published(1, names[0], root, tokens)
+    log.on_block_published(2, names[1], names[0], tokens)
+    log.on_cache_cleared()
     one = array("i", [7])
     assert log.drain() == [
         BlockStored((names[0],), None, one, 1),
@@ -269,4 +269,4 @@ def test_events_keep_their_order_across_kinds() -> None:
 
 def test_who_publishes_without_saying_whose_it_is_is_wrong() -> None:
     with pytest.raises(AssertionError, match="call `publishing`"):
-        EventLog(1).published(1, BlockHash(b"a"), BlockHash(b"b"), b"1234")
+        BlockEventLog(1).on_block_published(1, BlockHash(b"a"), BlockHash(b"b"), b"1234")

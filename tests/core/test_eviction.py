@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from headstart.core.cache.eviction import HOT, EvictionOrder, TwoQueue
+from headstart.core.cache.eviction import HOT, EvictionOrder, TwoQueueOrder
 from headstart.core.cache.free_blocks import EVICTION_POLICIES
-from headstart.model.kernels.compiled_blocks import compiled_ops
+from headstart.model.kernels.compiled_blocks import compiled_block_loops
 
 MakeOrder = Callable[[], EvictionOrder]
 MakeTwoQueue = Callable[..., tuple[EvictionOrder, bytearray]]
@@ -24,20 +24,20 @@ def make(request: pytest.FixtureRequest) -> MakeOrder:
 def two_queue(request: pytest.FixtureRequest) -> "MakeTwoQueue":
     def make(max_protected: int = 8) -> tuple[EvictionOrder, bytearray]:
         marks = bytearray(32)
-        return (TwoQueue if request.param == "2q" else _compiled)(marks, max_protected), marks
+        return (TwoQueueOrder if request.param == "2q" else _compiled)(marks, max_protected), marks
 
     return make
 
 
 def _compiled(marks: bytearray, max_protected: int) -> EvictionOrder:
-    ops = compiled_ops()
+    ops = compiled_block_loops()
     if ops is None:
         pytest.skip("no compiler")
-    return ops.two_queues(marks, len(marks))(max_protected)
+    return ops.two_queue_factory(marks, len(marks))(max_protected)
 
 
 def drain(order: EvictionOrder) -> list[int]:
-    return [order.pop() for _ in range(len(order))]
+    return [order.pop_victim() for _ in range(len(order))]
 
 
 def test_first_come_first_evicted_while_nothing_is_used_again(make: MakeOrder) -> None:
@@ -54,7 +54,7 @@ def test_draining_to_empty_and_refilling_works(make: MakeOrder) -> None:
         order.add([2, 1])
         assert drain(order) == [2, 1]
     with pytest.raises(KeyError):
-        order.pop()
+        order.pop_victim()
 
 
 def test_taking_one_out_of_the_middle_keeps_the_order_of_the_rest(make: MakeOrder) -> None:
@@ -65,14 +65,14 @@ def test_taking_one_out_of_the_middle_keeps_the_order_of_the_rest(make: MakeOrde
     with pytest.raises(KeyError):
         order.remove(3)
     with pytest.raises(KeyError):
-        order.revive([9])
+        order.remove_reused([9])
 
 
 def test_what_is_used_again_goes_last(make: MakeOrder) -> None:
     order = make()
     order.add([2, 1])
     order.add([4, 3])
-    order.revive([1, 2])
+    order.remove_reused([1, 2])
     order.add([2, 1])
     assert drain(order) == [4, 3, 2, 1]
 
@@ -80,11 +80,11 @@ def test_what_is_used_again_goes_last(make: MakeOrder) -> None:
 def test_used_again_survives_any_number_used_once(two_queue: MakeTwoQueue) -> None:
     order, _ = two_queue()
     order.add([2, 1])
-    order.revive([1, 2])
+    order.remove_reused([1, 2])
     order.add([2, 1])
     for block in range(10, 30):
         order.add([block])
-        assert order.pop() == block
+        assert order.pop_victim() == block
 
 
 def test_heat_spreads_from_the_tail_of_a_chain_to_its_head(two_queue: MakeTwoQueue) -> None:
@@ -113,7 +113,7 @@ def test_too_many_protected_blocks_go_back_on_probation_tails_first(two_queue: M
 def test_one_that_was_demoted_is_protected_again_when_it_is_used_again(two_queue: MakeTwoQueue) -> None:
     order, marks = two_queue(max_protected=1)
     order.add([2, 1], HOT)
-    order.revive([2])
+    order.remove_reused([2])
     order.add([2])
     assert marks[2] & HOT and not marks[1] & HOT and drain(order) == [1, 2]
 

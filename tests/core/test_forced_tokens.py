@@ -6,7 +6,7 @@ from checking import CheckingExecutor, expected_tokens, make_request, next_token
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headstart.core.batch import Batch, Chunk, Row, StepResult
+from headstart.core.batch import Batch, Chunk, RowResult, StepResult
 from headstart.core.engine import Engine
 from headstart.core.request import FinishReason
 from headstart.core.sched.limits import Limits
@@ -29,7 +29,7 @@ class ForcingExecutor(CheckingExecutor):
         rows = [self._extended(chunk, row) for chunk, row in zip(batch.chunks, result.rows, strict=True)]
         return StepResult(tuple(rows), result.elapsed)
 
-    def _extended(self, chunk: Chunk, row: Row) -> Row:
+    def _extended(self, chunk: Chunk, row: RowResult) -> RowResult:
         if not row.token_ids:
             return row
         history = array("i", [*chunk.history, *row.token_ids])
@@ -60,7 +60,7 @@ def test_tokens_are_those_that_come_one_by_one(
 ) -> None:
     engine = make_forcing(num_blocks + 1, num_forced, Limits(budget, 6, 32))
     for _ in range(300):
-        engine.scheduler.admission.finished(1)  # it admits too many, so some are preempted
+        engine.scheduler.admission.record_output_length(1)  # it admits too many, so some are preempted
     prompts = [list(range(number, number + length)) for number, (length, _) in enumerate(shapes)]
     for number, (prompt, (_, num_tokens)) in enumerate(zip(prompts, shapes, strict=True)):
         engine.add_request(make_request(str(number), prompt, num_tokens))

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.core.cache.hashing import BlockHash, extend_hashes, pack, root_hash
+from headstart.core.cache.hashing import BlockHash, extend_block_hashes, pack_tokens, root_hash
 
 ROOT = root_hash(b"model")
 
 
 def names(tokens: list[int], root: BlockHash = ROOT, block_size: int = 4) -> list[BlockHash]:
     hashes: list[BlockHash] = []
-    extend_hashes(hashes, array("i", tokens), block_size, root)
+    extend_block_hashes(hashes, array("i", tokens), block_size, root)
     return hashes
 
 
@@ -30,14 +30,14 @@ def test_same_tokens_behind_another_parent_have_another_name() -> None:
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.integers(0, 40))
 def test_extending_step_by_step_equals_hashing_from_scratch(tokens: list[int], cut: int) -> None:
     hashes: list[BlockHash] = []
-    extend_hashes(hashes, array("i", tokens[:cut]), 4, ROOT)
-    extend_hashes(hashes, array("i", tokens), 4, ROOT)
+    extend_block_hashes(hashes, array("i", tokens[:cut]), 4, ROOT)
+    extend_block_hashes(hashes, array("i", tokens), 4, ROOT)
     assert hashes == names(tokens)
 
 
 def test_until_limits_what_is_named() -> None:
     hashes: list[BlockHash] = []
-    extend_hashes(hashes, array("i", range(16)), 4, ROOT, until=9)
+    extend_block_hashes(hashes, array("i", range(16)), 4, ROOT, until=9)
     assert hashes == names(list(range(16)))[:2]
 
 
@@ -67,8 +67,8 @@ def test_names_are_stable_across_processes_and_versions() -> None:
 
 def test_pack_keeps_what_is_packed_and_refuses_what_is_no_int32() -> None:
     packed = array("i", [1, 2])
-    assert pack(packed) is packed and pack([1, 2]) == packed
+    assert pack_tokens(packed) is packed and pack_tokens([1, 2]) == packed
     with pytest.raises(OverflowError):
-        pack([2**31])
+        pack_tokens([2**31])
     with pytest.raises(TypeError):
-        pack(["1"])  # type: ignore[list-item]
+        pack_tokens(["1"])  # type: ignore[list-item]

@@ -1,9 +1,9 @@
 """Evicted blocks are remembered for a while, by name only."""
 
 from headstart.core.cache.hashing import BlockHash
-from headstart.core.cache.history import Evicted, EvictionHistory
+from headstart.core.cache.history import EvictionHistory, EvictionRecord
 
-GONE = Evicted("capacity", "r1", 2.0)
+GONE = EvictionRecord("capacity", "r1", 2.0)
 
 
 def name(number: int) -> BlockHash:

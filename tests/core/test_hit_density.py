@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import BlockHash
-from headstart.core.cache.hit_density import CLASSES, SIZES, USES, WIDTHS, HitDensity, ReuseModel, hit_densities
+from headstart.core.cache.hit_density import CLASSES, SIZES, USES, WIDTHS, HitDensityOrder, ReuseModel, hit_densities
 
 ROOT = BlockHash(b"root")
 Word = tuple[int, ...]
@@ -35,17 +35,17 @@ class Twin:
         self.gone: list[BlockHash] = []
         self.pool.listeners.append(self)
 
-    def removed(self, block_hash: BlockHash) -> None:
+    def on_block_removed(self, block_hash: BlockHash) -> None:
         self.gone.append(block_hash)
 
-    def published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+    def on_block_published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
         """Nothing: who publishes knows."""
 
-    def cleared(self) -> None:
+    def on_cache_cleared(self) -> None:
         """Nothing: it never happens here."""
 
     def idle(self, word: Word) -> bool:
-        return not self.pool.refs(self.held[word])
+        return not self.pool.ref_count(self.held[word])
 
     def is_leaf(self, word: Word) -> bool:
         return not any(other[:-1] == word for other in self.held)
@@ -59,7 +59,7 @@ class Twin:
         found: list[BlockHash] = []
         for _ in range(num):
             leaves = [word for word in self.held if self.idle(word) and self.is_leaf(word)]
-            value, keys = self.model.value, self.keys
+            value, keys = self.model.expected_hits, self.keys
             word = min(leaves, key=lambda word: (value(keys[word]), keys[word], self.leaf_since[word]))
             del self.held[word]
             found.append(name_of(word))
@@ -71,10 +71,10 @@ class Twin:
     def take(self, word: Word) -> None:
         words = [word[: end + 1] for end in range(len(word))]
         names = [name_of(each) for each in words]
-        hit = self.pool.lookup(names, ROOT, b"", 0)
+        hit = self.pool.match_prefix(names, ROOT, b"", 0)
         assert hit == [self.held[each] for each in words if each in self.held], "a hit has a gap"
         new = len(words) - len(hit)
-        if new > self.pool.num_available(hit):
+        if new > self.pool.num_available_to_tenant(hit):
             return
         self.pool.acquire(hit)
         self.gone.clear()
@@ -82,7 +82,7 @@ class Twin:
         blocks = hit + self.pool.allocate(new)
         assert self.gone == wanted
         for index in range(len(hit), len(words)):
-            memory = self.pool.eviction_of(names[index])
+            memory = self.pool.find_eviction(names[index])
             self.uses[words[index]] = self.uses[words[index]] if memory is not None else 0
             self.held[words[index]] = blocks[index]
             self.pool.publish(blocks[index], names[index], names[index - 1] if index else ROOT, b"")
@@ -90,7 +90,7 @@ class Twin:
 
     def give_back(self, number: int) -> None:
         word, blocks = self.owners.pop(number % len(self.owners))
-        idle = [word[: index + 1] for index in reversed(range(len(word))) if self.pool.refs(blocks[index]) == 1]
+        idle = [word[: index + 1] for index in reversed(range(len(word))) if self.pool.ref_count(blocks[index]) == 1]
         size = min(sum(1 for each in idle if not self.uses[each]).bit_length(), SIZES - 1)
         self.pool.release(blocks)
         for each in idle:
@@ -98,7 +98,7 @@ class Twin:
             self.keys[each] = self.model.epoch * CLASSES + SIZES * (self.uses[each] - 1) + size
             if self.is_leaf(each):
                 self.note_leaf(each)
-        self.pool.check()
+        self.pool.check_invariants()
 
 
 @settings(max_examples=200, deadline=None)
@@ -157,7 +157,7 @@ def turns_found(policy: str, rounds: int = 60, counted: int = 40) -> int:
 
     def serve(words: list[Word]) -> int:
         names = [name_of(word) for word in words]
-        hit = pool.lookup(names, ROOT, b"", 0)
+        hit = pool.match_prefix(names, ROOT, b"", 0)
         pool.acquire(hit)
         blocks = hit + pool.allocate(len(words) - len(hit))
         for index in range(len(hit), len(words)):
@@ -177,23 +177,23 @@ def turns_found(policy: str, rounds: int = 60, counted: int = 40) -> int:
 
 def test_a_leaf_goes_before_the_block_before_it_whatever_their_values() -> None:
     model = ReuseModel(8, 8)
-    order = HitDensity(bytearray(8), model=model)
-    model.published(1, 0, -1)
+    order = HitDensityOrder(bytearray(8), model=model)
+    model.record_published(1, 0, -1)
     order.add([1])
-    model.published(2, 1, -1)  # behind 1, which is idle
+    model.record_published(2, 1, -1)  # behind 1, which is idle
     order.add([2])
     assert 1 in order and 2 in order and len(order) == 2
-    assert order.pop() == 2
-    model.detach(2)
-    assert order.pop() == 1
+    assert order.pop_victim() == 2
+    model.detach_child(2)
+    assert order.pop_victim() == 1
     with pytest.raises(KeyError):
-        order.pop()
+        order.pop_victim()
 
 
 def test_while_all_that_is_behind_is_in_use_a_head_may_go() -> None:
     model = ReuseModel(8, 8)
-    order = HitDensity(bytearray(8), model=model)
-    model.published(1, 0, -1)
-    model.published(2, 1, -1)
+    order = HitDensityOrder(bytearray(8), model=model)
+    model.record_published(1, 0, -1)
+    model.record_published(2, 1, -1)
     order.add([1])  # 2 is a copy that another request holds
-    assert order.pop() == 1 and len(order) == 0
+    assert order.pop_victim() == 1 and len(order) == 0

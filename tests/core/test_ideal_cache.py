@@ -11,7 +11,7 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.core.engine import Engine
 from headstart.core.request import CacheMode
 from headstart.core.sched import ideal_cache as ideal
-from headstart.core.sched.ideal_cache import MIN_HASHES, POOLS, IdealCache, max_hashes
+from headstart.core.sched.ideal_cache import MIN_HASHES, POOLS, IdealCache, max_remembered_hashes
 
 BLOCK = 4
 
@@ -59,11 +59,11 @@ def test_it_knows_what_its_slow_twin_knows_whatever_is_forgotten(
     longest = max((len(path) for path, _ in paths), default=0)
     for path, is_learned in paths:
         asked = chain(*path)
-        assert fast.num_known(asked) == slow.num_known(asked)
+        assert fast.num_cached_blocks(asked) == slow.num_known(asked)
         if is_learned:
-            fast.learn(asked)
+            fast.record_use(asked)
             slow.learn(asked)
-            assert fast.num_known(asked) == len(asked)
+            assert fast.num_cached_blocks(asked) == len(asked)
         assert len(fast) <= max_hashes + 2 * longest
 
 
@@ -81,40 +81,40 @@ def test_what_was_used_before_fewer_names_than_half_of_the_bound_is_known(
             used = set(chain(*earlier))
             since |= used
             known = max(known, sum(name in used for name in asked))
-        assert known <= fast.num_known(asked) <= len(asked)
-        fast.learn(asked)
+        assert known <= fast.num_cached_blocks(asked) <= len(asked)
+        fast.record_use(asked)
 
 
 def test_it_knows_the_leading_names_that_were_there_before() -> None:
     cache = IdealCache(100)
-    assert cache.num_known(names(1, 2, 3)) == 0
-    cache.learn(names(1, 2, 3))
-    assert cache.num_known(names(1, 2, 3, 4)) == 3 and cache.num_known(names(1, 2)) == 2
-    assert cache.num_known(names(5, 6)) == 0 and cache.num_known([]) == 0
+    assert cache.num_cached_blocks(names(1, 2, 3)) == 0
+    cache.record_use(names(1, 2, 3))
+    assert cache.num_cached_blocks(names(1, 2, 3, 4)) == 3 and cache.num_cached_blocks(names(1, 2)) == 2
+    assert cache.num_cached_blocks(names(5, 6)) == 0 and cache.num_cached_blocks([]) == 0
 
 
 def test_a_chain_that_is_forgotten_is_forgotten_from_its_tail() -> None:
     """By hand: a chain of 6 names, 4 of them used again, among 3 generations of 8 names each."""
     cache = IdealCache(16)
-    cache.learn(names(1, 2, 3, 4, 5, 6))
-    cache.learn(names(11, 12))  # 8 names: the generation is full
-    cache.learn(names(1, 2, 3, 4))  # used in this generation: no new name
-    cache.learn(names(21, 22))
-    cache.learn(names(1, 2, 3, 4))  # used in the next generation too
-    assert cache.num_known(names(1, 2, 3, 4, 5, 6)) == 6
-    cache.learn(names(*range(31, 35)))
-    assert cache.num_known(names(1, 2, 3, 4, 5, 6)) == 6
-    cache.learn(names(41))  # the first generation is forgotten
-    assert cache.num_known(names(1, 2, 3, 4, 5, 6)) == 4
-    assert cache.num_known(names(11, 12)) == 0
+    cache.record_use(names(1, 2, 3, 4, 5, 6))
+    cache.record_use(names(11, 12))  # 8 names: the generation is full
+    cache.record_use(names(1, 2, 3, 4))  # used in this generation: no new name
+    cache.record_use(names(21, 22))
+    cache.record_use(names(1, 2, 3, 4))  # used in the next generation too
+    assert cache.num_cached_blocks(names(1, 2, 3, 4, 5, 6)) == 6
+    cache.record_use(names(*range(31, 35)))
+    assert cache.num_cached_blocks(names(1, 2, 3, 4, 5, 6)) == 6
+    cache.record_use(names(41))  # the first generation is forgotten
+    assert cache.num_cached_blocks(names(1, 2, 3, 4, 5, 6)) == 4
+    assert cache.num_cached_blocks(names(11, 12)) == 0
 
 
 def test_it_remembers_several_pools_of_names_and_no_more() -> None:
-    assert max_hashes(10) == MIN_HASHES and max_hashes(MIN_HASHES) == POOLS * MIN_HASHES
-    cache = IdealCache(max_hashes(10))
+    assert max_remembered_hashes(10) == MIN_HASHES and max_remembered_hashes(MIN_HASHES) == POOLS * MIN_HASHES
+    cache = IdealCache(max_remembered_hashes(10))
     for number in range(3 * MIN_HASHES):
-        cache.learn(names(number))
-        assert cache.num_known(names(max(number - MIN_HASHES // 2 + 1, 0))) == 1
+        cache.record_use(names(number))
+        assert cache.num_cached_blocks(names(max(number - MIN_HASHES // 2 + 1, 0))) == 1
     assert len(cache) <= MIN_HASHES
 
 
@@ -174,7 +174,7 @@ def test_a_pinned_prefix_is_no_new_prompt_however_long_nobody_used_it(monkeypatc
 def test_a_read_only_prompt_uses_blocks_and_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ideal, "MIN_HASHES", 8)
     monkeypatch.setattr(ideal, "POOLS", 0)
-    cache = IdealCache(max_hashes(0))
+    cache = IdealCache(max_remembered_hashes(0))
     engine = make_engine(num_blocks=17)
     engine.scheduler.accounting._ideal = cache
     generate(engine, make_request("first", range(16)))

@@ -21,7 +21,7 @@ PROMPT = [token % 97 for token in range(3, 43)]  # 40 tokens
 def steps(engine: Engine, num: int) -> None:
     for _ in range(num):
         assert engine.step() == []
-        engine.scheduler.pool.check()
+        engine.scheduler.pool.check_invariants()
 
 
 def breakdown(engine: Engine, request: Request) -> PromptTokenBreakdown:
@@ -113,7 +113,7 @@ def test_an_interrupted_prefill_survives_its_eviction_in_the_store() -> None:
     store.flush()
     generate(engine, make_request("flood", [80 + token % 10 for token in range(46)]))
     fresh = engine.scheduler.cache.new_sequence(make_request("now", PROMPT), 0)
-    assert engine.scheduler.cache.match(fresh).num_tokens == 0  # all of it was evicted
+    assert engine.scheduler.cache.match_prefix(fresh).num_tokens == 0  # all of it was evicted
     assert breakdown(engine, make_request("again", PROMPT)) == PromptTokenBreakdown(store=36, computed=4)
 
 

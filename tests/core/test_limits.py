@@ -5,7 +5,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headstart.core.errors import ConfigError
-from headstart.core.sched.limits import Limits, charge, chunk_len
+from headstart.core.sched.limits import Limits, budget_cost, chunk_len
 
 
 @st.composite
@@ -31,7 +31,7 @@ def allowed(n: int, want: int, start: int, budget: int, limits: Limits, alone: b
     return (
         (not capped or n <= limits.long_prefill_threshold)
         and has_time
-        and charge(start, n, limits, decode=want == 1) <= budget
+        and budget_cost(start, n, limits, decode=want == 1) <= budget
         and (n == want or (start + n) % limits.align == 0)
     )
 
@@ -75,7 +75,7 @@ def test_less_than_a_block_of_budget_waits_unless_the_rest_of_the_prompt_fits(
     start = data.draw(st.integers(0, 3)) * limits.align + offset
     budget = data.draw(st.integers(1, limits.align - offset - 1))
     n = chunk_len(want, start, budget, limits, alone=True)
-    fits = charge(start, want, limits, decode=False) <= budget
+    fits = budget_cost(start, want, limits, decode=False) <= budget
     assert n == (want if fits else 0)
 
 
@@ -96,14 +96,14 @@ def test_a_prompt_that_is_alone_ends_after_the_fewest_steps(want: int, limits: L
 def test_ceil_charges_each_block_once_and_less_than_two_blocks_more_than_exact(
     start: int, n: int, limits: Limits
 ) -> None:
-    cost = charge(start, n, limits, decode=False)
+    cost = budget_cost(start, n, limits, decode=False)
     if not limits.charge_ceil:
         assert cost == n
         return
     touched = {position // limits.align for position in range(start, start + n)}
     assert cost == len(touched) * limits.align
     assert n <= cost <= n + 2 * (limits.align - 1)
-    assert charge(start, 1, limits, decode=True) == 1
+    assert budget_cost(start, 1, limits, decode=True) == 1
 
 
 @pytest.mark.parametrize(

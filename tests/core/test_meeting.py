@@ -13,9 +13,9 @@ from checking_async import AsyncCheckingExecutor
 from laws.test_laws import check_laws
 from memory_store import MemoryStore, Shelf
 
-from headstart.core.batch import Batch, Output, StepResult
-from headstart.core.cache.block_store import BlockKey, Loaded
-from headstart.core.cache.events import BlockStored, EventLog
+from headstart.core.batch import Batch, RequestStepOutput, StepResult
+from headstart.core.cache.block_store import BlockKey, LoadedBlocks
+from headstart.core.cache.events import BlockEventLog, BlockStored
 from headstart.core.engine import Engine
 
 BLOCK = 4
@@ -41,29 +41,29 @@ class TimedStore(MemoryStore):
     hangs_at: int = 1 << 30  # the block of a load that never comes
     _timed: list[tuple[int, list[BlockKey], float, int]] = field(default_factory=list)  # id, keys, begin, given
 
-    def expected_seconds(self, num_blocks: int, first: object = None) -> float:
+    def expected_load_seconds(self, num_blocks: int, first: object = None) -> float:
         waiting = sum(len(keys) - given for _, keys, _, given in self._timed)
         return self.latency + (num_blocks + waiting) * self.expected
 
-    def load(self, keys: list[BlockKey]) -> int:  # type: ignore[override]
+    def begin_load(self, keys: list[BlockKey]) -> int:  # type: ignore[override]
         self.loads.append(list(keys))
         self._timed.append((len(self.loads), list(keys), self.now, 0))
         return len(self.loads)
 
-    def cancel(self, load_id: int, *, is_late: bool) -> None:
+    def cancel_load(self, load_id: int, *, is_late: bool) -> None:
         self.cancelled.append((load_id, is_late))
         self._timed = [one for one in self._timed if one[0] != load_id]
 
-    def poll(self) -> list[Loaded]:
+    def poll_loads(self) -> list[LoadedBlocks]:
         self._write()
-        found: list[Loaded] = []
+        found: list[LoadedBlocks] = []
         for number, (load_id, keys, begin, given) in enumerate(self._timed):
             ready = int((self.now - begin - self.latency) / self.seconds + 1e-9)
             ready = max(min(ready, len(keys), self.fails_at, self.hangs_at), 0)
             data = tuple(bytearray(self.shelf[key.block_hash][1]) for key in keys[given:ready])
             is_last = ready in (len(keys), self.fails_at)
             if data or is_last:
-                found.append(Loaded(load_id, data, is_last))
+                found.append(LoadedBlocks(load_id, data, is_last))
                 self._timed[number] = (load_id, keys, begin, ready)
         over = {loaded.load_id for loaded in found if loaded.is_last}
         self._timed = [one for one in self._timed if one[0] not in over]
@@ -97,7 +97,7 @@ def engine_on(
     return engine
 
 
-def step(engine: Engine, store: TimedStore) -> list[Output]:
+def step(engine: Engine, store: TimedStore) -> list[RequestStepOutput]:
     """One step, in its own time; 2 ms pass if there is nothing to compute."""
     before = engine.stats().num_steps
     outputs = engine.step(store.now)
@@ -204,7 +204,7 @@ def test_what_a_load_does_not_bring_is_computed(shelf: Shelf) -> None:
 def test_chains_are_published_from_the_front(shelf: Shelf) -> None:
     store = TimedStore(dict(shelf), expected=0.05, seconds=0.05)
     engine = engine_on(store)
-    log = EventLog(BLOCK)
+    log = BlockEventLog(BLOCK)
     engine.scheduler.pool.listeners.append(log)
     engine.scheduler.cache.event_log = log
     known: set[object] = {None}
@@ -274,7 +274,7 @@ def test_blocks_that_are_distrusted_meanwhile_are_not_published(shelf: Shelf) ->
     engine, store = begun(shelf)
     (load,) = engine.scheduler.transfers._loads.values()
     name = load.seq.block_hashes[max(load.held)]
-    engine.scheduler.transfers.distrust([name])
+    engine.scheduler.transfers.discard_corrupt([name])
     assert not engine.scheduler.transfers._loads and not engine.scheduler.transfers.num_outstanding
     while engine.has_work:
         step(engine, store)
@@ -308,7 +308,7 @@ def test_any_order_of_arrivals_gives_the_same_tokens(seed: int, lags: bool) -> N
         def advance(engine: Engine = engine, store: TimedStore = store, tokens: dict[str, list[int]] = tokens) -> None:
             if lags:
                 outputs = engine.step(store.now)
-                engine.scheduler.pool.check()
+                engine.scheduler.pool.check_invariants()
                 store.now += 0.2
             else:
                 outputs = step(engine, store)

@@ -20,8 +20,8 @@ def finished(prompt: list[int], output: list[int]) -> Sequence:
 def test_an_output_is_found_with_the_end_of_its_prompt() -> None:
     history = OutputHistory(2, context=3)
     seq = finished([1, 2, 3, 4, 5], [6, 7, 8])
-    history.add(seq)
-    found = history.find(seq, array("i", [2, 3, 4, 5]), 9)
+    history.add_output(seq)
+    found = history.find_draft(seq, array("i", [2, 3, 4, 5]), 9)
     assert found is not None and (found.tokens.tolist(), found.match_length) == ([6, 7, 8], 3)
 
 
@@ -30,11 +30,11 @@ def test_of_a_long_output_the_end_is_kept_and_of_many_the_latest(monkeypatch: py
     monkeypatch.setattr(output_history, "GENERATION_TOKENS", 14)
     history = OutputHistory(2, context=0)
     seq = finished([1], [*range(100, 110)])
-    history.add(seq)
-    assert history.find(seq, array("i", [102, 103]), 9) is None
-    found = history.find(seq, array("i", [104, 105]), 9)
+    history.add_output(seq)
+    assert history.find_draft(seq, array("i", [102, 103]), 9) is None
+    found = history.find_draft(seq, array("i", [104, 105]), 9)
     assert found is not None and found.tokens.tolist() == [106, 107, 108, 109]
     for first in (200, 300, 400, 500):
-        history.add(finished([1], [*range(first, first + 6)]))
-    kept = [first for first in (104, 200, 300, 400, 500) if history.find(seq, array("i", [first, first + 1]), 9)]
+        history.add_output(finished([1], [*range(first, first + 6)]))
+    kept = [first for first in (104, 200, 300, 400, 500) if history.find_draft(seq, array("i", [first, first + 1]), 9)]
     assert kept == [300, 400, 500]  # the full generation before, and the one being filled

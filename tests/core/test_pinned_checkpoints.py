@@ -7,7 +7,7 @@ from checking import make_request
 from memory_store import MemoryStore
 from states import PAGES, StateExecutor, serve, state_engine, text
 
-from headstart.core.cache.hashing import is_page
+from headstart.core.cache.hashing import is_checkpoint_page
 from headstart.core.cache.pinned_prefix import PrefixState
 from headstart.core.engine import Engine
 from headstart.core.errors import InvalidRequestError
@@ -38,7 +38,7 @@ def traffic(engine: Engine, seed: int, num: int = 30) -> None:
         engine.add_request(make_request(f"t{index}", prompt, 6, tenant=rng.choice(["", "a", "b"])))
     while engine.has_work:
         engine.step()
-        engine.scheduler.pool.check()
+        engine.scheduler.pool.check_invariants()
 
 
 def cached(engine: Engine, prompt: list[int], **fields: object) -> tuple[int, int]:
@@ -46,7 +46,7 @@ def cached(engine: Engine, prompt: list[int], **fields: object) -> tuple[int, in
     engine.add_request(make_request("x", prompt, 3, **fields))
     outputs = [output for _ in range(30) if engine.has_work for output in engine.step()]
     found = next(output.breakdown for output in outputs if output.breakdown is not None)
-    return found.cached, found.pinned
+    return found.num_cached, found.pinned
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -63,7 +63,7 @@ def test_blocks_and_pages_count_as_pinned_and_are_free_again_when_it_is_removed(
     assert engine.list_prefixes()[0].num_blocks == engine.stats().pool.num_pinned == 5 + PAGES
     assert engine.remove_prefix("p")
     assert engine.stats().pool.num_pinned == engine.stats().pool.num_pinned_idle == 0
-    engine.scheduler.pool.check()
+    engine.scheduler.pool.check_invariants()
 
 
 def test_a_public_prefix_is_a_hit_for_every_domain_and_a_private_one_for_its_own() -> None:
@@ -85,7 +85,7 @@ def test_a_pinned_state_that_is_not_finite_is_computed_again() -> None:
     executor, states = engine.executor, engine.scheduler.cache.checkpoints
     assert isinstance(executor, StateExecutor)
     hashes = engine.scheduler.cache.new_sequence(make_request("x", PREFIX), 0).block_hashes
-    for block in states.find(hashes, 5)[1]:
+    for block in states.find_deepest(hashes, 5)[1]:
         executor.spoil(block)
     serve(engine, [*PREFIX, 91], 2)
     warm(engine)
@@ -103,7 +103,7 @@ def test_after_a_restart_a_pinned_prefix_is_loaded_and_one_token_is_computed() -
     store = MemoryStore()
     pinned(store)
     store.flush()
-    assert sum(map(is_page, store.kept)) == PAGES
+    assert sum(map(is_checkpoint_page, store.kept)) == PAGES
     engine = pinned(MemoryStore(store.shelf))
     executor = engine.executor
     assert isinstance(executor, StateExecutor)
@@ -122,4 +122,4 @@ def test_an_answer_that_is_a_pinned_prefix_does_not_lose_it() -> None:
     engine.scheduler.prefixes.take_requests()
     serve(engine, prompt, 17, name="b")
     hashes = engine.scheduler.cache.new_sequence(make_request("x", [*prompt, *answer]), 0).block_hashes
-    assert engine.scheduler.cache.checkpoints.find(hashes, 2)[0] == 2
+    assert engine.scheduler.cache.checkpoints.find_deepest(hashes, 2)[0] == 2

@@ -214,7 +214,7 @@ def test_removed_while_it_is_computed_it_leaves_nothing_behind() -> None:
     engine.step()
     assert engine.has_work and engine.remove_prefix("fixed")
     assert not engine.has_work and engine.stats().pool.num_free == 8
-    engine.scheduler.pool.check()
+    engine.scheduler.pool.check_invariants()
 
 
 def books(engine: Engine) -> dict[str, object]:

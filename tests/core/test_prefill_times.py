@@ -4,13 +4,13 @@ import pytest
 from checking import CheckingExecutor, make_engine, make_request, run
 from checking_async import AsyncCheckingExecutor
 
-from headstart.core.batch import Output
+from headstart.core.batch import RequestStepOutput
 from headstart.core.sched import step_time
 
 
-def prefill_of(outputs: list[Output]) -> list[int]:
+def prefill_of(outputs: list[RequestStepOutput]) -> list[int]:
     """The tokens of the chunks; at most one output may have any."""
-    (found,) = [output for output in outputs if output.prefill] or [Output("")]
+    (found,) = [output for output in outputs if output.prefill] or [RequestStepOutput("")]
     return [chunk.num_tokens for chunk in found.prefill]
 
 

@@ -68,13 +68,13 @@ class Chaos:
             assert output.request_id in self.live, f"{output.request_id} is nobody's"
             if output.finish_reason is not None:
                 self.live.discard(output.request_id)
-        self.engine.scheduler.pool.check()
+        self.engine.scheduler.pool.check_invariants()
 
     def check(self) -> None:
         pool, prefixes = self.engine.scheduler.pool, self.engine.scheduler.prefixes
         assert pool.num_pinned_hashes <= prefixes.max_blocks
-        held = sum(info.num_blocks for info in prefixes.list())
-        assert max((info.num_blocks for info in prefixes.list()), default=0) <= pool.num_pinned_hashes <= held
+        held = sum(info.num_blocks for info in prefixes.list_prefixes())
+        assert max((info.num_blocks for info in prefixes.list_prefixes()), default=0) <= pool.num_pinned_hashes <= held
 
     def _corrupt(self) -> None:
         """Spoils a published block, in use or not."""

@@ -18,7 +18,7 @@ from checking import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.core.batch import Batch, Chunk, Row, StepResult
+from headstart.core.batch import Batch, Chunk, RowResult, StepResult
 from headstart.core.engine import Engine
 from headstart.core.request import CacheMode, FinishReason, Sequence
 from headstart.core.sched.scheduler import Scheduler
@@ -139,7 +139,7 @@ def test_rejected_drafts_are_never_published() -> None:
     generate(engine, make_request("a", prompt, 8))
     assert engine.stats().counters.num_draft_tokens > engine.stats().counters.num_accepted_tokens
     generate(engine, make_request("b", [*prompt, 3, 4, 5, 6, 7, 8, 9], 1))
-    engine.scheduler.pool.check()
+    engine.scheduler.pool.check_invariants()
 
 
 def test_a_stop_token_inside_an_accepted_draft_ends_the_sequence() -> None:
@@ -246,7 +246,8 @@ class ShortRows(CheckingExecutor):
         result = super().execute(batch)
         return result._replace(
             rows=tuple(
-                Row(row.token_ids[: max(1, len(row.token_ids) - 1)]) if row.token_ids else row for row in result.rows
+                RowResult(row.token_ids[: max(1, len(row.token_ids) - 1)]) if row.token_ids else row
+                for row in result.rows
             )
         )
 

@@ -23,8 +23,8 @@ from headstart.core.sched.step_time import (
     MaxStepTime,
     StepTimes,
 )
-from headstart.core.speculation.draft_length import DecodeCost
-from headstart.core.warm_up import DRAFT_LENGTHS, PROMPT_TOKENS, measure_drafts, measure_steps
+from headstart.core.speculation.draft_length import DecodeCostModel
+from headstart.core.warm_up import DRAFT_LENGTHS, PROMPT_TOKENS, measure_draft_cost, measure_step_times
 from headstart_lab.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
 
 BLOCK = 16
@@ -37,7 +37,7 @@ def engine_of(cost: StepCost, bound: MaxStepTime | None) -> tuple[Engine, Virtua
     scheduler = Scheduler(
         SchedulerConfig(1001, BLOCK, Limits(max_model_len=8192, max_step_time=bound), enable_prefix_caching=False)
     )
-    measure_steps(executor, scheduler.step_times, max_tokens=8192)
+    measure_step_times(executor, scheduler.step_times, max_tokens=8192)
     return Engine(scheduler, executor), clock
 
 
@@ -50,7 +50,7 @@ def test_nothing_is_bounded_before_anything_is_known_or_if_it_was_not_asked() ->
     unbounded = StepTimes(None)
     unbounded.learn(100, 0, 1.0)
     assert unbounded.max_prompt_tokens(0) is None
-    assert unbounded.expected(200, 0) == pytest.approx(2.0)
+    assert unbounded.expected_seconds(200, 0) == pytest.approx(2.0)
 
 
 def test_a_bound_is_six_decode_steps_within_its_limits_and_the_most_without_decodes() -> None:
@@ -74,9 +74,9 @@ def test_a_bound_is_six_decode_steps_within_its_limits_and_the_most_without_deco
 def test_decodes_are_known_by_their_number_and_else_by_the_closest() -> None:
     times = StepTimes(MaxStepTime(0.1))
     times.learn(0, 8, 0.016)
-    assert times.decode_seconds(1) == times.decode_seconds(15) == times.decode_seconds(200) == 0.016
+    assert times.decode_step_seconds(1) == times.decode_step_seconds(15) == times.decode_step_seconds(200) == 0.016
     times.learn(0, 32, 0.050)
-    assert times.decode_seconds(31) == 0.016 and times.decode_seconds(40) == 0.050
+    assert times.decode_step_seconds(31) == 0.016 and times.decode_step_seconds(40) == 0.050
 
 
 def test_one_step_on_a_busy_machine_changes_little() -> None:
@@ -186,8 +186,8 @@ class Executor(VirtualExecutor):
 def test_the_first_steps_of_a_process_are_not_counted() -> None:
     cost = StepCost(0.01, 0.001)
     times = StepTimes(MaxStepTime())
-    measure_steps(Executor(100, BLOCK, 100, cost, VirtualClock()), times, max_tokens=4096)
-    assert times.decode_seconds(1) == pytest.approx(cost.seconds(1))
+    measure_step_times(Executor(100, BLOCK, 100, cost, VirtualClock()), times, max_tokens=4096)
+    assert times.decode_step_seconds(1) == pytest.approx(cost.seconds(1))
     assert times.seconds_per_token == pytest.approx(cost.seconds(PROMPT_TOKENS) / PROMPT_TOKENS)
 
 
@@ -198,7 +198,7 @@ def test_an_engine_learns_what_its_machine_costs() -> None:
         engine.add_request(request(f"decode-{index}", 1, 4000))
     for _ in range(4):
         engine.step()
-    assert engine.scheduler.step_times.decode_seconds(40) == pytest.approx(cost.seconds(40))
+    assert engine.scheduler.step_times.decode_step_seconds(40) == pytest.approx(cost.seconds(40))
     engine.add_request(request("prompt", 6000, 1))
     for _ in range(30):
         engine.step()
@@ -209,20 +209,20 @@ def test_warming_up_needs_no_more_room_than_there_is() -> None:
     for num_blocks, max_tokens in ((2, 4096), (2, 5), (100, 2), (100, 4)):
         executor = Executor(num_blocks, BLOCK, 100, StepCost(0.01, 0.001), VirtualClock())
         times = StepTimes(MaxStepTime())
-        measure_steps(executor, times, max_tokens=max_tokens)
-        assert bool(times.expected(0, 1)) == (max_tokens > 3)
+        measure_step_times(executor, times, max_tokens=max_tokens)
+        assert bool(times.expected_seconds(0, 1)) == (max_tokens > 3)
         assert not executor.dirty  # what a broken model wrote would spoil whoever gets the block next
 
 
 def test_the_cost_of_drafts_is_measured_behind_as_much_context_as_there_is_room_for() -> None:
     step = StepCost(0.01, 0.001)
     for num_blocks, max_tokens in ((100, 4096), (100, 40), (4, 4096), (100, 17)):
-        executor, cost = Executor(num_blocks, BLOCK, 100, step, VirtualClock()), DecodeCost()
-        measure_drafts(executor, cost, max_tokens=max_tokens)
+        executor, cost = Executor(num_blocks, BLOCK, 100, step, VirtualClock()), DecodeCostModel()
+        measure_draft_cost(executor, cost, max_tokens=max_tokens)
         for length in DRAFT_LENGTHS:
-            assert cost.seconds(1 + length) == pytest.approx(step.seconds(1 + length))
+            assert cost.expected_seconds(1 + length) == pytest.approx(step.seconds(1 + length))
         assert not executor.dirty
     for num_blocks, max_tokens in ((2, 4096), (100, 16)):
-        cost = DecodeCost()
-        measure_drafts(Executor(num_blocks, BLOCK, 100, step, VirtualClock()), cost, max_tokens=max_tokens)
+        cost = DecodeCostModel()
+        measure_draft_cost(Executor(num_blocks, BLOCK, 100, step, VirtualClock()), cost, max_tokens=max_tokens)
         assert not cost.is_measured

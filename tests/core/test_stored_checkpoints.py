@@ -5,7 +5,7 @@ from checking import expected_tokens, make_request
 from memory_store import Habits, MemoryStore, Shelf
 from states import PAGES, random_run, serve, state_engine, text
 
-from headstart.core.cache.hashing import is_page, page_hash
+from headstart.core.cache.hashing import checkpoint_page_hash, is_checkpoint_page
 from headstart.core.engine import Engine
 
 
@@ -33,7 +33,7 @@ def test_after_a_restart_the_same_prompt_begins_at_its_checkpoint() -> None:
     engine = state_engine(65, store=store)
     assert stored(engine, text(22)) == 20
     (load,) = store.loads
-    assert [is_page(key.block_hash) for key in load] == [True] * PAGES + [False] * 5
+    assert [is_checkpoint_page(key.block_hash) for key in load] == [True] * PAGES + [False] * 5
     assert engine.executor.num_reads == 1
 
 
@@ -47,13 +47,13 @@ def test_the_end_of_an_answer_is_stored_once() -> None:
     store = MemoryStore()
     serve(state_engine(129, store=store), text(22), 40)
     store.flush()
-    assert sum(map(is_page, store.shelf)) == 2 * PAGES  # of the prompt and of the whole answer
+    assert sum(map(is_checkpoint_page, store.shelf)) == 2 * PAGES  # of the prompt and of the whole answer
 
 
 def test_blocks_without_a_whole_state_are_not_loaded() -> None:
     store = stocked(text(22))
     engine = state_engine(65, store=store)
-    del store.shelf[page_hash(hashes(engine, text(22))[4], 1)]
+    del store.shelf[checkpoint_page_hash(hashes(engine, text(22))[4], 1)]
     assert stored(engine, text(22)) == 0
     assert store.loads == []
 
@@ -63,10 +63,12 @@ def test_a_state_whose_blocks_are_in_the_pool_is_loaded_alone() -> None:
     engine = state_engine(65, store=store)
     serve(engine, text(22), name="0")
     store.flush()
-    engine.scheduler.pool.discard(engine.scheduler.cache.checkpoints.find(hashes(engine, text(22)), 5)[1])
+    engine.scheduler.pool.discard_replaced(
+        engine.scheduler.cache.checkpoints.find_deepest(hashes(engine, text(22)), 5)[1]
+    )
     found = serve(engine, text(22), name="1").breakdown
-    assert found is not None and found.cached == 20
-    assert [[is_page(key.block_hash) for key in load] for load in store.loads] == [[True] * PAGES]
+    assert found is not None and found.num_cached == 20
+    assert [[is_checkpoint_page(key.block_hash) for key in load] for load in store.loads] == [[True] * PAGES]
 
 
 def test_blocks_whose_state_is_in_the_pool_are_loaded_alone() -> None:
@@ -75,9 +77,9 @@ def test_blocks_whose_state_is_in_the_pool_are_loaded_alone() -> None:
     serve(engine, text(22), name="0")
     store.flush()
     pool = engine.scheduler.pool
-    entry = pool.entry(hashes(engine, text(22))[2])
+    entry = pool.published_entry(hashes(engine, text(22))[2])
     assert entry is not None
-    pool.discard([entry[0]])
+    pool.discard_replaced([entry[0]])
     assert stored(engine, text(22), name="1") == 4
     assert [len(load) for load in store.loads] == [1]
 
@@ -89,7 +91,7 @@ def test_a_page_that_is_not_what_it_was_is_a_miss_and_the_checkpoint_before_it_i
     store.flush()
     later = MemoryStore(store.shelf)
     engine = state_engine(65, store=later)
-    name = page_hash(hashes(engine, [*text(22), *text(8, 60)])[6], 0)
+    name = checkpoint_page_hash(hashes(engine, [*text(22), *text(8, 60)])[6], 0)
     key, data = later.shelf[name]
     later.shelf[name] = key._replace(tokens=bytes(16)), data  # what verification finds: another block's
     assert stored(engine, [*text(22), *text(8, 60)]) == 0  # it is asked for until it is given up
@@ -102,7 +104,9 @@ def test_twins_wait_for_one_state() -> None:
     engine = state_engine(129, store=store)
     serve(engine, text(22), name="0")
     store.flush()
-    engine.scheduler.pool.discard(engine.scheduler.cache.checkpoints.find(hashes(engine, text(22)), 5)[1])
+    engine.scheduler.pool.discard_replaced(
+        engine.scheduler.cache.checkpoints.find_deepest(hashes(engine, text(22)), 5)[1]
+    )
     for index in range(3):
         engine.add_request(make_request(f"twin-{index}", [*text(22), 90 + index]))
     outputs = [output for _ in range(40) if engine.has_work for output in engine.step()]
@@ -123,7 +127,7 @@ def test_a_running_sequence_behind_a_state_does_not_wait_for_it() -> None:
 def test_a_state_that_is_not_finite_is_discarded_from_the_store_too() -> None:
     store = stocked(text(22))
     engine = state_engine(65, store=store)
-    names = [page_hash(hashes(engine, text(22))[4], index) for index in range(PAGES)]
+    names = [checkpoint_page_hash(hashes(engine, text(22))[4], index) for index in range(PAGES)]
     for name in names:
         key, data = store.shelf[name]
         store.shelf[name] = key, data[:8] + b"\xff" * 8 + data[16:]  # not a number

@@ -102,7 +102,7 @@ def test_blocks_arrive_in_pieces_and_nothing_is_computed_meanwhile() -> None:
     engine.add_request(make_request("a", [*A, *B, 1]))
     for steps in range(1, 9):
         assert engine.step() == [] and not executor_of(engine).batches
-        engine.scheduler.pool.check()
+        engine.scheduler.pool.check_invariants()
         assert store.num_waits == steps and engine.stats().pool.num_loading == 4 - (steps - 1) // 2
     assert len(engine.step()) == 1 and computed(engine) == 1 and len(store.loads) == 1
 

@@ -6,7 +6,7 @@ import pytest
 from checking import executor_of, expected_tokens, generate, make_engine, make_request, run
 from memory_store import MemoryStore
 
-from headstart.core.batch import Chunk, Output
+from headstart.core.batch import Chunk, RequestStepOutput
 from headstart.core.cache.pinned_prefix import PrefixState
 from headstart.core.engine import Engine
 from headstart.core.request import CacheMode, FinishReason, Request, SamplingParams
@@ -33,7 +33,7 @@ def blocks_of(engine: Engine, tokens: "array[int]" = FIXED) -> list[int]:
     """The published blocks of a prompt."""
     pool = engine.scheduler.pool
     names = engine.scheduler.cache.new_sequence(make_request("names", tokens), 0).block_hashes
-    entries = [pool.entry(name) for name in names]
+    entries = [pool.published_entry(name) for name in names]
     return [entry[0] for entry in entries if entry is not None]
 
 
@@ -49,7 +49,7 @@ def cached(engine: Engine, prompt: list[int]) -> int:
     return output.num_cached_tokens
 
 
-def last(outputs: dict[str, list[Output]]) -> dict[str, FinishReason | None]:
+def last(outputs: dict[str, list[RequestStepOutput]]) -> dict[str, FinishReason | None]:
     return {request_id: news[-1].finish_reason for request_id, news in outputs.items()}
 
 
@@ -62,7 +62,7 @@ def test_requests_that_overflow_cost_a_pinned_prefix_no_block(num: int) -> None:
     outputs = run(engine)
     assert set(last(outputs).values()) == {FinishReason.ERROR} and len(outputs) == num
     stats = engine.stats()
-    assert (stats.pool.evictions["failed"], stats.counters.num_row_errors, stats.counters.num_recomputes) == (
+    assert (stats.pool.evictions_by_cause["failed"], stats.counters.num_row_errors, stats.counters.num_recomputes) == (
         0,
         num,
         num,
@@ -89,7 +89,11 @@ def test_a_corrupt_shared_block_is_gone_after_the_first_request_that_reads_it(in
     prompt = [*FIXED, 20, 21]
     assert generate(engine, make_request("finds", prompt, 3, cache=mode)) == {"finds": expected_tokens(prompt, 3)}
     stats = engine.stats()
-    assert (stats.counters.num_row_errors, stats.counters.num_recomputes, stats.pool.evictions["failed"]) == (0, 1, 4)
+    assert (stats.counters.num_row_errors, stats.counters.num_recomputes, stats.pool.evictions_by_cause["failed"]) == (
+        0,
+        1,
+        4,
+    )
     assert state_of(engine) is PrefixState.READY and cached(engine, [*FIXED, 5]) == 16
     assert engine.stats().counters.num_recomputes == 1
 
@@ -142,7 +146,7 @@ def test_honest_requests_go_on_while_others_are_computed_again() -> None:
         engine.add_request(make_request(f"bad{number}", [*FIXED, number, BAD]))
     tokens = generate(engine, *(make_request(request_id, prompt, 6) for request_id, prompt in prompts.items()))
     assert {name: tokens[name] for name in prompts} == {n: expected_tokens(p, 6) for n, p in prompts.items()}
-    assert engine.stats().pool.evictions["failed"] == 0
+    assert engine.stats().pool.evictions_by_cause["failed"] == 0
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 6])
@@ -150,7 +154,7 @@ def test_a_block_that_goes_bad_under_a_running_sequence_changes_no_token_of_it(s
     engine = pinned_engine(max_batched_tokens=8)
     prompt = [*FIXED, *range(40, 57)]
     engine.add_request(make_request("runs", prompt, 7))
-    outputs: list[Output] = []
+    outputs: list[RequestStepOutput] = []
     for _ in range(step):
         outputs += engine.step()
     executor_of(engine).corrupt(blocks_of(engine)[1])
@@ -164,7 +168,7 @@ def test_the_second_failure_is_the_last() -> None:
     executor_of(engine).corrupt(blocks_of(engine)[0])
     engine.add_request(make_request("bad", [*FIXED, BAD]))
     assert last(run(engine)) == {"bad": FinishReason.ERROR}
-    assert engine.stats().counters.num_recomputes == 1 and engine.stats().pool.evictions["failed"] == 0
+    assert engine.stats().counters.num_recomputes == 1 and engine.stats().pool.evictions_by_cause["failed"] == 0
     assert cached(engine, [*FIXED, 5]) == 0  # the next one finds the block that is corrupt
     assert cached(engine, [*FIXED, 6]) == 16
 
@@ -175,7 +179,7 @@ def test_what_a_failed_request_has_written_is_found_by_nobody() -> None:
     engine.add_request(make_request("bad", [*FIXED, *own]))
     run(engine)
     assert cached(engine, [*FIXED, *own[:8], 5]) == 16
-    assert engine.stats().pool.evictions["failed"] == 2
+    assert engine.stats().pool.evictions_by_cause["failed"] == 2
 
 
 def test_an_overflowing_request_that_computes_a_pinned_prefix_first_does_not_cost_it() -> None:
@@ -212,7 +216,7 @@ def test_a_request_may_be_aborted_while_it_is_computed_again(steps: int) -> None
     for _ in range(steps):
         engine.step()
     assert engine.abort("gone") and not engine.has_work
-    engine.scheduler.pool.check()
+    engine.scheduler.pool.check_invariants()
     assert cached(engine, [*FIXED, 5]) == 0 and cached(engine, [*FIXED, 6]) == 16
 
 
@@ -224,7 +228,7 @@ def test_a_cleared_cache_leaves_a_waiting_request_nothing_to_convict() -> None:
     assert engine.reset_prefix_cache(pinned=True)
     outputs = run(engine)
     assert [token for output in outputs["waits"] for token in output.token_ids] == expected_tokens([*FIXED, 20], 2)
-    assert engine.stats().pool.evictions["failed"] == 0 and state_of(engine) is PrefixState.READY
+    assert engine.stats().pool.evictions_by_cause["failed"] == 0 and state_of(engine) is PrefixState.READY
 
 
 # -------------------------------------------------------------------------------------------------------------- store

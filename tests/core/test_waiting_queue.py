@@ -3,7 +3,7 @@
 from checking import executor_of, generate, make_engine, make_request, run
 
 from headstart.core.request import Sequence
-from headstart.core.sched.waiting_queue import OrderedSequences, fcfs, priority
+from headstart.core.sched.waiting_queue import OrderedSequences, fcfs_key, priority_key
 
 
 def sequence(order: int, urgent: int = 0) -> Sequence:
@@ -12,7 +12,7 @@ def sequence(order: int, urgent: int = 0) -> Sequence:
 
 
 def test_sequences_stay_in_the_order_of_their_key_whatever_the_order_of_adding() -> None:
-    sequences = OrderedSequences(fcfs)
+    sequences = OrderedSequences(fcfs_key)
     items = [sequence(order) for order in (3, 1, 4, 0, 2)]
     for item in items:
         sequences.add(item)
@@ -22,7 +22,7 @@ def test_sequences_stay_in_the_order_of_their_key_whatever_the_order_of_adding()
 
 
 def test_priority_puts_the_smaller_value_first_then_the_earlier_arrival() -> None:
-    sequences = OrderedSequences(priority)
+    sequences = OrderedSequences(priority_key)
     for order, urgent in ((0, 1), (1, 0), (2, 1), (3, 0)):
         sequences.add(sequence(order, urgent))
     assert [seq.order for seq in sequences] == [1, 3, 0, 2]

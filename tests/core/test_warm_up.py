@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.core.warm_up import profile_batches
+from headstart.core.warm_up import memory_profile_batches
 
 
 @given(st.integers(1, 5_000), st.integers(1, 300), st.integers(1, 3_000), st.sampled_from([16, 32]))
 def test_profile_fills_the_budget_with_long_prompts_and_with_all_sequences(
     max_batched_tokens: int, max_seqs: int, max_tokens: int, block_size: int
 ) -> None:
-    batches, num_blocks = profile_batches(max_batched_tokens, max_seqs, max_tokens, block_size)
+    batches, num_blocks = memory_profile_batches(max_batched_tokens, max_seqs, max_tokens, block_size)
     long, many = batches
     for batch in batches:
         lengths = [len(chunk.token_ids) for chunk in batch.chunks]

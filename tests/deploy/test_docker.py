@@ -18,7 +18,7 @@ import yaml
 from deploy.manifests import ROOT
 from deploy.test_manifests import OPTIONS, POD_OWNERS, container
 
-from headstart.config.options import flag_of
+from headstart.config.options import flag_name
 
 FOLDER = ROOT / "deploy" / "docker"
 DOCKERFILE = (FOLDER / "Dockerfile").read_text(encoding="utf-8")
@@ -82,7 +82,7 @@ def test_images_run_as_a_user_without_rights_and_are_checked(stage: str) -> None
     assert "g++" not in stages()[stage]
     assert json.loads(instruction(stage, "ENTRYPOINT")) == ["headstart"]
     verb, *words = json.loads(instruction(stage, "CMD"))
-    assert {word for word in words if word.startswith("--")} <= {flag_of(field.name) for field in OPTIONS[verb]}
+    assert {word for word in words if word.startswith("--")} <= {flag_name(field.name) for field in OPTIONS[verb]}
 
 
 def test_images_have_the_extras_that_the_manifests_need() -> None:
@@ -148,7 +148,7 @@ def test_our_services_are_built_hardened_and_started_with_options_that_exist(nam
     assert service["read_only"] and service["cap_drop"] == ["ALL"]
     verb, *words = service["command"]
     fields = OPTIONS[verb]
-    assert {word for word in words if word.startswith("--")} <= {flag_of(field.name) for field in fields}
+    assert {word for word in words if word.startswith("--")} <= {flag_name(field.name) for field in fields}
     assert set(service["environment"]) <= {"HEADSTART_" + field.name.upper() for field in fields}
     assert int(service["stop_grace_period"].removesuffix("s")) >= 120 + 10  # drain_timeout
 

@@ -12,10 +12,10 @@ from deploy.manifests import FILES, FOLDER, NO_MANIFESTS, documents, manifests, 
 from gateway.stub_api_server import POOLS, stub_api_server
 from server.harness import until
 
-from headstart.config.options import EngineOptions, RouterOptions, ServerOptions, flag_fields, flag_of
+from headstart.config.options import EngineOptions, RouterOptions, ServerOptions, flag_fields, flag_name
 from headstart.gateway.discovery.kubernetes_discovery import KubernetesDiscovery
 from headstart.gateway.discovery.kubernetes_objects import parse_target
-from headstart.http.logs import Log
+from headstart.http.logs import ServerLog
 
 VERSIONS = ("1.32", "1.37")  # the oldest with all fields that are used (preStop.sleep), and the newest with schemas
 ALL = manifests()
@@ -120,7 +120,7 @@ def test_the_pool_selects_the_replicas_and_its_picker() -> None:
 @pytest.mark.parametrize("owner", POD_OWNERS, ids=lambda owner: owner["metadata"]["name"])
 def test_containers_are_started_with_options_that_exist(owner: dict[str, Any]) -> None:
     verb, *words = container(owner)["args"]
-    flags = {flag_of(field.name) for field in OPTIONS[verb]}
+    flags = {flag_name(field.name) for field in OPTIONS[verb]}
     variables = {"HEADSTART_" + field.name.upper() for field in OPTIONS[verb]}
     assert {word.partition("=")[0] for word in words if word.startswith("--")} <= flags
     env = {one["name"]: one.get("value") for one in container(owner)["env"]}
@@ -174,7 +174,7 @@ def test_the_role_allows_what_discovery_asks_for_and_nothing_else(tmp_path: Path
     async def requests() -> list[tuple[str, dict[str, str]]]:
         async with stub_api_server(tmp_path, namespace="headstart") as (stub, kubeconfig):
             await stub.put(stub.path(POOLS), "headstart", ALL["InferencePool", "headstart"])
-            discovery = KubernetesDiscovery(parse_target(target), kubeconfig=kubeconfig, log=Log(StringIO()))
+            discovery = KubernetesDiscovery(parse_target(target), kubeconfig=kubeconfig, log=ServerLog(StringIO()))
             task = asyncio.create_task(discovery.watch(lambda _: None))
             await until(lambda: stub.num_watches == (2 if target.startswith("inference") else 1))
             task.cancel()

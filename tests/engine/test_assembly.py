@@ -16,16 +16,16 @@ from headstart.core.batch import Batch, StepResult
 from headstart.core.errors import ConfigError
 from headstart.core.request import Request, SamplingParams
 from headstart.engine import assembly
-from headstart.engine.assembly import build_engine, check_options, model_folder
-from headstart.model.setup.sizing import memory
-from headstart.model.weights.init_model import init_model
+from headstart.engine.assembly import build_engine, check_engine_options, model_folder
+from headstart.model.setup.sizing import device_memory
+from headstart.model.weights.init_model import write_random_model
 
 MIB = 2**20
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return init_model("tiny", tmp_path_factory.mktemp("models") / "my-tiny", progress=False)
+    return write_random_model("tiny", tmp_path_factory.mktemp("models") / "my-tiny", progress=False)
 
 
 def test_an_engine_is_built_from_options_and_generates(tiny: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_server_needs_a_secret_that_is_long_and_private(tmp_path: Path) -> Non
     for path, message in refused:
         options = EngineOptions(model="/nowhere", kv_store="redis://h:1/0", kv_store_secret=path and str(path))
         with pytest.raises(ConfigError, match=message):
-            check_options(options)
+            check_engine_options(options)
 
 
 def test_the_home_folder_may_be_written_as_a_tilde(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_the_home_folder_may_be_written_as_a_tilde(tiny: Path, tmp_path: Path, m
 )
 def test_values_that_cannot_work_are_refused_before_loading(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_options(replace(EngineOptions(), **change))  # type: ignore[arg-type]
+        check_engine_options(replace(EngineOptions(), **change))  # type: ignore[arg-type]
 
 
 def test_more_positions_than_the_model_knows_are_refused(tiny: Path) -> None:
@@ -267,13 +267,13 @@ def test_without_a_profile_steps_of_the_token_budget_are_run(
         return 32 * MIB
 
     def profile_batches(*sizes: int) -> tuple[list[Batch], int]:
-        found, num_blocks = warm_up.profile_batches(*sizes)
+        found, num_blocks = warm_up.memory_profile_batches(*sizes)
         batches.extend(found)
         return found, num_blocks
 
     batches: list[Batch] = []
-    monkeypatch.setattr(assembly, "gpu_peak", peak)
-    monkeypatch.setattr(assembly, "profile_batches", profile_batches)
+    monkeypatch.setattr(assembly, "measure_gpu_peak", peak)
+    monkeypatch.setattr(assembly, "memory_profile_batches", profile_batches)
     options = EngineOptions(
         model=str(tiny),
         dtype="float32",
@@ -290,11 +290,11 @@ def test_without_a_profile_steps_of_the_token_budget_are_run(
 
 @pytest.mark.gpu
 def test_an_engine_on_a_real_gpu_keeps_to_its_share(tiny: Path) -> None:
-    before = memory("cuda")
+    before = device_memory("cuda")
     options = EngineOptions(model=str(tiny), device="cuda", gpu_memory_utilization=0.05, max_num_seqs=4096)
     engine, info = build_engine(replace(options, max_num_batched_tokens=4096))
     engine.add_request(Request("a", array("i", range(20)), SamplingParams(temperature=0.0, max_tokens=3)))
     while engine.has_work:
         engine.step(time.monotonic())
-    after = memory("cuda")
+    after = device_memory("cuda")
     assert info.kv_bytes <= before.available - after.available + 2**21 <= 0.05 * before.limit + 2**29

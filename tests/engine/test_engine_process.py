@@ -24,9 +24,9 @@ from headstart.engine.wire import (
     FrameSplitter,
     LongStep,
     Message,
-    Outbox,
     Stop,
     Submit,
+    UnsentRequests,
     decode_to_engine,
     encode_frame,
 )
@@ -55,7 +55,7 @@ async def started(model: str = "/none") -> EngineClient:
 
 
 def test_tenants_take_turns_in_the_outbox_and_what_is_given_up_is_not_sent() -> None:
-    outbox = Outbox()
+    outbox = UnsentRequests()
     for name in "abcd":
         (message,) = Submit.of([request(f"{name}{number}", 7, number) for number in range(2)])
         outbox.push(replace(message, tenant="first" if name < "d" else "second"))
@@ -120,12 +120,12 @@ def test_an_engine_that_said_a_step_would_be_long_is_not_silent_until_it_is_much
     async def run() -> None:
         client = EngineClient()
         heard = told(client, EngineUpdate([], EngineStats()))
-        assert client.silent_seconds(heard + 4) == 4
+        assert client.seconds_since_heartbeat_due(heard + 4) == 4
         heard = told(client, LongStep(10.0))
-        assert client.silent_seconds(heard + 29) == 0
-        assert client.silent_seconds(heard + 33) == pytest.approx(3)
+        assert client.seconds_since_heartbeat_due(heard + 29) == 0
+        assert client.seconds_since_heartbeat_due(heard + 33) == pytest.approx(3)
         heard = told(client, EngineUpdate([], EngineStats()))
-        assert client.silent_seconds(heard + 4) == 4
+        assert client.seconds_since_heartbeat_due(heard + 4) == 4
 
     asyncio.run(run())
 

@@ -22,15 +22,15 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.core.errors import ConfigError
 from headstart.core.request import Request, SamplingParams
 from headstart.engine import kv_event_publisher as kv_events
-from headstart.engine.assembly import build_engine, check_options
-from headstart.engine.kv_event_encoding import BatchEncoder
+from headstart.engine.assembly import build_engine, check_engine_options
+from headstart.engine.kv_event_encoding import KVEventEncoder
 from headstart.engine.kv_event_publisher import (
     KVEventPublisher,
     KVEventsConfig,
     _is_bound,
     parse_kv_events_config,
 )
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 
 A, B = BlockHash(bytes(range(32))), BlockHash(b"\xff" * 32)
 STORED = BlockStored((A, B), None, array("i", range(8)), 4)
@@ -57,7 +57,7 @@ def endpoints() -> Iterator[dict[str, Any]]:
         yield {"endpoint": f"ipc://{folder}/pub", "replay_endpoint": f"ipc://{folder}/replay"}
 
 
-def decode(encoder: BatchEncoder, *events: Event) -> list[Any]:
+def decode(encoder: KVEventEncoder, *events: Event) -> list[Any]:
     ts, decoded, rank = msgspec.msgpack.decode(encoder.encode(1.5, list(events)))
     assert (ts, rank) == (1.5, 0)
     return decoded
@@ -154,7 +154,7 @@ def test_the_default_endpoint_is_bound_and_other_concrete_ones_are_connected_to(
 
 
 def test_stored_blocks_have_the_fields_of_vllm() -> None:
-    assert decode(BatchEncoder("CPU"), STORED) == [
+    assert decode(KVEventEncoder("CPU"), STORED) == [
         {
             "type": "BlockStored",
             "block_hashes": [A, B],
@@ -172,7 +172,7 @@ def test_stored_blocks_have_the_fields_of_vllm() -> None:
 
 
 def test_removed_and_cleared_have_the_fields_of_vllm() -> None:
-    assert decode(BatchEncoder("GPU"), BlockRemoved((A,)), AllBlocksCleared()) == [
+    assert decode(KVEventEncoder("GPU"), BlockRemoved((A,)), AllBlocksCleared()) == [
         {"type": "BlockRemoved", "block_hashes": [A], "medium": "GPU", "group_idx": 0},
         {"type": "AllBlocksCleared"},
     ]
@@ -180,12 +180,12 @@ def test_removed_and_cleared_have_the_fields_of_vllm() -> None:
 
 def test_hashes_can_be_the_last_64_bits_as_int() -> None:
     child = BlockStored((B,), A, array("i", range(4)), 4)
-    (event,) = decode(BatchEncoder("CPU", int_block_hashes=True), child)
+    (event,) = decode(KVEventEncoder("CPU", int_block_hashes=True), child)
     assert event["block_hashes"] == [2**64 - 1] and event["parent_block_hash"] == 0x18191A1B1C1D1E1F
 
 
 def test_extra_keys_name_the_adapter_everywhere_and_the_domain_once_but_never_plainly() -> None:
-    encoder = BatchEncoder("CPU")
+    encoder = KVEventEncoder("CPU")
     ours, theirs = (BlockStored((A, B), None, array("i", range(8)), 4, "lora", domain) for domain in (b"us", b"them"))
     first, second = decode(encoder, ours, theirs)
     assert first["lora_name"] == "lora" and first["extra_keys"][1] == ["lora"]
@@ -374,7 +374,7 @@ def test_a_port_in_use_is_refused_with_its_name() -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(init_model("tiny", tmp_path_factory.mktemp("models") / "tiny", dtype="float32", progress=False))
+    return str(write_random_model("tiny", tmp_path_factory.mktemp("models") / "tiny", dtype="float32", progress=False))
 
 
 def test_an_engine_built_from_options_publishes_its_index(
@@ -402,7 +402,7 @@ def test_an_engine_built_from_options_publishes_its_index(
 def test_options_that_cannot_publish_are_refused_before_loading(change: dict[str, Any], message: str) -> None:
     options = EngineOptions(kv_events_config='{"enable_kv_cache_events": true}')
     with pytest.raises(ConfigError, match=message):
-        check_options(replace(options, **change))
+        check_engine_options(replace(options, **change))
 
 
 def test_a_server_publishes_what_it_caches_and_ends_cleanly(

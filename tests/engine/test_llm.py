@@ -16,12 +16,12 @@ from tokenizer_folders import BYTE_LEVEL, TEMPLATE, build
 
 import headstart
 from headstart import LLM, SamplingParams
-from headstart.core.batch import Chunk, Output
+from headstart.core.batch import Chunk, RequestStepOutput
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError, RequestTooLargeError
 from headstart.core.request import NO_DEFAULTS, FinishReason, Request, SamplingDefaults
 from headstart.engine import llm as llm_module
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(build(BYTE_LEVEL), chat_template=TEMPLATE)
@@ -59,10 +59,10 @@ def test_a_chat_with_tools_reports_calls_and_reasoning(monkeypatch: pytest.Monke
     text = '<think>hm</think>ok<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     *output, end = llm.tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False)
 
-    def step(now: float) -> list[Output]:
+    def step(now: float) -> list[RequestStepOutput]:
         ids = [request.request_id for request in requests]
         requests.clear()
-        return [Output(request_id, (*output, end), (), FinishReason.STOP) for request_id in ids]
+        return [RequestStepOutput(request_id, (*output, end), (), FinishReason.STOP) for request_id in ids]
 
     requests: list[Request] = []
     seen: list[Request] = []
@@ -245,7 +245,7 @@ def test_ctrl_c_aborts_everything_after_a_whole_step_and_leaves_the_engine_usabl
     handler = signal.getsignal(signal.SIGINT)
     step, steps = llm.engine.step, []
 
-    def interrupted_step(now: float) -> list[Output]:
+    def interrupted_step(now: float) -> list[RequestStepOutput]:
         if len(steps) == 2:
             os.kill(os.getpid(), signal.SIGINT)
         steps.append(1)
@@ -309,7 +309,7 @@ def test_importing_headstart_imports_no_torch() -> None:
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    folder = init_model("tiny", tmp_path_factory.mktemp("m") / "tiny", std=0.2, dtype="float32", progress=False)
+    folder = write_random_model("tiny", tmp_path_factory.mktemp("m") / "tiny", std=0.2, dtype="float32", progress=False)
     return LLM(str(folder), dtype="float32", num_blocks=64, max_model_len=256, threads=1)
 
 
@@ -355,7 +355,7 @@ def test_the_real_engine_chats(real: LLM) -> None:
 
 @pytest.mark.usefixtures("patient_store")
 def test_what_is_computed_outlives_an_llm_that_is_closed_or_dropped(tmp_path: Path) -> None:
-    model = init_model("tiny", tmp_path / "tiny", std=0.2, dtype="float32", progress=False)
+    model = write_random_model("tiny", tmp_path / "tiny", std=0.2, dtype="float32", progress=False)
     prompts = [list(range(start, start + 64)) for start in (0, 100)]
 
     def build() -> LLM:
@@ -384,7 +384,7 @@ def test_what_is_computed_outlives_an_llm_that_is_closed_or_dropped(tmp_path: Pa
 
 
 def test_what_is_computed_outlives_a_script_that_just_ends(tmp_path: Path) -> None:
-    model = init_model("tiny", tmp_path / "tiny", std=0.2, dtype="float32", progress=False)
+    model = write_random_model("tiny", tmp_path / "tiny", std=0.2, dtype="float32", progress=False)
     script = f"""
 import patience
 from headstart import LLM

@@ -116,7 +116,9 @@ def test_a_schema_that_is_not_supported_is_refused_before_anything_runs(llm: LLM
 def test_a_grammar_that_exceeds_its_limits_fails_alone_and_its_blocks_stay_trusted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(assembly, "parser_limits", lambda: LLParserLimits(max_lexer_states=30, verbose_errors=False))
+    monkeypatch.setattr(
+        assembly, "grammar_parser_limits", lambda: LLParserLimits(max_lexer_states=30, verbose_errors=False)
+    )
     llm = LLM(num_blocks=100, max_model_len=512, dtype="float32")
     before = llm.engine.stats()
     regex = "[a-z]{60}[0-9]"  # compiles, and exceeds the limits after some tokens

@@ -7,17 +7,17 @@ import pytest
 
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineStats
-from headstart.core.request import CacheMode, Request, Retention, SamplingParams
+from headstart.core.request import CacheMode, Request, RetentionHint, SamplingParams
 from headstart.engine.wire import (
     CallResult,
     EngineUpdate,
     FrameSplitter,
     Submit,
     decode_from_engine,
+    decode_stats,
     decode_to_engine,
     encode_frame,
-    plain_stats,
-    stats_of,
+    encode_stats,
 )
 
 STORE = StoreStats(num_blocks=3, misses={"gone": 2, "corrupt": 1}, degraded="the disk is full", load_bytes_per_s=0.5)
@@ -34,7 +34,7 @@ def test_every_field_of_a_request_crosses_the_border() -> None:
         priority=-2,
         cache=CacheMode.READ_ONLY,
         tenant="acme",
-        retention=Retention(80, 60.5),
+        retention=RetentionHint(80, 60.5),
         is_traced=True,
         boundary=2,
     )
@@ -50,7 +50,7 @@ def test_every_field_of_a_request_crosses_the_border() -> None:
     message = decode_to_engine(payload)
     assert isinstance(message, Submit)
     (received,) = message.requests()
-    assert received == request and isinstance(received.retention, Retention)
+    assert received == request and isinstance(received.retention, RetentionHint)
 
 
 def test_choices_travel_together_with_prompts_and_parameters_once() -> None:
@@ -84,8 +84,8 @@ def test_what_is_known_of_a_store_crosses_the_border_with_every_step_and_as_an_a
     news, answer = (
         decode_from_engine(payload)
         for payload in FrameSplitter().feed(
-            encode_frame(EngineUpdate([], stats)) + encode_frame(CallResult(1, plain_stats(stats)))
+            encode_frame(EngineUpdate([], stats)) + encode_frame(CallResult(1, encode_stats(stats)))
         )
     )
     assert isinstance(news, EngineUpdate) and news.stats == stats
-    assert isinstance(answer, CallResult) and stats_of(answer.value) == stats
+    assert isinstance(answer, CallResult) and decode_stats(answer.value) == stats

@@ -9,7 +9,7 @@ import hpack
 from gateway.harness import run
 
 from headstart.gateway.picker import http2_frames as h2
-from headstart.gateway.picker.grpc_calls import Callers
+from headstart.gateway.picker.grpc_calls import GrpcConnectionTable
 from headstart.gateway.picker.grpc_connection import GrpcConnection
 from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStatus, GrpcStream
 
@@ -19,8 +19,8 @@ ECHO = "/test/Echo"
 class EchoServer:
     """Answers each message by itself; `cancelled` counts calls that were given up."""
 
-    def __init__(self, callers: Callers | None = None) -> None:
-        self.callers = callers or Callers()
+    def __init__(self, callers: GrpcConnectionTable | None = None) -> None:
+        self.callers = callers or GrpcConnectionTable()
         self.connections: list[GrpcConnection] = []
         self.errors: list[Exception] = []
         self.num_open = self.cancelled = 0
@@ -53,7 +53,7 @@ class EchoServer:
 
 
 @asynccontextmanager
-async def serving(callers: Callers | None = None) -> AsyncIterator[EchoServer]:
+async def serving(callers: GrpcConnectionTable | None = None) -> AsyncIterator[EchoServer]:
     echo = EchoServer(callers)
     server = await asyncio.get_running_loop().create_server(echo.connection, "127.0.0.1", 0)
     echo.port = server.sockets[0].getsockname()[1]
@@ -66,7 +66,7 @@ async def serving(callers: Callers | None = None) -> AsyncIterator[EchoServer]:
 
 def with_server(test: Callable[[EchoServer], Any], **limits: int) -> None:
     async def body() -> None:
-        async with serving(Callers(**limits)) as server:
+        async with serving(GrpcConnectionTable(**limits)) as server:
             await test(server)
 
     run(body())
@@ -97,10 +97,10 @@ class Transport:
     def resume_reading(self) -> None:
         self.is_reading = True
 
-    def frames(self) -> list[tuple[h2.FrameHead, bytes]]:
+    def frames(self) -> list[tuple[h2.FrameHeader, bytes]]:
         found, at = [], 0
         while at < len(self.written):
-            head = h2.read_head(self.written, at)
+            head = h2.read_frame_header(self.written, at)
             found.append((head, self.written[at + 9 : at + 9 + head.length]))
             at += 9 + head.length
         return found
@@ -114,7 +114,7 @@ def connected(server: EchoServer) -> tuple[GrpcConnection, Transport]:
 
 def opening(path: str = ECHO, stream_id: int = 1, flags: int = h2.END_HEADERS) -> bytes:
     block = hpack.Encoder().encode([(":method", "POST"), (":path", path), ("te", "trailers")])
-    return h2.frame(h2.HEADERS, flags, stream_id, block)
+    return h2.make_frame(h2.HEADERS, flags, stream_id, block)
 
 
 def message(data: bytes) -> bytes:

@@ -13,14 +13,14 @@ from aiohttp import web
 from server.harness import PATIENCE, parse_events, until
 
 from headstart.config.options import RouterOptions, ServerOptions
-from headstart.gateway.gateway_app import build_front
+from headstart.gateway.gateway_app import build_gateway_app
 from headstart.gateway.gateway_state import GatewayState
-from headstart.gateway.proxy.proxy import Placed, placed_at_once
-from headstart.gateway.proxy.replies import session_options
-from headstart.gateway.proxy.request_reader import RequestReader
+from headstart.gateway.proxy.proxy import Placed, place_immediately
+from headstart.gateway.proxy.replies import client_session_options
+from headstart.gateway.proxy.request_reader import RequestParser
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.http.lifecycle import HttpServer, listen, uvicorn_config
-from headstart.http.logs import Log
+from headstart.http.lifecycle import HttpServer, open_listener, uvicorn_config
+from headstart.http.logs import ServerLog
 
 WHOLE = {"/v1/responses": "output", "/v1/messages": "content"}  # where an answer's text is
 BLOCK = 16
@@ -188,8 +188,8 @@ class Front:
 async def front(
     *replicas: Replica,
     server: dict[str, Any] | None = None,
-    reader: RequestReader | None = None,
-    placed: Placed = placed_at_once,
+    reader: RequestParser | None = None,
+    placed: Placed = place_immediately,
     **options: Any,
 ) -> AsyncIterator[Front]:
     """A router in front of replicas, which are started and stopped with it."""
@@ -199,10 +199,12 @@ async def front(
     router_options = RouterOptions(**{"health_interval": 0.05, "scrape_interval": 0.05, "tokenizer": "none", **options})
     server_options = ServerOptions(**{"access_log": "none", **(server or {})})
     connector = aiohttp.TCPConnector(limit=0)  # as run_gateway.py
-    async with aiohttp.ClientSession(connector=connector, **session_options()) as session:
-        state = GatewayState(router_options, server_options, session, reader or RequestReader(), Log(), placed=placed)
-        listener = listen("127.0.0.1", 0)
-        http = HttpServer(uvicorn_config(build_front(state)))
+    async with aiohttp.ClientSession(connector=connector, **client_session_options()) as session:
+        state = GatewayState(
+            router_options, server_options, session, reader or RequestParser(), ServerLog(), placed=placed
+        )
+        listener = open_listener("127.0.0.1", 0)
+        http = HttpServer(uvicorn_config(build_gateway_app(state)))
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         port = listener.getsockname()[1]
         try:

@@ -10,9 +10,9 @@ from gateway.test_file_discovery import A, B, replace, watching
 from server.harness import until
 
 from headstart.core.errors import ConfigError
-from headstart.gateway.discovery.discovery import MAX_REPLICAS, DnsDiscovery, FileDiscovery, read_addresses
-from headstart.gateway.replicas.replica_address import MAX_ADDRESS, parse_address
-from headstart.http.logs import Log
+from headstart.gateway.discovery.discovery import MAX_REPLICAS, DnsDiscovery, FileDiscovery, read_replica_file
+from headstart.gateway.replicas.replica_address import MAX_ADDRESS, parse_replica_address
+from headstart.http.logs import ServerLog
 
 MANY = [f"http://10.{n >> 16}.{n >> 8 & 255}.{n & 255}:80" for n in range(MAX_REPLICAS + 1)]
 ABSURD = [
@@ -36,13 +36,13 @@ ABSURD = [
 def test_an_absurd_list_is_refused_in_one_short_line(tmp_path: Path, text: str, complaint: str) -> None:
     (tmp_path / "list").write_text(text)
     with pytest.raises(ConfigError, match=complaint) as caught:
-        read_addresses(tmp_path / "list")
+        read_replica_file(tmp_path / "list")
     assert len(str(caught.value)) < 1_000 and "\n" not in str(caught.value)
 
 
 def test_as_many_replicas_as_the_bound_are_taken(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("\n".join(MANY[:-1]))
-    assert len(read_addresses(tmp_path / "list")) == MAX_REPLICAS
+    assert len(read_replica_file(tmp_path / "list")) == MAX_REPLICAS
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
@@ -103,7 +103,7 @@ def test_a_name_with_too_many_addresses_gives_so_many_and_keeps_those_known(caps
         return [(0, 0, 0, "", (host, port)) for host in found]
 
     async def go() -> None:
-        discovery = DnsDiscovery("many", 80, log=Log(), ask_seconds=0.0, resolve=resolve)
+        discovery = DnsDiscovery("many", 80, log=ServerLog(), ask_seconds=0.0, resolve=resolve)
         task = asyncio.create_task(discovery.watch(lambda found: lists.append([address.url for address in found])))
         await until(lambda: len(lists) == 2 and len(answers) == 1)
         await asyncio.sleep(0.05)
@@ -117,11 +117,11 @@ def test_a_name_with_too_many_addresses_gives_so_many_and_keeps_those_known(caps
 
 @pytest.mark.parametrize("text", ["http://a:1", "10.0.0.7:8000", "https://[::1]:8443/v1/", "http://host-1_x.svc:80"])
 def test_ordinary_addresses_stay_addresses(text: str) -> None:
-    assert parse_address(text).url.startswith("http")
+    assert parse_replica_address(text).url.startswith("http")
 
 
 def test_an_endpoint_of_events_is_bounded_and_printable() -> None:
     with pytest.raises(ConfigError, match="characters"):
-        parse_address("http://a:1,events=tcp://" + "a" * 5_000)
+        parse_replica_address("http://a:1,events=tcp://" + "a" * 5_000)
     with pytest.raises(ConfigError, match="says nothing"):
-        parse_address("http://a:1,events=tcp://a\x00:1")
+        parse_replica_address("http://a:1,events=tcp://a\x00:1")

@@ -11,7 +11,7 @@ from server.harness import until
 from headstart.core.errors import ConfigError
 from headstart.gateway.discovery.discovery import DnsDiscovery
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.http.logs import Log
+from headstart.http.logs import ServerLog
 
 
 def watch(answers: list[Any], *, port: int = 8000) -> tuple[list[list[str]], str]:
@@ -32,7 +32,7 @@ def watch(answers: list[Any], *, port: int = 8000) -> tuple[list[list[str]], str
         lists.append([address.url for address in addresses])
 
     async def run() -> None:
-        discovery = DnsDiscovery("replicas", port, log=Log(told), ask_seconds=0.0, resolve=resolve)
+        discovery = DnsDiscovery("replicas", port, log=ServerLog(told), ask_seconds=0.0, resolve=resolve)
         task = asyncio.create_task(discovery.watch(changed))
         await until(lambda: not left)
         for _ in range(3):  # the last answer is taken
@@ -70,7 +70,7 @@ def test_the_system_resolves_addresses_and_refuses_what_is_no_name() -> None:
     lists: list[list[str]] = []
 
     async def run(name: str) -> None:
-        discovery = DnsDiscovery(name, 8000, log=Log(StringIO()))
+        discovery = DnsDiscovery(name, 8000, log=ServerLog(StringIO()))
         task = asyncio.create_task(discovery.watch(lambda found: lists.append([one.url for one in found])))
         await until(lambda: lists)
         task.cancel()

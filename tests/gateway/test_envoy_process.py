@@ -17,7 +17,7 @@ from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
 from headstart.gateway.picker import envoy_process
 from headstart.gateway.picker.envoy_process import find_envoy
-from headstart.gateway.picker.picker_fronts import PickerFront, picker_fronts
+from headstart.gateway.picker.picker_fronts import PickerFront, make_envoy_fronts
 
 
 def route_command(*words: str) -> list[str]:
@@ -109,14 +109,14 @@ def test_envoy_is_looked_for_in_the_path(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_router_with_keys_has_no_route_to_a_replica_without_its_picker(tmp_path: Path) -> None:
     for given, is_open in (({}, True), ({"api_key": ("k",)}, False)):
         router = RouterOptions(envoy="external", envoy_folder=str(tmp_path))
-        (front,) = picker_fronts(router, ServerOptions(port=unused_port(), **given))
+        (front,) = make_envoy_fronts(router, ServerOptions(port=unused_port(), **given))
         assert front.url
         document = json.loads((tmp_path / "envoy.json").read_text())
         manager = document["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
         routes = manager["route_config"]["virtual_hosts"][0]["routes"]
         assert [route["match"] == {"prefix": "/"} for route in routes if "route" in route] == [is_open]
         assert oct(os.stat(tmp_path).st_mode)[-1] in "05"
-    assert isinstance(picker_fronts(RouterOptions(ext_proc="127.0.0.1:0"), ServerOptions())[0], PickerFront)
+    assert isinstance(make_envoy_fronts(RouterOptions(ext_proc="127.0.0.1:0"), ServerOptions())[0], PickerFront)
 
 
 def test_sigterm_lets_a_request_in_envoy_finish(folder: str, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_sigterm_lets_a_request_in_envoy_finish(folder: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(("num_cores", "num_workers"), [(1, 1), (2, 1), (3, 2), (5, 4), (64, 4)])
 def test_a_core_is_left_to_the_router(monkeypatch: pytest.MonkeyPatch, num_cores: int, num_workers: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
-    assert envoy_process.num_workers() == num_workers
+    assert envoy_process.num_envoy_workers() == num_workers
 
 
 def test_addresses_of_a_picker_that_others_may_reach_are_known() -> None:

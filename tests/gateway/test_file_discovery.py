@@ -15,9 +15,9 @@ from server.harness import until
 
 from headstart.core.errors import ConfigError
 from headstart.gateway.discovery import discovery as discover_file
-from headstart.gateway.discovery.discovery import FileDiscovery, read_addresses
+from headstart.gateway.discovery.discovery import FileDiscovery, read_replica_file
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.http.logs import Log
+from headstart.http.logs import ServerLog
 
 A, B = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
 
@@ -36,7 +36,7 @@ class Watched:
 @asynccontextmanager
 async def watching(path: Path) -> AsyncIterator[Watched]:
     watched = Watched()
-    discovery = FileDiscovery(path, log=Log(watched.told), poll_seconds=0.01)
+    discovery = FileDiscovery(path, log=ServerLog(watched.told), poll_seconds=0.01)
     task = asyncio.create_task(discovery.watch(watched.changed))
     try:
         await until(lambda: watched.lists or task.done())
@@ -55,19 +55,19 @@ def replace(path: Path, text: str) -> None:
 
 def test_lines_may_hold_comments_events_and_nothing(tmp_path: Path) -> None:
     (tmp_path / "list").write_text(f"# ours\n\n{A}  # the first\n 10.0.0.2:8000,events=tcp://10.0.0.2:5557\n{A}\n")
-    assert read_addresses(tmp_path / "list") == (ReplicaAddress(A), ReplicaAddress(B, events="tcp://10.0.0.2:5557"))
+    assert read_replica_file(tmp_path / "list") == (ReplicaAddress(A), ReplicaAddress(B, events="tcp://10.0.0.2:5557"))
 
 
 def test_a_json_list_may_hold_texts_and_objects(tmp_path: Path) -> None:
     full = {"url": B, "events": "tcp://10.0.0.2:5557", "replay": "tcp://10.0.0.2:5558"}
     (tmp_path / "list").write_text(json.dumps([A, full, {"url": A}]))
-    assert read_addresses(tmp_path / "list") == (ReplicaAddress(A), ReplicaAddress(**full))
+    assert read_replica_file(tmp_path / "list") == (ReplicaAddress(A), ReplicaAddress(**full))
 
 
 @pytest.mark.parametrize("text", ["", "\n# nobody yet\n", "[]"])
 def test_a_list_of_nobody_is_a_list(tmp_path: Path, text: str) -> None:
     (tmp_path / "list").write_text(text)
-    assert read_addresses(tmp_path / "list") == ()
+    assert read_replica_file(tmp_path / "list") == ()
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_list_of_nobody_is_a_list(tmp_path: Path, text: str) -> None:
 def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, text: str, complaint: str) -> None:
     (tmp_path / "list").write_text(text)
     with pytest.raises(ConfigError, match=complaint):
-        read_addresses(tmp_path / "list")
+        read_replica_file(tmp_path / "list")
 
 
 @given(st.lists(st.tuples(st.integers(1, 254), st.integers(1, 65535)), max_size=8))
@@ -93,8 +93,8 @@ def test_both_forms_say_the_same(tmp_path_factory: pytest.TempPathFactory, hosts
     lines, listed = (tmp_path_factory.getbasetemp() / name for name in ("lines", "listed"))
     lines.write_text("\n".join(urls))
     listed.write_text(json.dumps(urls))
-    found = read_addresses(lines)
-    assert [address.url for address in found] == list(dict.fromkeys(urls)) and read_addresses(listed) == found
+    found = read_replica_file(lines)
+    assert [address.url for address in found] == list(dict.fromkeys(urls)) and read_replica_file(listed) == found
 
 
 def test_a_file_that_cannot_be_read_at_first_is_a_mistake(tmp_path: Path) -> None:
@@ -149,9 +149,9 @@ def test_a_broken_file_is_told_once_and_changes_nothing(tmp_path: Path, monkeypa
 
     def counted(path: Path, **options: bool) -> tuple[ReplicaAddress, ...]:
         reads.append(path)
-        return read_addresses(path, **options)
+        return read_replica_file(path, **options)
 
-    monkeypatch.setattr(discover_file, "read_addresses", counted)
+    monkeypatch.setattr(discover_file, "read_replica_file", counted)
 
     async def run() -> None:
         path.write_text(A)
@@ -203,10 +203,10 @@ def test_a_file_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path, m
 
     def counted(path: Path, **options: bool) -> tuple[ReplicaAddress, ...]:
         read_after.append(num_looks)
-        return read_addresses(path, **options)
+        return read_replica_file(path, **options)
 
     monkeypatch.setattr(discover_file, "_look", look)
-    monkeypatch.setattr(discover_file, "read_addresses", counted)
+    monkeypatch.setattr(discover_file, "read_replica_file", counted)
 
     async def run() -> None:
         path.write_text(A)

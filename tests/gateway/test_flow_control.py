@@ -151,7 +151,7 @@ def test_urgent_requests_go_first_and_those_of_clients_that_left_not_at_all() ->
 
 
 def test_it_needs_the_routers_own_front() -> None:
-    from headstart.cli.route import fronts_of
+    from headstart.cli.route import envoy_fronts_of_options
 
     with pytest.raises(ConfigError, match="own HTTP front"):
-        fronts_of(RouterOptions(envoy="auto", flow_control=1), ServerOptions())
+        envoy_fronts_of_options(RouterOptions(envoy="auto", flow_control=1), ServerOptions())

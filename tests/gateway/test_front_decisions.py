@@ -14,9 +14,9 @@ from server.harness import until
 
 from headstart.gateway.picker import endpoint_picker
 from headstart.gateway.proxy import proxy, relay
-from headstart.http.answer_report import AnswerReport
+from headstart.http.answer_report import UsageReportHeader
 from headstart.router.decision_log import DecisionRecord
-from headstart.router.policies.rendezvous import digest_of
+from headstart.router.policies.rendezvous import key_digest
 
 NUM_REQUESTS = 60
 
@@ -53,7 +53,7 @@ async def decisions(kind: str, seed: int, replicas: list[Replica], monkeypatch: 
         percent, seconds = report
         clock.now += seconds
         tokens = len(body["prompt"]) // 4
-        told = AnswerReport("cmpl-1", tokens, tokens * int(percent) // 100, seconds * 1e3)
+        told = UsageReportHeader("cmpl-1", tokens, tokens * int(percent) // 100, seconds * 1e3)
         used = usage(tokens, told.cached_tokens, completion_tokens=0)  # its length is in no header
         head = {"x-headstart-report": told.encode().decode()} if "x-headstart-report" in request.headers else {}
         if not body["stream"]:
@@ -73,7 +73,7 @@ async def decisions(kind: str, seed: int, replicas: list[Replica], monkeypatch: 
         monkeypatch.setattr(router, "_log", log.append)
         assert {replica.url for replica in replicas} == router.endpoints.keys()
         for place, replica in enumerate(replicas):  # ports are drawn; where a new prompt goes is not
-            router.endpoints[replica.url].digest = digest_of(b"%d" % place)
+            router.endpoints[replica.url].digest = key_digest(b"%d" % place)
         for number, (body, percent, seconds) in enumerate(recorded(seed)):
             report[:] = [percent, seconds]
             response = await front.client.post("/v1/completions", json=body)

@@ -23,7 +23,7 @@ from gateway.harness import (
 from server.harness import parse_events, until
 
 from headstart.core.errors import QueueFullError
-from headstart.gateway.held_bytes import HeldBytes
+from headstart.gateway.held_bytes import HeldBytesBudget
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 
 
@@ -284,7 +284,7 @@ def test_a_tenant_that_fills_the_queue_takes_no_share_of_another() -> None:
 
 
 def test_what_a_tenant_holds_leaves_bytes_for_another() -> None:
-    held = HeldBytes(1000)
+    held = HeldBytesBudget(1000)
     hog = [held.reserve("hog") for _ in range(2)]
     hog[0].set(600)
     with pytest.raises(QueueFullError):

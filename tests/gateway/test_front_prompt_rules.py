@@ -7,7 +7,7 @@ import pytest
 from gateway.harness import RealReplica, front, run
 from server.harness import Server, fake_server
 
-from headstart.gateway.proxy.request_reader import RequestReader
+from headstart.gateway.proxy.request_reader import RequestParser
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 SYSTEM = "You are a careful agent. Keep to these rules and answer briefly. " * 4
@@ -27,7 +27,7 @@ def body(number: int) -> dict[str, Any]:
 @pytest.mark.parametrize("rules", [(), ("billing_header",)], ids=["off", "on"])
 def test_a_nonce_costs_the_cache_only_without_its_rule(server: Server, rules: tuple[str, ...]) -> None:
     async def go() -> None:
-        async with front(RealReplica(server.url), reader=RequestReader(rules=frozenset(rules))) as router:
+        async with front(RealReplica(server.url), reader=RequestParser(rules=frozenset(rules))) as router:
             await router.up(1)
             answers = [await router.client.post(CHAT, json=body(100 * len(rules) + number)) for number in (1, 2)]
             assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
@@ -43,7 +43,7 @@ def test_a_nonce_costs_the_cache_only_without_its_rule(server: Server, rules: tu
 
 def test_a_stream_and_anthropics_api_have_the_header_too(server: Server) -> None:
     async def go() -> None:
-        reader = RequestReader(rules=frozenset(("billing_header", "dates")))
+        reader = RequestParser(rules=frozenset(("billing_header", "dates")))
         async with front(RealReplica(server.url), reader=reader) as router:
             await router.up(1)
             streamed = await router.client.post(CHAT, json=body(7) | {"stream": True})

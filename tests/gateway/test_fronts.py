@@ -13,7 +13,7 @@ from gateway.ray_harness import ray_front
 from server.harness import until
 
 from headstart.config.options import TenantEntry
-from headstart.http.answer_report import AnswerReport
+from headstart.http.answer_report import UsageReportHeader
 
 LONG = "a shared beginning of many words, " * 40
 KINDS = pytest.mark.parametrize("kind", ["http", "envoy", pytest.param("ray", marks=pytest.mark.long)])
@@ -337,7 +337,7 @@ def test_reported_tokens_are_counted_as_the_replica_counts_them(kind: str) -> No
         replica = Replica()
 
         async def answer(request: Any, body: dict[str, Any]) -> Any:
-            head = {"x-headstart-report": AnswerReport("cmpl-1", 20, 16, 1.0).encode().decode()}
+            head = {"x-headstart-report": UsageReportHeader("cmpl-1", 20, 16, 1.0).encode().decode()}
             return web.json_response({"choices": [{"index": 0, "text": "a"}], "usage": usage(20, 16)}, headers=head)
 
         async with start(kind, replica) as router:

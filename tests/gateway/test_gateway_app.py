@@ -21,7 +21,7 @@ from gateway.harness import (
 )
 from server.harness import gone_at_once, parse_events, turns, until
 
-from headstart.gateway.gateway_app import build_front
+from headstart.gateway.gateway_app import build_gateway_app
 from headstart.router.index.approximate_index import ApproximateIndex
 
 
@@ -382,7 +382,7 @@ def test_a_large_body_whose_client_is_gone_is_not_parsed() -> None:
         replica = Replica()
         async with front(replica) as router:
             await router.up(1)
-            app: Any = build_front(router.state)
+            app: Any = build_gateway_app(router.state)
             read: list[bytes] = []
             original = router.state.reader.read_spooled
             router.state.reader.read_spooled = lambda *given: read.append(b"") or original(*given)  # type: ignore

@@ -142,7 +142,7 @@ def test_a_call_is_the_same_however_its_bytes_are_cut(messages: list[bytes], dat
     async def test(server: EchoServer) -> None:
         packed = b"".join(map(message, messages))
         cut = data.draw(st.integers(0, len(packed)))
-        frames = [h2.frame(h2.DATA, 0, 1, packed[:cut]), h2.frame(h2.DATA, h2.END_STREAM, 1, packed[cut:])]
+        frames = [h2.make_frame(h2.DATA, 0, 1, packed[:cut]), h2.make_frame(h2.DATA, h2.END_STREAM, 1, packed[cut:])]
         sent = h2.PREFACE + h2.settings_frame() + opening() + b"".join(frames)
         cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=8)))
         connection, transport = connected(server)
@@ -163,11 +163,11 @@ def test_no_more_is_sent_than_the_windows_allow(size: int, window: int, updates:
     async def test(server: EchoServer) -> None:
         connection, transport = connected(server)
         data = message(b"x" * size)
-        frames = [h2.frame(h2.DATA, 0, 1, data[at : at + 16_384]) for at in range(0, len(data), 16_384)]
+        frames = [h2.make_frame(h2.DATA, 0, 1, data[at : at + 16_384]) for at in range(0, len(data), 16_384)]
         connection.data_received(h2.PREFACE + h2.settings_frame(window=window) + opening() + b"".join(frames))
         allowed = window
         for update in updates:
-            connection.data_received(h2.window_frame(1, update))
+            connection.data_received(h2.window_update_frame(1, update))
             allowed += update
             await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -183,21 +183,22 @@ BOMB = b"\x40\x01a\x7f\x81\x1e" + b"b" * 4_000 + b"\xbe" * 9_000  # one long fie
 HOSTILE = {
     "no preface": b"GET / HTTP/1.1\r\n\r\n",
     "a long frame": h2.PREFACE + b"\xff\xff\xff" + bytes(6),
-    "data of no stream": h2.PREFACE + h2.frame(h2.DATA, 0, 1, b"x"),
+    "data of no stream": h2.PREFACE + h2.make_frame(h2.DATA, 0, 1, b"x"),
     "an even stream": h2.PREFACE + opening(stream_id=2),
     "a stream again": h2.PREFACE + opening(stream_id=3) + opening(stream_id=1),
-    "interrupted headers": h2.PREFACE + opening(flags=0) + h2.frame(h2.PING, 0, 0, bytes(8)),
-    "a continuation of nothing": h2.PREFACE + h2.frame(h2.CONTINUATION, h2.END_HEADERS, 1),
-    "endless headers": h2.PREFACE + opening(flags=0) + h2.frame(h2.CONTINUATION, 0, 1, bytes(16_000)) * 5,
-    "headers of another": h2.PREFACE + opening(flags=0) + h2.frame(h2.CONTINUATION, 0, 3),
-    "no headers": h2.PREFACE + h2.frame(h2.HEADERS, h2.END_HEADERS, 1, b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff"),
+    "interrupted headers": h2.PREFACE + opening(flags=0) + h2.make_frame(h2.PING, 0, 0, bytes(8)),
+    "a continuation of nothing": h2.PREFACE + h2.make_frame(h2.CONTINUATION, h2.END_HEADERS, 1),
+    "endless headers": h2.PREFACE + opening(flags=0) + h2.make_frame(h2.CONTINUATION, 0, 1, bytes(16_000)) * 5,
+    "headers of another": h2.PREFACE + opening(flags=0) + h2.make_frame(h2.CONTINUATION, 0, 3),
+    "no headers": h2.PREFACE
+    + h2.make_frame(h2.HEADERS, h2.END_HEADERS, 1, b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff"),
     "a header bomb": h2.PREFACE
-    + h2.frame(h2.HEADERS, h2.END_HEADERS, 1, b"\x40\x01a\x7f\x81\x1e" + b"b" * 4_000 + b"\xbe" * 9_000),
-    "too much padding": h2.PREFACE + opening() + h2.frame(h2.DATA, h2.PADDED, 1, b"\x05x"),
-    "an odd setting": h2.PREFACE + h2.frame(h2.SETTINGS, 0, 0, b"x"),
-    "a window too large": h2.PREFACE + h2.window_frame(0, h2.MAX_WINDOW),
-    "a window of nothing": h2.PREFACE + h2.window_frame(0, 0),
-    "a push": h2.PREFACE + h2.frame(h2.PUSH_PROMISE, h2.END_HEADERS, 1),
+    + h2.make_frame(h2.HEADERS, h2.END_HEADERS, 1, b"\x40\x01a\x7f\x81\x1e" + b"b" * 4_000 + b"\xbe" * 9_000),
+    "too much padding": h2.PREFACE + opening() + h2.make_frame(h2.DATA, h2.PADDED, 1, b"\x05x"),
+    "an odd setting": h2.PREFACE + h2.make_frame(h2.SETTINGS, 0, 0, b"x"),
+    "a window too large": h2.PREFACE + h2.window_update_frame(0, h2.MAX_WINDOW),
+    "a window of nothing": h2.PREFACE + h2.window_update_frame(0, 0),
+    "a push": h2.PREFACE + h2.make_frame(h2.PUSH_PROMISE, h2.END_HEADERS, 1),
 }
 
 
@@ -226,7 +227,7 @@ def test_no_frames_raise_or_leave_calls_behind(frames: list[tuple[int, int, int,
         connection.data_received(h2.PREFACE + opening())
         for kind, flags, stream_id, payload in frames:
             if not transport.is_closed:
-                connection.data_received(h2.frame(kind, flags, stream_id, payload))
+                connection.data_received(h2.make_frame(kind, flags, stream_id, payload))
                 await asyncio.sleep(0)
         connection.connection_lost(None)
         await until(lambda: not connection._calls._tasks and server.num_open == 0)
@@ -239,8 +240,8 @@ def test_pings_are_answered_and_padding_is_removed() -> None:
     async def test(server: EchoServer) -> None:
         connection, transport = connected(server)
         padded = b"\x03" + message(b"hi") + bytes(3)
-        data = h2.frame(h2.DATA, h2.PADDED | h2.END_STREAM, 1, padded)
-        connection.data_received(h2.PREFACE + h2.frame(h2.PING, 0, 0, b"12345678") + opening() + data)
+        data = h2.make_frame(h2.DATA, h2.PADDED | h2.END_STREAM, 1, padded)
+        connection.data_received(h2.PREFACE + h2.make_frame(h2.PING, 0, 0, b"12345678") + opening() + data)
         await until(lambda: server.num_open == 0 and not connection._calls._tasks)
         frames = transport.frames()
         assert any(head.kind == h2.PING and head.flags == h2.ACK and payload == b"12345678" for head, payload in frames)

@@ -15,7 +15,7 @@ from headstart.gateway.picker.grpc_calls import BURST, FrameBudget
 from headstart.gateway.picker.grpc_stream import STREAM_WINDOW, GrpcStatus
 
 COUNT = 3 * BURST
-NO_SETTINGS = h2.frame(h2.SETTINGS, 0, 0, (b"\0\x09" + bytes(4)) * 2_000)
+NO_SETTINGS = h2.make_frame(h2.SETTINGS, 0, 0, (b"\0\x09" + bytes(4)) * 2_000)
 
 
 def unknown(stream_id: int) -> bytes:
@@ -23,29 +23,29 @@ def unknown(stream_id: int) -> bytes:
 
 
 def reset(stream_id: int) -> bytes:
-    return opening(stream_id=stream_id) + h2.frame(h2.RST_STREAM, 0, stream_id, bytes(4))
+    return opening(stream_id=stream_id) + h2.make_frame(h2.RST_STREAM, 0, stream_id, bytes(4))
 
 
 IDS = range(3, 2 * COUNT, 2)
 FLOODS = {
-    "pings": h2.frame(h2.PING, 0, 0, bytes(8)) * COUNT,
+    "pings": h2.make_frame(h2.PING, 0, 0, bytes(8)) * COUNT,
     "settings": h2.settings_frame(window=70_000) * COUNT,
     "long settings": NO_SETTINGS * 8,
-    "acknowledged settings": h2.frame(h2.SETTINGS, h2.ACK, 0) * COUNT,
-    "windows": h2.window_frame(0, 1) * COUNT,
-    "priorities": h2.frame(h2.PRIORITY, 0, 1, bytes(5)) * COUNT,
-    "unknown frames": h2.frame(99, 0, 0) * COUNT,
-    "empty data": h2.frame(h2.DATA, 0, 1) * COUNT,
-    "padding": h2.frame(h2.DATA, h2.PADDED, 1, b"\x05" + bytes(5)) * COUNT,
-    "data of ended calls": unknown(3) + h2.frame(h2.DATA, 0, 3, b"x") * COUNT,
+    "acknowledged settings": h2.make_frame(h2.SETTINGS, h2.ACK, 0) * COUNT,
+    "windows": h2.window_update_frame(0, 1) * COUNT,
+    "priorities": h2.make_frame(h2.PRIORITY, 0, 1, bytes(5)) * COUNT,
+    "unknown frames": h2.make_frame(99, 0, 0) * COUNT,
+    "empty data": h2.make_frame(h2.DATA, 0, 1) * COUNT,
+    "padding": h2.make_frame(h2.DATA, h2.PADDED, 1, b"\x05" + bytes(5)) * COUNT,
+    "data of ended calls": unknown(3) + h2.make_frame(h2.DATA, 0, 3, b"x") * COUNT,
     "resets": b"".join(map(reset, IDS)),
-    "resets of nothing": h2.frame(h2.RST_STREAM, 0, 1, bytes(4)) * COUNT,
+    "resets of nothing": h2.make_frame(h2.RST_STREAM, 0, 1, bytes(4)) * COUNT,
     "calls of no method": b"".join(map(unknown, IDS)),
     "calls without a message": b"".join(opening(stream_id=n) for n in IDS),
     "headers that differ": b"".join(  # RFC 7541, 6.2.2: a field that is not indexed, with a value of 260 bytes
-        h2.frame(h2.HEADERS, h2.END_HEADERS, n, b"\0\x01a\x7f\x85\x01" + b"%0260d" % n) for n in IDS
+        h2.make_frame(h2.HEADERS, h2.END_HEADERS, n, b"\0\x01a\x7f\x85\x01" + b"%0260d" % n) for n in IDS
     ),
-    "continuations of nothing": opening(stream_id=3, flags=0) + h2.frame(h2.CONTINUATION, 0, 3) * COUNT,
+    "continuations of nothing": opening(stream_id=3, flags=0) + h2.make_frame(h2.CONTINUATION, 0, 3) * COUNT,
 }
 
 
@@ -69,8 +69,12 @@ def test_calls_with_messages_are_not_counted_as_a_flood() -> None:
         connection, transport = connected(server)
         connection.data_received(h2.PREFACE)
         for stream_id in range(1, 2 * BURST, 2):
-            data = h2.frame(h2.DATA, h2.END_STREAM, stream_id, message(b"x"))
-            window = h2.window_frame(0, 6) + h2.window_frame(stream_id, 6) + h2.frame(h2.PING, 0, 0, bytes(8))
+            data = h2.make_frame(h2.DATA, h2.END_STREAM, stream_id, message(b"x"))
+            window = (
+                h2.window_update_frame(0, 6)
+                + h2.window_update_frame(stream_id, 6)
+                + h2.make_frame(h2.PING, 0, 0, bytes(8))
+            )
             connection.data_received(opening(stream_id=stream_id) + data + window)
             if stream_id % 256 == 1:
                 await until(lambda: not server.callers.num_calls)
@@ -81,17 +85,17 @@ def test_calls_with_messages_are_not_counted_as_a_flood() -> None:
 
 def test_time_refills_the_budget_of_frames_up_to_a_burst() -> None:
     budget = FrameBudget(0.0)
-    assert budget.spend(BURST) and not budget.spend(1)
+    assert budget.spend_frames(BURST) and not budget.spend_frames(1)
     budget.refill(1.0)
-    assert budget.spend(grpc_calls.REFILL - 1) and not budget.spend(1)
+    assert budget.spend_frames(grpc_calls.REFILL - 1) and not budget.spend_frames(1)
     budget.refill(1e6)
-    assert budget.spend(BURST) and not budget.spend(1)
+    assert budget.spend_frames(BURST) and not budget.spend_frames(1)
 
 
 def test_other_work_is_done_between_slices_of_frames() -> None:
     async def test(server: EchoServer) -> None:
         connection, transport = connected(server)
-        messages = h2.frame(h2.DATA, 0, 1, message(b"") * 3_000)  # many in one frame
+        messages = h2.make_frame(h2.DATA, 0, 1, message(b"") * 3_000)  # many in one frame
         connection.data_received(h2.PREFACE + opening() + messages * 20)
         turns = 0
         while not transport.is_reading:
@@ -109,13 +113,13 @@ def test_incomplete_messages_of_all_connections_are_bounded_and_the_largest_call
         for connection, _ in pairs:
             connection.data_received(h2.PREFACE)
         small, answers = pairs[0]
-        small.data_received(opening(stream_id=1) + h2.frame(h2.DATA, 0, 1, b"\0\0\0\0\x02h"))
+        small.data_received(opening(stream_id=1) + h2.make_frame(h2.DATA, 0, 1, b"\0\0\0\0\x02h"))
         for stream_id in range(3, 300, 2):
             for connection, transport in pairs:
-                frames = opening(stream_id=stream_id) + h2.frame(h2.DATA, 0, stream_id, part)
-                connection.data_received(frames + h2.frame(h2.DATA, 0, stream_id, bytes(16_000)))
+                frames = opening(stream_id=stream_id) + h2.make_frame(h2.DATA, 0, stream_id, part)
+                connection.data_received(frames + h2.make_frame(h2.DATA, 0, stream_id, bytes(16_000)))
                 assert server.callers.held_bytes <= 1 << 20 and not transport.is_closed
-        small.data_received(h2.frame(h2.DATA, h2.END_STREAM, 1, b"i"))
+        small.data_received(h2.make_frame(h2.DATA, h2.END_STREAM, 1, b"i"))
         await until(lambda: any(head.kind == h2.DATA and head.stream_id == 1 for head, _ in answers.frames()))
         ended = [payload for head, payload in answers.frames() if head.kind == h2.HEADERS]
         assert any(str(int(GrpcStatus.RESOURCE_EXHAUSTED)).encode() in payload for payload in ended)
@@ -131,7 +135,7 @@ def test_tiny_messages_are_charged_with_what_they_take() -> None:
     async def test(server: EchoServer) -> None:
         server.gate.clear()
         connection, _ = connected(server)
-        connection.data_received(h2.PREFACE + opening() + h2.frame(h2.DATA, 0, 1, message(b"") * 3_000))
+        connection.data_received(h2.PREFACE + opening() + h2.make_frame(h2.DATA, 0, 1, message(b"") * 3_000))
         await until(lambda: server.num_open == 1)
         assert server.callers.held_bytes >= 2_999 * 64
 
@@ -142,9 +146,9 @@ def test_a_running_call_that_holds_too_much_is_cancelled() -> None:
     async def test(server: EchoServer) -> None:
         server.gate.clear()
         connection, transport = connected(server)
-        connection.data_received(h2.PREFACE + opening() + h2.frame(h2.DATA, 0, 1, message(b"x")))
+        connection.data_received(h2.PREFACE + opening() + h2.make_frame(h2.DATA, 0, 1, message(b"x")))
         await until(lambda: server.num_open == 1)
-        connection.data_received(h2.frame(h2.DATA, 0, 1, message(bytes(10_000))) * 2)
+        connection.data_received(h2.make_frame(h2.DATA, 0, 1, message(bytes(10_000))) * 2)
         await until(lambda: server.cancelled == 1 and not connection._late)
         assert f"{int(GrpcStatus.RESOURCE_EXHAUSTED)}".encode() in transport.frames()[-1][1]
         assert server.callers.held_bytes == 0
@@ -157,7 +161,7 @@ def test_data_beyond_the_window_of_a_stream_closes_the_connection() -> None:
         server.gate.clear()
         connection, transport = connected(server)
         connection.data_received(h2.PREFACE + opening())
-        frame = h2.frame(h2.DATA, 0, 1, message(bytes(1_000)) * 16)
+        frame = h2.make_frame(h2.DATA, 0, 1, message(bytes(1_000)) * 16)
         for _ in range(STREAM_WINDOW // len(frame) + 2):
             connection.data_received(frame)
         await until(lambda: transport.is_closed)
@@ -171,10 +175,10 @@ def test_calls_beyond_the_limit_of_all_connections_are_refused_until_others_end(
         (first, one), (second, two) = connected(server), connected(server)
         first.data_received(h2.PREFACE + opening(stream_id=1) + opening(stream_id=3))
         second.data_received(h2.PREFACE + opening(stream_id=1))
-        refused = h2.frame(h2.RST_STREAM, 0, 1, h2.REFUSED.to_bytes(4))
+        refused = h2.make_frame(h2.RST_STREAM, 0, 1, h2.REFUSED.to_bytes(4))
         assert refused in two.written and refused not in one.written
-        first.data_received(h2.frame(h2.RST_STREAM, 0, 1, bytes(4)))
-        second.data_received(opening(stream_id=3) + h2.frame(h2.DATA, h2.END_STREAM, 3, message(b"x")))
+        first.data_received(h2.make_frame(h2.RST_STREAM, 0, 1, bytes(4)))
+        second.data_received(opening(stream_id=3) + h2.make_frame(h2.DATA, h2.END_STREAM, 3, message(b"x")))
         await until(lambda: any(head.kind == h2.DATA for head, _ in two.frames()))
 
     with_server(test, max_calls=2)
@@ -202,7 +206,7 @@ def test_calls_and_connections_that_do_not_go_on_end(monkeypatch: pytest.MonkeyP
 
     async def test(server: EchoServer) -> None:
         (_, mute), (slow, transport) = connected(server), connected(server)
-        slow.data_received(h2.PREFACE + opening() + h2.frame(h2.DATA, 0, 1, b"\0\0\0\0\x05x"))
+        slow.data_received(h2.PREFACE + opening() + h2.make_frame(h2.DATA, 0, 1, b"\0\0\0\0\x05x"))
         await until(lambda: mute.is_closed and not server.callers.num_calls and not slow._late)
         assert str(int(GrpcStatus.DEADLINE_EXCEEDED)).encode() in transport.frames()[-1][1]
         assert not transport.is_closed
@@ -215,7 +219,7 @@ def test_a_client_that_does_not_read_an_answer_loses_its_call(monkeypatch: pytes
 
     async def test(server: EchoServer) -> None:
         connection, transport = connected(server)
-        data = h2.frame(h2.DATA, 0, 1, message(bytes(100)))
+        data = h2.make_frame(h2.DATA, 0, 1, message(bytes(100)))
         connection.data_received(h2.PREFACE + h2.settings_frame(window=10) + opening() + data)
         await until(lambda: server.cancelled == 1 and not connection._late)
         assert not server.callers.num_calls and not transport.is_closed and not server.errors
@@ -239,8 +243,8 @@ def test_a_client_may_change_its_window_while_many_calls_are_open() -> None:
         connection, transport = connected(server)
         opened = b"".join(opening(stream_id=n) for n in range(1, 200, 2))
         connection.data_received(h2.PREFACE + h2.settings_frame(window=0) + opened)
-        connection.data_received(h2.frame(h2.DATA, h2.END_STREAM, 1, message(b"x")))
-        connection.data_received(h2.window_frame(1, 2) + h2.settings_frame(window=3))
+        connection.data_received(h2.make_frame(h2.DATA, h2.END_STREAM, 1, message(b"x")))
+        connection.data_received(h2.window_update_frame(1, 2) + h2.settings_frame(window=3))
         sent = b""
         for _ in range(20):
             await asyncio.sleep(0)
@@ -278,7 +282,7 @@ def test_a_header_block_is_charged_by_its_length() -> None:
     encoder = hpack.Encoder()
     encoder.header_table_size = 0
     blocks = [encoder.encode([(":path", f"/{n:03d}" + "y" * 16_000)], huffman=True) for n in range(40)]
-    frames = [h2.frame(h2.HEADERS, h2.END_HEADERS, 2 * n + 1, block) for n, block in enumerate(blocks)]
+    frames = [h2.make_frame(h2.HEADERS, h2.END_HEADERS, 2 * n + 1, block) for n, block in enumerate(blocks)]
 
     async def test(server: EchoServer) -> None:
         connection, transport = connected(server)

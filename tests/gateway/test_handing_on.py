@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from gateway.harness import Replica, front, run
 
-from headstart.bundled import bundled_model
-from headstart.gateway.proxy.request_reader import RequestReader
-from headstart.openai.tokenizer.handed_tokens import split_tokens
+from headstart.bundled import bundled_model_folder
+from headstart.gateway.proxy.request_reader import RequestParser
+from headstart.openai.tokenizer.handed_tokens import split_tokens_from_body
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
-TOKENIZER = SegmentedTokenizer(Tokenizer.from_folder(bundled_model()))
+TOKENIZER = SegmentedTokenizer(Tokenizer.from_folder(bundled_model_folder()))
 TEXT = "the quick brown fox " * 100
 OURS = {"owned_by": "headstart", "tokenizer": TOKENIZER.digest}
 
@@ -23,7 +23,7 @@ def sent(card: dict[str, Any], prompt: Any = TEXT) -> bytes:
     async def ask() -> bytes:
         replica = Replica()
         replica.models = [{"id": "m", **card}]
-        async with front(replica, reader=RequestReader(TOKENIZER)) as router:
+        async with front(replica, reader=RequestParser(TOKENIZER)) as router:
             await router.up(1)
             assert (await router.complete(prompt)).status_code == 200
         return replica.raw[0]
@@ -32,7 +32,7 @@ def sent(card: dict[str, Any], prompt: Any = TEXT) -> bytes:
 
 
 def test_a_replica_with_the_same_tokenizer_gets_the_tokens() -> None:
-    body, ids = split_tokens(sent(OURS))
+    body, ids = split_tokens_from_body(sent(OURS))
     assert ids == TOKENIZER.encode(TEXT) and json.loads(body) == {"prompt": TEXT}
 
 
@@ -50,4 +50,4 @@ def test_a_replica_with_the_same_tokenizer_gets_the_tokens() -> None:
 )
 def test_others_get_the_body_as_it_came(card: dict[str, Any], prompt: Any) -> None:
     raw = sent(card, prompt)
-    assert split_tokens(raw) == (raw, None) and json.loads(raw) == {"prompt": prompt}
+    assert split_tokens_from_body(raw) == (raw, None) and json.loads(raw) == {"prompt": prompt}

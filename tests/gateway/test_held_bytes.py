@@ -13,7 +13,7 @@ from server.harness import until
 
 from headstart.core.errors import QueueFullError
 from headstart.gateway import held_bytes
-from headstart.gateway.held_bytes import HeldBytes
+from headstart.gateway.held_bytes import HeldBytesBudget
 
 MIB = 1 << 20
 SECONDS = 60.0
@@ -200,7 +200,7 @@ def test_of_many_long_answers_few_bytes_are_kept_and_all_arrive_whole(
         replica.script = long
         async with front(replica) as router, asyncio.timeout(SECONDS):
             held = router.state.proxy.held
-            grow = held_bytes.ByteReservation.grow_answer
+            grow = held_bytes.ByteReservation.reserve_answer_bytes
 
             def watched(reservation: held_bytes.ByteReservation, num_bytes: int) -> bool:
                 nonlocal most
@@ -208,7 +208,7 @@ def test_of_many_long_answers_few_bytes_are_kept_and_all_arrive_whole(
                 most = max(most, held.num_answer_bytes)
                 return kept
 
-            monkeypatch.setattr(held_bytes.ByteReservation, "grow_answer", watched)
+            monkeypatch.setattr(held_bytes.ByteReservation, "reserve_answer_bytes", watched)
             answers = await asyncio.gather(*(router.client.post(path, json={"prompt": "a"}) for _ in range(8)))
             assert {answer.text for answer in answers} == {text}
             # Each may have a piece more than the bound, and the first MIN_KEPT_BYTES.
@@ -258,7 +258,7 @@ def test_events_without_an_end_are_counted_too() -> None:
 
 
 def test_the_budget_counts_what_is_held_and_refuses_only_growth() -> None:
-    held = HeldBytes(100)
+    held = HeldBytesBudget(100)
     with held.reserve() as one, held.reserve() as other:
         one.set(60)
         with pytest.raises(QueueFullError, match="60"):

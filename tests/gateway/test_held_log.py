@@ -2,12 +2,12 @@
 
 from io import StringIO
 
-from headstart.gateway.run_gateway import MAX_LINES, HeldLog
+from headstart.gateway.run_gateway import MAX_LINES, BufferedLog
 
 
 def test_lines_are_held_until_they_are_released_and_keep_their_order() -> None:
     stream = StringIO()
-    log = HeldLog(stream)
+    log = BufferedLog(stream)
     log.line("one")
     log.event("replica", {"replica": "http://one"})
     assert stream.getvalue() == ""
@@ -20,7 +20,7 @@ def test_lines_are_held_until_they_are_released_and_keep_their_order() -> None:
 
 def test_what_is_held_is_bounded_and_never_dropped() -> None:
     stream = StringIO()
-    log = HeldLog(stream)
+    log = BufferedLog(stream)
     for number in range(2 * MAX_LINES):
         log.line(str(number))
     assert stream.getvalue().splitlines() == [str(number) for number in range(2 * MAX_LINES)]

@@ -8,52 +8,52 @@ from headstart.gateway.replicas.kv_event_subscriptions import (
     MIN_BLOCKS,
     IndexBudget,
 )
-from headstart.http.logs import Log
+from headstart.http.logs import ServerLog
 from headstart.router.index.approximate_index import MAX_UNKNOWN_BLOCKS
 
 
 def full() -> IndexBudget:
     """A budget of which all is granted."""
-    budget = IndexBudget(Log(StringIO()))
+    budget = IndexBudget(ServerLog(StringIO()))
     for number in range(MAX_TOTAL_BLOCKS // MAX_REPLICA_BLOCKS):
-        assert budget.grant(f"large {number}", MAX_REPLICA_BLOCKS) == MAX_REPLICA_BLOCKS
+        assert budget.grant_blocks(f"large {number}", MAX_REPLICA_BLOCKS) == MAX_REPLICA_BLOCKS
     return budget
 
 
 def test_a_replica_is_believed_up_to_a_bound_and_that_is_said_once() -> None:
     told = StringIO()
-    budget = IndexBudget(Log(told))
-    assert budget.grant("honest", 400_000) == 400_000 and told.getvalue() == ""
+    budget = IndexBudget(ServerLog(told))
+    assert budget.grant_blocks("honest", 400_000) == 400_000 and told.getvalue() == ""
     for _ in range(3):
-        assert budget.grant("liar", 10**9) == MAX_REPLICA_BLOCKS
+        assert budget.grant_blocks("liar", 10**9) == MAX_REPLICA_BLOCKS
     assert told.getvalue().count("liar reports 1000000000 blocks") == 1
 
 
 def test_when_all_is_granted_every_replica_still_gets_a_little() -> None:
     budget = full()
-    assert budget.grant("late", 100_000) == MIN_BLOCKS
-    assert budget.grant("small", 77) == 77
-    assert budget.grant("unknown", 0) == MIN_BLOCKS
+    assert budget.grant_blocks("late", 100_000) == MIN_BLOCKS
+    assert budget.grant_blocks("small", 77) == 77
+    assert budget.grant_blocks("unknown", 0) == MIN_BLOCKS
 
 
 def test_a_replica_that_starts_again_or_goes_gives_its_blocks_back() -> None:
     budget = full()
     for _ in range(3):
-        assert budget.grant("large 0", MAX_REPLICA_BLOCKS) == MAX_REPLICA_BLOCKS
+        assert budget.grant_blocks("large 0", MAX_REPLICA_BLOCKS) == MAX_REPLICA_BLOCKS
     budget.release("large 0")
-    assert budget.grant("new", MAX_REPLICA_BLOCKS) == MAX_REPLICA_BLOCKS
+    assert budget.grant_blocks("new", MAX_REPLICA_BLOCKS) == MAX_REPLICA_BLOCKS
 
 
 def test_a_size_that_nobody_knows_counts_as_the_largest_it_may_become() -> None:
     budget = full()
     budget.release("large 0")
-    assert budget.grant("unknown", 0) == 0
-    assert budget.grant("new", MAX_REPLICA_BLOCKS) == MAX_REPLICA_BLOCKS - MAX_UNKNOWN_BLOCKS
+    assert budget.grant_blocks("unknown", 0) == 0
+    assert budget.grant_blocks("new", MAX_REPLICA_BLOCKS) == MAX_REPLICA_BLOCKS - MAX_UNKNOWN_BLOCKS
 
 
 def test_growth_is_granted_up_to_half_of_what_is_left_and_to_the_bound_of_one_replica() -> None:
-    budget = IndexBudget(Log(StringIO()))
-    held = budget.grant("proven", 1_000)
+    budget = IndexBudget(ServerLog(StringIO()))
+    held = budget.grant_blocks("proven", 1_000)
     assert budget.grow("proven", held, 1_500) == 1_500
     assert budget.grow("proven", 1_500, 10**9) == MAX_REPLICA_BLOCKS
     assert budget.grow("proven", MAX_REPLICA_BLOCKS, 10**9) == MAX_REPLICA_BLOCKS
@@ -61,19 +61,19 @@ def test_growth_is_granted_up_to_half_of_what_is_left_and_to_the_bound_of_one_re
 
 
 def test_however_many_replicas_lie_all_together_stay_within_the_total_and_leave_room() -> None:
-    budget = IndexBudget(Log(StringIO()))
-    held = {f"liar {number}": budget.grant(f"liar {number}", 1_000) for number in range(50)}
+    budget = IndexBudget(ServerLog(StringIO()))
+    held = {f"liar {number}": budget.grant_blocks(f"liar {number}", 1_000) for number in range(50)}
     for _ in range(20):
         for name in held:
             held[name] = budget.grow(name, held[name], 2 * held[name])
     assert sum(held.values()) <= MAX_TOTAL_BLOCKS
-    assert budget.grant("late", 10_000) == 10_000
+    assert budget.grant_blocks("late", 10_000) == 10_000
 
 
 def test_a_shadow_that_was_replaced_grows_no_more_and_the_grant_of_its_successor_counts() -> None:
-    budget = IndexBudget(Log(StringIO()))
-    budget.grant("one", 1_000)
+    budget = IndexBudget(ServerLog(StringIO()))
+    budget.grant_blocks("one", 1_000)
     assert budget.grow("one", 1_000, 4_000) == 4_000
-    budget.grant("one", 2_000)  # it was started again
+    budget.grant_blocks("one", 2_000)  # it was started again
     assert budget.grow("one", 4_000, 8_000) == 4_000
     assert budget.grow("one", 2_000, 3_000) == 3_000

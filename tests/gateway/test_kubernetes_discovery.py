@@ -30,7 +30,7 @@ from headstart.gateway.discovery import kubernetes_api
 from headstart.gateway.discovery.kubernetes_discovery import KubernetesDiscovery
 from headstart.gateway.discovery.kubernetes_objects import parse_target
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.http.logs import Log
+from headstart.http.logs import ServerLog
 
 MINE = {"app": "m"}
 
@@ -65,7 +65,7 @@ async def watching(
     discovery = KubernetesDiscovery(
         parse_target(target),
         kubeconfig=kubeconfig,
-        log=Log(watched.told),
+        log=ServerLog(watched.told),
         rng=random.Random(0),
         first_backoff=0.01,
         watch_seconds=(seconds, seconds),

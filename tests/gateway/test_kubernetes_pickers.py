@@ -20,15 +20,15 @@ from headstart.gateway.discovery.kubernetes_discovery import KubernetesDiscovery
 from headstart.gateway.discovery.kubernetes_objects import parse_target
 from headstart.gateway.picker import ext_proc_pb2 as pb
 from headstart.gateway.picker.picker_fronts import HEALTH
-from headstart.http.logs import Log
-from headstart.router.routing_request import Prompt, RoutingRequest, router_root
+from headstart.http.logs import ServerLog
+from headstart.router.routing_request import RoutingPrompt, RoutingRequest, router_root
 
 
 @asynccontextmanager
 async def picker(kubeconfig: Path) -> AsyncIterator[Front]:
     """A router whose replicas come from the stub."""
     async with front() as router:
-        target, log = parse_target("service/llama"), Log(StringIO())
+        target, log = parse_target("service/llama"), ServerLog(StringIO())
         discovery = KubernetesDiscovery(target, kubeconfig=kubeconfig, log=log, allow_loopback=True)
         watching = asyncio.create_task(discovery.watch(router.state.members.changed))
         try:
@@ -47,7 +47,7 @@ async def add(stub: StubApiServer, name: str, replica: Replica) -> None:
 def picks(router: Front, count: int = 40) -> list[str]:
     """The replicas chosen for prompts that no router has seen."""
     rng, now = Random(7), time.monotonic()
-    prompts = [Prompt([rng.randrange(1_000) for _ in range(64)], router_root("m")) for _ in range(count)]
+    prompts = [RoutingPrompt([rng.randrange(1_000) for _ in range(64)], router_root("m")) for _ in range(count)]
     return [router.state.router.pick(RoutingRequest(prompt), now).endpoint.name for prompt in prompts]
 
 

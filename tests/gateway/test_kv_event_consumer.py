@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from gateway.kv_event_harness import listening, look_often, run, until
 
-from headstart.engine.kv_event_encoding import BatchEncoder
+from headstart.engine.kv_event_encoding import KVEventEncoder
 from headstart.gateway.kv_events import kv_event_consumer as kv_events
 from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
 from headstart_lab.router.precise_rig import Rig, Sizes
@@ -126,7 +126,7 @@ def test_several_gaps_that_end_at_one_time_clear_the_index_once() -> None:
 
     async def test() -> None:
         async with rigged(7, buffer_steps=5) as rig:
-            payloads = [BatchEncoder("CPU").encode(float(number), []) for number in range(20)]
+            payloads = [KVEventEncoder("CPU").encode(float(number), []) for number in range(20)]
             late = rig.listener()
             for number in (3, 4, 7, 8):
                 await late._offer([b"", number.to_bytes(8, "big"), payloads[number]], replayed=False)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from headstart.core.cache.hashing import BlockHash
-from headstart.engine.kv_event_encoding import BatchEncoder
-from headstart.gateway.kv_events.kv_event_decoding import MAX_BLOCKS, EventDecoder, event_domain
-from headstart.openai.engine_requests import narrow_domain
+from headstart.engine.kv_event_encoding import KVEventEncoder
+from headstart.gateway.kv_events.kv_event_decoding import MAX_BLOCKS, KVEventDecoder, domain_of_cache_salt
+from headstart.openai.engine_requests import salted_domain
 from headstart.router.index.kv_event_index import KVEventIndex
-from headstart.router.routing_request import Prompt, router_root
+from headstart.router.routing_request import RoutingPrompt, router_root
 
 SAMPLES = json.loads((Path(__file__).parent / "kv_event_samples.json").read_text())
 A, B, C = (BlockHash(bytes([number]) * 32) for number in range(3))
@@ -37,7 +37,7 @@ def tokens(*ids: int) -> "array[int]":
 
 def decode(payload: bytes, kind: str = "vllm") -> list[Event]:
     """Its events; nothing in it may be left out."""
-    decoder = EventDecoder(kind)
+    decoder = KVEventDecoder(kind)
     found = list(decoder.decode(payload))
     assert not any(value for key, value in decoder.counts.items() if key != "events")
     return found
@@ -49,7 +49,7 @@ def decode_events(*events: Any, kind: str = "vllm") -> list[Event]:
 
 def left_out(payload: bytes, kind: str = "vllm") -> dict[str, int]:
     """Return the counts after a payload without events of use."""
-    decoder = EventDecoder(kind)
+    decoder = KVEventDecoder(kind)
     assert list(decoder.decode(payload)) == []
     return {key: value for key, value in decoder.counts.items() if value and key != "events"}
 
@@ -59,7 +59,7 @@ def left_out(payload: bytes, kind: str = "vllm") -> dict[str, int]:
 
 def test_what_a_real_vllm_sent_makes_an_index_without_a_loose_end() -> None:
     told = KVEventIndex(32, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
-    decoder = EventDecoder("vllm")
+    decoder = KVEventDecoder("vllm")
     prompts: list[tuple[list[int], str | None]] = []
     hashes = {"BlockStored": 0, "BlockRemoved": 0}
     for line in SAMPLES["captured"]:
@@ -77,13 +77,19 @@ def test_what_a_real_vllm_sent_makes_an_index_without_a_loose_end() -> None:
     assert not any(told.counts[key] for key in ("unknown_parents", "unknown_copies", "other_block_size"))
     assert {salt for _, salt in prompts} == {None, "amber", "birch"}
     ids, salt = prompts[-1]
-    assert told.match(Prompt(ids, router_root("m", domain=event_domain(salt))).block_hashes(32), 0.0) == len(ids) // 32
-    assert told.match(Prompt(ids, router_root("m", domain=event_domain("other"))).block_hashes(32), 0.0) == 0
+    assert (
+        told.match(RoutingPrompt(ids, router_root("m", domain=domain_of_cache_salt(salt))).block_hashes(32), 0.0)
+        == len(ids) // 32
+    )
+    assert (
+        told.match(RoutingPrompt(ids, router_root("m", domain=domain_of_cache_salt("other"))).block_hashes(32), 0.0)
+        == 0
+    )
 
 
 def test_hashes_are_bytes_or_64_bits() -> None:
     assert decode(made("bytes")) == [
-        BlockStored((A, B), None, tokens(*range(8)), 4, None, event_domain("amber")),
+        BlockStored((A, B), None, tokens(*range(8)), 4, None, domain_of_cache_salt("amber")),
         BlockRemoved((A,)),
         AllBlocksCleared(),
     ]
@@ -96,7 +102,7 @@ def test_hashes_are_bytes_or_64_bits() -> None:
 
 def test_an_adapter_is_not_taken_for_a_salt() -> None:
     assert decode(made("adapter")) == [
-        BlockStored((A, B), None, tokens(*range(8)), 4, "poet", event_domain("amber")),
+        BlockStored((A, B), None, tokens(*range(8)), 4, "poet", domain_of_cache_salt("amber")),
     ]
 
 
@@ -109,18 +115,18 @@ def test_a_block_with_an_image_is_known_and_equals_no_prompts() -> None:
     told = KVEventIndex(4, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
     told.apply([first, image])
     assert len(told) == 3
-    assert told.match(Prompt(range(12), router_root("m")).block_hashes(4), 0.0) == 1
+    assert told.match(RoutingPrompt(range(12), router_root("m")).block_hashes(4), 0.0) == 1
 
 
 def test_embeddings_are_not_taken_for_a_salt() -> None:
     first, second = decode(made("embeds"))
     assert isinstance(first, BlockStored) and isinstance(second, BlockStored)
     assert (first.block_hashes, second.block_hashes, second.parent_block_hash) == ((A,), (B,), A)
-    assert first.domain not in (b"", event_domain("amber")) and second.domain not in (b"", first.domain)
+    assert first.domain not in (b"", domain_of_cache_salt("amber")) and second.domain not in (b"", first.domain)
 
 
 def test_only_the_group_that_keeps_all_tokens_is_followed() -> None:
-    decoder = EventDecoder("vllm")
+    decoder = KVEventDecoder("vllm")
     assert list(decoder.decode(made("window"))) == [BlockStored((A, B), None, tokens(*range(8)), 4)]
     assert decoder.counts["other_groups"] == 2
     again = {"type": "BlockStored", "block_hashes": [A], "token_ids": [1], "block_size": 1, "group_idx": 2}
@@ -133,7 +139,7 @@ def test_a_block_that_moves_to_another_tier_stays_until_it_is_gone_from_both() -
     stored, copy, gone = decode(made("offload"))
     told = KVEventIndex(4, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
     told.apply([stored, copy, gone])
-    assert told.match(Prompt(range(8), router_root("m")).block_hashes(4), 0.0) == 1
+    assert told.match(RoutingPrompt(range(8), router_root("m")).block_hashes(4), 0.0) == 1
     told.check()
 
 
@@ -195,21 +201,21 @@ def test_long_chains_come_in_pieces_that_hang_together() -> None:
 
 def test_headstarts_events_name_a_salt_as_prompts_do() -> None:
     """For the router a salt is a salt, whichever engine it goes to."""
-    event = BlockStored((A, B), None, tokens(*range(8)), 4, "lora", narrow_domain(b"", "amber"))
-    (ours,) = decode(BatchEncoder("CPU").encode(1.5, [event]), "headstart")
+    event = BlockStored((A, B), None, tokens(*range(8)), 4, "lora", salted_domain(b"", "amber"))
+    (ours,) = decode(KVEventEncoder("CPU").encode(1.5, [event]), "headstart")
     (vllms,) = decode(made("bytes"))[:1]
     assert isinstance(ours, BlockStored) and isinstance(vllms, BlockStored)
-    assert ours.domain == vllms.domain == event_domain("amber") and ours.adapter == "lora"
+    assert ours.domain == vllms.domain == domain_of_cache_salt("amber") and ours.adapter == "lora"
 
 
 def test_no_salt_is_no_domain() -> None:
-    assert event_domain(None) == event_domain("") == b""
-    assert event_domain("a") != event_domain("b")
+    assert domain_of_cache_salt(None) == domain_of_cache_salt("") == b""
+    assert domain_of_cache_salt("a") != domain_of_cache_salt("b")
 
 
 def test_what_is_private_behind_a_public_prefix_begins_a_domain_there() -> None:
     event = BlockStored((B,), A, tokens(1, 2), 2, None, b"tenant")
-    (found,) = decode(BatchEncoder("CPU").encode(1.5, [event]), "headstart")
+    (found,) = decode(KVEventEncoder("CPU").encode(1.5, [event]), "headstart")
     assert isinstance(found, BlockStored) and found.parent_block_hash == A and len(found.domain) == 64
 
 
@@ -251,7 +257,7 @@ def test_a_batch_without_events_is_counted(batch: Any) -> None:
     ],
 )
 def test_an_event_that_cannot_be_read_costs_itself_only(event: Any) -> None:
-    decoder = EventDecoder("vllm")
+    decoder = KVEventDecoder("vllm")
     payload = msgspec.msgpack.encode([1.0, [event, ["AllBlocksCleared"]]])
     assert list(decoder.decode(payload)) == [AllBlocksCleared()]
     assert decoder.counts["malformed"] == 1
@@ -263,7 +269,7 @@ def test_events_of_a_later_version_are_left_out() -> None:
 
 @given(st.binary(max_size=200))
 def test_no_payload_raises(payload: bytes) -> None:
-    list(EventDecoder("vllm").decode(payload))
+    list(KVEventDecoder("vllm").decode(payload))
 
 
 _ANYTHING = st.recursive(
@@ -283,7 +289,7 @@ _ANYTHING = st.recursive(
     )
 )
 def test_no_event_raises(events: list[Any]) -> None:
-    decoder = EventDecoder("headstart")
+    decoder = KVEventDecoder("headstart")
     told = KVEventIndex(2, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
     told.apply(decoder.decode(msgspec.msgpack.encode([1.0, events])))
     told.check()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
-from headstart.gateway.kv_events.kv_event_decoding import MAX_BLOCKS, EventDecoder
+from headstart.gateway.kv_events.kv_event_decoding import MAX_BLOCKS, KVEventDecoder
 from headstart.router.index.kv_event_index import KVEventIndex
 from headstart.router.routing_request import router_root
 
@@ -30,7 +30,7 @@ def spliced(value: Any, raw: bytes) -> bytes:
     return encode(value).replace(encode("HERE"), raw)
 
 
-def is_well(decoder: EventDecoder) -> bool:
+def is_well(decoder: KVEventDecoder) -> bool:
     """Whether a following batch is read."""
     kinds = [type(event) for event in decoder.decode(WELL_FORMED)]
     return kinds == [BlockStored, AllBlocksCleared]
@@ -57,7 +57,7 @@ def is_well(decoder: EventDecoder) -> bool:
     ],
 )
 def test_deep_nesting_costs_its_batch_or_event(around: Any, head: bytes, depth: int) -> None:
-    decoder = EventDecoder("vllm")
+    decoder = KVEventDecoder("vllm")
     list(decoder.decode(spliced(around, head * depth + b"\xc0")))
     assert decoder.counts["undecodable"] + decoder.counts["malformed"] == 1
     assert is_well(decoder)
@@ -67,7 +67,7 @@ def test_deep_nesting_costs_its_batch_or_event(around: Any, head: bytes, depth: 
 @pytest.mark.parametrize("around", [[1.0, "HERE"], {"events": "HERE"}])
 def test_a_batch_of_a_million_tiny_events_is_refused_by_its_head(around: Any, filler: bytes) -> None:
     """One byte of payload would become an object of 50 to 100 bytes."""
-    decoder = EventDecoder("vllm")
+    decoder = KVEventDecoder("vllm")
     payload = spliced(around, b"\xdd" + (2**20).to_bytes(4, "big") + filler * 2**20)
     assert list(decoder.decode(payload)) == []
     assert decoder.counts["undecodable"] == 1 and decoder.counts["events"] == 0
@@ -99,7 +99,7 @@ def test_a_batch_of_a_million_tiny_events_is_refused_by_its_head(around: Any, fi
 )
 def test_a_wrong_shape_costs_its_event_and_an_unknown_removal_is_told(event: Any, removes: bool) -> None:
     """A block that is not stored is only missing; one that is not removed would be believed to be there."""
-    decoder = EventDecoder("vllm")
+    decoder = KVEventDecoder("vllm")
     assert list(decoder.decode(encode([1.0, [event]]))) == []
     assert decoder.counts["malformed"] == 1
     assert decoder.num_unknown_removals == removes
@@ -107,13 +107,13 @@ def test_a_wrong_shape_costs_its_event_and_an_unknown_removal_is_told(event: Any
 
 
 def test_an_undecodable_batch_may_have_removed_anything() -> None:
-    decoder = EventDecoder("vllm")
+    decoder = KVEventDecoder("vllm")
     assert list(decoder.decode(b"\xc1")) == []
     assert decoder.num_unknown_removals == 1
 
 
 def test_fields_that_nobody_reads_may_be_anything() -> None:
-    decoder = EventDecoder("vllm")
+    decoder = KVEventDecoder("vllm")
     event = ["BlockStored", [1], None, [1, 2], 2, None, ["GPU"] * 5_000, None, None, None, None, {"later": [1]}]
     assert len(list(decoder.decode(encode([1.0, [event], 0, {"more": 1}])))) == 1
     event = {"type": "BlockRemoved", "block_hashes": [1], "medium": {"a": [1]}, "later": ["x" * 5_000]}
@@ -121,12 +121,12 @@ def test_fields_that_nobody_reads_may_be_anything() -> None:
 
 
 def test_hashes_may_be_texts() -> None:
-    (found,) = EventDecoder("vllm").decode(encode([1.0, [["BlockRemoved", ["ab", "cd"]]]]))
+    (found,) = KVEventDecoder("vllm").decode(encode([1.0, [["BlockRemoved", ["ab", "cd"]]]]))
     assert found == BlockRemoved((b"ab", b"cd"))
 
 
 def test_long_removals_come_in_pieces() -> None:
-    pieces = list(EventDecoder("vllm").decode(encode([1.0, [["BlockRemoved", list(range(2 * MAX_BLOCKS + 1))]]])))
+    pieces = list(KVEventDecoder("vllm").decode(encode([1.0, [["BlockRemoved", list(range(2 * MAX_BLOCKS + 1))]]])))
     assert [len(piece.block_hashes) for piece in pieces if isinstance(piece, BlockRemoved)] == [256, 256, 1]
 
 
@@ -145,7 +145,7 @@ def test_real_batches_with_changed_bytes_never_raise_nor_outgrow_the_index(
             case _:
                 del payload[at : at + rng.randrange(1, 8)]
     told = KVEventIndex(32, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain), max_blocks=40)
-    decoder = EventDecoder("vllm")
+    decoder = KVEventDecoder("vllm")
     for _ in range(3):
         told.apply(decoder.decode(bytes(payload)))
         told.check()

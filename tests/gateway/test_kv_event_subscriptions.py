@@ -13,18 +13,18 @@ from aiohttp import web
 from gateway.harness import Replica, front, usage
 from server.harness import until
 
-from headstart.bundled import bundled_model
+from headstart.bundled import bundled_model_folder
 from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from headstart.core.cache.hashing import BlockHash
 from headstart.engine.kv_event_publisher import KVEventPublisher, KVEventsConfig
 from headstart.gateway.kv_events import kv_event_intake as kv_event_trust
-from headstart.gateway.kv_events.kv_event_decoding import EventDecoder
-from headstart.gateway.proxy.request_reader import RequestReader, Sender
+from headstart.gateway.kv_events.kv_event_decoding import KVEventDecoder
+from headstart.gateway.proxy.request_reader import RequestParser, RequestSender
 from headstart.gateway.replicas.kv_event_subscriptions import MAX_INDEX_BLOCKS, SLACK_BLOCKS, TIERS, index_capacity
 from headstart.gateway.replicas.probes import ScrapedMetrics
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.gateway.replicas.replica_monitor import MonitoredReplica
-from headstart.openai.engine_requests import narrow_domain
+from headstart.openai.engine_requests import salted_domain
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.router.index import kv_event_index as told
 from headstart.router.index.approximate_index import ApproximateIndex
@@ -86,13 +86,13 @@ def test_salted_blocks_are_found_by_salted_prompts_alone() -> None:
                 await router.up(1)
                 index = router.state.router.endpoints[replica.url].index
                 assert isinstance(index, KVEventIndex)
-                publisher.publish([stored(4, domain=narrow_domain(b"", "s"))])
+                publisher.publish([stored(4, domain=salted_domain(b"", "s"))])
                 await until(lambda: len(index) == 4)
                 read = router.state.reader.read
                 body = b'{"model": "m", "prompt": [%s]%s}'
                 ones = b", ".join([b"1"] * (4 * BLOCK))
-                plain = read("/v1/completions", body % (ones, b""), Sender())
-                with_salt = read("/v1/completions", body % (ones, b', "cache_salt": "s"'), Sender())
+                plain = read("/v1/completions", body % (ones, b""), RequestSender())
+                with_salt = read("/v1/completions", body % (ones, b', "cache_salt": "s"'), RequestSender())
                 assert index.match(plain.request.prompt.block_hashes(BLOCK), 0.0) == 0
                 assert index.match(with_salt.request.prompt.block_hashes(BLOCK), 0.0) == 4
 
@@ -112,7 +112,7 @@ def test_a_chat_with_tools_is_found_again_where_events_are_heard(monkeypatch: py
 
     async def go() -> None:
         with publishing(replica) as publisher:
-            reader = RequestReader(Tokenizer.from_folder(bundled_model()))
+            reader = RequestParser(Tokenizer.from_folder(bundled_model_folder()))
             async with front(replica, reader=reader) as router:
                 await router.up(1)
                 index = router.state.router.endpoints[replica.url].index
@@ -162,7 +162,7 @@ def test_while_a_publisher_is_suspended_its_replica_is_guessed_at(monkeypatch: p
                 endpoint = router.state.router.endpoints[replica.url]
                 publisher.publish([stored(4)])
                 await until(lambda: isinstance(endpoint.index, KVEventIndex) and len(endpoint.index) == 4)
-                monkeypatch.setattr(EventDecoder, "split", failing)
+                monkeypatch.setattr(KVEventDecoder, "split", failing)
                 publisher.publish([stored(1)])
                 await until(lambda: isinstance(endpoint.index, ApproximateIndex))
                 replica.block_size = 32  # what is believed begins anew meanwhile
@@ -174,7 +174,7 @@ def test_while_a_publisher_is_suspended_its_replica_is_guessed_at(monkeypatch: p
                 counts = (await router.client.get("/metrics")).text
                 assert f'headstart:router_kv_events_total{{kind="failures",replica="{replica.url}"}} 1.0' in counts
 
-    def failing(self: EventDecoder, payload: bytes) -> None:
+    def failing(self: KVEventDecoder, payload: bytes) -> None:
         raise ZeroDivisionError
 
     asyncio.run(go())
@@ -218,7 +218,7 @@ def test_while_prompts_are_counted_in_bytes_events_are_not_listened_to() -> None
                 await router.up(1)
                 endpoint = router.state.router.endpoints[replica.url]
                 assert isinstance(endpoint.index, ApproximateIndex) and not router.state.listening.counts()
-                router.state.reader.tokenizer = Tokenizer.from_folder(bundled_model())
+                router.state.reader.tokenizer = Tokenizer.from_folder(bundled_model_folder())
                 await until(lambda: isinstance(endpoint.index, KVEventIndex))
 
     asyncio.run(go())

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 
 from headstart.core.cache.events import BlockStored
 from headstart.core.cache.hashing import BlockHash
-from headstart.engine.kv_event_encoding import BatchEncoder
+from headstart.engine.kv_event_encoding import KVEventEncoder
 from headstart.gateway.kv_events import kv_event_consumer, kv_event_intake
 from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.router.index.kv_event_index import KVEventIndex
-from headstart.router.routing_request import Prompt, router_root
+from headstart.router.routing_request import RoutingPrompt, router_root
 
 SAMPLES = json.loads((Path(__file__).parent / "kv_event_samples.json").read_text())
 REAL = [bytes.fromhex(line) for line in (*SAMPLES["captured"], *SAMPLES["made"].values())]
@@ -49,11 +49,11 @@ def consumer_at(events: str, *, max_blocks: int = 2**20) -> KVEventConsumer:
 def stored(number: int) -> bytes:
     """A batch of one block."""
     event = BlockStored((BlockHash(number.to_bytes(32, "big")),), None, array("i", [number] * 4), 4)
-    return BatchEncoder("CPU").encode(1.5, [event])
+    return KVEventEncoder("CPU").encode(1.5, [event])
 
 
 def is_known(consumer: KVEventConsumer, number: int) -> bool:
-    return consumer.index.match(Prompt([number] * 4, router_root("m")).block_hashes(4), 0.0) == 1
+    return consumer.index.match(RoutingPrompt([number] * 4, router_root("m")).block_hashes(4), 0.0) == 1
 
 
 @asynccontextmanager
@@ -292,11 +292,11 @@ def test_garbage_never_ends_the_listener_nor_outgrows_the_index_and_what_follows
             try:
                 await offer(frames, replayed=rng.randrange(2) == 1)
             except kv_event_intake.UntrustedPublisherError:
-                consumer._trust.suspend(0.0)  # pyright: ignore[reportPrivateUsage]
+                consumer._trust.suspend_publisher(0.0)  # pyright: ignore[reportPrivateUsage]
             assert len(consumer.index) <= CAPACITY
             consumer.index.check()
         await consumer._take(consumer._feed.reset())  # pyright: ignore[reportPrivateUsage]
-        consumer._trust.suspend(0.0)  # pyright: ignore[reportPrivateUsage]
+        consumer._trust.suspend_publisher(0.0)  # pyright: ignore[reportPrivateUsage]
         await offer([b"", (2**40).to_bytes(8, "big"), stored(7)], replayed=False)
         assert is_known(consumer, 7)
 

@@ -15,14 +15,14 @@ from gateway.kv_event_harness import listening, look_often, run, until
 
 from headstart.core.cache.events import BlockStored
 from headstart.core.cache.hashing import BlockHash
-from headstart.engine.kv_event_encoding import BatchEncoder
+from headstart.engine.kv_event_encoding import KVEventEncoder
 from headstart.gateway.kv_events import kv_event_consumer as kv_events
 from headstart.gateway.kv_events import kv_event_intake
 from headstart.gateway.kv_events.kv_event_consumer import END_OF_REPLAY, KVEventConsumer
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.router.index.event_sequencer import Due
+from headstart.router.index.event_sequencer import DueBatches
 from headstart.router.index.kv_event_index import SILENCE, KVEventIndex
-from headstart.router.routing_request import Prompt, router_root
+from headstart.router.routing_request import RoutingPrompt, router_root
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def consumer_at(events: str, *, block_size: int = 4, replay: str | None = None) 
 
 
 def batch(*events: BlockStored) -> bytes:
-    return BatchEncoder("CPU").encode(1.5, list(events))
+    return KVEventEncoder("CPU").encode(1.5, list(events))
 
 
 def stored(number: int, count: int = 1, parent: int | None = None, block_size: int = 4) -> BlockStored:
@@ -135,7 +135,7 @@ def test_without_replay_numbers_that_go_on_do_not_prove_that_the_publisher_is_th
                 await second.publish(1, stored(11))  # its batch 0 came too early for us
                 await until(lambda: consumer.counts["heard"] == 2)
                 await until(lambda: consumer.position == 2)
-                old = Prompt([10] * 4, router_root("m")).block_hashes(4)
+                old = RoutingPrompt([10] * 4, router_root("m")).block_hashes(4)
                 assert consumer.index.match(old, 0.0) == 0 and consumer.counts["voids"] >= 1
                 second.close()
 
@@ -158,10 +158,10 @@ def test_others_have_their_turn_while_a_long_batch_is_taken_in(monkeypatch: pyte
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(other())
-        await consumer._take(Due(False, [batch(stored(1, 4096))]))  # pyright: ignore[reportPrivateUsage]
+        await consumer._take(DueBatches(False, [batch(stored(1, 4096))]))  # pyright: ignore[reportPrivateUsage]
         task.cancel()
         assert len(consumer.index) == 4096
-        names = Prompt([1] * 4096 * 4, router_root("m")).block_hashes(4)
+        names = RoutingPrompt([1] * 4096 * 4, router_root("m")).block_hashes(4)
         assert consumer.index.match(names, 0.0) == 4096
 
     run(test())
@@ -174,7 +174,7 @@ def test_a_batch_under_way_is_left_when_the_contents_are_replaced(monkeypatch: p
     async def test() -> None:
         consumer = consumer_at("ipc:///tmp/unused")
         others = consumer_at("ipc:///tmp/unused").index
-        taking = asyncio.create_task(consumer._take(Due(False, [batch(stored(1, 4096))])))  # pyright: ignore[reportPrivateUsage]
+        taking = asyncio.create_task(consumer._take(DueBatches(False, [batch(stored(1, 4096))])))  # pyright: ignore[reportPrivateUsage]
         while not len(consumer.index):
             await asyncio.sleep(0)
         consumer.index = others
@@ -195,7 +195,7 @@ async def published(*payloads: bytes) -> AsyncGenerator[tuple[KVEventConsumer, C
 
         def end_requests() -> None:
             for number in range(SILENCE):
-                names = Prompt([number] * 8, router_root("m")).block_hashes(4)
+                names = RoutingPrompt([number] * 8, router_root("m")).block_hashes(4)
                 consumer.index.finished(consumer.index.sent(names, 0.0), names, 0.0)
 
         try:
@@ -231,7 +231,7 @@ def test_a_replica_that_tells_nothing_of_use_is_reported_once(
         async with published(*payloads) as (consumer, end_requests):
             end_requests()
             await until(lambda: reported.extend(capsys.readouterr().err.splitlines()) or reported)
-            assert consumer.is_blind
+            assert consumer.lacks_usable_events
             end_requests()
             await asyncio.sleep(5 * kv_events.POLL_SECONDS)
 
@@ -247,7 +247,7 @@ def test_nobody_at_the_address_is_reported_too(capsys: pytest.CaptureFixture[str
         consumer = consumer_at("ipc:///tmp/no-publisher-here")
         async with listening(consumer):
             for number in range(SILENCE):
-                names = Prompt([number] * 8, router_root("m")).block_hashes(4)
+                names = RoutingPrompt([number] * 8, router_root("m")).block_hashes(4)
                 consumer.index.finished(consumer.index.sent(names, 0.0), names, 0.0)
             await until(lambda: "nothing listens at ipc:///tmp/no-publisher-here" in capsys.readouterr().err)
 

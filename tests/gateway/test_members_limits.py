@@ -147,4 +147,4 @@ def test_replicas_that_do_not_answer_are_probed_a_few_at_once_and_live_ones_besi
 
 @pytest.mark.parametrize(("count", "rate", "seconds"), [(1, 100, 0.5), (50, 100, 0.5), (4_000, 100, 40.0)])
 def test_the_rate_of_probes_is_bounded_whatever_their_number(count: int, rate: float, seconds: float) -> None:
-    assert replica_monitor.pause(0.5, count, rate) == seconds
+    assert replica_monitor.probe_interval(0.5, count, rate) == seconds

@@ -12,8 +12,8 @@ from aiohttp import web
 from gateway.harness import Front, RealReplica, Replica, cut, front, run, streaming, two
 from server.harness import Server, fake_server, parse_events
 
-from headstart.gateway.proxy.replies import ResponseOwners
-from headstart.gateway.proxy.request_reader import RequestReader
+from headstart.gateway.proxy.replies import ResponseReplicas
+from headstart.gateway.proxy.request_reader import RequestParser
 from headstart.http.http_errors import HttpError
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
@@ -203,7 +203,7 @@ def test_when_the_replica_is_gone_its_responses_are_not_found() -> None:
 
 def test_the_second_equal_prompt_goes_where_the_first_one_is_cached(servers: list[Server], folder: str) -> None:
     async def go() -> None:
-        reader = RequestReader(SegmentedTokenizer(Tokenizer.from_folder(Path(folder))))
+        reader = RequestParser(SegmentedTokenizer(Tokenizer.from_folder(Path(folder))))
         async with front(*replicas(servers), reader=reader) as router:
             await router.up(2)
             tale = [{"role": "user", "content": "A tale. " + SENTENCE}]
@@ -333,7 +333,7 @@ def test_the_clients_key_in_x_api_key_does_not_reach_replicas_behind_one_key() -
 
 
 def test_the_table_of_owners_is_bounded_and_by_tenant() -> None:
-    owners = ResponseOwners(max_responses=2)
+    owners = ResponseReplicas(max_responses=2)
     for number in range(3):
         owners.add(f"r{number}", "http://a", b"tenant")
     assert owners.find("r2", b"tenant", "response_id") == "http://a"

@@ -15,7 +15,7 @@ from headstart.gateway.picker import http2_frames as h2
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
 from headstart.gateway.picker.ext_proc_messages import ANSWER_HEADERS, CALL, DESTINATION, LB, SERVED, STREAMED
 from headstart.gateway.picker.picker_fronts import SERVICE, PickerServer
-from headstart.http.answer_report import AnswerReport
+from headstart.http.answer_report import UsageReportHeader
 
 OPENING = {":method": "POST", ":scheme": "http", ":path": f"/{SERVICE}/Process", "content-type": "application/grpc"}
 
@@ -41,13 +41,15 @@ class OwnEnvoy:
     def open(self, *messages: pb.ProcessingRequest) -> int:
         """Opens a stream, whose messages arrive together, and returns its id."""
         self._last += 2
-        self.say(h2.frame(h2.HEADERS, h2.END_HEADERS, self._last, self._encoder.encode(OPENING.items())), *messages)
+        self.say(
+            h2.make_frame(h2.HEADERS, h2.END_HEADERS, self._last, self._encoder.encode(OPENING.items())), *messages
+        )
         return self._last
 
     def say(self, frames: bytes, *messages: pb.ProcessingRequest) -> None:
         for message in messages:
             data = message.SerializeToString()
-            frames += h2.frame(h2.DATA, 0, self._last, b"\0" + len(data).to_bytes(4) + data)
+            frames += h2.make_frame(h2.DATA, 0, self._last, b"\0" + len(data).to_bytes(4) + data)
         self._connection.data_received(frames)
 
     def request(self, *pieces: bytes, stream: bool = True) -> int:
@@ -61,7 +63,7 @@ class OwnEnvoy:
         return self.open(first, *[pb.ProcessingRequest(request_body=part) for part in parts])
 
     def answer(self, call: str, served: str, status: int = 200, *, waits: bool = False) -> pb.ProcessingRequest:
-        report = AnswerReport("cmpl-1", 20, 10, 5.0).encode().decode()
+        report = UsageReportHeader("cmpl-1", 20, 10, 5.0).encode().decode()
         kind = "text/event-stream" if status == 200 else "application/json"
         head = {":status": str(status), "content-type": kind, "x-headstart-report": report, "via": "x"}
         message = pb.ProcessingRequest(response_headers=header_map(head), observability_mode=not waits)
@@ -106,7 +108,7 @@ def test_each_piece_of_a_body_gets_one_reply_behind_the_head(num_pieces: int) ->
         told = head.dynamic_metadata[LB]
         assert told[DESTINATION] == address and told[CALL] and told[ANSWER_HEADERS]["x-request-id"]
         assert b"".join(piece.request_body.response.body_mutation.body for piece in pieces) == body
-        envoy.say(h2.frame(h2.RST_STREAM, 0, call, h2.CANCEL.to_bytes(4)))
+        envoy.say(h2.make_frame(h2.RST_STREAM, 0, call, h2.CANCEL.to_bytes(4)))
 
     with_envoy(test)
 
@@ -116,7 +118,7 @@ def test_an_answer_that_ends_at_once_counts_as_answered() -> None:
         call = envoy.request()
         await until(lambda: len(envoy.replies(call)) == 2)
         told = envoy.replies(call)[0].dynamic_metadata[LB]
-        reset = h2.frame(h2.RST_STREAM, 0, call, h2.CANCEL.to_bytes(4))
+        reset = h2.make_frame(h2.RST_STREAM, 0, call, h2.CANCEL.to_bytes(4))
         observed = envoy.open(envoy.answer(told[CALL], address))
         envoy.say(reset)  # in the same turn of the event loop
         await until(lambda: not router.state.num_under_way)
@@ -139,7 +141,7 @@ def test_an_answer_for_which_envoy_waits_is_checked() -> None:
         assert {"via", "x-headstart-report"} <= set(mutation.remove_headers)
         assert len(envoy.replies(call)) == 2
         await until(lambda: envoy.has_ended(checker))
-        envoy.say(h2.frame(h2.RST_STREAM, 0, call, h2.CANCEL.to_bytes(4)))
+        envoy.say(h2.make_frame(h2.RST_STREAM, 0, call, h2.CANCEL.to_bytes(4)))
 
     with_envoy(test)
 

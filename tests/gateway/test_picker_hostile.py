@@ -40,8 +40,10 @@ class Caller:
 
     def say(self, *messages: bytes, ends: bool = False) -> None:
         data = b"".join(map(message, messages))
-        frames = [h2.frame(h2.DATA, 0, 1, data[at : at + h2.FRAME_BYTES]) for at in range(0, len(data), h2.FRAME_BYTES)]
-        last = h2.frame(h2.DATA, h2.END_STREAM, 1) if ends else b""
+        frames = [
+            h2.make_frame(h2.DATA, 0, 1, data[at : at + h2.FRAME_BYTES]) for at in range(0, len(data), h2.FRAME_BYTES)
+        ]
+        last = h2.make_frame(h2.DATA, h2.END_STREAM, 1) if ends else b""
         self._connection.data_received(b"".join([*frames, last]))
 
     @property
@@ -215,7 +217,9 @@ def test_clients_that_watch_the_health_are_bounded() -> None:
         connection.connection_made(transport)  # type: ignore[arg-type]
         connection.data_received(h2.PREFACE)
         for stream_id in range(1, 2 * MAX_WATCHERS + 2, 2):
-            watch = opening(f"/{HEALTH}/Watch", stream_id) + h2.frame(h2.DATA, h2.END_STREAM, stream_id, message(b""))
+            watch = opening(f"/{HEALTH}/Watch", stream_id) + h2.make_frame(
+                h2.DATA, h2.END_STREAM, stream_id, message(b"")
+            )
             connection.data_received(watch)
         ended: list[tuple[int, bytes]] = []
         while not ended:

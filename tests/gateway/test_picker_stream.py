@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server.harness import until
 
-from headstart.gateway.gateway_app import build_front
+from headstart.gateway.gateway_app import build_gateway_app
 from headstart.gateway.picker import ext_proc_messages
 from headstart.gateway.picker import ext_proc_pb2 as pb
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
@@ -29,8 +29,8 @@ from headstart.gateway.picker.ext_proc_messages import (
 )
 from headstart.gateway.picker.ext_proc_stream import ExtProcStream
 from headstart.gateway.picker.picker_fronts import HEALTH, SERVICE, PickerServer
-from headstart.gateway.proxy.request_reader import RequestReader
-from headstart.http.answer_report import AnswerReport, decode_report
+from headstart.gateway.proxy.request_reader import RequestParser
+from headstart.http.answer_report import UsageReportHeader, decode_report_header
 
 BODY = b'{"prompt": "Hello", "max_tokens": 3}'
 LONG = "a shared beginning of many words, " * 40
@@ -114,7 +114,7 @@ class Picker:
         self.state = router.state
         self.addresses = EndpointAddresses()
         self.addresses.changed([replica.address for replica in replicas])
-        self._app = build_front(self.state, EndpointPicker(self.state, self.addresses).forward)
+        self._app = build_gateway_app(self.state, EndpointPicker(self.state, self.addresses).forward)
 
     async def serve(self, envoy: FakeEnvoy) -> None:
         first = await envoy.read()
@@ -180,7 +180,7 @@ def test_rules_for_prompts_change_the_body_that_is_sent_on_and_are_stated() -> N
         await task
 
     replica = Replica()
-    with_picker(test, replica, reader=RequestReader(rules=frozenset({"billing_header"})))
+    with_picker(test, replica, reader=RequestParser(rules=frozenset({"billing_header"})))
 
 
 @pytest.mark.parametrize("pieces", [[BODY], [BODY, b""], [BODY[:5], BODY[5:]], [b"", BODY]])
@@ -259,7 +259,7 @@ def test_a_request_is_sent_to_the_replica_that_served_it() -> None:
         envoy = FakeEnvoy(request_head(), request_body(b'{"prompt": "%s"}' % LONG.encode()))
         task = await picker.until_written(envoy, 2)
         first, second = envoy.headers()[DESTINATION].split(",")
-        report = AnswerReport("cmpl-1", 20, 0, 5.0).encode().decode()
+        report = UsageReportHeader("cmpl-1", 20, 0, 5.0).encode().decode()
         envoy.say(answer_head(second, content_type="text/event-stream", x_headstart_report=report))
         await until(lambda: len(envoy.written) == 3)
         urls = {place: picker.addresses.url(place) for place in (first, second)}
@@ -281,7 +281,7 @@ def test_a_report_in_the_head_corrects_the_index() -> None:
         for cached in (0, 160):
             envoy = FakeEnvoy(request_head(), request_body(b'{"prompt": "%s"}' % LONG.encode()))
             task = await picker.until_written(envoy, 2)
-            report = AnswerReport("cmpl-1", 340, cached, 5.0).encode().decode()
+            report = UsageReportHeader("cmpl-1", 340, cached, 5.0).encode().decode()
             served = envoy.headers()[DESTINATION]
             envoy.say(answer_head(served, content_type="text/event-stream", x_headstart_report=report))
             await until(lambda envoy=envoy: len(envoy.written) == 3)
@@ -378,13 +378,13 @@ def test_repeated_headers_of_the_router_are_kept() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.from_regex(r"[A-Za-z0-9._:-]{1,40}", fullmatch=True), st.integers(0, 10**9), st.integers(0, 10**9))
 def test_a_report_is_read_as_it_was_written(answer_id: str, prompt: int, cached: int) -> None:
-    report = AnswerReport(answer_id, prompt, cached, 12.5)
-    assert decode_report([(b"a", b"b"), (b"x-headstart-report", report.encode())]) == report
+    report = UsageReportHeader(answer_id, prompt, cached, 12.5)
+    assert decode_report_header([(b"a", b"b"), (b"x-headstart-report", report.encode())]) == report
 
 
 @pytest.mark.parametrize("text", ["", "id=a", "id=a; prompt_tokens=-1; cached_tokens=0; prefill_ms=1.0", "x" * 9000])
 def test_an_invalid_report_is_none(text: str) -> None:
-    assert decode_report([(b"x-headstart-report", text.encode())]) is None
+    assert decode_report_header([(b"x-headstart-report", text.encode())]) is None
 
 
 def test_the_compiled_messages_are_those_of_the_proto_file() -> None:

@@ -13,12 +13,12 @@ from headstart.core.engine import EngineInfo, EngineStats, PoolStats
 from headstart.gateway.replicas.probes import (
     ModelCard,
     ScrapedMetrics,
-    metrics_of,
+    metrics_in_cards,
     parse_metrics,
     parse_models,
-    parse_server_info,
+    parse_sglang_server_info,
 )
-from headstart.server.server_metrics import Metrics as ServerMetrics
+from headstart.server.server_metrics import ServerMetrics as ServerMetrics
 
 VLLM = """
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -78,7 +78,7 @@ def test_only_our_own_replicas_are_asked_for_their_load_alone(engine: str, later
 
 def test_a_size_is_read_from_models_where_metrics_are_refused() -> None:
     card = {"id": "m", "owned_by": "headstart", "block_size": 16, "num_gpu_blocks": 777}
-    assert metrics_of(parse_models({"data": [{"id": "x"}, card]})) == ScrapedMetrics("headstart", 16, 777)
+    assert metrics_in_cards(parse_models({"data": [{"id": "x"}, card]})) == ScrapedMetrics("headstart", 16, 777)
     (card_of_ours,) = parse_models({"data": [{**card, "max_num_batched_tokens": 2048}]})
     assert card_of_ours.step_tokens == 2048
     for wrong in (None, -1, "x", 2**40, [8]):
@@ -90,16 +90,16 @@ def test_a_size_is_read_from_models_where_metrics_are_refused() -> None:
         {"block_size": 0, "num_gpu_blocks": 7},
         {"block_size": [], "num_gpu_blocks": -1},
     ):
-        assert metrics_of(parse_models({"data": [{"id": "m", "owned_by": 7, **wrong}]})) is None
+        assert metrics_in_cards(parse_models({"data": [{"id": "m", "owned_by": 7, **wrong}]})) is None
 
 
 def test_sglangs_page_and_server_info_are_read() -> None:
     page = 'sglang:num_running_reqs{model_name="m"} 2.0\nsglang:num_queue_reqs 3.0\nsglang:token_usage 0.5\n'
     found = parse_metrics(page)
     assert (found.kind, found.running, found.waiting, found.kv_usage, found.num_blocks) == ("sglang", 2, 3, 0.5, 0)
-    assert parse_server_info({"page_size": 64, "max_total_num_tokens": 6400}) == (64, 100)
-    assert parse_server_info({"internal_states": [{"max_total_num_tokens": 50}]}) == (1, 50)
-    assert parse_server_info([]) == parse_server_info({"page_size": "x"}) == (0, 0)
+    assert parse_sglang_server_info({"page_size": 64, "max_total_num_tokens": 6400}) == (64, 100)
+    assert parse_sglang_server_info({"internal_states": [{"max_total_num_tokens": 50}]}) == (1, 50)
+    assert parse_sglang_server_info([]) == parse_sglang_server_info({"page_size": "x"}) == (0, 0)
 
 
 @given(st.text(alphabet='vllm:cache_config_info{}=",0.1 9eNa-\\\n#', max_size=300))

@@ -12,7 +12,7 @@ from server.harness import until
 
 from headstart.gateway.http_front import HttpFront
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.http.protocol.connections import OWN_FILES, most_connections
+from headstart.http.protocol.connections import OWN_FILES, max_connections_by_open_files
 
 
 def test_the_queue_is_as_many_times_longer_as_there_are_replicas_that_serve() -> None:
@@ -65,7 +65,7 @@ def test_the_cap_on_connections_follows_the_number_of_replicas() -> None:
                 here = HttpFront(listener)
                 await here.start(router.state)
                 table = here.connections
-                most = most_connections(files_each=2)
+                most = max_connections_by_open_files(files_each=2)
                 for num, cap in ((1, 4096), (2, 4096), (6, 12_288), (1000, most), (3, 6144), (0, 4096)):
                     here.changed([ReplicaAddress(f"http://r{i}") for i in range(num)])
                     assert table.max_connections == min(cap, most)

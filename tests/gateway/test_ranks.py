@@ -8,7 +8,7 @@ from gateway.harness import Replica, front, run
 
 from headstart.core.errors import ConfigError
 from headstart.gateway.replicas.probes import parse_metrics
-from headstart.gateway.replicas.replica_address import RANK_HEADER, ReplicaAddress, parse_address
+from headstart.gateway.replicas.replica_address import RANK_HEADER, ReplicaAddress, parse_replica_address
 
 PAGE = """vllm:num_requests_waiting{engine="0"} 3.0
 vllm:num_requests_waiting{engine="1"} 1.0
@@ -53,7 +53,9 @@ def test_each_rank_is_a_replica_with_an_index_of_its_own() -> None:
                 assert own and len(server.seen[rank]) == 3 * len(own), "a prompt comes back to its rank"
                 assert len(endpoints[name].index) > 0
             assert set(server.seen["0"]).isdisjoint(server.seen["1"])
-            assert router.state.urls_up == [server.url], "administrators' requests are sent once to a server"
+            assert router.state.urls_of_up_replicas == [server.url], (
+                "administrators' requests are sent once to a server"
+            )
 
     run(scenario())
 
@@ -67,12 +69,12 @@ def test_the_metrics_of_a_rank_are_those_of_its_engine() -> None:
 
 
 def test_an_address_with_ranks_stands_for_one_of_each() -> None:
-    found = parse_address("http://10.0.0.7:8000,ranks=2,events=tcp://10.0.0.7:5557,replay=tcp://10.0.0.7:5600")
-    assert found.by_rank() == [
+    found = parse_replica_address("http://10.0.0.7:8000,ranks=2,events=tcp://10.0.0.7:5557,replay=tcp://10.0.0.7:5600")
+    assert found.expand_ranks() == [
         ReplicaAddress("http://10.0.0.7:8000#0", "tcp://10.0.0.7:5557", "tcp://10.0.0.7:5600"),
         ReplicaAddress("http://10.0.0.7:8000#1", "tcp://10.0.0.7:5558", "tcp://10.0.0.7:5601"),
     ]
-    assert parse_address("http://h:1").by_rank() == [ReplicaAddress("http://h:1")]
+    assert parse_replica_address("http://h:1").expand_ranks() == [ReplicaAddress("http://h:1")]
     for wrong in ("ranks=1", "ranks=0", "ranks=65", "ranks=x", "ranks=", "ranks=2,ranks=2", "ranks=2,events=ipc:///x"):
         with pytest.raises(ConfigError):
-            parse_address(f"http://h:1,{wrong}")
+            parse_replica_address(f"http://h:1,{wrong}")

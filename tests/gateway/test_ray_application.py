@@ -6,7 +6,7 @@ import pytest
 
 from headstart.config.options import RouterOptions, ServerOptions, TenantEntry
 from headstart.core.errors import ConfigError
-from headstart.gateway.ray.ray_application import build, cpus_each, secured
+from headstart.gateway.ray.ray_application import build, cpus_per_replica, with_replica_key
 
 
 @pytest.mark.parametrize(
@@ -14,16 +14,16 @@ from headstart.gateway.ray.ray_application import build, cpus_each, secured
     [([16, 16, 8], 2, 16), ([16, 16, 8], 3, 8), ([16, 16], 5, 5), ([2], 1, 2), ([1, 1], 3, 1), ([], 2, 1), ([0], 1, 1)],
 )
 def test_replicas_are_as_large_as_all_of_them_can_be_placed(nodes: list[int], replicas: int, cpus: int) -> None:
-    assert cpus_each(nodes, replicas) == cpus
+    assert cpus_per_replica(nodes, replicas) == cpus
 
 
 def test_servers_check_the_clients_keys_or_one_that_only_the_router_has() -> None:
     tenants = (TenantEntry("red", ("r",)),)
     for keyed in (ServerOptions(api_key=("k",)), ServerOptions(tenants=tenants)):
-        assert secured(keyed, RouterOptions()) == (keyed, RouterOptions())
+        assert with_replica_key(keyed, RouterOptions()) == (keyed, RouterOptions())
     open_server = ServerOptions(admin_api_key=("boss",))
-    server, router = secured(open_server, RouterOptions())
-    other, _ = secured(open_server, RouterOptions())
+    server, router = with_replica_key(open_server, RouterOptions())
+    other, _ = with_replica_key(open_server, RouterOptions())
     assert server.api_key and server.api_key != other.api_key
     assert server.admin_api_key == ("boss", router.replica_api_key)
 

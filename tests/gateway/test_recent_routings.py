@@ -18,11 +18,11 @@ def test_the_nearest_is_the_one_with_the_longest_common_prefix() -> None:
     for request_id, tail in (("short", "no"), ("long", "yes and"), ("other", "yes or")):
         recent.add(seen(request_id, base + tail))
     recent.add(seen("asked", base + "yes and no"))
-    found = recent.nearest(seen("new", base + "yes and"))
+    found = recent.find_nearest(seen("new", base + "yes and"))
     assert found is not None and found.seen.request_id == "asked" and found.common == len(base) + 7
     own = recent.find("asked", "a")
     assert own is not None
-    near = recent.nearest(own)
+    near = recent.find_nearest(own)
     assert near is not None and near.seen.request_id == "long" and near.common == len(base) + 7
 
 
@@ -31,24 +31,24 @@ def test_only_requests_that_came_before_are_compared() -> None:
     first = seen("first", "abc")
     recent.add(first)
     recent.add(seen("second", "abcd"))
-    assert recent.nearest(first) is None
+    assert recent.find_nearest(first) is None
 
 
 def test_of_equals_the_newest_of_its_own_scope_is_the_nearest() -> None:
     recent = RecentRoutings()
     for request_id, adapter in (("old", None), ("new", None), ("other", "lora")):
         recent.add(seen(request_id, "abc", adapter=adapter))
-    found = recent.nearest(seen("asked", "abd"))
+    found = recent.find_nearest(seen("asked", "abd"))
     assert found is not None and found.seen.request_id == "new"
-    found = recent.nearest(seen("asked", "abd", adapter="lora"))
+    found = recent.find_nearest(seen("asked", "abd", adapter="lora"))
     assert found is not None and found.seen.request_id == "other"
 
 
 def test_text_and_token_ids_have_nothing_in_common() -> None:
     recent = RecentRoutings()
     recent.add(seen("ids", array("i", [1, 2, 3])))
-    assert recent.nearest(seen("text", "abc")) is None
-    found = recent.nearest(seen("more", array("i", [1, 2, 4])))
+    assert recent.find_nearest(seen("text", "abc")) is None
+    found = recent.find_nearest(seen("more", array("i", [1, 2, 4])))
     assert found is not None and found.common == 2
 
 
@@ -70,7 +70,7 @@ def test_the_oldest_are_forgotten_when_there_are_too_many_bytes() -> None:
         recent.check()
     assert [one.request_id for one in recent] == ["16", "17", "18", "19"]
     recent.add(seen("huge", "x" * 20_000))
-    assert len(recent) == recent.num_bytes == 0 and recent.nearest(seen("asked", "x")) is None
+    assert len(recent) == recent.num_bytes == 0 and recent.find_nearest(seen("asked", "x")) is None
 
 
 def test_a_request_of_another_tenant_is_not_found() -> None:
@@ -93,13 +93,13 @@ def test_the_prefix_found_is_the_longest_of_all_prompts_of_the_tenant(
         recent.check()
     own = [one.prompt for one in recent if one.tenant == tenant]
     longest = max((common(prompt, str(other)) for other in own), default=0)
-    found = recent.nearest(seen("asked", prompt, tenant=tenant))
+    found = recent.find_nearest(seen("asked", prompt, tenant=tenant))
     assert (0 if found is None else found.common) == longest
     assert found is None or found.seen.tenant == tenant
     for one in list(recent):  # each against those before it
         before = [other for other in recent if other.tenant == one.tenant]
         before = before[: before.index(one)]
-        near = recent.nearest(one)
+        near = recent.find_nearest(one)
         best = max((common(str(one.prompt), str(other.prompt)) for other in before), default=0)
         assert (0 if near is None else near.common) == best
 

@@ -3,7 +3,7 @@
 import pytest
 
 from headstart.core.errors import ConfigError
-from headstart.gateway.replicas.replica_address import ReplicaAddress, parse_address
+from headstart.gateway.replicas.replica_address import ReplicaAddress, parse_replica_address
 
 
 @pytest.mark.parametrize(
@@ -19,11 +19,11 @@ from headstart.gateway.replicas.replica_address import ReplicaAddress, parse_add
     ],
 )
 def test_addresses_come_to_one_form(text: str, url: str) -> None:
-    assert parse_address(text) == ReplicaAddress(url)
+    assert parse_replica_address(text) == ReplicaAddress(url)
 
 
 def test_event_endpoints_stand_behind_the_address() -> None:
-    found = parse_address("http://a:1, events=tcp://a:5557, replay=tcp://a:5558")
+    found = parse_replica_address("http://a:1, events=tcp://a:5557, replay=tcp://a:5558")
     assert found == ReplicaAddress("http://a:1", "tcp://a:5557", "tcp://a:5558")
 
 
@@ -37,8 +37,8 @@ def test_event_endpoints_stand_behind_the_address() -> None:
 )
 def test_what_is_no_address_is_said_to_be_none(text: str) -> None:
     with pytest.raises(ConfigError):
-        parse_address(text)
+        parse_replica_address(text)
 
 
 def test_the_path_of_a_socket_may_hold_a_space() -> None:
-    assert parse_address("http://a:1,events=ipc:///tmp/my folder/pub").events == "ipc:///tmp/my folder/pub"
+    assert parse_replica_address("http://a:1,events=ipc:///tmp/my folder/pub").events == "ipc:///tmp/my folder/pub"

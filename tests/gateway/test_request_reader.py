@@ -12,21 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_folders import BYTE_LEVEL, write
 
-from headstart.bundled import bundled_model
-from headstart.core.cache.hashing import hash_chain
+from headstart.bundled import bundled_model_folder
+from headstart.core.cache.hashing import hash_block_chain
 from headstart.core.errors import InvalidRequestError
 from headstart.gateway.proxy.request_reader import (
-    ReadRequest,
-    RequestReader,
-    Sender,
-    Served,
+    ParsedRequest,
+    RequestParser,
+    RequestSender,
+    ServedModelName,
     has_endless_word,
-    session_of,
+    session_from_headers,
 )
 from headstart.gateway.replicas.probes import ModelCard
-from headstart.openai.bounds import Bounds
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.chat.chat_renderer import ChatRenderer
-from headstart.openai.engine_requests import Origin, chat_requests
+from headstart.openai.engine_requests import RequestOrigin, build_chat_requests
 from headstart.openai.request_bodies import parse_chat
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
@@ -37,16 +37,16 @@ MESSAGES = [{"role": "system", "content": "You name intents."}, {"role": "user",
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_folder(bundled_model())
+    return Tokenizer.from_folder(bundled_model_folder())
 
 
 def read(
-    body: dict[str, Any], path: str = COMPLETIONS, reader: RequestReader | None = None, **sender: Any
-) -> ReadRequest:
-    return (reader or RequestReader()).read(path, json.dumps(body).encode(), Sender(**sender))
+    body: dict[str, Any], path: str = COMPLETIONS, reader: RequestParser | None = None, **sender: Any
+) -> ParsedRequest:
+    return (reader or RequestParser()).read(path, json.dumps(body).encode(), RequestSender(**sender))
 
 
-def shared(one: ReadRequest, other: ReadRequest, size: int = 1) -> int:
+def shared(one: ParsedRequest, other: ParsedRequest, size: int = 1) -> int:
     """Return the number of leading blocks that two prompts share."""
     names = zip(one.request.prompt.block_hashes(size), other.request.prompt.block_hashes(size), strict=False)
     return next(
@@ -56,7 +56,7 @@ def shared(one: ReadRequest, other: ReadRequest, size: int = 1) -> int:
 
 
 def test_the_prompt_is_counted_in_the_replicas_tokens_where_their_tokenizer_is_here(tokenizer: Tokenizer) -> None:
-    reader = RequestReader(tokenizer)
+    reader = RequestParser(tokenizer)
     text = "turn on the light in the kitchen"
     completion = read({"prompt": text}, reader=reader)
     assert completion.request.prompt.exact and completion.request.prompt.num_tokens == len(tokenizer.encode(text))
@@ -74,9 +74,9 @@ def test_a_chat_with_tools_is_rendered_as_the_replica_renders_it(tmp_path: Path)
     tokenizer = Tokenizer.from_folder(folder)
     tools = [{"type": "function", "function": {"name": "f"}}]
     body = {"messages": MESSAGES, "tools": tools, "tool_choice": "auto"}
-    routed = read(body, CHAT, RequestReader(tokenizer)).request.prompt
-    bounds = Bounds(10**6, 4096, content_forms=tokenizer.content_forms)
-    _, requests = chat_requests(parse_chat(body, bounds), tokenizer, bounds, Origin("x"))
+    routed = read(body, CHAT, RequestParser(tokenizer)).request.prompt
+    bounds = RequestBounds(10**6, 4096, content_forms=tokenizer.content_forms)
+    _, requests = build_chat_requests(parse_chat(body, bounds), tokenizer, bounds, RequestOrigin("x"))
     assert routed.exact and list(routed.token_ids) == list(requests[0].prompt)
     assert tokenizer.decode(requests[0].prompt).startswith('[{"type": "function", "function": {"name": "f"}}]')
 
@@ -106,7 +106,7 @@ def test_an_endless_word_is_found_wherever_it_is(unit: str, before: int, length:
 
 
 def test_a_prompt_with_an_endless_word_is_routed_by_its_bytes(tokenizer: Tokenizer) -> None:
-    reader, word = RequestReader(tokenizer), "é" * 70_000
+    reader, word = RequestParser(tokenizer), "é" * 70_000
     assert not read({"prompt": word}, reader=reader).request.prompt.exact
     assert not read({"messages": [{"role": "user", "content": word}]}, CHAT, reader).request.prompt.exact
     assert read({"prompt": "é " * 30_000}, reader=reader).request.prompt.exact
@@ -122,7 +122,7 @@ def test_token_ids_are_exact_and_need_no_tokenizer() -> None:
 
 @pytest.mark.parametrize("prompt", [None, 7, [], [[]], [None], [1, "x"], [2**40], [{}], {"a": 1}, [[1, None]]])
 def test_prompts_that_are_none_are_left_to_the_replica(prompt: Any, tokenizer: Tokenizer) -> None:
-    for reader in (RequestReader(), RequestReader(tokenizer)):
+    for reader in (RequestParser(), RequestParser(tokenizer)):
         body = {"prompt": prompt, "temperature": "hot"}
         assert read(body, reader=reader).body == json.dumps(body).encode()
         assert read({"messages": prompt}, CHAT, reader).body == json.dumps({"messages": prompt}).encode()
@@ -130,12 +130,12 @@ def test_prompts_that_are_none_are_left_to_the_replica(prompt: Any, tokenizer: T
 
 def test_fields_another_engine_knows_do_not_keep_a_prompt_from_being_counted(tokenizer: Tokenizer) -> None:
     body = {"prompt": "turn on the light", "guided_regex": "a*", "temperature": 99}
-    assert read(body, reader=RequestReader(tokenizer)).body == json.dumps(body).encode()
+    assert read(body, reader=RequestParser(tokenizer)).body == json.dumps(body).encode()
 
 
 def test_a_stream_is_asked_for_its_usage_without_another_byte_changed() -> None:
     body = b' {"stream" : true, "prompt": "\\u00e9", "big": 12345678901234567890, "x": 1.10}'
-    reading = RequestReader().read(COMPLETIONS, body, Sender())
+    reading = RequestParser().read(COMPLETIONS, body, RequestSender())
     assert reading.body == b'{"stream_options":{"include_usage":true},' + body[2:] and reading.hides_usage
     assert json.loads(reading.body) == {**json.loads(body), "stream_options": {"include_usage": True}}
 
@@ -169,12 +169,16 @@ def test_no_client_names_the_server_that_a_replica_gets_kv_from() -> None:
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b"\xff", b"[" * 100_000, b"null"])
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequestError):
-        RequestReader().read(COMPLETIONS, body, Sender())
+        RequestParser().read(COMPLETIONS, body, RequestSender())
 
 
 def test_domains_adapters_and_models_share_nothing() -> None:
-    reader = RequestReader()
-    reader.served = {"m": Served("m"), "tuned": Served("m", "tuned"), "other": Served("other")}
+    reader = RequestParser()
+    reader.served = {
+        "m": ServedModelName("m"),
+        "tuned": ServedModelName("m", "tuned"),
+        "other": ServedModelName("other"),
+    }
     prompt = {"prompt": [1] * 8}
     plain = read({**prompt, "model": "m"}, reader=reader)
     strangers = [
@@ -192,39 +196,41 @@ def test_domains_adapters_and_models_share_nothing() -> None:
 
 
 def test_a_model_with_ollamas_tag_is_the_one_without() -> None:
-    reader = RequestReader()
-    reader.served = {"m": Served("m"), "n:latest": Served("n")}
+    reader = RequestParser()
+    reader.served = {"m": ServedModelName("m"), "n:latest": ServedModelName("n")}
     for name, expected in (("m:latest", "m"), ("m", "m"), ("n:latest", "n:latest")):
         assert (
-            reader.read("/v1/completions", json.dumps({"prompt": "a", "model": name}).encode(), Sender()).request.model
+            reader.read(
+                "/v1/completions", json.dumps({"prompt": "a", "model": name}).encode(), RequestSender()
+            ).request.model
             == expected
         )
 
 
 def test_a_prompt_that_no_replica_takes_is_routed_by_its_beginning() -> None:
-    reader = RequestReader(Tokenizer.from_folder(bundled_model()))
-    reader.served = {"m": Served("m", max_model_len=8)}
+    reader = RequestParser(Tokenizer.from_folder(bundled_model_folder()))
+    reader.served = {"m": ServedModelName("m", max_model_len=8)}
     for prompt in ([5] * 100, [[5] * 100, [6]]):
         assert list(read({"prompt": prompt, "model": "m"}, reader=reader).request.prompt.token_ids) == [5] * 8
     fits = read({"prompt": "hello " * 20, "model": "m"}, reader=reader).request.prompt
     long = read({"prompt": "hello " * 200, "model": "m"}, reader=reader).request.prompt
     assert fits.exact and fits.num_tokens == 8
     assert not long.exact and long.num_tokens == 8 * 64 // 4
-    reader.served = {"m": Served("m")}
+    reader.served = {"m": ServedModelName("m")}
     assert read({"prompt": "hello " * 200, "model": "m"}, reader=reader).request.prompt.exact
 
 
 def test_a_body_of_more_numbers_than_fit_any_context_is_forwarded_unparsed() -> None:
-    reader = RequestReader()
-    reader.served = {"m": Served("m", max_model_len=8)}
+    reader = RequestParser()
+    reader.served = {"m": ServedModelName("m", max_model_len=8)}
     for extra in ({}, {"model": "m"}):
         reader.default_model = "m"
         body = json.dumps({"prompt": [5] * 200_000, "stream": True, "user": "me", **extra}).encode()
-        reading = reader.read(COMPLETIONS, body, Sender())
+        reading = reader.read(COMPLETIONS, body, RequestSender())
         assert reading.request.prompt.num_tokens == 0 and reading.stream and reading.request.session == "me"
         assert json.loads(reading.body)["prompt"] == [5] * 200_000
-    reader.served = {"m": Served("m")}
-    assert reader.read(COMPLETIONS, body, Sender()).request.prompt.num_tokens == 200_000
+    reader.served = {"m": ServedModelName("m")}
+    assert reader.read(COMPLETIONS, body, RequestSender()).request.prompt.num_tokens == 200_000
 
 
 def test_the_longest_context_of_a_models_replicas_counts_if_all_report_it() -> None:
@@ -234,17 +240,17 @@ def test_the_longest_context_of_a_models_replicas_counts_if_all_report_it() -> N
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 def test_requests_that_use_no_cache_are_not_parsed_beyond_their_model(path: str) -> None:
-    reader = RequestReader(Tokenizer.from_folder(bundled_model()))
+    reader = RequestParser(Tokenizer.from_folder(bundled_model_folder()))
     body = json.dumps({"prompt": "a " * 1000, "tokens": [5] * 1000, "model": "m"}).encode()
-    reading = reader.read(path, body, Sender(b"t", is_salted=True))
+    reading = reader.read(path, body, RequestSender(b"t", is_salted=True))
     assert reading.request.model == "m" and reading.request.prompt.num_tokens == 0 and reading.body == body
     for invalid in (b"", b"{", b"[1]", b'{"model": 5}', b"\xff", b"[" * 100_000):
-        assert reader.read(path, invalid, Sender()).request.model == ""
+        assert reader.read(path, invalid, RequestSender()).request.model == ""
 
 
 def test_an_answers_length_is_the_requests_else_the_replicas_default() -> None:
-    reader = RequestReader()
-    reader.served = {"m": Served("m", default_max_tokens=40)}
+    reader = RequestParser()
+    reader.served = {"m": ServedModelName("m", default_max_tokens=40)}
     prompt = {"prompt": [1], "model": "m"}
     nulls = {"max_tokens": None, "max_completion_tokens": None}
     found = [read({**prompt, **more}, reader=reader).request.max_tokens for more in ({}, nulls, {"max_tokens": 3})]
@@ -253,7 +259,7 @@ def test_an_answers_length_is_the_requests_else_the_replicas_default() -> None:
     assert read({"prompt": [1], "model": "other"}, reader=reader).request.max_tokens == 0
     reader.default_model = "m"
     assert read({"prompt": [1]}, reader=reader).request.max_tokens == 40
-    reader.served = {"m": Served("m", max_model_len=50)}
+    reader.served = {"m": ServedModelName("m", max_model_len=50)}
     assert read({**prompt, "max_tokens": 60}, reader=reader).request.max_tokens == 50  # /v1/messages accepts that
 
 
@@ -316,8 +322,8 @@ def test_a_session_is_of_its_tenant_alone() -> None:
 def test_agents_name_their_sessions_in_headers() -> None:
     names = ("x-correlation-id", "x-session-affinity", "x-claude-code-session-id", "x-session-id")
     headers = [(name.encode(), name.encode()) for name in names]
-    assert [session_of(headers[: count + 1]) for count in range(4)] == list(names)  # the most specific one
-    assert session_of([]) is None and session_of([(b"x-session-id", b"")]) is None
+    assert [session_from_headers(headers[: count + 1]) for count in range(4)] == list(names)  # the most specific one
+    assert session_from_headers([]) is None and session_from_headers([(b"x-session-id", b"")]) is None
 
 
 @pytest.mark.parametrize("domain", [b"", b"tenant"])
@@ -330,7 +336,7 @@ def test_the_name_of_a_session_is_bounded(domain: bytes) -> None:
     assert all(name is not None and 256 <= len(name) <= 256 + 2 * len(domain) + 1 for name in read_names)
 
 
-def check_no_dependence_on_sessions(make: Callable[[], RequestReader], name: str) -> None:
+def check_no_dependence_on_sessions(make: Callable[[], RequestParser], name: str) -> None:
     """Assert that the name of a session changes neither the prompt's hashes nor its domain nor what is forwarded."""
     body = {"messages": MESSAGES, "cache_salt": "s", "stream": True}
     for sender in ({}, {"domain": b"a"}, {"domain": b"a", "is_salted": True}):
@@ -342,14 +348,14 @@ def check_no_dependence_on_sessions(make: Callable[[], RequestReader], name: str
 
 @given(st.text(max_size=300))
 def test_no_prompt_domain_or_body_depends_on_the_name_of_a_session(name: str) -> None:
-    check_no_dependence_on_sessions(RequestReader, name)
+    check_no_dependence_on_sessions(RequestParser, name)
 
 
 def test_a_reader_that_takes_sessions_for_domains_is_found() -> None:
-    class Isolating(RequestReader):
+    class Isolating(RequestParser):
         """A planted bug."""
 
-        def read(self, path: str, body: bytes, sender: Sender) -> ReadRequest:
+        def read(self, path: str, body: bytes, sender: RequestSender) -> ParsedRequest:
             return super().read(path, body, replace(sender, domain=(sender.session or "").encode()))
 
     with pytest.raises(AssertionError):
@@ -374,7 +380,7 @@ def test_a_template_that_never_ends_leaves_the_prompt_to_its_text(tmp_path: Path
     tokenizer = Tokenizer.from_folder(write(tmp_path, BYTE_LEVEL, chat_template=source))
     tokenizer._template = ChatRenderer(source, {}, max_seconds=0.1)
     for _ in range(5):  # the last ones meet the pause behind several kills
-        reading = read({"messages": MESSAGES}, CHAT, RequestReader(tokenizer))
+        reading = read({"messages": MESSAGES}, CHAT, RequestParser(tokenizer))
         assert not reading.request.prompt.exact and "turn on the light" in (reading.text or "")
 
 
@@ -384,12 +390,12 @@ def test_prompts_are_hashed_by_the_given_chain() -> None:
 
     def chain(parent: bytes, raw: bytes, stride: int) -> list[bytes]:
         calls.append(stride)
-        return hash_chain(parent, raw, stride)
+        return hash_block_chain(parent, raw, stride)
 
     body = {"prompt": list(range(40))}
-    prompt = read(body, COMPLETIONS, RequestReader(chain=chain)).request.prompt
-    assert prompt.block_hashes(16) == read(body, COMPLETIONS, RequestReader()).request.prompt.block_hashes(16)
-    assert prompt.block_hashes_with(range(20), 16) and calls == [64, 64]
+    prompt = read(body, COMPLETIONS, RequestParser(chain=chain)).request.prompt
+    assert prompt.block_hashes(16) == read(body, COMPLETIONS, RequestParser()).request.prompt.block_hashes(16)
+    assert prompt.block_hashes_with_output(range(20), 16) and calls == [64, 64]
 
 
 # ---- images ----------------------------------------------------------------------------------------------------------
@@ -418,7 +424,7 @@ def with_image(api: str, data: str, more: list[dict[str, Any]] | None = None) ->
 def test_an_image_again_is_the_same_prompt_and_another_is_one_from_there_on(
     api: str, has_tokenizer: bool, tokenizer: Tokenizer
 ) -> None:
-    reader = RequestReader(tokenizer if has_tokenizer else None)
+    reader = RequestParser(tokenizer if has_tokenizer else None)
     first, again = (read(with_image(api, IMAGE), api, reader) for _ in range(2))
     length = first.request.prompt.num_tokens
     assert length < 400 and shared(first, again) == length
@@ -432,9 +438,11 @@ def test_an_image_again_is_the_same_prompt_and_another_is_one_from_there_on(
 
 
 def test_images_at_replicas_that_read_none_are_counted_as_they_count_them(tokenizer: Tokenizer) -> None:
-    reader = RequestReader(tokenizer)
-    reader.served = {"m": Served("m", reads_parts=False)}
+    reader = RequestParser(tokenizer)
+    reader.served = {"m": ServedModelName("m", reads_parts=False)}
     routed = read({**with_image(CHAT, IMAGE), "model": "m"}, CHAT, reader).request
-    bounds = Bounds(10**6, 4096, content_forms=tokenizer.content_forms)
-    _, requests = chat_requests(parse_chat(with_image(CHAT, IMAGE), bounds), tokenizer, bounds, Origin("x"))
+    bounds = RequestBounds(10**6, 4096, content_forms=tokenizer.content_forms)
+    _, requests = build_chat_requests(
+        parse_chat(with_image(CHAT, IMAGE), bounds), tokenizer, bounds, RequestOrigin("x")
+    )
     assert list(routed.prompt.token_ids) == list(requests[0].prompt) and routed.prompt.exact and not routed.has_parts

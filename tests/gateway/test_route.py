@@ -18,7 +18,7 @@ from server.harness import PATIENCE, Server, address_of, fake_command, fake_serv
 
 from headstart.config.options import RouterOptions
 from headstart.core.errors import ConfigError
-from headstart.gateway.run_gateway import discovery_of
+from headstart.gateway.run_gateway import discovery_from_options
 
 
 @contextmanager
@@ -174,9 +174,9 @@ def test_mistakes_are_one_line_and_exit_code_2(flags: tuple[str, ...], reported:
 
 def test_no_replica_given_is_a_mistake_of_the_options() -> None:
     with pytest.raises(ConfigError, match="headstart route --replica"):
-        discovery_of(RouterOptions())
-    assert discovery_of(RouterOptions(replica=(unused_url(),))).describe() == "1 replica"
-    assert re.search("2 replicas", discovery_of(RouterOptions(replica=("a:1", "b:1", "a:1"))).describe())
+        discovery_from_options(RouterOptions())
+    assert discovery_from_options(RouterOptions(replica=(unused_url(),))).describe() == "1 replica"
+    assert re.search("2 replicas", discovery_from_options(RouterOptions(replica=("a:1", "b:1", "a:1"))).describe())
 
 
 def test_a_router_tokenizes_without_threads_of_the_library(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from gateway.harness import Front, Replica, front, reset, run, two
 from server.collected import Collected, named, texts
 from server.harness import until
 
-from headstart.gateway.proxy.upstream import headers_changed
-from headstart.http.logs import Log
+from headstart.gateway.proxy.upstream import request_header_changes
+from headstart.http.logs import ServerLog
 from headstart.http.tracing import tracer as tracing
 from headstart.http.tracing.request_trace import RequestTrace
 from headstart.http.tracing.tracer import Tracer
@@ -28,7 +28,7 @@ async def traced(router: Front, samples: bool = True, **fields: Any) -> tuple[Re
     """The trace of a completion at the router, and its answer."""
     collected = Collected()
     collected.samples = samples
-    router.state.tracer = Tracer(collected, Log(io.StringIO()))
+    router.state.tracer = Tracer(collected, ServerLog(io.StringIO()))
     answer = await router.complete("a secret", **fields)
     assert answer.status_code == 200, answer.text
     await until(lambda: collected.traces)
@@ -109,9 +109,9 @@ def test_an_invalid_context_begins_a_new_trace_without_its_state() -> None:
 def test_envoy_removes_the_state_of_a_context_that_is_not_continued() -> None:
     theirs = [(name.encode(), value.encode()) for name, value in CALLER.items()]
     ours = CALLER["traceparent"]
-    assert headers_changed(theirs, {"traceparent": ours})[1] == ["tracestate"]
-    assert headers_changed(theirs, {"traceparent": ours, "tracestate": "vendor=1"})[1] == []
-    assert headers_changed(theirs, {})[1] == []
+    assert request_header_changes(theirs, {"traceparent": ours})[1] == ["tracestate"]
+    assert request_header_changes(theirs, {"traceparent": ours, "tracestate": "vendor=1"})[1] == []
+    assert request_header_changes(theirs, {})[1] == []
 
 
 @pytest.mark.parametrize("headers", [{}, {"traceparent": f"00-{TRACE}-{SPAN}-00"}])
@@ -121,7 +121,7 @@ def test_a_trace_that_is_not_sampled_is_not_sampled_at_the_replica_either(header
         collected.samples = False
         async with front(replica) as router:
             await router.up(1)
-            router.state.tracer = Tracer(collected, Log(io.StringIO()))
+            router.state.tracer = Tracer(collected, ServerLog(io.StringIO()))
             await router.complete(headers=headers)
             router.state.tracer.close()
         assert replica.heads[-1]["traceparent"].endswith("-00") and not collected.traces
@@ -158,7 +158,7 @@ def test_the_first_token_has_an_exemplar_and_spans_are_counted() -> None:
             accept = {"accept": "application/openmetrics-text; version=1.0.0"}
             await until(lambda: router.state.tracer and router.state.tracer.num_exported)
             page = await router.client.get("/metrics", headers=accept)
-        assert f'trace_id="{trace.hex_id}"' in page.text and page.text.endswith("# EOF\n")
+        assert f'trace_id="{trace.hex_trace_id}"' in page.text and page.text.endswith("# EOF\n")
         assert f'headstart:trace_spans_total{{outcome="exported"}} {len(trace.spans)}.0' in page.text
 
     run(scenario())

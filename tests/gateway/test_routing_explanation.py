@@ -9,18 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.gateway.proxy.request_reader import conversation
+from headstart.gateway.proxy.request_reader import conversation_text
 from headstart.gateway.recent_routings import RecentRoutings, RoutedRequest
 from headstart.gateway.routing_explanation import Json, explain, explain_prompt
 from headstart.http.http_errors import HttpError
-from headstart.reuse.causes import KINDS, kind_of, message_at, messages_of
+from headstart.reuse.causes import KINDS, classify_difference, message_index_at, split_into_messages
 
 SYSTEM = "You are a careful assistant who answers in one sentence. " * 8  # 456 characters
 Messages = list[Mapping[str, str]]
 
 
 def chat(*messages: tuple[str, str], **fields: object) -> str:
-    return conversation({"messages": [{"role": role, "content": reported} for role, reported in messages], **fields})
+    return conversation_text(
+        {"messages": [{"role": role, "content": reported} for role, reported in messages], **fields}
+    )
 
 
 def seen(request_id: str, prompt: "str | array[int]", at: float = 0.0, **fields: Any) -> RoutedRequest:
@@ -45,7 +47,7 @@ def explained(first: RoutedRequest, second: RoutedRequest, cached: int | None, *
 
 def differing(this: str, that: str, *, is_chat: bool = False) -> str | None:
     at = next((i for i, (a, b) in enumerate(zip(this, that, strict=False)) if a != b), min(len(this), len(that)))
-    kind = kind_of(this, that, at, is_chat=is_chat)
+    kind = classify_difference(this, that, at, is_chat=is_chat)
     assert kind is None or kind in KINDS
     return kind
 
@@ -111,14 +113,14 @@ def test_tools_in_another_order_are_told_apart_from_other_tools() -> None:
 
 def test_the_messages_of_a_conversation_are_found_again() -> None:
     text = chat(("system", "be kind"), ("user", ""), ("assistant", "two\nlines"))
-    found = messages_of(text)
+    found = split_into_messages(text)
     assert [(one.role, text[one.start : one.end]) for one in found] == [
         ("system", "be kind"),
         ("user", ""),
         ("assistant", "two\nlines"),
     ]
-    assert [message_at(found, at) for at in (0, 8, text.index("<user"), len(text))] == [0, 0, 1, 2]
-    assert message_at(messages_of('[{"tools": 1}]\n' + text), 3) is None
+    assert [message_index_at(found, at) for at in (0, 8, text.index("<user"), len(text))] == [0, 0, 1, 2]
+    assert message_index_at(split_into_messages('[{"tools": 1}]\n' + text), 3) is None
 
 
 MESSAGES = st.lists(
@@ -132,10 +134,10 @@ MESSAGES = st.lists(
 
 @given(these=MESSAGES, those=MESSAGES)
 def test_whatever_roles_messages_have_their_difference_is_of_some_kind(these: list[Any], those: list[Any]) -> None:
-    this, that = (conversation({"messages": messages}) for messages in (these, those))
+    this, that = (conversation_text({"messages": messages}) for messages in (these, those))
     at = next((at for at, (one, other) in enumerate(zip(this, that, strict=False)) if one != other), None)
     if at is not None:
-        assert kind_of(this, that, at, is_chat=True) in KINDS
+        assert classify_difference(this, that, at, is_chat=True) in KINDS
 
 
 PROMPT = SYSTEM + "What is the capital of France?"

@@ -23,9 +23,9 @@ from server.harness import PATIENCE, ROOT, Server, spawn, until, wait_for
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.errors import ConfigError
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.gateway.replicas.replica_child import Launch, ReplicaOptions, encode_options
+from headstart.gateway.replicas.replica_child import ReplicaLaunch, ReplicaOptions, encode_replica_options
 from headstart.gateway.replicas.subprocesses import MAX_BACKOFF, STEADY_SECONDS, LocalReplicas, _Slot
-from headstart.http.logs import Log
+from headstart.http.logs import ServerLog
 
 _FAKE = (
     "import sys; from headstart.cli.replica_process import read_options; "
@@ -34,18 +34,20 @@ _FAKE = (
 )
 
 
-def launch(model: str, **options: Any) -> Launch:
+def launch(model: str, **options: Any) -> ReplicaLaunch:
     """A server around a fake engine, as LocalReplicas starts it."""
     server = ServerOptions(**{"port": 0, "access_log": "none", "stats_interval": 0.0, **options})
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
-    return Launch(
-        (sys.executable, "-c", _FAKE), encode_options(ReplicaOptions(EngineOptions(model=model), server)), environment
+    return ReplicaLaunch(
+        (sys.executable, "-c", _FAKE),
+        encode_replica_options(ReplicaOptions(EngineOptions(model=model), server)),
+        environment,
     )
 
 
 def fleet_of(model: str, replicas: int, told: StringIO, **options: Any) -> LocalReplicas:
     one = launch(model, **options)
-    return LocalReplicas(lambda *_: one, replicas, drain_seconds=PATIENCE, log=Log(told), backoff=0.01)
+    return LocalReplicas(lambda *_: one, replicas, drain_seconds=PATIENCE, log=ServerLog(told), backoff=0.01)
 
 
 class Watched:
@@ -109,13 +111,13 @@ def test_replicas_answer_and_none_is_left_when_the_fleet_is_closed(folder: str, 
     async def run() -> list[psutil.Process]:
         async with watching(fleet) as watched:
             (urls,) = watched.lists
-            assert len(set(urls)) == 2 and sorted(fleet.pids) == sorted(urls)
+            assert len(set(urls)) == 2 and sorted(fleet.pids_by_url) == sorted(urls)
             for url in urls:
                 assert (await asyncio.to_thread(complete, url, "secret")).status_code == 200
                 assert (await asyncio.to_thread(complete, url)).status_code == 401
-            arguments = [part for one in family(list(fleet.pids.values())) for part in one.cmdline()]
+            arguments = [part for one in family(list(fleet.pids_by_url.values())) for part in one.cmdline()]
             assert not any("secret" in part for part in arguments)
-            return family(list(fleet.pids.values()))
+            return family(list(fleet.pids_by_url.values()))
 
     with fleet_of(folder, 2, told, api_key=("secret",)) as fleet:
         processes = asyncio.run(run())
@@ -135,7 +137,7 @@ def test_a_replica_that_dies_is_started_again_elsewhere(folder: str, told: Strin
         async with watching(fleet) as watched:
             (first,) = watched.lists
             victim, other = first
-            os.kill(fleet.pids[victim], signal.SIGKILL)
+            os.kill(fleet.pids_by_url[victim], signal.SIGKILL)
             await until(lambda: len(watched.lists) == 3)
             assert watched.lists[1] == [other]
             assert len(watched.lists[2]) == 2 and other in watched.lists[2]
@@ -155,7 +157,7 @@ def test_what_cannot_start_is_said_once_and_leaves_nothing(folder: str, told: St
     with fleet_of(f"{folder}?config=1", 3, told) as fleet:
         with pytest.raises(ConfigError, match=r"^there is no such model; name another$"):
             asyncio.run(run())
-        assert fleet.pids == {}
+        assert fleet.pids_by_url == {}
     assert "no such model" not in told.getvalue()  # whoever catches the error says it
     assert "[r1]" not in told.getvalue()
 
@@ -185,7 +187,7 @@ def test_on_sighup_every_replica_is_replaced_and_requests_always_find_one(folder
             assert [len(urls) for urls in watched.lists] == [2, 3, 2, 3, 2]
             for url in last:
                 assert (await asyncio.to_thread(complete, url)).status_code == 200
-            assert sorted(fleet.pids) == sorted(last)
+            assert sorted(fleet.pids_by_url) == sorted(last)
 
     with fleet_of(folder, 2, told) as fleet:
         asyncio.run(run())
@@ -195,8 +197,8 @@ def test_on_sighup_every_replica_is_replaced_and_requests_always_find_one(folder
 def test_where_two_do_not_fit_the_old_replica_ends_before_the_new_one_starts(folder: str, told: StringIO) -> None:
     started: list[tuple[int, list[str]]] = []
 
-    def make_launch(name: str, slot: int) -> Launch:
-        started.append((slot, list(fleet.pids)))
+    def make_launch(name: str, slot: int) -> ReplicaLaunch:
+        started.append((slot, list(fleet.pids_by_url)))
         return launch(folder)
 
     async def run() -> None:
@@ -209,7 +211,7 @@ def test_where_two_do_not_fit_the_old_replica_ends_before_the_new_one_starts(fol
             assert [slot for slot, _ in started] == [0, 1, 0, 1]
             assert [len(running) for _, running in started[2:]] == [1, 1]
 
-    fleet = LocalReplicas(make_launch, 2, drain_seconds=PATIENCE, log=Log(told), overlaps=False)
+    fleet = LocalReplicas(make_launch, 2, drain_seconds=PATIENCE, log=ServerLog(told), overlaps=False)
     with fleet:
         asyncio.run(run())
     assert "starting it again in" not in told.getvalue()
@@ -228,7 +230,7 @@ def test_a_replacement_that_fails_after_the_old_one_has_ended_is_tried_again(fol
         lambda name, _: launches[int(name[-1]) - 1],
         1,
         drain_seconds=PATIENCE,
-        log=Log(told),
+        log=ServerLog(told),
         backoff=0.01,
         overlaps=False,
     )
@@ -248,7 +250,7 @@ def test_a_replacement_that_fails_leaves_the_replicas_there_are(folder: str, tol
             for url in watched.lists[0]:
                 assert (await asyncio.to_thread(complete, url)).status_code == 200
 
-    fleet = LocalReplicas(lambda name, _: launches[int(name[-1]) - 1], 2, drain_seconds=PATIENCE, log=Log(told))
+    fleet = LocalReplicas(lambda name, _: launches[int(name[-1]) - 1], 2, drain_seconds=PATIENCE, log=ServerLog(told))
     with fleet:
         asyncio.run(run())
     assert "a new r0 ended with code 2 (there is no such model; name another)" in told.getvalue()
@@ -256,7 +258,7 @@ def test_a_replacement_that_fails_leaves_the_replicas_there_are(folder: str, tol
 
 def test_the_address_says_where_events_come_from(folder: str, told: StringIO) -> None:
     one = launch(folder)
-    with_events = Launch(one.command, one.options, one.environment, "ipc:///tmp/e", "ipc:///tmp/r")
+    with_events = ReplicaLaunch(one.command, one.options, one.environment, "ipc:///tmp/e", "ipc:///tmp/r")
     found: list[ReplicaAddress] = []
 
     async def run() -> None:
@@ -265,7 +267,7 @@ def test_the_address_says_where_events_come_from(folder: str, told: StringIO) ->
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    with LocalReplicas(lambda *_: with_events, 1, drain_seconds=PATIENCE, log=Log(told)) as fleet:
+    with LocalReplicas(lambda *_: with_events, 1, drain_seconds=PATIENCE, log=ServerLog(told)) as fleet:
         asyncio.run(run())
     assert (found[0].events, found[0].replay) == ("ipc:///tmp/e", "ipc:///tmp/r")
 

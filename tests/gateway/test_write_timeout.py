@@ -9,7 +9,7 @@ from gateway.harness import Replica, front
 
 from headstart.gateway.proxy import proxy
 from headstart.gateway.proxy.proxy import ProxiedCall, WriteTimeout
-from headstart.gateway.proxy.request_reader import Sender
+from headstart.gateway.proxy.request_reader import RequestSender
 from headstart.http.http_errors import ClientGoneError
 
 SECONDS = 0.05
@@ -88,7 +88,7 @@ def test_a_stream_whose_client_takes_nothing_ends_and_is_no_fault_of_the_replica
         replica.gate.clear()  # the rest of the answer is still to come
         async with front(replica) as router:
             body = b'{"prompt": [1, 2, 3], "max_tokens": 3, "stream": true}'
-            reading = router.state.reader.read("/v1/completions", body, Sender())
+            reading = router.state.reader.read("/v1/completions", body, RequestSender())
             call = ProxiedCall(
                 "/v1/completions", [(b"content-type", b"application/json")], "127.0.0.1", reading, "req-1"
             )

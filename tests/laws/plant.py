@@ -17,15 +17,15 @@ from headstart.core import engine
 from headstart.core.cache import kv_cache
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import BlockHash
-from headstart.core.cache.kv_cache import Hit, KVCache
-from headstart.core.cache.transfers import Transfers
-from headstart.core.cache.trust import Trust
-from headstart.core.request import CacheMode, Status
+from headstart.core.cache.kv_cache import KVCache, PrefixHit
+from headstart.core.cache.transfers import StoreTransfers
+from headstart.core.cache.trust import CorruptionPolicy
+from headstart.core.request import CacheMode, SequenceStatus
 from headstart.core.sched import admission as room
 from headstart.core.sched import plan, scheduler
-from headstart.core.sched.admission import Admission
+from headstart.core.sched.admission import AdmissionControl
 from headstart.core.sched.in_flight import StepsInFlight
-from headstart.core.sched.plan import Plan
+from headstart.core.sched.plan import StepPlan
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.token_accounting import TokenAccounting
 from headstart.core.sched.waiting_queue import WaitingQueue
@@ -36,44 +36,44 @@ def double_free() -> None:
 
     def planted(pool: BlockPool, block_ids: Any) -> None:
         release(pool, block_ids)
-        if block_ids and pool.refs(block_ids[-1]) == 0:
+        if block_ids and pool.ref_count(block_ids[-1]) == 0:
             pool._scratch.append(block_ids[-1])
 
     BlockPool.release = planted  # type: ignore[method-assign]
 
 
 def early_publish() -> None:
-    extend = KVCache.extend
+    extend = KVCache.extend_table
 
-    def planted(self: KVCache, seq: Any, hit: Hit, num_tokens: int, **options: bool) -> bool:
+    def planted(self: KVCache, seq: Any, hit: PrefixHit, num_tokens: int, **options: bool) -> bool:
         done = extend(self, seq, hit, num_tokens, **options)
         if done:  # at allocation, as several engines do, instead of after the forward pass
             computed, seq.num_computed_tokens = seq.num_computed_tokens, num_tokens
-            self.publish(seq)
+            self.publish_full_blocks(seq)
             seq.num_computed_tokens = computed
         return done
 
-    KVCache.extend = planted  # type: ignore[method-assign]
+    KVCache.extend_table = planted  # type: ignore[method-assign]
 
 
 def off_by_one_hit() -> None:
-    match = KVCache.match
+    match = KVCache.match_prefix
 
-    def planted(self: KVCache, seq: Any) -> Hit:
+    def planted(self: KVCache, seq: Any) -> PrefixHit:
         hit = match(self, seq)
         return hit._replace(num_tokens=hit.num_tokens + 1) if hit.num_tokens else hit
 
-    KVCache.match = planted  # type: ignore[method-assign]
+    KVCache.match_prefix = planted  # type: ignore[method-assign]
 
 
 def whole_prompt_hit() -> None:
-    match = KVCache.match
+    match = KVCache.match_prefix
 
-    def planted(self: KVCache, seq: Any) -> Hit:
+    def planted(self: KVCache, seq: Any) -> PrefixHit:
         hit = match(self, seq)
         return hit._replace(num_tokens=len(hit.block_ids) * self.block_size)
 
-    KVCache.match = planted  # type: ignore[method-assign]
+    KVCache.match_prefix = planted  # type: ignore[method-assign]
 
 
 def unchained_hash() -> None:
@@ -85,23 +85,23 @@ def unchained_hash() -> None:
             tokens = token_ids[index * block_size : (index + 1) * block_size]
             hashes.append(BlockHash(root + tokens.tobytes()))
 
-    kv_cache.extend_hashes = planted  # type: ignore[assignment]
+    kv_cache.extend_block_hashes = planted  # type: ignore[assignment]
 
 
 def idle_hits_counted_as_free() -> None:
-    KVCache.num_available = lambda self, seq, hit, last_resort=False: (  # type: ignore[method-assign]
-        self.pool.num_available((), seq.request.tenant, last_resort=last_resort)
+    KVCache.num_available_after_hit = lambda self, seq, hit, last_resort=False: (  # type: ignore[method-assign]
+        self.pool.num_available_to_tenant((), seq.request.tenant, last_resort=last_resort)
     )
 
 
 def budget_double_count() -> None:
-    add = Plan.add
+    add = StepPlan.add_chunk
 
     def planted(self: Any, seq: Any, start: int, n: int, *, writes: bool, extra: int = 0) -> None:
         charged = seq.num_computed_tokens if not seq.num_output_tokens else extra
         add(self, seq, start, n, writes=writes, extra=charged)
 
-    Plan.add = planted  # type: ignore[method-assign]
+    StepPlan.add_chunk = planted  # type: ignore[method-assign]
 
 
 def no_alignment() -> None:
@@ -119,17 +119,17 @@ def shared_block_is_written() -> None:
 
 
 def failed_blocks_stay_published() -> None:
-    BlockPool.distrust = lambda self, block_ids: None  # type: ignore[method-assign]
+    BlockPool.discard_corrupt = lambda self, block_ids: None  # type: ignore[method-assign]
 
 
 def lost_on_abort() -> None:
-    release = KVCache.release
+    release = KVCache.release_table
 
     def planted(self: KVCache, seq: Any) -> None:
         seq.block_ids = seq.block_ids[1:]
         release(self, seq)
 
-    KVCache.release = planted  # type: ignore[method-assign]
+    KVCache.release_table = planted  # type: ignore[method-assign]
 
 
 def missing_unpin() -> None:
@@ -148,69 +148,69 @@ def pinned_blocks_are_evicted() -> None:
 
 
 def promises_are_not_kept_in_mind() -> None:
-    Plan.promises = lambda self, seq, index: False  # type: ignore[method-assign]
+    StepPlan.will_compute_block = lambda self, seq, index: False  # type: ignore[method-assign]
 
 
 def promises_of_what_is_not_published() -> None:
-    add = Plan.add
-    Plan.add = lambda self, seq, start, n, *, writes, extra=0: add(  # type: ignore[method-assign]
+    add = StepPlan.add_chunk
+    StepPlan.add_chunk = lambda self, seq, start, n, *, writes, extra=0: add(  # type: ignore[method-assign]
         self, seq, start, n, writes=True, extra=extra
     )
 
 
 def adoption_keeps_the_partial_block() -> None:
-    extend = KVCache.extend
+    extend = KVCache.extend_table
 
-    def planted(self: KVCache, seq: Any, hit: Hit, num_tokens: int, **options: bool) -> bool:
+    def planted(self: KVCache, seq: Any, hit: PrefixHit, num_tokens: int, **options: bool) -> bool:
         if hit.block_ids and seq.block_ids[hit.start_block :]:
             hit = hit._replace(block_ids=(*seq.block_ids[hit.start_block :], *hit.block_ids[1:]))
             seq.block_ids = seq.block_ids[: hit.start_block]
         return extend(self, seq, hit, num_tokens, **options)
 
-    KVCache.extend = planted  # type: ignore[method-assign]
+    KVCache.extend_table = planted  # type: ignore[method-assign]
 
 
 def the_oldest_has_no_turn() -> None:
-    following = WaitingQueue.next
+    following = WaitingQueue.next_group
 
     def planted(self: WaitingQueue) -> Any:
         self._num_admissions = 1
         return following(self)
 
-    WaitingQueue.next = planted  # type: ignore[method-assign]
+    WaitingQueue.next_group = planted  # type: ignore[method-assign]
 
 
 def the_queue_misses_what_is_published() -> None:
-    WaitingQueue.refresh = lambda self: None  # type: ignore[method-assign]
+    WaitingQueue.refresh_groups = lambda self: None  # type: ignore[method-assign]
 
 
 def domains_do_not_count_behind_a_public_prefix() -> None:
-    kv_cache.region_hash = lambda parent, domain: parent  # type: ignore[assignment]
+    kv_cache.private_root_hash = lambda parent, domain: parent  # type: ignore[assignment]
 
 
 def no_room_to_grow() -> None:
-    Admission.blocks_reserved = lambda self, seq: 0  # type: ignore[method-assign]
+    AdmissionControl.reserved_blocks = lambda self, seq: 0  # type: ignore[method-assign]
 
 
 def preemptions_without_a_bound() -> None:
-    scheduler.non_preemptible = lambda seq: False  # type: ignore[assignment]
-    room.non_preemptible = lambda seq: False  # type: ignore[assignment]
+    scheduler.is_non_preemptible = lambda seq: False  # type: ignore[assignment]
+    room.is_non_preemptible = lambda seq: False  # type: ignore[assignment]
 
 
 def floors_are_not_kept() -> None:
-    available = BlockPool.num_available
-    BlockPool.num_available = lambda self, blocks, tenant="", *, last_resort=False: (  # type: ignore[method-assign]
+    available = BlockPool.num_available_to_tenant
+    BlockPool.num_available_to_tenant = lambda self, blocks, tenant="", *, last_resort=False: (  # type: ignore[method-assign]
         available(self, blocks, tenant, last_resort=True)
     )
 
 
 def followed_tokens_are_counted_twice() -> None:
-    adopted = TokenAccounting.adopted
+    adopted = TokenAccounting.on_blocks_adopted
 
-    def planted(self: TokenAccounting, seq: Any, hit: Hit, computed: int) -> None:
+    def planted(self: TokenAccounting, seq: Any, hit: PrefixHit, computed: int) -> None:
         adopted(self, seq, hit, 0)
 
-    TokenAccounting.adopted = planted  # type: ignore[method-assign]
+    TokenAccounting.on_blocks_adopted = planted  # type: ignore[method-assign]
 
 
 def the_store_writes_what_is_there_now() -> None:
@@ -221,9 +221,9 @@ def the_store_writes_what_is_there_now() -> None:
 
 
 def loaded_blocks_are_cleared() -> None:
-    take_in = Transfers._take_in
+    take_in = StoreTransfers._take_in
 
-    def planted(self: Transfers, load: Any, loaded: Any, executor: Any, now: float) -> None:
+    def planted(self: StoreTransfers, load: Any, loaded: Any, executor: Any, now: float) -> None:
         dirty: list[int] = []
         take = self._pool.take_blocks_to_zero
         self._pool.take_blocks_to_zero = lambda: dirty.extend(take()) or []  # type: ignore[method-assign, func-returns-value]
@@ -231,61 +231,61 @@ def loaded_blocks_are_cleared() -> None:
         del self._pool.take_blocks_to_zero
         executor.zero_blocks(dirty)
 
-    Transfers._take_in = planted  # type: ignore[method-assign]
+    StoreTransfers._take_in = planted  # type: ignore[method-assign]
 
 
 def promises_of_a_failed_load_stay() -> None:
-    def planted(self: Transfers, load: Any) -> None:
+    def planted(self: StoreTransfers, load: Any) -> None:
         self.num_outstanding -= load.end - load.index
         load.end = load.index
 
-    Transfers._end = planted  # type: ignore[method-assign]
+    StoreTransfers._end = planted  # type: ignore[method-assign]
 
 
 def a_met_load_outlives_its_sequence() -> None:
-    Transfers.left = lambda self, seq: None  # type: ignore[method-assign]
+    StoreTransfers.on_sequence_left = lambda self, seq: None  # type: ignore[method-assign]
 
 
 def blocks_are_published_before_those_in_front_of_them() -> None:
-    def planted(self: Transfers, load: Any) -> None:
+    def planted(self: StoreTransfers, load: Any) -> None:
         for index, block in load.held.items():
             self._cache.publish_block(load.seq, index, block)
             self._pool.release([block])
         load.held = {}
 
-    Transfers._publish_held = planted  # type: ignore[method-assign]
+    StoreTransfers._publish_held = planted  # type: ignore[method-assign]
 
 
 def what_has_arrived_is_computed_too() -> None:
-    Transfers.chunk_len = lambda self, seq, start, num: num  # type: ignore[method-assign]
+    StoreTransfers.chunk_len = lambda self, seq, start, num: num  # type: ignore[method-assign]
 
 
 def what_a_failed_row_used_is_loaded_again() -> None:
-    Transfers.distrust = lambda self, names: None  # type: ignore[method-assign]
+    StoreTransfers.discard_corrupt = lambda self, names: None  # type: ignore[method-assign]
 
 
 def shared_blocks_of_a_failed_row_are_given_up() -> None:
-    Trust._shared = lambda self, seq: set()  # type: ignore[method-assign]
+    CorruptionPolicy._shared = lambda self, seq: set()  # type: ignore[method-assign]
 
 
 def corrupt_shared_blocks_stay() -> None:
-    Trust._is_there = lambda self, suspect: False  # type: ignore[method-assign]
+    CorruptionPolicy._is_there = lambda self, suspect: False  # type: ignore[method-assign]
 
 
 def the_second_run_reads_the_cache() -> None:
     def planted(self: KVCache, seq: Any) -> bool:
         return self.enabled and seq.request.cache is not CacheMode.BYPASS
 
-    KVCache.reads = planted  # type: ignore[method-assign]
+    KVCache.may_read_cache = planted  # type: ignore[method-assign]
 
 
 def loads_arrive_one_block_late() -> None:
-    publish = Transfers._publish
+    publish = StoreTransfers._publish
 
-    def planted(self: Transfers, load: Any, blocks: list[int]) -> None:
+    def planted(self: StoreTransfers, load: Any, blocks: list[int]) -> None:
         publish(self, load, blocks[1:] + blocks[:1])
 
-    Transfers._publish = planted  # type: ignore[method-assign]
+    StoreTransfers._publish = planted  # type: ignore[method-assign]
 
 
 def tables_in_flight_are_released_at_once() -> None:
@@ -293,12 +293,12 @@ def tables_in_flight_are_released_at_once() -> None:
         seq.num_scheduled_tokens, seq.pending_row = 0, None
         self._cache.release(seq)
 
-    StepsInFlight.release = planted  # type: ignore[method-assign]
+    StepsInFlight.release_table = planted  # type: ignore[method-assign]
 
 
 def blocks_ahead_of_a_failed_row_stay() -> None:
-    settle = StepsInFlight.settle
-    StepsInFlight.settle = lambda self, step, rows: (  # type: ignore[method-assign]
+    settle = StepsInFlight.settle_published
+    StepsInFlight.settle_published = lambda self, step, rows: (  # type: ignore[method-assign]
         settle(self, step, [row._replace(error=None) for row in rows])
     )
 
@@ -308,7 +308,7 @@ def readers_of_a_failed_row_go_on() -> None:
 
 
 def discarded_rows_are_applied() -> None:
-    scheduler.is_current = lambda seq, chunk: seq.status is Status.RUNNING
+    scheduler.is_current_chunk = lambda seq, chunk: seq.status is SequenceStatus.RUNNING
 
 
 def blocks_ahead_are_told_at_once() -> None:
@@ -321,11 +321,11 @@ def blocks_ahead_are_told_at_once() -> None:
         return done
 
     BlockPool.publish = planted  # type: ignore[method-assign]
-    BlockPool.confirm = lambda self, block: self._ahead.remove(block)  # type: ignore[method-assign]
+    BlockPool.confirm_published = lambda self, block: self._ahead.remove(block)  # type: ignore[method-assign]
 
 
 def penalties_are_planned_ahead() -> None:
-    scheduler.needs_host = lambda sampling: False
+    scheduler.needs_token_on_host = lambda sampling: False
 
 
 BUGS: dict[str, Callable[[], None]] = {

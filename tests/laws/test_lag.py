@@ -9,11 +9,11 @@ from checking import Grammars, expected_tokens, generate, make_engine, make_requ
 from checking_async import AsyncCheckingExecutor
 from memory_store import Habits, MemoryStore
 
-from headstart.core.batch import Chunk, Output
+from headstart.core.batch import Chunk, RequestStepOutput
 from headstart.core.cache.events import BlockStored, Event
 from headstart.core.engine import Engine
 from headstart.core.errors import InvalidRequestError
-from headstart.core.request import CacheMode, Request, Retention, SamplingParams
+from headstart.core.request import CacheMode, Request, RetentionHint, SamplingParams
 from headstart.core.speculation.speculation_config import SpeculationConfig
 
 PREFIX = list(range(8))
@@ -94,7 +94,7 @@ def test_what_read_the_blocks_of_a_failed_row_is_computed_again(fails: str) -> N
     assert [token for output in outputs for token in output.token_ids] == expected_tokens([*PREFIX, 51], 3)
     assert [chunk.start for chunk in chunks_of(engine, "follower")][:2] == [8, 0]
     breakdown = outputs[0].breakdown
-    assert breakdown is not None and breakdown.computed == 9 and breakdown.cached == 0
+    assert breakdown is not None and breakdown.computed == 9 and breakdown.num_cached == 0
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
 
 
@@ -201,7 +201,9 @@ def test_the_explainer_knows_that_the_blocks_of_the_step_before_were_readable() 
     engine.add_request(make_request("follower", [*PREFIX, 51]))
     generate(engine)
     leader, follower = engine.recent.find("leader"), engine.recent.find("follower")
-    assert leader and follower and leader.answered is not None and leader.answered < follower.admitted
+    assert (
+        leader and follower and leader.record_first_token is not None and leader.record_first_token < follower.admitted
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- at random
@@ -227,7 +229,7 @@ def random_request(rng: Random, request_id: str) -> Request:
         tenant=tenant,
         priority=rng.randint(0, 2),
         cache=rng.choice([CacheMode.READ_WRITE] * 8 + [CacheMode.READ_ONLY, CacheMode.BYPASS]),
-        retention=Retention(rng.choice([0, 50, 90]), rng.choice([0.0, 3.0])),
+        retention=RetentionHint(rng.choice([0, 50, 90]), rng.choice([0.0, 3.0])),
     )
 
 
@@ -282,7 +284,7 @@ class Session:
             elif dice < 0.55 and self.live:
                 rng.choice([self.bad, self.refused]).add(rng.choice(sorted(self.live)))
             elif dice < 0.58:
-                idle = sorted(self.engine.scheduler.pool.in_eviction_order())
+                idle = sorted(self.engine.scheduler.pool.iterate_in_eviction_order())
                 if idle:
                     self.executor.corrupt(rng.choice(idle))
             elif dice < 0.62:
@@ -297,7 +299,7 @@ class Session:
 
     def step(self, now: float) -> None:
         outputs = self.engine.step(now)
-        self.engine.scheduler.pool.check()
+        self.engine.scheduler.pool.check_invariants()
         for output in outputs:
             self._check(output)
 
@@ -315,7 +317,7 @@ class Session:
             assert got == due[: len(got)]
             assert len(got) == len(due) or request_id not in self.finished
 
-    def _check(self, output: Output) -> None:
+    def _check(self, output: RequestStepOutput) -> None:
         name = output.request_id
         assert name in self.live, f"news of {name}, which ended"
         if output.breakdown is not None:
@@ -333,7 +335,7 @@ class Session:
     def _stored(self, events: list[Event]) -> None:
         for event in events:
             for block_hash in event.block_hashes if isinstance(event, BlockStored) else ():
-                entry = self.engine.scheduler.pool.entry(block_hash)
+                entry = self.engine.scheduler.pool.published_entry(block_hash)
                 assert entry is None or not self.executor.is_written(entry[0]), "an event of a block in flight"
 
 

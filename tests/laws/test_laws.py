@@ -17,9 +17,9 @@ from memory_store import Habits, MemoryStore, Shelf
 
 from headstart.core.batch import Batch
 from headstart.core.engine import Engine
-from headstart.core.request import CacheMode, Request, Retention, Status
+from headstart.core.request import CacheMode, Request, RetentionHint, SequenceStatus
 from headstart.core.sched.admission import MAX_PREEMPTIONS
-from headstart.core.sched.limits import charge
+from headstart.core.sched.limits import budget_cost
 from headstart.core.sched.step_time import MaxStepTime
 from headstart.core.sched.token_accounting import TokenAccounting
 from headstart.core.speculation.speculation_config import SpeculationConfig
@@ -125,7 +125,7 @@ class SchedulerLaws(RuleBasedStateMachine):
         self.count += 1
         request = make_request(
             f"r{self.count}", prompt, max_tokens, cache=mode, priority=urgent, tenant=tenant, domain=tenant.encode(),
-            retention=Retention(hint, 3.0 if hint > 50 else 0.0),
+            retention=RetentionHint(hint, 3.0 if hint > 50 else 0.0),
         )  # fmt: skip
         self.requests[request.request_id] = request
         self.tokens[request.request_id] = []
@@ -154,7 +154,7 @@ class SchedulerLaws(RuleBasedStateMachine):
     @rule(which=st.integers(0, 30))
     def corrupt(self, which: int) -> None:
         """A published block goes bad: who reads it is computed again, and nobody gets a wrong token."""
-        idle = sorted(self.engine.scheduler.pool.in_eviction_order())
+        idle = sorted(self.engine.scheduler.pool.iterate_in_eviction_order())
         if idle:
             executor_of(self.engine).corrupt(idle[which % len(idle)])
 
@@ -219,7 +219,7 @@ def check_step(
         assert output.request_id not in done, "news of a request that ended"
         if output.breakdown is not None:
             assert sum(output.breakdown) == output.num_prompt_tokens and min(output.breakdown) >= 0
-            assert output.breakdown.cached == output.num_cached_tokens < output.num_prompt_tokens
+            assert output.breakdown.num_cached == output.num_cached_tokens < output.num_prompt_tokens
             assert output.breakdown.computed == len(books[output.request_id]), "the books do not tell what was computed"
         tokens[output.request_id] += output.token_ids
         if output.finish_reason is not None:
@@ -237,7 +237,7 @@ def check_batch(engine: Engine, batch: Batch, computed: dict[str, int]) -> None:
         n = len(chunk.token_ids)
         if chunk.num_logits == 0:
             assert (chunk.start + n) % limits.align == 0, "law 6: only the last chunk may end inside a block"
-        charged += charge(chunk.start, n, limits, decode=n == chunk.num_logits)
+        charged += budget_cost(chunk.start, n, limits, decode=n == chunk.num_logits)
         kept = n - max(chunk.num_logits - 1, 0)  # the table is trimmed behind rejected drafts; the executor checks all
         assert len(chunk.block_ids) * BLOCK >= chunk.start + kept, "law 4"
         if chunk.request_id in computed:
@@ -248,8 +248,8 @@ def check_batch(engine: Engine, batch: Batch, computed: dict[str, int]) -> None:
 def check_laws(engine: Engine) -> None:
     """Laws 1, 2, 3 and 8 on the state between two steps; law 2 is about blocks that nobody has corrupted."""
     scheduler = engine.scheduler
-    scheduler.waiting.refresh()
-    scheduler.pool.check()  # law 8
+    scheduler.waiting.refresh_groups()
+    scheduler.pool.check_invariants()  # law 8
     executor = engine.executor
     assert isinstance(executor, CheckingExecutor)
     transfers = scheduler.transfers
@@ -257,7 +257,7 @@ def check_laws(engine: Engine) -> None:
     assert transfers.num_outstanding == len(transfers._promised) == sum(load.end - load.index for load in loads)
     references = {block: 1 for load in loads for block in load.held.values()}
     for seq in scheduler.running:
-        assert seq.status is Status.RUNNING
+        assert seq.status is SequenceStatus.RUNNING
         for block in seq.block_ids:
             references[block] = references.get(block, 0) + 1
         for position in range(seq.num_computed_tokens):  # law 1
@@ -265,11 +265,13 @@ def check_laws(engine: Engine) -> None:
             if executor.slots[slot] != "NaN":
                 assert executor.slots[slot] == (position, seq.token_ids[position])
     for block in range(1, scheduler.pool.num_blocks):
-        assert scheduler.pool.refs(block) == references.get(block, 0), "a reference without a table, or the reverse"
+        assert scheduler.pool.ref_count(block) == references.get(block, 0), (
+            "a reference without a table, or the reverse"
+        )
     assert all(seq.num_preemptions <= MAX_PREEMPTIONS for seq in (*scheduler.running, *scheduler.waiting))
     for seq in scheduler.waiting:
         assert not seq.block_ids and seq.num_computed_tokens == 0
-        hit = scheduler.cache.match(seq)
+        hit = scheduler.cache.match_prefix(seq)
         assert hit.num_tokens < len(seq.token_ids)  # law 3
         assert scheduler.waiting.num_published_blocks(seq) >= len(hit.block_ids), "the queue knows less than there is"
         for index, block in enumerate(hit.block_ids):  # laws 2 and 3: contiguous, full, computed, the right tokens
@@ -313,7 +315,7 @@ def test_a_chunk_begins_ahead_only_where_blocks_were_taken_over() -> None:
 
 
 def test_a_chunk_that_begins_ahead_without_an_adoption_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TokenAccounting, "adopted", lambda self, seq, hit, computed: None)
+    monkeypatch.setattr(TokenAccounting, "on_blocks_adopted", lambda self, seq, hit, computed: None)
     with pytest.raises(AssertionError, match="law 7: a chunk begins"):
         finish_overtaken()
 

@@ -7,7 +7,7 @@ from headstart.bench.rotations import CacheUnawareScheduler
 from headstart.core.batch import Chunk
 from headstart.core.errors import ConfigError, RequestTooLargeError
 from headstart.core.request import CacheMode, FinishReason
-from headstart.core.sched.limits import Limits, charge, chunk_len
+from headstart.core.sched.limits import Limits, budget_cost, chunk_len
 from headstart.core.sched.scheduler import Scheduler
 
 
@@ -88,13 +88,13 @@ def test_law_4_extend_takes_all_or_nothing() -> None:
     engine.add_request(make_request("held", [60] * 5))
     engine.step()
     scheduler = engine.scheduler
-    scheduler.add(make_request("b", [*range(8), 50]))
+    scheduler.add_request(make_request("b", [*range(8), 50]))
     (seq,) = scheduler.waiting
-    hit = scheduler.cache.match(seq)
+    hit = scheduler.cache.match_prefix(seq)
     free = scheduler.pool.num_free
     assert len(hit.block_ids) == 2
-    assert not scheduler.cache.extend(seq, hit, 100)
-    assert (scheduler.pool.num_free, len(seq.block_ids), scheduler.pool.num_idle(hit.block_ids)) == (free, 0, 2)
+    assert not scheduler.cache.extend_table(seq, hit, 100)
+    assert (scheduler.pool.num_free, len(seq.block_ids), scheduler.pool.num_idle_among(hit.block_ids)) == (free, 0, 2)
 
 
 def test_law_5_the_budget_counts_only_what_is_not_cached() -> None:
@@ -123,9 +123,9 @@ def test_law_5_idle_hits_are_not_counted_as_free_too() -> None:
     generate(engine, make_request("cold", range(12)))
     assert engine.scheduler.pool.num_free == 4
     scheduler = engine.scheduler
-    scheduler.add(make_request("warm", [*range(12), 50, 51]))
+    scheduler.add_request(make_request("warm", [*range(12), 50, 51]))
     (seq,) = scheduler.waiting
-    assert scheduler.cache.num_available(seq, scheduler.cache.match(seq)) == 1
+    assert scheduler.cache.num_available_after_hit(seq, scheduler.cache.match_prefix(seq)) == 1
     assert generate(engine)["warm"] == expected_tokens([*range(12), 50, 51], 1)
 
 
@@ -268,7 +268,7 @@ def test_chunk_len_by_hand(want: int, start: int, budget: int, align: int, ceil:
     limits = Limits(max_batched_tokens=64, max_seqs=8, align=align, charge_ceil=ceil)
     n = chunk_len(want, start, budget, limits, alone=True)
     assert n == expected
-    assert not n or charge(start, n, limits, decode=want == 1) <= budget
+    assert not n or budget_cost(start, n, limits, decode=want == 1) <= budget
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_what_gave_way_resumes_before_longer_matches() -> None:
 
 def expect_short_outputs(engine: Engine) -> None:
     for _ in range(300):
-        engine.scheduler.admission.finished(1)
+        engine.scheduler.admission.record_output_length(1)
 
 
 def test_admission_leaves_running_sequences_room_for_outputs_as_long_as_those_before() -> None:
@@ -145,10 +145,10 @@ def test_the_queue_knows_at_least_what_there_is_and_names_the_first_missing_bloc
         engine.add_request(make_request(f"r{number}", prompt, 2))
     for number in range(200):
         queue, cache = engine.scheduler.waiting, engine.scheduler.cache
-        queue.refresh()
+        queue.refresh_groups()
         assert len(list(queue)) == len(queue)
         for seq in queue:
-            hit = cache.match(seq)
+            hit = cache.match_prefix(seq)
             assert queue.num_published_blocks(seq) >= len(hit.block_ids)
         if number < len(aborts):
             engine.abort(f"r{aborts[number]}")

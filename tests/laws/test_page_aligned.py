@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headstart.core.batch import Chunk
 from headstart.core.engine import Engine
 from headstart.core.request import Request
-from headstart.core.sched.limits import charge
+from headstart.core.sched.limits import budget_cost
 
 BLOCK = 4
 CHARGES = [False, True]
@@ -65,7 +65,7 @@ class Watch:
             end = chunk.start + len(chunk.token_ids)
             assert chunk.num_logits or end % BLOCK == 0, f"{chunk.request_id} stops at {end}"
             decode = len(chunk.token_ids) == chunk.num_logits
-            cost += charge(chunk.start, len(chunk.token_ids), limits, decode=decode)
+            cost += budget_cost(chunk.start, len(chunk.token_ids), limits, decode=decode)
         assert cost <= limits.max_batched_tokens
 
 

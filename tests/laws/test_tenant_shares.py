@@ -19,7 +19,7 @@ from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import LEAST_TOKENS, MaxStepTime, StepTimes
 from headstart.core.sched.tenant_shares import StepDemand, TenantShares
-from headstart.core.warm_up import measure_steps
+from headstart.core.warm_up import measure_step_times
 from headstart.workload.request_record import percentile
 from headstart_lab.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
 
@@ -182,7 +182,7 @@ def p50_beside(
     scheduler = Scheduler(SchedulerConfig(6000, 16, limits, policy="lpm"))
     executor = VirtualExecutor(6000, 16, 1000, cost, clock)
     engine = Engine(scheduler, executor)
-    measure_steps(executor, scheduler.step_times, max_tokens=max_len)
+    measure_step_times(executor, scheduler.step_times, max_tokens=max_len)
     rng, sent = Random(7), Counter[str]()
 
     def send(tenant: str) -> str:
@@ -230,7 +230,7 @@ def shares_of(decode: float, token: float, *tenants: str, two_decodes: float = 0
     shares = TenantShares(Limits(2048, 64, 1024), 100, times)
     for tenant in tenants:
         request = make_request(tenant, [1], tenant=tenant)
-        shares.arrived(Sequence(request, array("i", [1]), BlockHash(b""), BlockHash(b"")))
+        shares.on_arrived(Sequence(request, array("i", [1]), BlockHash(b""), BlockHash(b"")))
     return shares
 
 
@@ -248,7 +248,7 @@ def test_a_tenant_beside_decodes_is_never_ahead_of_its_time_by_more_than_the_lea
     shares, alone, taken = shares_of(decode, token, "one", "hog"), 0.0, 0.0
     for num_decodes, num_prompt_tokens, *hog in steps:
         demands = {"one": StepDemand(num_decodes, num_prompt_tokens), "hog": StepDemand(*hog)}
-        found = shares.of_step(demands, 2)
+        found = shares.step_shares(demands, 2)
         assert found["one"].num_prompt_tokens or not num_prompt_tokens or "one" in shares._owed
         alone += decode + token * num_prompt_tokens
         taken += token * found["hog"].num_prompt_tokens
@@ -257,15 +257,15 @@ def test_a_tenant_beside_decodes_is_never_ahead_of_its_time_by_more_than_the_lea
 
 def test_a_prompt_beside_rows_that_take_as_long_as_a_step_each_goes_on() -> None:
     shares = shares_of(0.01, 0.001, "one", "two", two_decodes=0.05)
-    steps = [shares.of_step({"one": StepDemand(1, 300), "two": StepDemand(1, 0)}, 1)["one"] for _ in range(40)]
+    steps = [shares.step_shares({"one": StepDemand(1, 300), "two": StepDemand(1, 0)}, 1)["one"] for _ in range(40)]
     assert sum(share.num_prompt_tokens for share in steps) >= 10 * LEAST_TOKENS
 
 
 def test_tenants_that_all_owe_time_get_a_step_nevertheless() -> None:
     shares = shares_of(0.001, 0.1, "one", "two")
-    assert shares.of_step({"one": StepDemand(1, 0), "two": StepDemand(0, 300)}, 1)["two"].num_prompt_tokens
-    assert shares.of_step({"one": StepDemand(0, 300), "two": StepDemand(1, 0)}, 1)["one"].num_prompt_tokens
-    found = shares.of_step({"one": StepDemand(0, 2), "two": StepDemand(0, 1)}, 2)
+    assert shares.step_shares({"one": StepDemand(1, 0), "two": StepDemand(0, 300)}, 1)["two"].num_prompt_tokens
+    assert shares.step_shares({"one": StepDemand(0, 300), "two": StepDemand(1, 0)}, 1)["one"].num_prompt_tokens
+    found = shares.step_shares({"one": StepDemand(0, 2), "two": StepDemand(0, 1)}, 2)
     assert found["one"].num_prompt_tokens or found["two"].num_prompt_tokens
 
 

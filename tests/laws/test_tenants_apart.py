@@ -12,9 +12,9 @@ import pytest
 from checking import executor_of, expected_tokens, make_engine, make_request, run
 
 from headstart.core.engine import Engine
-from headstart.core.request import DEFAULT_RETENTION, CacheMode, Request, Retention, SamplingParams
+from headstart.core.request import DEFAULT_RETENTION, CacheMode, Request, RetentionHint, SamplingParams
 
-KEEP_MOST = Retention(100, 86400.0)
+KEEP_MOST = RetentionHint(100, 86400.0)
 EVICTION = pytest.mark.parametrize("eviction_policy", ["lru", "2q"])
 
 
@@ -142,7 +142,7 @@ def schedule_of_b(seed: int, shift: int, policy: str, eviction_policy: str) -> t
             for chunk in batch.chunks:
                 if chunk.request_id.startswith("b"):
                     seen.append((step, chunk.request_id, chunk.start, len(chunk.token_ids), chunk.write_from))
-        engine.scheduler.pool.check()
+        engine.scheduler.pool.check_invariants()
     return seen, engine.scheduler.pool.num_evictions
 
 
@@ -166,7 +166,7 @@ def hot_hit_rate(
     flood: bool,
     floor: float,
     eviction_policy: str,
-    hint: Retention = DEFAULT_RETENTION,
+    hint: RetentionHint = DEFAULT_RETENTION,
     salted: bool = False,
 ) -> float:
     """Share of B's hot prompt of 8 blocks that is cached, from the third use on, while A fills the pool of 32 between.
@@ -190,7 +190,7 @@ def hot_hit_rate(
 @EVICTION
 @pytest.mark.parametrize("hint", [DEFAULT_RETENTION, KEEP_MOST], ids=["plain", "hinted"])
 @pytest.mark.parametrize("salted", [False, True], ids=["one-domain", "many-salts"])
-def test_a_flood_leaves_another_tenants_hot_prefix(eviction_policy: str, hint: Retention, salted: bool) -> None:
+def test_a_flood_leaves_another_tenants_hot_prefix(eviction_policy: str, hint: RetentionHint, salted: bool) -> None:
     solo = hot_hit_rate(flood=False, floor=0.5, eviction_policy=eviction_policy)
     assert solo == 1.0
     flooded = hot_hit_rate(flood=True, floor=0.5, eviction_policy=eviction_policy, hint=hint, salted=salted)
@@ -206,14 +206,14 @@ def test_without_a_floor_the_same_flood_evicts_it(eviction_policy: str) -> None:
 def test_hints_do_not_evict_another_tenant(floor: float) -> None:
     engine = make_engine(33, tenant_floor=floor)
     hot = list(range(29))
-    cached(engine, B.ask("b1", hot, retention=Retention(0, 0.0)))  # 7 blocks nobody wants to keep
+    cached(engine, B.ask("b1", hot, retention=RetentionHint(0, 0.0)))  # 7 blocks nobody wants to keep
     for turn in range(3):  # 15 blocks each that A wants to keep most
         cached(engine, A.ask(f"a{turn}", range(200 * turn, 200 * turn + 61), retention=KEEP_MOST))
     assert cached(engine, B.ask("b2", hot)) == [28]
 
 
-@pytest.mark.parametrize(("hint", "found"), [(DEFAULT_RETENTION, 0), (KEEP_MOST, 28), (Retention(51, 0.0), 28)])
-def test_a_hint_keeps_a_prompt_among_those_of_its_own_tenant(hint: Retention, found: int) -> None:
+@pytest.mark.parametrize(("hint", "found"), [(DEFAULT_RETENTION, 0), (KEEP_MOST, 28), (RetentionHint(51, 0.0), 28)])
+def test_a_hint_keeps_a_prompt_among_those_of_its_own_tenant(hint: RetentionHint, found: int) -> None:
     engine = make_engine(33)
     cached(engine, A.ask("hot", range(29), retention=hint))
     for turn in range(1, 4):  # 24 blocks a turn, of the 25 that the hot prompt leaves

@@ -4,17 +4,24 @@ from pathlib import Path
 import pytest
 
 from headstart.core.errors import ConfigError
-from headstart.measurement.report import Chart, Report, Sheet, check_plot, draw, publish
+from headstart.measurement.report import (
+    BenchmarkReport,
+    ReportChart,
+    ReportTable,
+    check_plot,
+    draw_charts,
+    publish_report,
+)
 
 
-def make_report(**changes: object) -> Report:
+def make_report(**changes: object) -> BenchmarkReport:
     fields = {"bench": "fake", "values": {"a_s": 0.5, "odd": float("nan")}, "model": "m", "seed": 3, "runs": 2}
-    return Report(**{**fields, **changes})
+    return BenchmarkReport(**{**fields, **changes})
 
 
 def test_last_line_of_stdout_is_the_json_document(capsys: pytest.CaptureFixture[str]) -> None:
-    report = make_report(sheets=[Sheet("a table", ("name", "value"), (("x", 1234.5), ("y", None)))])
-    assert publish(report, spin_count="1000") == 0
+    report = make_report(sheets=[ReportTable("a table", ("name", "value"), (("x", 1234.5), ("y", None)))])
+    assert publish_report(report, spin_count="1000") == 0
     out, err = capsys.readouterr()
     document = json.loads(out.splitlines()[-1])
     assert len(out.splitlines()) == 1
@@ -25,12 +32,12 @@ def test_last_line_of_stdout_is_the_json_document(capsys: pytest.CaptureFixture[
 
 
 def test_what_json_cannot_say_becomes_null(capsys: pytest.CaptureFixture[str]) -> None:
-    publish(make_report(), spin_count=None)
+    publish_report(make_report(), spin_count=None)
     assert json.loads(capsys.readouterr().out)["odd"] is None
 
 
 def test_an_invalid_run_still_prints_everything_and_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert publish(make_report(problems=["outputs [differ]"]), spin_count=None) == 1
+    assert publish_report(make_report(problems=["outputs [differ]"]), spin_count=None) == 1
     out, err = capsys.readouterr()
     assert "INVALID: outputs [differ]" in err
     assert json.loads(out)["valid"] is False and json.loads(out)["problems"] == ["outputs [differ]"]
@@ -38,9 +45,9 @@ def test_an_invalid_run_still_prints_everything_and_exits_with_one(capsys: pytes
 
 def test_charts_of_texts_and_of_numbers_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    bars = Chart("bars", "pass", "s", ("cold", "warm"), {"seconds": (2.0, 0.1)}, log_y=True)
-    lines = Chart("lines", "requests/s", "ms", (1.0, 2.0), {"on": (5.0, None), "off": (9.0, 11.0)})
-    draw([bars, lines], tmp_path / "figure.png")
+    bars = ReportChart("bars", "pass", "s", ("cold", "warm"), {"seconds": (2.0, 0.1)}, log_y=True)
+    lines = ReportChart("lines", "requests/s", "ms", (1.0, 2.0), {"on": (5.0, None), "off": (9.0, 11.0)})
+    draw_charts([bars, lines], tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from headstart.model.attention.base import BackendFactory
 from headstart.model.attention.cpu import CPUAttention
 from headstart.model.attention.reference import ReferenceAttention
-from headstart.model.kv_writes import Ranges, plan_writes
+from headstart.model.kv_writes import ChunkRanges, plan_kv_writes
 from headstart.model.paged_kv import KVShape
 from headstart.model.step_inputs import StepInputs
 
@@ -72,7 +72,9 @@ class Pools:
         return StepInputs(
             token_ids=torch.zeros(len(positions), dtype=torch.int64),
             positions=torch.from_numpy(positions),
-            writes=plan_writes(Ranges(qo_indptr, first, from_, kv_indptr, kv_indices), positions, self.block_size, CPU),
+            writes=plan_kv_writes(
+                ChunkRanges(qo_indptr, first, from_, kv_indptr, kv_indices), positions, self.block_size, CPU
+            ),
             qo_indptr=qo_indptr,
             starts=first,
             kv_indptr=kv_indptr,

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from headstart.core.batch import Batch, Chunk
 from headstart.core.request import GREEDY, SamplingParams
-from headstart.model.kv_writes import Writes
+from headstart.model.kv_writes import KVWrites
 from headstart.model.model_runner import ModelRunner
-from headstart.model.step_inputs import StepBounds, build_step
+from headstart.model.step_inputs import StepBounds, build_step_inputs
 from headstart.model.weights.model_loader import LoadedModel, load_model
 
 
@@ -49,7 +49,7 @@ def all_logits(runner: ModelRunner, *chunks: Chunk) -> list[Tensor]:
     loaded = runner.loaded
     bounds = StepBounds(runner.num_blocks, runner.block_size, loaded.vocab_size, loaded.max_model_len)
     with torch.inference_mode():
-        step, _, errors = build_step(Batch(chunks), bounds, loaded.device)
+        step, _, errors = build_step_inputs(Batch(chunks), bounds, loaded.device)
         assert step is not None and not errors, errors
         if runner.states is not None:
             step = replace(step, states=runner.states.begin(chunks, step.qo_indptr))
@@ -66,13 +66,13 @@ def change_block(runner: ModelRunner, block: int, change: Callable[[Tensor], obj
     runner.write_block(block, bytes(data))
 
 
-def token_writes(slots: list[int]) -> Writes:
+def token_writes(slots: list[int]) -> KVWrites:
     """Writes of all tokens of a step, one by one."""
     where = torch.tensor(slots, dtype=torch.int64)
-    return Writes(where, None, (), None, where.numpy())
+    return KVWrites(where, None, (), None, where.numpy())
 
 
-def without_spans(writes: Writes) -> Writes:
+def without_spans(writes: KVWrites) -> KVWrites:
     """The same writes, one by one."""
     loose = None if writes.tokens is None else writes.tokens.numpy()
     return writes._replace(spans=(), loose=loose, loose_slots=writes.slots.numpy())

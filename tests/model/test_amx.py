@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from headstart.core.errors import ConfigError
 from headstart.model.kernels import library
 from headstart.model.kernels.build import TWIN, BuildError
-from headstart.model.kernels.library import NEEDED, Found, Kernels, load, runnable_variants
-from headstart.model.layers.linear import Form, Linear
+from headstart.model.kernels.library import NEEDED, KernelLibrary, KernelSearchResult, load_kernels, runnable_variants
+from headstart.model.layers.linear import Linear, WeightForm
 
 Words, Floats = NDArray[np.uint16], NDArray[np.float32]
 TILES = [name for name in ("amx", TWIN) if name in runnable_variants()]
@@ -32,14 +32,14 @@ NUMBERS = {
 }
 
 
-def tiles(variant: str) -> Kernels:
-    found = load(variant)
+def tiles(variant: str) -> KernelLibrary:
+    found = load_kernels(variant)
     if found.kernels is None:
         pytest.skip(found.note)
     return found.kernels
 
 
-def dot(kernels: Kernels, a: NDArray[Any], b: NDArray[Any], c: NDArray[Any], byte_bits: int = 0) -> NDArray[Any]:
+def dot(kernels: KernelLibrary, a: NDArray[Any], b: NDArray[Any], c: NDArray[Any], byte_bits: int = 0) -> NDArray[Any]:
     """Return c [count, 16, 16] plus a [count, 16, 32] times b [count, 16 pairs, 16, 2]; of bytes, twice as many."""
     out = c.copy()
     assert kernels.library.headstart_tile_dot(a.ctypes.data, b.ctypes.data, out.ctypes.data, len(out), byte_bits)
@@ -144,7 +144,7 @@ def test_a_product_has_one_order_for_every_number_of_rows(variant: str, outputs:
     """2,100 inputs and more are multiplied in pieces; 512 rows and more on two threads in blocks of their own."""
     torch.manual_seed(outputs)
     weight, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(700, inputs).bfloat16()
-    linear, padding = Linear(weight.clone(), form=Form(tiles(variant))), (0, -inputs % 32)
+    linear, padding = Linear(weight.clone(), form=WeightForm(tiles(variant))), (0, -inputs % 32)
     first, second = (torch.nn.functional.pad(rows, padding).double().numpy() for rows in (x[:40], weight))
     due = in_order(first, second, np.zeros((40, outputs), np.float32))
     together = linear(x)
@@ -166,7 +166,7 @@ def test_int8_on_tiles_gives_the_bits_of_products_in_registers(variant: str, out
     x[3] *= 1e30
     for gated in (False, True):
         on_tiles, plain = (
-            Linear(weight.clone(), gated=gated, form=Form(tiles(name), "int8")) for name in (variant, WITHOUT)
+            Linear(weight.clone(), gated=gated, form=WeightForm(tiles(name), "int8")) for name in (variant, WITHOUT)
         )
         due = plain(x)
         for count in (1, 2, 5, 13, 15, 16, 17, 31, 33, 48, 100, 257, 700):
@@ -196,7 +196,7 @@ def test_blocks_on_tiles_give_the_bits_of_products_in_registers(variant: str, ki
         x[6, 40], x[7], x[8], x[9] = torch.nan, 0, -3e38, 1e-38
         weight = blocks(kind, 2 * outputs, inputs)
         on_tiles, plain = (
-            Linear(weight, gated=inputs == 768, form=Form(tiles(name), activation_bits=bits))
+            Linear(weight, gated=inputs == 768, form=WeightForm(tiles(name), activation_bits=bits))
             for name in (variant, WITHOUT)
         )
         due = plain(x)
@@ -213,41 +213,44 @@ def test_blocks_on_tiles_give_the_bits_of_products_in_registers(variant: str, ki
 def processor(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A processor with AMX whose kernels are named and not compiled."""
     monkeypatch.setattr(library, "cpu_flags", lambda: frozenset(NEEDED["amx"]))
-    monkeypatch.setattr(library, "tiles_granted", lambda: True)
-    monkeypatch.setattr(library, "cpu_field", lambda name: "AuthenticAMD")
-    monkeypatch.setattr(library, "packaged", lambda variant: variant)
-    monkeypatch.setattr(library, "Kernels", lambda variant, path: variant)
+    monkeypatch.setattr(library, "request_amx_tiles", lambda: True)
+    monkeypatch.setattr(library, "cpuinfo_field", lambda name: "AuthenticAMD")
+    monkeypatch.setattr(library, "packaged_library", lambda variant: variant)
+    monkeypatch.setattr(library, "KernelLibrary", lambda variant, path: variant)
     return monkeypatch
 
 
 def test_tiles_are_the_first_choice_if_the_system_grants_them(processor: pytest.MonkeyPatch) -> None:
-    assert load.__wrapped__("").note == "amx" and load.__wrapped__("avx512_bf16").note == "avx512_bf16"
-    processor.setattr(library, "tiles_granted", lambda: False)
-    assert load.__wrapped__("").note == "avx512_bf16"
+    assert load_kernels.__wrapped__("").note == "amx" and load_kernels.__wrapped__("avx512_bf16").note == "avx512_bf16"
+    processor.setattr(library, "request_amx_tiles", lambda: False)
+    assert load_kernels.__wrapped__("").note == "avx512_bf16"
     choices = "avx512_bf16, avx512_vnni, avx512, avx2, amx_twin, none"
     with pytest.raises(ConfigError, match=f"cannot run it; choose {choices}"):
-        load.__wrapped__("amx")
+        load_kernels.__wrapped__("amx")
 
 
 def test_intels_processors_do_without_dot_products_of_bf16(processor: pytest.MonkeyPatch) -> None:
-    processor.setattr(library, "cpu_field", lambda name: {"vendor_id": "GenuineIntel"}[name])
-    processor.setattr(library, "tiles_granted", lambda: False)
-    assert load.__wrapped__("").note == "avx512_vnni" and load.__wrapped__("avx512_bf16").note == "avx512_bf16"
+    processor.setattr(library, "cpuinfo_field", lambda name: {"vendor_id": "GenuineIntel"}[name])
+    processor.setattr(library, "request_amx_tiles", lambda: False)
+    assert (
+        load_kernels.__wrapped__("").note == "avx512_vnni"
+        and load_kernels.__wrapped__("avx512_bf16").note == "avx512_bf16"
+    )
 
 
 def test_the_twin_is_never_chosen_but_may_be_asked_for(processor: pytest.MonkeyPatch) -> None:
-    assert load.__wrapped__(TWIN).note == TWIN
-    processor.setattr(library, "_packaged", lambda variant: variant == TWIN and Found(None, TWIN))
+    assert load_kernels.__wrapped__(TWIN).note == TWIN
+    processor.setattr(library, "_packaged", lambda variant: variant == TWIN and KernelSearchResult(None, TWIN))
 
     def fails(*arguments: object, **settings: object) -> None:
         raise BuildError("no compiler")
 
-    processor.setattr(library, "build", fails)
-    assert load.__wrapped__("") == Found(None, "none: no compiler")
+    processor.setattr(library, "compile_kernels", fails)
+    assert load_kernels.__wrapped__("") == KernelSearchResult(None, "none: no compiler")
 
 
 def test_a_compiler_without_amx_or_bf16_leaves_the_next_variant(processor: pytest.MonkeyPatch) -> None:
-    processor.setattr(library, "packaged", lambda variant: None)
+    processor.setattr(library, "packaged_library", lambda variant: None)
     without = ["amx"]
 
     def build(variant: str, *rest: object, **settings: object) -> str:
@@ -255,7 +258,7 @@ def test_a_compiler_without_amx_or_bf16_leaves_the_next_variant(processor: pytes
             raise BuildError("g++ failed: unrecognised option")
         return variant
 
-    processor.setattr(library, "build", build)
-    assert load.__wrapped__("").note == "avx512_bf16"
+    processor.setattr(library, "compile_kernels", build)
+    assert load_kernels.__wrapped__("").note == "avx512_bf16"
     without.append("avx512_bf16")
-    assert load.__wrapped__("").note == "avx512_vnni"
+    assert load_kernels.__wrapped__("").note == "avx512_vnni"

@@ -176,14 +176,14 @@ def test_rows_that_share_blocks_read_them_once_and_exactly(
 def test_shared_blocks_form_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module, "MIN_SHARED_BYTES", 1)
     seen: list[tuple[int, int]] = []
-    original = plan_module.make_plan
+    original = plan_module.plan_attention_reads
 
     def spy(*arguments: object) -> plan_module.AttentionPlan:
         plan = original(*arguments)  # pyright: ignore[reportArgumentType]
         seen.extend((len(group.rows), group.num_pages) for group in plan.groups)
         return plan
 
-    monkeypatch.setattr(reference_module, "make_plan", spy)
+    monkeypatch.setattr(reference_module, "plan_attention_reads", spy)
     pool = Pool(4, [65, 70, 40], heads=2, kv_heads=2, dim=8, dtype=torch.float32)
     pool.share(1, 0, 3)
     pool.compute([64, 69, 39], 1.0, None, None)

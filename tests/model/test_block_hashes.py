@@ -9,14 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.core.cache.hashing import extend_hashes, hash_chain, root_hash
+from headstart.core.cache.hashing import extend_block_hashes, hash_block_chain, root_hash
 from headstart.model.kernels import block_hashes
 from headstart.model.kernels import build as building
-from headstart.model.kernels.block_hashes import LEAST_BLOCKS, compiled_chain
-from headstart.model.kernels.build import HASHES, BuildError, build, build_packaged, find_compiler, packaged
+from headstart.model.kernels.block_hashes import LEAST_BLOCKS, compiled_hash_chain
+from headstart.model.kernels.build import (
+    HASHES,
+    BuildError,
+    build_wheel_kernels,
+    compile_kernels,
+    find_compiler,
+    packaged_library,
+)
 from headstart.model.kernels.library import cpu_flags
 
-CHAIN = compiled_chain()
+CHAIN = compiled_hash_chain()
 needs_chain = pytest.mark.skipif(CHAIN is None, reason="no compiler, or a processor without SHA instructions")
 
 
@@ -41,7 +48,7 @@ def test_there_is_a_library_wherever_it_can_be_built_and_run() -> None:
 @given(st.binary(min_size=32, max_size=32), st.binary(max_size=900), st.integers(1, 70))
 def test_a_compiled_chain_equals_the_one_in_python(parent: bytes, raw: bytes, num_tokens: int) -> None:
     assert CHAIN is not None
-    assert CHAIN(parent, raw, 4 * num_tokens) == hash_chain(parent, raw, 4 * num_tokens)
+    assert CHAIN(parent, raw, 4 * num_tokens) == hash_block_chain(parent, raw, 4 * num_tokens)
 
 
 @needs_chain
@@ -51,7 +58,7 @@ def test_every_length_of_the_padding_is_right(stride: int) -> None:
     assert CHAIN is not None
     raw = os.urandom(stride * 9 + 3)
     hashes = CHAIN(b"p" * 32, raw, stride)
-    assert hashes == hash_chain(b"p" * 32, raw, stride)
+    assert hashes == hash_block_chain(b"p" * 32, raw, stride)
     assert len(hashes) == 9 > LEAST_BLOCKS and all(type(block_hash) is bytes for block_hash in hashes)
 
 
@@ -60,31 +67,31 @@ def test_block_hashes_do_not_depend_on_what_computes_them() -> None:
     tokens, root = array("i", range(1_000)), root_hash(b"m")
     here, there = [], []
     for until in (16, 40, 500, 1_000):
-        extend_hashes(here, tokens, 16, root, until=until, chain=CHAIN)
-        extend_hashes(there, tokens, 16, root, until=until)
+        extend_block_hashes(here, tokens, 16, root, until=until, chain=CHAIN)
+        extend_block_hashes(there, tokens, 16, root, until=until)
         assert here == there and len(here) == until // 16
 
 
 def test_without_a_compiler_or_with_none_asked_for_python_does_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_hashes, "library_path", block_hashes.library_path.__wrapped__)
+    monkeypatch.setattr(block_hashes, "hash_library_path", block_hashes.hash_library_path.__wrapped__)
     monkeypatch.setenv("HEADSTART_KERNELS", "none")
-    assert compiled_chain.__wrapped__() is None
+    assert compiled_hash_chain.__wrapped__() is None
     monkeypatch.delenv("HEADSTART_KERNELS")
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(building, "PACKAGED", tmp_path / "compiled")
-    assert compiled_chain.__wrapped__() is None
+    assert compiled_hash_chain.__wrapped__() is None
 
 
 @needs_compiler
 def test_a_wheel_brings_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "PACKAGED", tmp_path)
-    made = build_packaged(HASHES, tmp_path, environ=os.environ)
-    assert packaged(HASHES) == made
-    assert build(HASHES, tmp_path / "cache", environ=os.environ) != made
+    made = build_wheel_kernels(HASHES, tmp_path, environ=os.environ)
+    assert packaged_library(HASHES) == made
+    assert compile_kernels(HASHES, tmp_path / "cache", environ=os.environ) != made
 
 
 def test_it_needs_no_torch() -> None:

@@ -8,13 +8,13 @@ from model.guarded import Guards
 from model.test_linear import RUNNABLE, assert_near, random
 from torch import Tensor
 
-from headstart.model.kernels.chain import Buffers, Chain, Link
-from headstart.model.kernels.library import Kernels, load
+from headstart.model.kernels.chain import ChainBuffers, ChainLink, LinearChain
+from headstart.model.kernels.library import KernelLibrary, load_kernels
 from headstart.model.kernels.packed import BLOCKS, PackedLinear
 from headstart.model.layers.layer_ops import RMSNorm
-from headstart.model.layers.linear import Form, Linear
-from headstart.model.layers.quantise import quantise
-from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor, row_bytes, unpack
+from headstart.model.layers.linear import Linear, WeightForm
+from headstart.model.layers.quantise import quantise_weight
+from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor, dequantise, row_bytes
 
 FORMS = [(kind, 16) for kind in BLOCKS] + [(kind, 8) for kind in BLOCKS if kind != "Q8_0"]  # kind, bits of activations
 HALVES = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,)}  # bytes of a block that are fp16; others: 0 and 2
@@ -22,8 +22,8 @@ OUTPUTS = 70
 
 
 @pytest.fixture(params=RUNNABLE)
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    found = load(request.param)
+def kernels(request: pytest.FixtureRequest) -> KernelLibrary:
+    found = load_kernels(request.param)
     if found.kernels is None:
         pytest.skip(found.note)
     return found.kernels
@@ -50,35 +50,35 @@ def rounded(x: Tensor, bits: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_the_weights_of_a_product_are_bit_equal_to_the_reference(kernels: Kernels, kind: str) -> None:
+def test_the_weights_of_a_product_are_bit_equal_to_the_reference(kernels: KernelLibrary, kind: str) -> None:
     """A row with a single 1 reads one column of the weight, rounded to bfloat16 only by the output."""
     weight = blocks(kind, OUTPUTS, 512)
-    expected = unpack(weight).bfloat16()
-    layer = Linear(weight, form=Form(kernels))
+    expected = dequantise(weight).bfloat16()
+    layer = Linear(weight, form=WeightForm(kernels))
     assert torch.equal(layer(torch.eye(512).bfloat16()).T, expected)
     assert torch.equal(layer(4 * torch.eye(512).bfloat16()[:3]).T, 4 * expected[:, :3])
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_rows_that_are_looked_up_are_bit_equal_to_the_reference(kernels: Kernels, kind: str) -> None:
+def test_rows_that_are_looked_up_are_bit_equal_to_the_reference(kernels: KernelLibrary, kind: str) -> None:
     weight = blocks(kind, OUTPUTS, 512)
     ids = torch.tensor([69, 0, 31, 32, 69, *range(OUTPUTS)])
-    found = PackedLinear(kernels, weight).look_up(ids)
-    assert torch.equal(found.view(torch.int16), unpack(weight, torch.bfloat16)[ids].view(torch.int16))
+    found = PackedLinear(kernels, weight).look_up_rows(ids)
+    assert torch.equal(found.view(torch.int16), dequantise(weight, torch.bfloat16)[ids].view(torch.int16))
 
 
 @pytest.mark.parametrize("kind", [kind for kind, bits in FORMS if bits == 8])
-def test_activations_of_8_bits_read_the_weights_too(kernels: Kernels, kind: str) -> None:
+def test_activations_of_8_bits_read_the_weights_too(kernels: KernelLibrary, kind: str) -> None:
     """127 times a 127th may be one fp32 step from 1, so a weight may be rounded to the neighbouring bfloat16."""
     weight = blocks(kind, OUTPUTS, 512)
-    expected = unpack(weight).bfloat16()
-    found = Linear(weight, form=Form(kernels, activation_bits=8))(torch.eye(512).bfloat16()).T
+    expected = dequantise(weight).bfloat16()
+    found = Linear(weight, form=WeightForm(kernels, activation_bits=8))(torch.eye(512).bfloat16()).T
     assert (found - expected).abs().le(expected.abs() / 128).all()
     assert found.eq(expected).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("kind", [kind for kind, bits in FORMS if bits == 8])
-def test_the_greatest_integers_fit_the_sums_of_8_bit_activations(kernels: Kernels, kind: str) -> None:
+def test_the_greatest_integers_fit_the_sums_of_8_bit_activations(kernels: KernelLibrary, kind: str) -> None:
     """All integers of the weights are the largest ones, and all numbers of a row are equal."""
     weight = blocks(kind, OUTPUTS, 512)
     block = weight.data.reshape(OUTPUTS, -1, FORMATS[kind].block_bytes)
@@ -86,7 +86,7 @@ def test_the_greatest_integers_fit_the_sums_of_8_bit_activations(kernels: Kernel
     block[:, :, [i for i in range(FORMATS[kind].block_bytes) if i not in scales]] = 0xFF
     if kind == "Q6_K":
         block[:, :, 192:208] = 0x7F  # signed
-    layer, whole = Linear(weight, form=Form(kernels, activation_bits=8)), unpack(weight)
+    layer, whole = Linear(weight, form=WeightForm(kernels, activation_bits=8)), dequantise(weight)
     for sign in (1, -1):
         x = sign * torch.ones(7, 512).bfloat16()
         exact = F.linear(x.float(), whole)
@@ -95,9 +95,9 @@ def test_the_greatest_integers_fit_the_sums_of_8_bit_activations(kernels: Kernel
 
 @pytest.mark.parametrize(("kind", "bits"), FORMS)
 @pytest.mark.parametrize("columns", [256, 1280, 5120])
-def test_products_equal_those_with_unpacked_weights(kernels: Kernels, kind: str, bits: int, columns: int) -> None:
+def test_products_equal_those_with_unpacked_weights(kernels: KernelLibrary, kind: str, bits: int, columns: int) -> None:
     weight, bias, gain = blocks(kind, 2 * OUTPUTS, columns), random(2 * OUTPUTS), random(columns)
-    whole, form, norm = unpack(weight), Form(kernels, activation_bits=bits), RMSNorm(gain, 1e-5)
+    whole, form, norm = dequantise(weight), WeightForm(kernels, activation_bits=bits), RMSNorm(gain, 1e-5)
     scale = columns**0.5 * float(whole.std())
     plain, normed = Linear(weight, bias.clone(), form=form), Linear(weight, norm=norm, form=form)
     gated = Linear(weight, bias.clone(), gated=True, form=form)
@@ -115,8 +115,8 @@ def test_products_equal_those_with_unpacked_weights(kernels: Kernels, kind: str,
 
 
 @pytest.mark.parametrize(("kind", "bits"), FORMS)
-def test_a_row_depends_neither_on_others_nor_on_threads(kernels: Kernels, kind: str, bits: int) -> None:
-    layer = Linear(blocks(kind, 100, 2304), form=Form(kernels, activation_bits=bits))
+def test_a_row_depends_neither_on_others_nor_on_threads(kernels: KernelLibrary, kind: str, bits: int) -> None:
+    layer = Linear(blocks(kind, 100, 2304), form=WeightForm(kernels, activation_bits=bits))
     x, before = random(330, 2304), torch.get_num_threads()
     together = layer(x)
     try:
@@ -133,8 +133,10 @@ def test_a_row_depends_neither_on_others_nor_on_threads(kernels: Kernels, kind: 
 
 @pytest.mark.parametrize(("kind", "bits"), [("Q4_1", 16), ("Q6_K", 16), ("Q4_K", 8), ("Q5_0", 8)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_leaves_the_others_alone(kernels: Kernels, kind: str, bits: int, bad: float) -> None:
-    layer, x = Linear(blocks(kind, 50, 256), form=Form(kernels, activation_bits=bits)), random(13, 256)
+def test_a_row_that_is_not_finite_leaves_the_others_alone(
+    kernels: KernelLibrary, kind: str, bits: int, bad: float
+) -> None:
+    layer, x = Linear(blocks(kind, 50, 256), form=WeightForm(kernels, activation_bits=bits)), random(13, 256)
     clean = layer(x)
     x[1, 33] = bad
     found = layer(x)
@@ -144,13 +146,13 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(kernels: Kernels, kind
 
 
 @pytest.mark.parametrize(("kind", "bits"), FORMS)
-def test_kernels_stay_within_their_buffers(kernels: Kernels, kind: str, bits: int) -> None:
+def test_kernels_stay_within_their_buffers(kernels: KernelLibrary, kind: str, bits: int) -> None:
     guards = Guards()
     linear = PackedLinear(kernels, blocks(kind, 2 * OUTPUTS, 512), gated=True, activation_bits=bits)
     widths = (512, OUTPUTS, OUTPUTS)
-    chain = Chain(kernels, [Link(linear, 0, 1, residual=2)], widths)
+    chain = LinearChain(kernels, [ChainLink(linear, 0, 1, residual=2)], widths)
     for count in (1, 2, 5, 12, 13, 140):
-        buffers = Buffers(count, widths)
+        buffers = ChainBuffers(count, widths)
         for index, width in enumerate(widths):
             buffers[index] = guards.put(random(count, width))
         scratch = guards.put(torch.zeros(-(-chain.scratch(count).numel() // 4)))
@@ -158,62 +160,62 @@ def test_kernels_stay_within_their_buffers(kernels: Kernels, kind: str, bits: in
         assert guards.intact() and buffers[1].isfinite().all()
 
 
-def test_parts_of_different_formats_make_one_product(kernels: Kernels) -> None:
+def test_parts_of_different_formats_make_one_product(kernels: KernelLibrary) -> None:
     """As queries, keys and values of a file whose values have more bits."""
     parts = [blocks(kind, rows, 256) for kind, rows in [("Q4_K", 64), ("Q4_K", 20), ("Q6_K", 20), ("Q8_0", 3)]]
-    bias, whole = random(107), torch.cat([unpack(part) for part in parts])
-    layer = Linear(parts, bias, norm=RMSNorm(torch.ones(256).bfloat16(), 0.0), form=Form(kernels))
+    bias, whole = random(107), torch.cat([dequantise(part) for part in parts])
+    layer = Linear(parts, bias, norm=RMSNorm(torch.ones(256).bfloat16(), 0.0), form=WeightForm(kernels))
     assert len(layer.packed) == 3
     for count in (1, 5, 300):
         x, residual = random(count, 256), random(count, 107)
         exact = F.linear(RMSNorm(torch.ones(256).bfloat16(), 0.0)(x).float(), whole, bias.float())
         assert_near(layer(x), exact, float(exact.std()))
         assert_near(layer(x, residual), exact + residual.float(), 4 * float(exact.std()))
-    gated = Linear([parts[0], blocks("Q6_K", 64, 256)], gated=True, form=Form(kernels))
+    gated = Linear([parts[0], blocks("Q6_K", 64, 256)], gated=True, form=WeightForm(kernels))
     assert gated.out_features == 64 and gated(random(2, 256)).isfinite().all()
 
 
-def test_in_fp32_and_without_kernels_the_unpacked_weights_are_used(kernels: Kernels) -> None:
+def test_in_fp32_and_without_kernels_the_unpacked_weights_are_used(kernels: KernelLibrary) -> None:
     weight, x = blocks("Q4_K", 40, 512), torch.randn(3, 512, generator=torch.Generator().manual_seed(1)).double()
-    exact = F.linear(x, unpack(weight).double())
-    for form in (Form(kernels, dtype=torch.float32), Form(None, dtype=torch.float32)):
+    exact = F.linear(x, dequantise(weight).double())
+    for form in (WeightForm(kernels, dtype=torch.float32), WeightForm(None, dtype=torch.float32)):
         layer = Linear(weight, form=form)
         assert all(part.dtype == torch.float32 for part in layer.packed) and bool(layer.packed) == bool(form.kernels)
         assert (layer(x.float()).double() - exact).abs().max() < 1e-6 * exact.abs().max()
-    rounded = F.linear(x.bfloat16().float(), unpack(weight, torch.bfloat16).float())
+    rounded = F.linear(x.bfloat16().float(), dequantise(weight, torch.bfloat16).float())
     assert_near(Linear(weight)(x.bfloat16()), rounded, float(rounded.std()))
 
 
-def test_packed_weights_take_little_more_than_their_bits(kernels: Kernels) -> None:
+def test_packed_weights_take_little_more_than_their_bits(kernels: KernelLibrary) -> None:
     for kind, form in FORMATS.items():
         if kind in BLOCKS:
-            size = Linear(blocks(kind, 64, 1024), form=Form(kernels)).weight_bytes
+            size = Linear(blocks(kind, 64, 1024), form=WeightForm(kernels)).weight_bytes
             assert size <= 1.04 * 64 * 1024 / form.block_size * form.block_bytes, kind
 
 
-def test_rounding_to_four_bits_is_that_of_torch_and_better_than_the_whole_range(kernels: Kernels) -> None:
+def test_rounding_to_four_bits_is_that_of_torch_and_better_than_the_whole_range(kernels: KernelLibrary) -> None:
     weight = random(50, 640)
     weight[3] = 0
     weight[4, :32] = 0.25
-    errors = [error_of(quantise(weight, found), weight) for found in (kernels, None)]
+    errors = [error_of(quantise_weight(weight, found), weight) for found in (kernels, None)]
     assert errors[0] == pytest.approx(errors[1], rel=1e-4)
     least, greatest = (getattr(weight.float().view(-1, 32), name)(1, keepdim=True) for name in ("amin", "amax"))
     step = torch.where(greatest > least, (greatest - least) / 15, 1)
     simple = ((weight.float().view(-1, 32) - least) / step).round() * step + least
     assert errors[0] < 0.95 * float((simple - weight.float().view(-1, 32)).norm())
-    assert torch.equal(unpack(quantise(weight, kernels))[3], torch.zeros(640))
-    assert unpack(quantise(weight, kernels))[4, :32].sub(0.25).abs().max() < 1e-3
+    assert torch.equal(dequantise(quantise_weight(weight, kernels))[3], torch.zeros(640))
+    assert dequantise(quantise_weight(weight, kernels))[4, :32].sub(0.25).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_weight_that_is_not_finite_stays_so(kernels: Kernels, bad: float) -> None:
+def test_a_weight_that_is_not_finite_stays_so(kernels: KernelLibrary, bad: float) -> None:
     weight = random(2, 64)
     weight[1, 40] = bad
     for found in (kernels, None):
-        whole = unpack(quantise(weight, found))
+        whole = dequantise(quantise_weight(weight, found))
         assert not whole[1, 32:].isfinite().any()
         assert whole[0].isfinite().all() and whole[1, :32].isfinite().all()
 
 
 def error_of(rounded: PackedTensor, weight: Tensor) -> float:
-    return float((unpack(rounded) - weight.float()).norm())
+    return float((dequantise(rounded) - weight.float()).norm())

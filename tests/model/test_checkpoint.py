@@ -13,14 +13,14 @@ from headstart.core.errors import ConfigError
 from headstart.model.attention.base import BACKENDS
 from headstart.model.weights import checkpoint as weights
 from headstart.model.weights import model_loader as loader
-from headstart.model.weights.checkpoint import Checkpoint, LoadingBar
+from headstart.model.weights.checkpoint import LoadingBar, ModelCheckpoint
 from headstart.model.weights.model_loader import load_model
 from headstart.model.weights.safetensors_files import weight_files
 
 
-def save(folder: Path, **tensors: torch.Tensor) -> Checkpoint:
+def save(folder: Path, **tensors: torch.Tensor) -> ModelCheckpoint:
     save_file(tensors, folder / "model.safetensors")
-    return Checkpoint(folder)
+    return ModelCheckpoint(folder)
 
 
 def test_a_tensor_is_read_as_asked_and_progress_is_told(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_tensor_in_two_files_is_refused_by_name(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "one.safetensors")
     save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "two.safetensors")
     with pytest.raises(ConfigError, match=r"two\.safetensors: tensor a is also in one\.safetensors"):
-        Checkpoint(tmp_path)
+        ModelCheckpoint(tmp_path)
 
 
 def test_pickled_weights_are_refused_by_file_name(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_an_empty_folder_and_a_torn_file_are_refused(tmp_path: Path) -> None:
     for torn in (whole[:-10], whole[:20], b"", b"\xff" * 40):
         (tmp_path / "model.safetensors").write_bytes(torn)
         with pytest.raises(ConfigError, match="is not a "):
-            Checkpoint(tmp_path)
+            ModelCheckpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_sharded_checkpoint_gives_the_same_logits_and_fingerprint(tmp_path: Pa
     tokens = list(range(3, 23))
     single = load_model(folder, dtype="float32", device="cpu")
     whole = all_logits(tiny_runner(single), chunk(tokens, 0, 20, [1, 2]))[0]
-    from_one = Checkpoint(folder)
+    from_one = ModelCheckpoint(folder)
     names = sorted(from_one.entries)
     shards = [f"model-0000{part + 1}-of-00003.safetensors" for part in range(3)]
     with from_one.reading(lambda _: None):
@@ -115,7 +115,7 @@ def test_one_flipped_bit_anywhere_is_another_fingerprint(
 
     def fingerprint() -> bytes:
         file.write_bytes(content)
-        checkpoint = Checkpoint(tmp_path)
+        checkpoint = ModelCheckpoint(tmp_path)
         if taken:
             with checkpoint.reading(lambda _: None):
                 for name, tensor in kept.items():
@@ -136,7 +136,7 @@ def test_one_flipped_bit_anywhere_is_another_fingerprint(
 def test_tensors_that_were_taken_and_others_have_the_same_fingerprint(tmp_path: Path) -> None:
     kept = {"a": torch.randn(3, 50), "b": torch.randn(7).to(torch.bfloat16), "none": torch.zeros(0, 4)}
     untouched = save(tmp_path, **kept, ids=torch.arange(3)).fingerprint(b"x")
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = ModelCheckpoint(tmp_path)
     with checkpoint.reading(lambda _: None):
         for name, tensor in [*kept.items(), ("a", kept["a"])]:
             checkpoint.take(name, tuple(tensor.shape), torch.bfloat16)

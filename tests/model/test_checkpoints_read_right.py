@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from headstart.core.errors import ConfigError
-from headstart.model.kernels.library import find
+from headstart.model.kernels.library import find_kernels
 from headstart.model.layers.decoder import Decoder
-from headstart.model.layers.linear import look_up
+from headstart.model.layers.linear import embedding_rows
 from headstart.model.transformers_model import TransformersModel
-from headstart.model.transformers_probe import differs
+from headstart.model.transformers_probe import find_non_causal
 from headstart.model.weights.model_loader import load_model
 
 ALTERNATING = ["sliding_attention", "full_attention"]
@@ -80,13 +80,13 @@ def test_a_head_stored_beside_tied_embeddings_is_kept_if_it_differs(family: str,
 def test_a_tied_embedding_is_kept_once_where_the_head_holds_its_rows(
     dtype: str, quantization: str, tmp_path: Path
 ) -> None:
-    if find().kernels is None:
-        pytest.skip(find().note)
+    if find_kernels().kernels is None:
+        pytest.skip(find_kernels().note)
     folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=True)
     model = load_model(folder, dtype=dtype, device="cpu", quantization=quantization).model
     assert isinstance(model, Decoder)
     weight = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].to(getattr(torch, dtype))
-    assert torch.equal(look_up(model.embedding, torch.arange(len(weight))), weight)
+    assert torch.equal(embedding_rows(model.embedding, torch.arange(len(weight))), weight)
     assert (model.embedding is model.head.packed[0]) == (quantization == "none")
 
 
@@ -162,7 +162,7 @@ def test_refusals_are_sentences(config: str, settings: dict[str, Any], message: 
     ],
 )
 def test_masks_that_our_attention_applies_pass(rule: Any, window: int | None) -> None:
-    assert differs(rule, window, 4096) is None
+    assert find_non_causal(rule, window, 4096) is None
 
 
 @pytest.mark.parametrize(
@@ -180,4 +180,4 @@ def test_masks_that_our_attention_applies_pass(rule: Any, window: int | None) ->
     ],
 )
 def test_masks_that_it_does_not_apply_are_noticed(rule: Any, window: int | None) -> None:
-    assert differs(rule, window, 4096) is not None
+    assert find_non_causal(rule, window, 4096) is not None

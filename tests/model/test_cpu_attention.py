@@ -17,14 +17,14 @@ from headstart.model.paged_kv import KVShape
 
 RUNNABLE = load.runnable_variants()
 DTYPES = [torch.float32, torch.bfloat16]
-pytestmark = pytest.mark.skipif(load.kernels() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(load.loaded_kernels() is None, reason="no compiled kernels here")
 
 
 @pytest.fixture(params=RUNNABLE, autouse=True)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every variant this processor runs, one after the other."""
     monkeypatch.setenv(load.VARIABLE, request.param)
-    assert load.find().note == request.param
+    assert load.find_kernels().note == request.param
 
 
 def naive(pools: Pools, starts: list[int], scale: float, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -306,8 +306,8 @@ def test_shapes_that_the_kernels_do_not_know_are_refused(monkeypatch: pytest.Mon
         make(64, torch.float16)
     assert base.resolve_backend("auto", "cpu", 512) == "cpu"
     assert base.resolve_backend("auto", "cpu", 513) == "reference"
-    monkeypatch.setattr("headstart.model.attention.cpu.find", lambda: load.Found(None, "none: tried"))
-    monkeypatch.setattr(base, "find", lambda: load.Found(None, "none: tried"))
+    monkeypatch.setattr("headstart.model.attention.cpu.find", lambda: load.KernelSearchResult(None, "none: tried"))
+    monkeypatch.setattr(base, "find_kernels", lambda: load.KernelSearchResult(None, "none: tried"))
     assert base.resolve_backend("auto") == "reference"
     with pytest.raises(ConfigError, match="needs compiled kernels"):
         make(64, torch.float32)

@@ -9,39 +9,39 @@ from model.tiny import make_checkpoint
 
 from headstart.core.errors import ConfigError
 from headstart.model.kernels import library
-from headstart.model.kernels.library import Kernels, kernels
+from headstart.model.kernels.library import KernelLibrary, loaded_kernels
 from headstart.model.layers.decoder import Decoder
-from headstart.model.layers.dispatch import are_rows_exact, chosen_kernels
-from headstart.model.layers.linear import Form, Linear
-from headstart.model.setup.doctor import report
+from headstart.model.layers.dispatch import are_batch_invariant, choose_kernels
+from headstart.model.layers.linear import Linear, WeightForm
+from headstart.model.setup.doctor import make_doctor_report
 from headstart.model.weights.model_loader import load_model
 
 RUNNABLE = library.runnable_variants()
 
 
 @pytest.fixture
-def found() -> Kernels:
-    chosen = kernels()
+def found() -> KernelLibrary:
+    chosen = loaded_kernels()
     if chosen is None:
         pytest.skip("no compiled kernels here")
     return chosen
 
 
-def test_torch_multiplies_only_if_it_is_asked_for_or_alone(found: Kernels) -> None:
-    assert chosen_kernels(found, "auto") is chosen_kernels(found, "kernels") is found
-    assert chosen_kernels(found, "torch") is chosen_kernels(None, "auto") is chosen_kernels(None, "kernels") is None
+def test_torch_multiplies_only_if_it_is_asked_for_or_alone(found: KernelLibrary) -> None:
+    assert choose_kernels(found, "auto") is choose_kernels(found, "kernels") is found
+    assert choose_kernels(found, "torch") is choose_kernels(None, "auto") is choose_kernels(None, "kernels") is None
 
 
-def test_both_forms_give_the_same_product(found: Kernels) -> None:
+def test_both_forms_give_the_same_product(found: KernelLibrary) -> None:
     weight, x = random(70, 300), random(20, 300)
-    ours, torchs = (Linear(weight.clone(), form=Form(form)) for form in (found, None))
+    ours, torchs = (Linear(weight.clone(), form=WeightForm(form)) for form in (found, None))
     assert_near(ours(x), torchs(x), 300**0.5)
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_model_runs_in_the_form_that_is_asked_for(
-    found: Kernels, tmp_path: Path, dtype: str, quantization: str
+    found: KernelLibrary, tmp_path: Path, dtype: str, quantization: str
 ) -> None:
     make_checkpoint("llama", tmp_path)
     for choice in ("kernels", "torch", "auto"):
@@ -62,29 +62,31 @@ class Coarse(Linear):
         return out if len(rows) <= 8 else (out.float() * (1 + 2**-7)).to(out.dtype)
 
 
-def test_products_whose_rows_depend_on_their_number_are_noticed(found: Kernels) -> None:
+def test_products_whose_rows_depend_on_their_number_are_noticed(found: KernelLibrary) -> None:
     weight = random(40, 64)
     for dtype in (torch.bfloat16, torch.float32):
-        form = Form(found, dtype=dtype)
-        assert are_rows_exact([Linear(weight.to(dtype, copy=True), form=form)] * 2)
-        assert not are_rows_exact([Linear(weight.to(dtype, copy=True), form=form), Coarse(weight.to(dtype), form=form)])
+        form = WeightForm(found, dtype=dtype)
+        assert are_batch_invariant([Linear(weight.to(dtype, copy=True), form=form)] * 2)
+        assert not are_batch_invariant(
+            [Linear(weight.to(dtype, copy=True), form=form), Coarse(weight.to(dtype), form=form)]
+        )
 
 
-def test_what_is_not_exact_is_named(found: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_exact_is_named(found: KernelLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llama, granite = make_checkpoint("llama", tmp_path / "llama"), make_checkpoint("granite", tmp_path / "granite")
     assert load_model(llama, device="cpu").exceptions == ()
     assert load_model(granite, device="cpu").exceptions == ("transformers",)
     assert load_model(llama, device="cpu", attention_backend="reference").exceptions == ("torch-attention",)
     with monkeypatch.context() as changed:
-        changed.setattr(Decoder, "are_rows_exact", lambda self: False)
+        changed.setattr(Decoder, "is_batch_invariant", lambda self: False)
         assert load_model(llama, device="cpu").exceptions == ("row-test",)
     monkeypatch.setenv(library.VARIABLE, "none")
     assert load_model(llama, device="cpu").exceptions == ("torch-products", "torch-attention")
 
 
-def test_doctor_shows_where_reuse_is_exact(found: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_shows_where_reuse_is_exact(found: KernelLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     def rows() -> dict[str, str]:
-        return dict(next(section.rows for section in report().sections if section.title == "exact reuse"))
+        return dict(next(section.rows for section in make_doctor_report().sections if section.title == "exact reuse"))
 
     assert rows()["models of Headstart's decoder"] == "exact"
     assert rows()["models of Transformers"] == "not exact: transformers"
@@ -93,7 +95,7 @@ def test_doctor_shows_where_reuse_is_exact(found: Kernels, monkeypatch: pytest.M
 
 
 def test_stored_kv_is_not_shared_by_what_computes_it_otherwise(
-    found: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    found: KernelLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint("llama", tmp_path)
 

@@ -16,19 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits
 
-from headstart.core.batch import Chunk, Row, RowErrorKind
+from headstart.core.batch import Chunk, RowErrorKind, RowResult
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import SamplingParams
-from headstart.model.grammar.grammar_compiler import MAX_GRAMMARS, CompiledGrammars
+from headstart.model.grammar.grammar_compiler import MAX_GRAMMARS, CachingGrammarCompiler
 from headstart.model.grammar.grammar_rows import GrammarRows
-from headstart.model.kernels.library import kernels
+from headstart.model.kernels.library import loaded_kernels
 from headstart.model.sampling.logit_edits import LogitEdits
 from headstart.model.sampling.sampler import Sampler
 from headstart.openai.structured.grammar_text import (
     choice_grammar,
+    grammar_parser_limits,
     json_schema_grammar,
     lark_grammar,
-    parser_limits,
     regex_grammar,
 )
 
@@ -44,17 +44,17 @@ SCHEMA = {
     "required": ["intent", "n"],
     "additionalProperties": False,
 }
-Sample = Callable[[torch.Tensor, list[Chunk]], list[Row]]
+Sample = Callable[[torch.Tensor, list[Chunk]], list[RowResult]]
 
 
 @pytest.fixture(scope="module")
-def grammars() -> CompiledGrammars:
-    return CompiledGrammars(FOLDER, VOCAB, (EOS,), parser_limits())
+def grammars() -> CachingGrammarCompiler:
+    return CachingGrammarCompiler(FOLDER, VOCAB, (EOS,), grammar_parser_limits())
 
 
 @pytest.fixture(params=["torch", "kernel"])
-def sampler(request: pytest.FixtureRequest, grammars: CompiledGrammars) -> Sampler:
-    compiled = kernels() if request.param == "kernel" else None
+def sampler(request: pytest.FixtureRequest, grammars: CachingGrammarCompiler) -> Sampler:
+    compiled = loaded_kernels() if request.param == "kernel" else None
     if request.param == "kernel" and compiled is None:
         pytest.skip("no kernels here")
     return Sampler(VOCAB, kernels=compiled, grammars=GrammarRows(grammars, 2))
@@ -91,13 +91,15 @@ def answer(sampler: Sampler, request_id: str, grammar: str, seed: int, **samplin
     return outputs, sizes
 
 
-def text_of(grammars: CompiledGrammars, outputs: list[int]) -> str:
+def text_of(grammars: CachingGrammarCompiler, outputs: list[int]) -> str:
     grammars.compile(json_schema_grammar({})).result()
     assert grammars._tokenizer is not None
     return grammars._tokenizer.decode_str(outputs[:-1])
 
 
-def test_random_logits_give_valid_answers_with_forced_tokens(sampler: Sampler, grammars: CompiledGrammars) -> None:
+def test_random_logits_give_valid_answers_with_forced_tokens(
+    sampler: Sampler, grammars: CachingGrammarCompiler
+) -> None:
     for seed in range(20):
         outputs, sizes = answer(sampler, "r", json_schema_grammar(SCHEMA), seed)
         value = json.loads(text_of(grammars, outputs))
@@ -116,7 +118,7 @@ def test_the_tokens_are_the_same_one_by_one_with_logprobs(sampler: Sampler) -> N
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), greedy=st.booleans(), top_k=st.sampled_from([0, 1, 5]), bias=st.booleans())
 def test_kernel_and_torch_choose_the_same_allowed_token(seed: int, greedy: bool, top_k: int, bias: bool) -> None:
-    compiled = kernels()
+    compiled = loaded_kernels()
     if compiled is None:
         pytest.skip("no kernels here")
     rng = np.random.default_rng(seed)
@@ -167,7 +169,7 @@ def test_rows_without_a_grammar_are_sampled_as_ever(sampler: Sampler) -> None:
     assert mixed[:2] == plain and mixed[2].error is None
 
 
-def test_after_a_preemption_the_grammar_continues_from_the_known_tokens(grammars: CompiledGrammars) -> None:
+def test_after_a_preemption_the_grammar_continues_from_the_known_tokens(grammars: CachingGrammarCompiler) -> None:
     sampler = Sampler(VOCAB, grammars=GrammarRows(grammars, 1))
     grammar = json_schema_grammar(SCHEMA)
     outputs, _ = answer(sampler, "r", grammar, 7)
@@ -191,7 +193,7 @@ def test_min_tokens_does_not_prevent_the_only_continuation(sampler: Sampler) -> 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_grammar_that_exceeds_its_limits_fails_its_own_row(temperature: float) -> None:
     tight = LLParserLimits(step_lexer_fuel=1, initial_lexer_fuel=2000, verbose_errors=False, step_max_items=1)
-    grammars = CompiledGrammars(FOLDER, VOCAB, (EOS,), tight)
+    grammars = CachingGrammarCompiler(FOLDER, VOCAB, (EOS,), tight)
     sampler = Sampler(VOCAB, grammars=GrammarRows(grammars, 2))
     hard = lark_grammar("start: /[a-z]*(foo|bar)[a-z]{3,300}/ | /[b-x]*(baz)[a-z]{3,300}/")
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
@@ -204,8 +206,8 @@ def test_a_grammar_that_exceeds_its_limits_fails_its_own_row(temperature: float)
     assert fine == Sampler(VOCAB).sample(logits[1:], [free])[0]
 
 
-def test_compiled_grammars_are_cached_within_limits(grammars: CompiledGrammars) -> None:
-    own = CompiledGrammars(FOLDER, VOCAB, (EOS,), parser_limits())
+def test_compiled_grammars_are_cached_within_limits(grammars: CachingGrammarCompiler) -> None:
+    own = CachingGrammarCompiler(FOLDER, VOCAB, (EOS,), grammar_parser_limits())
     texts = [regex_grammar(f"a{{{number}}}") for number in range(1, MAX_GRAMMARS + 10)]
     first = own.compile(texts[0])
     assert own.compile(texts[0]) is first and isinstance(first.result(), LLMatcher)
@@ -215,11 +217,11 @@ def test_compiled_grammars_are_cached_within_limits(grammars: CompiledGrammars) 
     assert own._num_bytes == sum(map(len, own._compiled))
 
 
-def test_a_wrong_grammar_is_an_error_of_the_request(grammars: CompiledGrammars) -> None:
+def test_a_wrong_grammar_is_an_error_of_the_request(grammars: CachingGrammarCompiler) -> None:
     with pytest.raises(InvalidRequestError, match="cannot be compiled"):
         grammars.compile(regex_grammar("([")).result()
     with pytest.raises(InvalidRequestError, match=r"tokenizer\.json"):
-        CompiledGrammars(Path("/nowhere"), VOCAB, (EOS,), parser_limits()).matcher(regex_grammar("a"))
+        CachingGrammarCompiler(Path("/nowhere"), VOCAB, (EOS,), grammar_parser_limits()).matcher(regex_grammar("a"))
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +229,7 @@ def drawn() -> Iterator[Random]:
     yield Random(0)
 
 
-def test_cut_answers_are_valid_prefixes(grammars: CompiledGrammars, drawn: Random) -> None:
+def test_cut_answers_are_valid_prefixes(grammars: CachingGrammarCompiler, drawn: Random) -> None:
     sampler = Sampler(VOCAB, grammars=GrammarRows(grammars, 1))
     grammar = json_schema_grammar({"type": "array", "items": {"type": "string"}, "minItems": 2})
     for seed in range(5):
@@ -241,7 +243,7 @@ def test_cut_answers_are_valid_prefixes(grammars: CompiledGrammars, drawn: Rando
 
 
 def test_tenants_take_turns_in_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = CompiledGrammars(Path("/nowhere"), VOCAB, (EOS,), parser_limits())
+    compiler = CachingGrammarCompiler(Path("/nowhere"), VOCAB, (EOS,), grammar_parser_limits())
     begun, is_first, held = list[str](), threading.Event(), threading.Event()
 
     def compile_one(grammar: str) -> None:

@@ -10,18 +10,18 @@ from headstart.core.errors import ConfigError
 from headstart.model.setup.sizing import checkpoint_bytes
 from headstart.model.weights import init_model as module
 from headstart.model.weights.hub import resolve_model
-from headstart.model.weights.init_model import init_model
-from headstart.model.weights.shapes import SHAPES, Shape
+from headstart.model.weights.init_model import write_random_model
+from headstart.model.weights.shapes import SHAPES, DecoderShape
 
 SMALL = {
-    name: Shape(name, 32, 2, 4, 2, 48, 300, 128, head_dim=8, tie_word_embeddings=tied)
+    name: DecoderShape(name, 32, 2, 4, 2, 48, 300, 128, head_dim=8, tie_word_embeddings=tied)
     for name, tied in (("Llama", False), ("Qwen2", True), ("Qwen3", True))
 }
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return init_model("tiny", tmp_path_factory.mktemp("models") / "tiny", progress=False)
+    return write_random_model("tiny", tmp_path_factory.mktemp("models") / "tiny", progress=False)
 
 
 def test_tiny_is_a_model_that_transformers_loads_and_runs(tiny: Path) -> None:
@@ -46,7 +46,7 @@ def test_every_architecture_loads_without_a_missing_or_unexpected_tensor(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SHAPES, "small", SMALL[architecture])
-    out = init_model("small", tmp_path / "m", dtype="float32", shard_bytes=20_000, progress=False)
+    out = write_random_model("small", tmp_path / "m", dtype="float32", shard_bytes=20_000, progress=False)
     model, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert type(model).__name__ == f"{architecture}ForCausalLM"
     assert not loading["missing_keys"]
@@ -58,8 +58,8 @@ def test_every_architecture_loads_without_a_missing_or_unexpected_tensor(
 
 def test_shards_are_bounded_and_hold_what_the_index_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "small", SMALL["Llama"])
-    one = init_model("small", tmp_path / "one", progress=False)
-    many = init_model("small", tmp_path / "many", shard_bytes=20_000, progress=False)
+    one = write_random_model("small", tmp_path / "one", progress=False)
+    many = write_random_model("small", tmp_path / "many", shard_bytes=20_000, progress=False)
     index = json.loads((many / "model.safetensors.index.json").read_text())
     whole = safe_open(one / "model.safetensors", "pt")
     assert set(index["weight_map"]) == set(whole.keys())
@@ -72,7 +72,7 @@ def test_shards_are_bounded_and_hold_what_the_index_says(tmp_path: Path, monkeyp
 def test_same_seed_same_weights_and_std_is_obeyed(tmp_path: Path) -> None:
     weights = {}
     for name, seed, std in (("a", 0, 0.02), ("b", 0, 0.02), ("c", 1, 0.02), ("d", 0, 0.2)):
-        init_model("tiny", tmp_path / name, seed=seed, std=std, progress=False)
+        write_random_model("tiny", tmp_path / name, seed=seed, std=std, progress=False)
         weights[name] = safe_open(tmp_path / name / "model.safetensors", "pt").get_tensor("lm_head.weight").float()
     assert torch.equal(weights["a"], weights["b"])
     assert not torch.equal(weights["a"], weights["c"])
@@ -94,16 +94,16 @@ def test_norms_are_one(tiny: Path) -> None:
 def test_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear")
     with pytest.raises(ConfigError, match="not empty"):
-        init_model("tiny", tmp_path, progress=False)
+        write_random_model("tiny", tmp_path, progress=False)
     with pytest.raises(ConfigError, match="not a model"):
-        init_model("tiny", tmp_path, overwrite=True, progress=False)
+        write_random_model("tiny", tmp_path, overwrite=True, progress=False)
     assert [p.name for p in tmp_path.iterdir()] == ["letter.txt"]
 
 
 def test_model_is_overwritten_only_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "small", SMALL["Llama"])
-    init_model("small", tmp_path / "m", shard_bytes=20_000, progress=False)
-    init_model("tiny", tmp_path / "m", overwrite=True, progress=False)
+    write_random_model("small", tmp_path / "m", shard_bytes=20_000, progress=False)
+    write_random_model("tiny", tmp_path / "m", overwrite=True, progress=False)
     assert [p.name for p in (tmp_path / "m").glob("*.safetensors*")] == ["model.safetensors"]
     assert checkpoint_bytes(tmp_path / "m") == SHAPES["tiny"].num_parameters * 2
 
@@ -122,17 +122,17 @@ def test_bad_arguments_are_refused_before_anything_is_written(
 ) -> None:
     arguments: dict[str, object] = {"shape": "tiny", **changes}
     with pytest.raises(ConfigError, match=words):
-        init_model(out=tmp_path / "m", progress=False, **arguments)  # type: ignore[arg-type]
+        write_random_model(out=tmp_path / "m", progress=False, **arguments)  # type: ignore[arg-type]
     assert not (tmp_path / "m").exists()
 
 
 def test_file_in_the_way_and_full_disk_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
-        init_model("tiny", tmp_path / "file", progress=False)
+        write_random_model("tiny", tmp_path / "file", progress=False)
     with pytest.raises(ConfigError, match="cannot make"):
-        init_model("tiny", tmp_path / "file" / "m", progress=False)
+        write_random_model("tiny", tmp_path / "file" / "m", progress=False)
     usage = module.shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ConfigError, match="free"):
-        init_model("tiny", tmp_path / "m", progress=False)
+        write_random_model("tiny", tmp_path / "m", progress=False)

@@ -12,9 +12,16 @@ import pytest
 
 from headstart.core.errors import ConfigError
 from headstart.model.kernels import build as building
-from headstart.model.kernels.build import BuildError, build, build_packaged, cache_folder, find_compiler, packaged
-from headstart.model.kernels.library import NEEDED, VARIABLE, find, load, runnable_variants
-from headstart.model.setup.doctor import report
+from headstart.model.kernels.build import (
+    BuildError,
+    build_wheel_kernels,
+    cache_folder,
+    compile_kernels,
+    find_compiler,
+    packaged_library,
+)
+from headstart.model.kernels.library import NEEDED, VARIABLE, find_kernels, load_kernels, runnable_variants
+from headstart.model.setup.doctor import make_doctor_report
 
 RUNNABLE = runnable_variants()
 pytestmark = pytest.mark.skipif(not RUNNABLE, reason="this processor runs no variant")
@@ -34,17 +41,17 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no compiler")
 def test_the_sources_build_wherever_there_is_a_compiler() -> None:
     """Or else every test of a kernel would be left out without a word."""
     for variant in RUNNABLE:
-        found = load(variant)
+        found = load_kernels(variant)
         assert found.kernels is not None, found.note
 
 
 @needs_compiler
 def test_the_best_variant_is_chosen_and_every_other_can_be_forced() -> None:
-    assert load("").note == RUNNABLE[0]
+    assert load_kernels("").note == RUNNABLE[0]
     for variant in RUNNABLE:
-        kernels = load(variant).kernels
+        kernels = load_kernels(variant).kernels
         assert kernels is not None and kernels.variant == variant
-    assert load("none").kernels is None
+    assert load_kernels("none").kernels is None
 
 
 @pytest.mark.parametrize("flags", [set[str](), *NEEDED.values(), {"avx512_bf16"}])
@@ -56,12 +63,12 @@ def test_before_the_tests_all_variants_are_built_that_the_processor_can_run(flag
 def test_a_variant_this_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.model.kernels.library.cpu_flags", lambda: NEEDED["avx2"])
     with pytest.raises(ConfigError, match="this processor cannot run it; choose avx2, amx_twin, none"):
-        load.__wrapped__("avx512")
+        load_kernels.__wrapped__("avx512")
 
 
 def test_a_processor_without_avx2_gets_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.model.kernels.library.cpu_flags", frozenset)
-    found = load.__wrapped__("")
+    found = load_kernels.__wrapped__("")
     assert found.kernels is None and "AVX2" in found.note
 
 
@@ -69,7 +76,7 @@ def test_no_compiler_is_one_line_not_a_failure(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = load.__wrapped__("")
+    found = load_kernels.__wrapped__("")
     assert found.kernels is None
     assert found.note == "none: no C++ compiler (g++, c++, clang++) on the path: install g++ for faster kernels"
 
@@ -81,7 +88,7 @@ def test_a_compiler_that_fails_says_why_and_leaves_nothing(tmp_path: Path, monke
     (broken / "a.cpp").write_text("int f() { return nonsense; }\n")
     monkeypatch.setattr(building, "SOURCES", broken)
     with pytest.raises(BuildError, match=r"failed: .*error: .*nonsense"):
-        build("avx2", tmp_path / "cache", environ=os.environ)
+        compile_kernels("avx2", tmp_path / "cache", environ=os.environ)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -89,7 +96,7 @@ def test_a_compiler_that_fails_says_why_and_leaves_nothing(tmp_path: Path, monke
 def test_a_cache_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match=r"cannot build in .*file/below"):
-        build("avx2", tmp_path / "file" / "below", environ=os.environ)
+        compile_kernels("avx2", tmp_path / "file" / "below", environ=os.environ)
 
 
 def test_cxx_chooses_the_compiler(tmp_path: Path) -> None:
@@ -107,12 +114,14 @@ def test_built_once_and_again_only_if_a_source_changes(tmp_path: Path, monkeypat
     source.mkdir()
     (source / "a.cpp").write_text("int f() { return 1; }\n")
     monkeypatch.setattr(building, "SOURCES", source)
-    first = build("avx2", tmp_path / "cache", environ=os.environ)
+    first = compile_kernels("avx2", tmp_path / "cache", environ=os.environ)
     written = first.stat().st_mtime_ns
-    assert build("avx2", tmp_path / "cache", environ=os.environ) == first and first.stat().st_mtime_ns == written
-    assert build("avx2", tmp_path / "cache", extra_flags=("-g",), environ=os.environ) != first
+    assert (
+        compile_kernels("avx2", tmp_path / "cache", environ=os.environ) == first and first.stat().st_mtime_ns == written
+    )
+    assert compile_kernels("avx2", tmp_path / "cache", extra_flags=("-g",), environ=os.environ) != first
     (source / "b.h").write_text("// more\n")
-    assert build("avx2", tmp_path / "cache", environ=os.environ) != first
+    assert compile_kernels("avx2", tmp_path / "cache", environ=os.environ) != first
 
 
 @needs_compiler
@@ -124,12 +133,12 @@ def test_what_came_with_the_package_is_used_if_it_is_of_these_sources(
     (source / "a.cpp").write_text("int f() { return 1; }\n")
     monkeypatch.setattr(building, "SOURCES", source)
     monkeypatch.setattr(building, "PACKAGED", tmp_path / "compiled")
-    assert packaged("avx2") is None
-    made = build_packaged("avx2", tmp_path / "compiled", environ=os.environ)
-    assert packaged("avx2") == made and packaged("avx512") is None
+    assert packaged_library("avx2") is None
+    made = build_wheel_kernels("avx2", tmp_path / "compiled", environ=os.environ)
+    assert packaged_library("avx2") == made and packaged_library("avx512") is None
     assert [file.name for file in (tmp_path / "compiled").iterdir()] == [made.name]
     (source / "a.cpp").write_text("int f() { return 2; }\n")
-    assert packaged("avx2") is None
+    assert packaged_library("avx2") is None
 
 
 def test_a_packaged_library_that_cannot_be_loaded_is_passed_over(
@@ -137,7 +146,7 @@ def test_a_packaged_library_that_cannot_be_loaded_is_passed_over(
 ) -> None:
     (tmp_path / "broken.so").write_bytes(b"not a library")
     monkeypatch.setattr("headstart.model.kernels.library.packaged", lambda variant: tmp_path / "broken.so")
-    found = load.__wrapped__(RUNNABLE[-1])
+    found = load_kernels.__wrapped__(RUNNABLE[-1])
     assert found.kernels is None or found.origin.startswith("compiled on this machine")
 
 
@@ -181,8 +190,8 @@ def test_a_wheel_brings_the_kernels_and_needs_no_compiler_to_use_them(tmp_path: 
 
 
 def test_doctor_says_where_the_kernels_are_from() -> None:
-    found = find()
-    shown = report().text()
+    found = find_kernels()
+    shown = make_doctor_report().text()
     assert found.origin in shown
     assert found.kernels is None or found.origin.startswith(("built with the package", "compiled on this machine"))
 
@@ -207,7 +216,7 @@ def test_several_processes_build_at_once_and_share_torchs_openmp(tmp_path: Path)
     )
     quick = tmp_path / "g++-quick"
     calls = tmp_path / "calls"
-    built = build(RUNNABLE[-1], cache_folder(os.environ), environ=os.environ)
+    built = compile_kernels(RUNNABLE[-1], cache_folder(os.environ), environ=os.environ)
     quick.write_text(COPYING_COMPILER.format(calls=calls, compiler=find_compiler(os.environ), built=built))
     quick.chmod(0o755)
     environ = {**os.environ, "CXX": str(quick), "XDG_CACHE_HOME": str(tmp_path), VARIABLE: ""}

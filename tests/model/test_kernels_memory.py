@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headstart.core.errors import ConfigError
-from headstart.model.kernels.memory import ALIGNED, CHUNK, HUGE, Arena, reserve, staggered
+from headstart.model.kernels.memory import ALIGNED, CHUNK, HUGE, Arena, num_staggered_items, reserve_memory
 
 
 @settings(max_examples=30, deadline=None)
@@ -64,18 +64,18 @@ def test_memory_is_given_back_with_the_last_that_shares_it() -> None:
 def test_a_system_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("mmap.MADV_HUGEPAGE")
     assert Arena().take((10,), torch.uint8).sum() == 0
-    assert reserve((3, 10), torch.int32, num_parts=3).sum() == 0
+    assert reserve_memory((3, 10), torch.int32, num_parts=3).sum() == 0
 
 
 def test_more_address_space_than_there_is_is_refused_with_the_number() -> None:
     with pytest.raises(ConfigError, match=r"16777216\.0 GiB of the KV pool .*lower --kv-cache-memory"):
-        reserve((1 << 54,), torch.uint8, num_parts=1)
+        reserve_memory((1 << 54,), torch.uint8, num_parts=1)
 
 
 @pytest.mark.parametrize("num_parts", [3, 96, 512, 2048])
 @pytest.mark.parametrize(("num", "item"), [(4096, 2048), (5461, 2048), (8192, 4096), (3000, 1536), (1025, 2048)])
 def test_few_parts_come_to_a_huge_page_at_one_item(num: int, item: int, num_parts: int) -> None:
-    reserved = staggered(num, item, num_parts=num_parts)
+    reserved = num_staggered_items(num, item, num_parts=num_parts)
     assert num <= reserved <= num + HUGE // item
     begins = Counter(-(-(part * reserved * item) // HUGE) * HUGE // item - part * reserved for part in range(num_parts))
     assert max(begins.values()) <= 2 + 2 * num_parts * item // HUGE
@@ -83,4 +83,4 @@ def test_few_parts_come_to_a_huge_page_at_one_item(num: int, item: int, num_part
 
 @pytest.mark.parametrize(("num", "item"), [(1024, 2048), (100, 2048), (7, 3 << 20)])
 def test_parts_without_huge_pages_lie_side_by_side(num: int, item: int) -> None:
-    assert staggered(num, item, num_parts=96) == num
+    assert num_staggered_items(num, item, num_parts=96) == num

@@ -11,9 +11,9 @@ from model.paged import chunk
 from torch import Tensor
 
 from headstart.core.batch import Batch, Chunk
-from headstart.model.kv_writes import Span, Writes
+from headstart.model.kv_writes import KVWrites, SlotSpan
 from headstart.model.paged_kv import KVShape, PagedKV
-from headstart.model.step_inputs import StepBounds, build_step
+from headstart.model.step_inputs import StepBounds, build_step_inputs
 
 BLOCK, NUM_BLOCKS = 4, 40
 BOUNDS = StepBounds(NUM_BLOCKS, BLOCK, vocab_size=100, max_positions=64)
@@ -28,22 +28,22 @@ class Piece(NamedTuple):
     write_from: int
 
 
-def plan(*chunks: Chunk) -> Writes:
-    step, kept, errors = build_step(Batch(chunks), BOUNDS, CPU)
+def plan(*chunks: Chunk) -> KVWrites:
+    step, kept, errors = build_step_inputs(Batch(chunks), BOUNDS, CPU)
     assert step is not None and len(kept) == len(chunks), errors
     return step.writes
 
 
 def test_a_prompt_of_adjacent_blocks_is_one_span_and_a_ragged_end() -> None:
     writes = plan(chunk(list(range(14)), 0, 14, [5, 6, 7, 9]))
-    assert writes.spans == (Span(0, 12, 20),)
+    assert writes.spans == (SlotSpan(0, 12, 20),)
     assert writes.loose is not None and writes.loose.tolist() == [12, 13]
     assert writes.loose_slots.tolist() == [36, 37]
 
 
 def test_spans_break_where_blocks_are_not_adjacent() -> None:
     writes = plan(chunk(list(range(16)), 0, 16, [5, 6, 8, 7]))
-    assert writes.spans == (Span(0, 8, 20), Span(8, 12, 32), Span(12, 16, 28))
+    assert writes.spans == (SlotSpan(0, 8, 20), SlotSpan(8, 12, 32), SlotSpan(12, 16, 28))
     assert writes.loose is not None and len(writes.loose) == 0
 
 
@@ -51,7 +51,7 @@ def test_a_chunk_that_begins_and_ends_inside_a_block_has_spans_too() -> None:
     decode = chunk(list(range(8)), 7, 8, [1, 2])
     ragged = chunk(list(range(20)), 2, 15, [10, 11, 12, 13, 20])
     writes = plan(decode, ragged)
-    assert writes.spans == (Span(3, 11, 44),)  # positions 4 to 11
+    assert writes.spans == (SlotSpan(3, 11, 44),)  # positions 4 to 11
     assert writes.loose is not None and writes.loose.tolist() == [0, 1, 2, 11, 12, 13]
     assert writes.loose_slots.tolist() == [11, 42, 43, 52, 53, 54]
 
@@ -60,7 +60,7 @@ def test_shared_blocks_are_in_no_span() -> None:
     writes = plan(
         chunk(list(range(16)), 0, 16, [5, 6, 7, 8], write_from=8), chunk(list(range(8)), 7, 8, [1, 2], write_from=8)
     )
-    assert writes.spans == (Span(8, 16, 28),)
+    assert writes.spans == (SlotSpan(8, 16, 28),)
     assert writes.tokens is not None and writes.tokens.tolist() == list(range(8, 16))
     assert writes.loose is not None and len(writes.loose) == 0
 
@@ -124,7 +124,7 @@ def test_both_ways_to_write_store_every_token_due_bit_by_bit_and_nothing_else(
     for by_head in (True, False):
         kv = PagedKV(shape, num_blocks=NUM_BLOCKS, block_size=BLOCK, dtype=dtype, device=CPU)
         with torch.inference_mode():
-            (kv.write if by_head else kv.write_tokens)(1, keys, values, writes)
+            (kv.write if by_head else kv.write_layer_by_token)(1, keys, values, writes)
         assert torch.equal(bits(kv.layers[1]), bits(due.view_as(kv.layers[1])))
         assert not kv.layers[0].any()
 

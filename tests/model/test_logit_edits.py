@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headstart.core.batch import UNKNOWN_TOKEN, Chunk
 from headstart.core.request import SamplingParams
-from headstart.model.sampling.logit_edits import LogitEdits, num_outputs
+from headstart.model.sampling.logit_edits import LogitEdits, num_output_tokens
 
 VOCAB = 8
 
@@ -113,6 +113,6 @@ def test_the_unknown_token_of_a_chunk_planned_ahead_counts_as_an_output() -> Non
     sampling = SamplingParams(min_tokens=2, stop_token_ids=(1,))
     known = chunk_of(sampling, [3, 4], [5, 6])
     ahead = known._replace(token_ids=array("i", [UNKNOWN_TOKEN]), history=known.history[:-1], from_previous=0)
-    assert num_outputs(ahead) == num_outputs(known) == 2
+    assert num_output_tokens(ahead) == num_output_tokens(known) == 2
     assert not LogitEdits(VOCAB).wanted(ahead)
     assert LogitEdits(VOCAB).wanted(ahead._replace(history=known.history[:-2]))

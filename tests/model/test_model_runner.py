@@ -8,7 +8,7 @@ import torch
 from model.paged import all_logits, change_block, chunk, load_tiny, tiny_runner
 from model.tiny import eager
 
-from headstart.core.batch import Batch, Row, RowErrorKind
+from headstart.core.batch import Batch, RowErrorKind, RowResult
 from headstart.core.request import SamplingParams
 from headstart.model.attention.base import resolve_backend
 from headstart.model.model_runner import ModelRunner
@@ -25,7 +25,7 @@ def text(seed: int, length: int) -> list[int]:
     return [rng.randrange(3, 128) for _ in range(length)]
 
 
-def rows_of(runner: ModelRunner, *chunks: object) -> tuple[Row, ...]:
+def rows_of(runner: ModelRunner, *chunks: object) -> tuple[RowResult, ...]:
     return runner.execute(Batch(tuple(chunks))).rows  # pyright: ignore[reportArgumentType]
 
 
@@ -36,7 +36,7 @@ def test_poisoned_and_invalid_rows_fail_alone(loaded: LoadedModel) -> None:
     def prepared() -> ModelRunner:
         runner = tiny_runner(loaded)
         firsts = [chunk(t, 0, 32, b, request_id=str(i)) for i, (t, b) in enumerate(zip(texts, tables, strict=True))]
-        assert all(row == Row() for row in rows_of(runner, *firsts))
+        assert all(row == RowResult() for row in rows_of(runner, *firsts))
         return runner
 
     lasts = [
@@ -108,7 +108,7 @@ def test_an_empty_batch_and_finished_requests_are_fine(loaded: LoadedModel) -> N
 
 
 def test_a_chunk_that_samples_nothing_gives_an_empty_row(loaded: LoadedModel) -> None:
-    assert rows_of(tiny_runner(loaded), chunk(text(4, 9), 0, 9, [1])) == (Row(),)
+    assert rows_of(tiny_runner(loaded), chunk(text(4, 9), 0, 9, [1])) == (RowResult(),)
 
 
 def test_loaded_model_says_what_a_front_end_must_know(tmp_path: Path) -> None:

@@ -12,24 +12,24 @@ from numpy.typing import NDArray
 
 from headstart.model.kernels import library as load
 from headstart.model.kernels.memory import HUGE
-from headstart.model.kv_writes import Span, Writes
+from headstart.model.kv_writes import KVWrites, SlotSpan
 from headstart.model.packed_kv import PackedKV, PageWrites
 from headstart.model.paged_kv import KVShape, PagedKV
 
 CPU = torch.device("cpu")
 RUNNABLE = load.runnable_variants()
-pytestmark = pytest.mark.skipif(load.kernels() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(load.loaded_kernels() is None, reason="no compiled kernels here")
 
 
 @pytest.fixture(params=RUNNABLE)
-def kernels(request: pytest.FixtureRequest) -> load.Kernels:
-    found = load.load(request.param).kernels
+def kernels(request: pytest.FixtureRequest) -> load.KernelLibrary:
+    found = load.load_kernels(request.param).kernels
     assert found is not None
     return found
 
 
 def pair(
-    kernels: load.Kernels, dim: int, dtype: torch.dtype, block_size: int, kv_heads: int = 3
+    kernels: load.KernelLibrary, dim: int, dtype: torch.dtype, block_size: int, kv_heads: int = 3
 ) -> tuple[PackedKV, PagedKV]:
     shape = KVShape(2, kv_heads, dim)
     packed = PackedKV(kernels, shape, num_blocks=8, block_size=block_size, dtype=dtype)
@@ -40,15 +40,15 @@ def pair(
 @pytest.mark.parametrize("block_size", [16, 48, 8, 20])
 @pytest.mark.parametrize("dim", [1, 7, 16, 64, 80, 112, 200])
 def test_tokens_and_spans_land_where_paged_kv_puts_them(
-    kernels: load.Kernels, dim: int, block_size: int, dtype: torch.dtype
+    kernels: load.KernelLibrary, dim: int, block_size: int, dtype: torch.dtype
 ) -> None:
     packed, paged = pair(kernels, dim, dtype, block_size)
     rng = Random(dim)
     size = block_size
-    spans = (Span(3, 3 + 2 * size, 4 * size), Span(3 + 2 * size, 3 + 3 * size, 2 * size))
+    spans = (SlotSpan(3, 3 + 2 * size, 4 * size), SlotSpan(3 + 2 * size, 3 + 3 * size, 2 * size))
     loose = np.array([0, 1, 2, 3 + 3 * size])
     slots = np.array(rng.sample([*range(size, 2 * size), *range(6 * size, 8 * size)], 4))
-    writes = Writes(torch.empty(0), None, spans, loose, slots)
+    writes = KVWrites(torch.empty(0), None, spans, loose, slots)
     wide = torch.randn(2, 4 + 3 * size, 7, dim).to(dtype)
     keys, values = wide[0][:, 1:4], wide[1][:, 4:]  # heads of wider rows
     for kv in (packed, paged):
@@ -63,12 +63,12 @@ def test_tokens_and_spans_land_where_paged_kv_puts_them(
     ]
 
 
-def test_the_pool_begins_where_a_huge_page_can_and_is_zero(kernels: load.Kernels) -> None:
+def test_the_pool_begins_where_a_huge_page_can_and_is_zero(kernels: load.KernelLibrary) -> None:
     packed, _ = pair(kernels, 64, torch.bfloat16, 16)
     assert packed.pool.ctypes.data % HUGE == 0 and not packed.pool.any()
 
 
-def test_the_pool_takes_memory_as_its_blocks_are_written(kernels: load.Kernels) -> None:
+def test_the_pool_takes_memory_as_its_blocks_are_written(kernels: load.KernelLibrary) -> None:
     """A pool of 1.5 GiB: nothing at first, then what is written, not a huge page of each layer and head."""
     shape, process = KVShape(16, 3, 64), psutil.Process()
     before = process.memory_info().rss
@@ -80,7 +80,7 @@ def test_the_pool_takes_memory_as_its_blocks_are_written(kernels: load.Kernels) 
     assert 40 << 20 < process.memory_info().rss - before < 80 << 20
 
 
-def test_a_token_leaves_its_neighbours_in_the_same_words_alone(kernels: load.Kernels) -> None:
+def test_a_token_leaves_its_neighbours_in_the_same_words_alone(kernels: load.KernelLibrary) -> None:
     packed, paged = pair(kernels, 5, torch.bfloat16, 16)
     for slot in (35, 34, 33, 36, 34):  # odd and even, again over what is there
         keys, values = torch.randn(2, 1, 3, 5).to(torch.bfloat16)
@@ -89,7 +89,7 @@ def test_a_token_leaves_its_neighbours_in_the_same_words_alone(kernels: load.Ker
         assert bytes(packed.read_block(2)) == bytes(paged.read_block(2))
 
 
-def test_a_block_of_the_wrong_length_or_outside_is_refused(kernels: load.Kernels) -> None:
+def test_a_block_of_the_wrong_length_or_outside_is_refused(kernels: load.KernelLibrary) -> None:
     packed, _ = pair(kernels, 8, torch.float32, 16)
     with pytest.raises(ValueError, match="6144 bytes, got 5"):
         packed.write_block(1, b"12345")
@@ -98,7 +98,7 @@ def test_a_block_of_the_wrong_length_or_outside_is_refused(kernels: load.Kernels
             call()
 
 
-def test_blocks_are_taken_from_any_buffer(kernels: load.Kernels) -> None:
+def test_blocks_are_taken_from_any_buffer(kernels: load.KernelLibrary) -> None:
     packed, _ = pair(kernels, 8, torch.bfloat16, 16)
     data = bytes(range(256)) * 12
     for block, buffer in enumerate((data, bytearray(data), memoryview(data), memoryview(b"x" + data)[1:])):
@@ -106,7 +106,7 @@ def test_blocks_are_taken_from_any_buffer(kernels: load.Kernels) -> None:
         assert bytes(packed.read_block(block + 1)) == data
 
 
-def test_zeroing_clears_exactly_the_given_blocks(kernels: load.Kernels) -> None:
+def test_zeroing_clears_exactly_the_given_blocks(kernels: load.KernelLibrary) -> None:
     packed, _ = pair(kernels, 8, torch.float32, 16)
     for block in range(8):
         packed.write_block(block, b"\x07" * packed.block_bytes)
@@ -115,23 +115,23 @@ def test_zeroing_clears_exactly_the_given_blocks(kernels: load.Kernels) -> None:
     assert [any(packed.read_block(block)) for block in range(8)] == [block not in (1, 4) for block in range(8)]
 
 
-def test_writes_outside_the_pool_or_of_tokens_that_are_not_there_are_refused(kernels: load.Kernels) -> None:
+def test_writes_outside_the_pool_or_of_tokens_that_are_not_there_are_refused(kernels: load.KernelLibrary) -> None:
     packed, _ = pair(kernels, 8, torch.float32, 16)
     keys = torch.zeros(16, 3, 8)
     none = np.zeros(0, np.int64)
     for writes in (
         token_writes([8 * 16]),
         token_writes([-1]),
-        Writes(torch.empty(0), None, (Span(0, 16, 8 * 16),), none, none),
-        Writes(torch.empty(0), None, (Span(1, 17, 16),), none, none),
-        Writes(torch.empty(0), None, (), np.array([16]), np.array([1])),
+        KVWrites(torch.empty(0), None, (SlotSpan(0, 16, 8 * 16),), none, none),
+        KVWrites(torch.empty(0), None, (SlotSpan(1, 17, 16),), none, none),
+        KVWrites(torch.empty(0), None, (), np.array([16]), np.array([1])),
     ):
         with pytest.raises(ValueError, match="lie outside"):
             packed.write(0, keys, keys, writes)
     assert not packed.pool.any()
 
 
-def test_blocks_are_read_from_another_thread_while_others_are_written(kernels: load.Kernels) -> None:
+def test_blocks_are_read_from_another_thread_while_others_are_written(kernels: load.KernelLibrary) -> None:
     packed, _ = pair(kernels, 64, torch.bfloat16, 16)
     packed.write_block(1, b"\x05" * packed.block_bytes)
     found: list[bool] = []
@@ -144,7 +144,7 @@ def test_blocks_are_read_from_another_thread_while_others_are_written(kernels: l
     assert found == [True] * 200
 
 
-def test_tokens_that_share_words_are_written_by_two_threads_at_once(kernels: load.Kernels) -> None:
+def test_tokens_that_share_words_are_written_by_two_threads_at_once(kernels: load.KernelLibrary) -> None:
     """A word holds the values of two tokens, which two threads of a step may write."""
     packed = PackedKV(kernels, KVShape(1, 4, 64), num_blocks=2, block_size=16, dtype=torch.bfloat16)
     elements, pages = packed.pool.reshape(-1).view(np.uint16), np.zeros((0, 2), np.int32)
@@ -156,13 +156,13 @@ def test_tokens_that_share_words_are_written_by_two_threads_at_once(kernels: loa
     def write_again(slot: int) -> None:
         turns = np.array([(0, slot), (1, slot)] * 2_500, np.int32)
         for turn in range(100):
-            packed.write_planned(0, keys, values, PageWrites(pages, turns, 2))
+            packed.write_layer_planned(0, keys, values, PageWrites(pages, turns, 2))
             if (elements[places[slot]] != last).any():
                 lost.append(turn)
 
     for slot in (20, 21):
         before = elements.copy()
-        packed.write_planned(0, keys, values, PageWrites(pages, np.array([(1, slot)], np.int32), 2))
+        packed.write_layer_planned(0, keys, values, PageWrites(pages, np.array([(1, slot)], np.int32), 2))
         places[slot] = np.flatnonzero(elements != before)
         assert len(places[slot]) == 4 * 64
     threads = [Thread(target=write_again, args=(slot,)) for slot in places]

@@ -34,7 +34,7 @@ def test_a_block_leaves_as_tokens_by_heads_by_dims(by_head: bool, head_dim: int,
     keys, values = torch.randn(2, 2, 16, 3, head_dim).to(dtype).unbind(0)  # [layer, token, head, dim]
     order = torch.randperm(16)
     writes = token_writes((order + 3 * 16).tolist())
-    write = kv.write if by_head else kv.write_tokens
+    write = kv.write if by_head else kv.write_layer_by_token
     for layer in range(2):
         write(layer, keys[layer][order], values[layer][order], writes)
     data = kv.read_block(3)

@@ -9,9 +9,15 @@ import torch
 from model.guarded import Guards
 from torch import Tensor
 
-from headstart.model.kernels.library import Kernels, load, runnable_variants
-from headstart.model.kernels.packed import Norm
-from headstart.model.kernels.recurrence import MatrixWeights, States, gate_rows, matrix_mixer, short_convolution
+from headstart.model.kernels.library import KernelLibrary, load_kernels, runnable_variants
+from headstart.model.kernels.packed import PackedNorm
+from headstart.model.kernels.recurrence import (
+    MatrixWeights,
+    StepRecurrentStates,
+    apply_sigmoid_gate,
+    matrix_mixer,
+    short_convolution,
+)
 from headstart.model.layers.recurrent import convolve_in_torch, delta_net_in_torch, mamba_in_torch, sigmoid
 from headstart.model.step_inputs import RowState
 from headstart.model.weights.hybrid_config import MatrixShape
@@ -29,8 +35,8 @@ LENGTHS = (75, 1, 21)  # of the sequences
 
 
 @pytest.fixture(params=runnable_variants(), scope="module")
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    found = load(request.param)
+def kernels(request: pytest.FixtureRequest) -> KernelLibrary:
+    found = load_kernels(request.param)
     if found.kernels is None:
         pytest.skip(found.note)
     return found.kernels
@@ -43,7 +49,7 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
 def matrix_weights(shape: MatrixShape, dtype: torch.dtype, kind: str) -> MatrixWeights:
     heads = shape.num_value_heads
     rate, bias = -draw(heads, seed=2).exp(), draw(heads, seed=3)
-    norm = Norm(1 + 0.1 * draw(shape.value_dim if kind == "delta" else shape.num_values, seed=4).to(dtype), 1e-6)
+    norm = PackedNorm(1 + 0.1 * draw(shape.value_dim if kind == "delta" else shape.num_values, seed=4).to(dtype), 1e-6)
     made = MatrixWeights(draw(shape.conv_size, shape.num_channels, seed=1), rate, bias, norm)
     if kind == "delta":
         return made
@@ -55,17 +61,19 @@ def matrix_rows(shape: MatrixShape, dtype: torch.dtype, kind: str) -> Tensor:
     return draw(sum(LENGTHS), shape.num_channels + shape.num_values + rates, seed=5, dtype=dtype)
 
 
-def states_of(guards: Guards, size: int, lengths: Sequence[int], places: Sequence[Sequence[int]]) -> States:
+def states_of(
+    guards: Guards, size: int, lengths: Sequence[int], places: Sequence[Sequence[int]]
+) -> StepRecurrentStates:
     """States of sequences, each with copies to be saved behind `places`, in guarded memory."""
     rows, begin = list[RowState](), 0
     for index, (length, own) in enumerate(zip(lengths, places, strict=True)):
         saves = tuple((at, guards.put(torch.zeros(size))) for at in own)
         rows.append(RowState(begin, begin + length, guards.put(draw(size, seed=10 + index)), saves))
         begin += length
-    return States(rows)
+    return StepRecurrentStates(rows)
 
 
-def tensors(states: States) -> list[Tensor]:
+def tensors(states: StepRecurrentStates) -> list[Tensor]:
     return [tensor for row in states.rows for tensor in (row.state, *(saved for _, saved in row.saves))]
 
 
@@ -75,7 +83,9 @@ PLACES = ((16, 17, 75), (), (1,))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", TWINS)
-def test_a_matrix_mixer_equals_its_twin(kernels: Kernels, shape: MatrixShape, dtype: torch.dtype, kind: str) -> None:
+def test_a_matrix_mixer_equals_its_twin(
+    kernels: KernelLibrary, shape: MatrixShape, dtype: torch.dtype, kind: str
+) -> None:
     weights, rows, guards = matrix_weights(shape, dtype, kind), matrix_rows(shape, dtype, kind), Guards()
     found, due = (states_of(guards, OFFSET + shape.state_size + 3, LENGTHS, PLACES) for _ in range(2))
     expected = TWINS[kind](shape, weights, rows, due, OFFSET)
@@ -93,7 +103,7 @@ def test_a_matrix_mixer_equals_its_twin(kernels: Kernels, shape: MatrixShape, dt
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_short_convolution_equals_its_twin(
-    kernels: Kernels, taps: int, channels: int, dtype: torch.dtype, with_bias: bool
+    kernels: KernelLibrary, taps: int, channels: int, dtype: torch.dtype, with_bias: bool
 ) -> None:
     guards, rows = Guards(), draw(sum(LENGTHS), 3 * channels, seed=5, dtype=dtype)
     weight, bias = draw(taps, channels, seed=1), draw(channels, seed=2) if with_bias else None
@@ -107,11 +117,11 @@ def test_the_short_convolution_equals_its_twin(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gates_open_rows_as_torch_does(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_gates_open_rows_as_torch_does(kernels: KernelLibrary, dtype: torch.dtype) -> None:
     guards, wide = Guards(), draw(9, 100, seed=1, dtype=dtype)
     rows, gates = draw(9, 37, dtype=dtype), wide[:, 60:97]
     found = guards.put(rows)
-    gate_rows(kernels, found, gates)
+    apply_sigmoid_gate(kernels, found, gates)
     expected = rows * sigmoid(gates.float()).to(dtype)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5 if dtype == torch.float32 else 0.01)
     assert guards.intact()
@@ -121,7 +131,7 @@ def test_gates_open_rows_as_torch_does(kernels: Kernels, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", TWINS)
 def test_no_chunk_batch_or_number_of_threads_changes_a_bit(
-    kernels: Kernels, shape: MatrixShape, dtype: torch.dtype, kind: str
+    kernels: KernelLibrary, shape: MatrixShape, dtype: torch.dtype, kind: str
 ) -> None:
     weights, rows, rng = matrix_weights(shape, dtype, kind), matrix_rows(shape, dtype, kind), Random(1)
     size, taps = shape.state_size, 3
@@ -140,7 +150,7 @@ def test_no_chunk_batch_or_number_of_threads_changes_a_bit(
                 cuts = sorted({0, length, *(at for at, _ in row.saves), *(rng.randrange(length) for _ in range(4))})
                 saved = dict(row.saves)
                 for start, end in pairwise(cuts):
-                    states = States([RowState(0, end - start, alone.state)])
+                    states = StepRecurrentStates([RowState(0, end - start, alone.state)])
                     part = slice(begin + start, begin + end)
                     found = matrix_mixer(kernels, shape, weights, rows[part].clone(), states, conv_size)
                     assert torch.equal(found, outputs[part])
@@ -154,7 +164,7 @@ def test_no_chunk_batch_or_number_of_threads_changes_a_bit(
         torch.set_num_threads(before)
 
 
-def test_arguments_that_do_not_fit_are_refused(kernels: Kernels) -> None:
+def test_arguments_that_do_not_fit_are_refused(kernels: KernelLibrary) -> None:
     shape = SHAPES[0]
     weights, rows = matrix_weights(shape, torch.float32, "delta"), matrix_rows(shape, torch.float32, "delta")
     states = states_of(Guards(), shape.state_size, LENGTHS, ((), (), ()))
@@ -173,7 +183,7 @@ def test_arguments_that_do_not_fit_are_refused(kernels: Kernels) -> None:
     with pytest.raises(ValueError, match="and 1020 numbers"):
         short_convolution(kernels, draw(3, 60), None, draw(sum(LENGTHS), 180), states, 900)
     with pytest.raises(ValueError, match="gates"):
-        gate_rows(kernels, draw(3, 4), draw(3, 5))
+        apply_sigmoid_gate(kernels, draw(3, 4), draw(3, 5))
 
 
 def test_a_table_of_chunks_out_of_order_is_refused() -> None:
@@ -186,6 +196,6 @@ def test_a_table_of_chunks_out_of_order_is_refused() -> None:
         [RowState(0, 2, state, ((0, state),))],
     ):
         with pytest.raises(ValueError, match="a chunk"):
-            States(rows)
+            StepRecurrentStates(rows)
     with pytest.raises(ValueError, match="state is"):
-        States([RowState(0, 1, state), RowState(1, 2, torch.zeros(5))])
+        StepRecurrentStates([RowState(0, 1, state), RowState(1, 2, torch.zeros(5))])

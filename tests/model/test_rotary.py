@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from headstart.model.layers.rotary import Rotary, inverse_frequencies, read_rope
+from headstart.model.layers.rotary import RotaryEmbedding, inverse_frequencies, read_rope
 
 KINDS: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 3.0},
@@ -50,7 +50,7 @@ def test_positions_end_where_the_embedding_would_change(kind: str, positions: in
 @pytest.mark.parametrize("partial", [1.0, 0.5])
 def test_rotation_pairs_each_dimension_with_the_one_half_a_head_away(partial: float) -> None:
     rope = read_rope({"partial_rotary_factor": partial}, head_dim=8)
-    rotary = Rotary(rope, torch.float32, torch.device("cpu"))
+    rotary = RotaryEmbedding(rope, torch.float32, torch.device("cpu"))
     heads = torch.randn(3, 2, 8)
     rotated = rotary.apply(heads, rotary.angles(torch.tensor([0, 1, 9])))
     half = rope.rotary_dim // 2

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.core.batch import Chunk, Row, RowError, RowErrorKind
+from headstart.core.batch import Chunk, RowError, RowErrorKind, RowResult
 from headstart.core.request import SamplingParams
-from headstart.model.kernels.library import load, runnable_variants
+from headstart.model.kernels.library import load_kernels, runnable_variants
 from headstart.model.sampling.sampler import Sampler
 
 VOCAB = 50
@@ -44,7 +44,7 @@ RUNNABLE = runnable_variants()
 @pytest.fixture(params=["none", *RUNNABLE], scope="module")
 def make_sampler(request: pytest.FixtureRequest) -> MakeSampler:
     """Sampler with one variant of the kernels, or with torch alone."""
-    found = load(request.param)
+    found = load_kernels(request.param)
     if found.kernels is None and request.param != "none":
         pytest.skip(found.note)
     return partial(Sampler, kernels=found.kernels)
@@ -60,7 +60,7 @@ def test_greedy_takes_the_first_of_the_best(make_sampler: MakeSampler, dtype: to
     logits[1, 20] = logits[1, 30] = 40.0
     rows = make_sampler(VOCAB).sample(logits, [chunk_of(SamplingParams(temperature=0.0))] * 4)
     expected = [row.index(max(row)) for row in logits.tolist()]
-    assert rows == [Row((token,)) for token in expected]
+    assert rows == [RowResult((token,)) for token in expected]
     assert expected[1] == 20
 
 
@@ -111,7 +111,7 @@ def test_poisoned_row_fails_alone(make_sampler: MakeSampler, poison: float, kind
     else:
         logits[where, 11] = poison
     rows = make_sampler(VOCAB).sample(logits, chunks)
-    assert rows[where] == Row(error=RowError(RowErrorKind.NON_FINITE, "the model computed no finite logits"))
+    assert rows[where] == RowResult(error=RowError(RowErrorKind.NON_FINITE, "the model computed no finite logits"))
     assert [r for i, r in enumerate(rows) if i != where] == [r for i, r in enumerate(healthy) if i != where]
 
 
@@ -130,7 +130,7 @@ def test_min_tokens_is_ignored_where_it_forbids_all_that_the_model_allows(make_s
     logits[:, 4] = 1.0
     chunks = [chunk_of(SamplingParams(min_tokens=1, stop_token_ids=(4,))), chunk_of(SamplingParams())]
     rows = make_sampler(VOCAB).sample(logits, chunks)
-    assert rows == [Row((4,)), Row((4,))]
+    assert rows == [RowResult((4,)), RowResult((4,))]
 
 
 def test_seeded_stream_depends_on_seed_and_position_only(make_sampler: MakeSampler) -> None:

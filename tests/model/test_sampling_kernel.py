@@ -13,9 +13,9 @@ from model.guarded import Guards
 
 from headstart.core.batch import Chunk
 from headstart.core.request import SamplingParams
-from headstart.model.kernels.library import Kernels, load, runnable_variants
-from headstart.model.kernels.sampling import RowSampler, RowTask
-from headstart.model.sampling.draw import draw
+from headstart.model.kernels.library import KernelLibrary, load_kernels, runnable_variants
+from headstart.model.kernels.sampling import RowSampler, RowSamplingParams
+from headstart.model.sampling.draw import draw_tokens
 from headstart.model.sampling.logit_edits import LogitEdits
 from headstart.model.sampling.sampler import Sampler
 
@@ -26,8 +26,8 @@ INT31_MAX = 2**31 - 1
 
 
 @pytest.fixture(params=RUNNABLE, scope="module")
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    found = load(request.param)
+def kernels(request: pytest.FixtureRequest) -> KernelLibrary:
+    found = load_kernels(request.param)
     if found.kernels is None:
         pytest.skip(found.note)
     return found.kernels
@@ -72,16 +72,16 @@ def oracle(logits: torch.Tensor, s: SamplingParams) -> Oracle:
     return Oracle(probs / probs.sum(), is_near)
 
 
-def task_of(s: SamplingParams, uniform: float) -> RowTask:
-    return RowTask(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, uniform=uniform)
+def task_of(s: SamplingParams, uniform: float) -> RowSamplingParams:
+    return RowSamplingParams(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, uniform=uniform)
 
 
 def assert_like_the_twin(
-    kernels: Kernels, logits: torch.Tensor, params: list[SamplingParams], uniform: list[float]
+    kernels: KernelLibrary, logits: torch.Tensor, params: list[SamplingParams], uniform: list[float]
 ) -> int:
     """Tokens are the twin's, or a boundary is near. Returns how many were the twin's."""
     found = RowSampler(kernels, logits.shape[1])(logits, list(map(task_of, params, uniform))).tokens
-    expected = draw(logits.float().clone(), params, uniform).tolist()
+    expected = draw_tokens(logits.float().clone(), params, uniform).tolist()
     for row, s, number, token, twin in zip(logits, params, uniform, found, expected, strict=True):
         if token != twin:
             assert oracle(row, s).is_near_a_boundary(number), (token, twin, s, number)
@@ -126,7 +126,7 @@ def rows_of_any_kind(draw: st.DrawFn) -> torch.Tensor:
     uniform=[0.9999, 0.25, 0.3, 1 - 2**-53],
 )
 def test_tokens_are_the_twins(
-    kernels: Kernels, logits: torch.Tensor, params: list[SamplingParams], uniform: list[float]
+    kernels: KernelLibrary, logits: torch.Tensor, params: list[SamplingParams], uniform: list[float]
 ) -> None:
     count = len(logits)
     assert_like_the_twin(kernels, logits, params[:count], uniform[:count])
@@ -147,7 +147,9 @@ KINDS = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [32_000, 152_064])
 @pytest.mark.parametrize("scale", [0.02, 1.0, 6.0])
-def test_large_vocabularies_flat_and_peaked(kernels: Kernels, dtype: torch.dtype, size: int, scale: float) -> None:
+def test_large_vocabularies_flat_and_peaked(
+    kernels: KernelLibrary, dtype: torch.dtype, size: int, scale: float
+) -> None:
     generator = torch.Generator().manual_seed(7)
     logits = (torch.randn((len(KINDS), size), generator=generator) * scale).to(dtype)
     uniform = torch.rand(len(KINDS), generator=generator, dtype=torch.float64).tolist()
@@ -155,7 +157,7 @@ def test_large_vocabularies_flat_and_peaked(kernels: Kernels, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("s", KINDS, ids=str)
-def test_filters_leave_what_sorting_leaves(kernels: Kernels, s: SamplingParams) -> None:
+def test_filters_leave_what_sorting_leaves(kernels: KernelLibrary, s: SamplingParams) -> None:
     """Draws at the middle of every kept token's share, and nothing but kept tokens at random."""
     logits = torch.randn((1, 400), generator=torch.Generator().manual_seed(3)) * 2
     kept = oracle(logits[0], s).kept
@@ -167,7 +169,7 @@ def test_filters_leave_what_sorting_leaves(kernels: Kernels, s: SamplingParams) 
 
 
 @pytest.mark.parametrize("s", [*KINDS[:5], SamplingParams(min_p=0.2)], ids=str)
-def test_draws_follow_the_distribution(kernels: Kernels, s: SamplingParams) -> None:
+def test_draws_follow_the_distribution(kernels: KernelLibrary, s: SamplingParams) -> None:
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.5, -math.inf, 2.0]])
     count = 20_000
     uniform = torch.rand(count, generator=torch.Generator().manual_seed(1), dtype=torch.float64).tolist()
@@ -182,7 +184,7 @@ def test_draws_follow_the_distribution(kernels: Kernels, s: SamplingParams) -> N
 @settings(max_examples=60, deadline=None)
 @given(logits=rows_of_any_kind(), params=st.lists(PARAMS, min_size=4, max_size=4), seed=st.integers(0, 99))
 def test_a_row_is_the_same_alone_in_any_batch_and_with_any_threads(
-    kernels: Kernels, logits: torch.Tensor, params: list[SamplingParams], seed: int
+    kernels: KernelLibrary, logits: torch.Tensor, params: list[SamplingParams], seed: int
 ) -> None:
     logits = logits.repeat(8, 1)
     uniform = torch.rand(len(logits), generator=torch.Generator().manual_seed(seed), dtype=torch.float64).tolist()
@@ -242,7 +244,7 @@ EDITED = st.builds(
     dtype=st.sampled_from(DTYPES),
 )
 def test_edited_rows_and_logprobs_are_the_twins(
-    kernels: Kernels, rows: list[tuple[SamplingParams, list[float], list[int]]], dtype: torch.dtype
+    kernels: KernelLibrary, rows: list[tuple[SamplingParams, list[float], list[int]]], dtype: torch.dtype
 ) -> None:
     logits = torch.tensor([values for _, values, _ in rows]).to(dtype)
     chunks = [chunk_of(sampling, outputs, f"r{at}") for at, (sampling, _, outputs) in enumerate(rows)]
@@ -265,11 +267,11 @@ def test_edited_rows_and_logprobs_are_the_twins(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 17, 256, 5000])
-def test_logprobs_of_given_tokens(kernels: Kernels, size: int, dtype: torch.dtype) -> None:
+def test_logprobs_of_given_tokens(kernels: KernelLibrary, size: int, dtype: torch.dtype) -> None:
     logits = (torch.randn((3, size), generator=torch.Generator().manual_seed(size)) * 4).to(dtype)
     logits[1, : size // 2] = -math.inf
     tokens = [0, size // 2, size - 1]
-    found = RowSampler(kernels, size)(logits, [RowTask(token=token, num_top=9) for token in tokens]).logprobs
+    found = RowSampler(kernels, size)(logits, [RowSamplingParams(token=token, num_top=9) for token in tokens]).logprobs
     reference = logits.double().log_softmax(-1).clamp(min=-9999)
     for row, token, entry in zip(reference, tokens, found, strict=True):
         assert entry is not None and entry.token_id == token
@@ -281,9 +283,9 @@ def test_logprobs_of_given_tokens(kernels: Kernels, size: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
-def test_logprobs_are_of_the_raw_logits_at_any_temperature(kernels: Kernels, temperature: float) -> None:
+def test_logprobs_are_of_the_raw_logits_at_any_temperature(kernels: KernelLibrary, temperature: float) -> None:
     logits = torch.randn((2, 300), generator=torch.Generator().manual_seed(5)) * 3
-    tasks = [RowTask(temperature=temperature, top_p=0.9, uniform=0.4, num_top=2)] * 2
+    tasks = [RowSamplingParams(temperature=temperature, top_p=0.9, uniform=0.4, num_top=2)] * 2
     found = RowSampler(kernels, 300)(logits, tasks)
     reference = logits.double().log_softmax(-1)
     for row, token, entry in zip(reference, found.tokens, found.logprobs, strict=True):
@@ -297,18 +299,20 @@ def test_logprobs_are_of_the_raw_logits_at_any_temperature(kernels: Kernels, tem
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_not_finite_says_so(kernels: Kernels, bad: float, dtype: torch.dtype) -> None:
+def test_a_row_that_is_not_finite_says_so(kernels: KernelLibrary, bad: float, dtype: torch.dtype) -> None:
     logits = torch.zeros((3, 300), dtype=dtype)
     logits[1] = -math.inf
     logits[1, 299] = bad
-    found = RowSampler(kernels, 300)(logits, [RowTask(temperature=1.0, top_p=0.5, uniform=0.5, num_top=3)] * 3)
+    found = RowSampler(kernels, 300)(
+        logits, [RowSamplingParams(temperature=1.0, top_p=0.5, uniform=0.5, num_top=3)] * 3
+    )
     assert [math.isfinite(best) for best in found.best] == [True, False, True]
     assert found.tokens[0] == found.tokens[2] and found.logprobs[0] == found.logprobs[2]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 15, 255, 257, 1000])
-def test_nothing_but_the_row_is_read(kernels: Kernels, size: int, dtype: torch.dtype) -> None:
+def test_nothing_but_the_row_is_read(kernels: KernelLibrary, size: int, dtype: torch.dtype) -> None:
     """Memory beside the rows is NaN: read, it would poison sums and maxima."""
     guards = Guards()
     logits = guards.put((torch.randn((len(KINDS), size), generator=torch.Generator().manual_seed(1))).to(dtype))
@@ -321,12 +325,12 @@ def test_nothing_but_the_row_is_read(kernels: Kernels, size: int, dtype: torch.d
     assert all(entry is not None and math.isfinite(entry.logprob) for entry in found.logprobs)
 
 
-def test_what_does_not_fit_is_refused(kernels: Kernels) -> None:
+def test_what_does_not_fit_is_refused(kernels: KernelLibrary) -> None:
     sampler = RowSampler(kernels, 10)
     with pytest.raises(ValueError, match="2 x 10"):
-        sampler(torch.zeros(2, 9), [RowTask(), RowTask()])
+        sampler(torch.zeros(2, 9), [RowSamplingParams(), RowSamplingParams()])
     with pytest.raises(ValueError, match="float64"):
-        sampler(torch.zeros((1, 10), dtype=torch.float64), [RowTask()])
+        sampler(torch.zeros((1, 10), dtype=torch.float64), [RowSamplingParams()])
     with pytest.raises(ValueError, match="token 10 lies outside"):
-        sampler(torch.zeros(1, 10), [RowTask(token=10, num_top=0)])
+        sampler(torch.zeros(1, 10), [RowSamplingParams(token=10, num_top=0)])
     assert sampler(torch.zeros(0, 10), []).tokens == []

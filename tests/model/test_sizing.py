@@ -9,23 +9,23 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from headstart.core.errors import ConfigError
-from headstart.model.setup.sizes import Memory, cpu_memory
+from headstart.model.setup.sizes import MemorySize, cpu_memory
 from headstart.model.setup.sizing import (
     GPU_CONTEXT_BYTES,
-    KVPlan,
+    KVPoolPlan,
     apply_threads,
     check_weights_fit,
     checkpoint_bytes,
+    device_memory,
     gpu_budget,
-    gpu_peak,
-    held_on_gpu,
-    memory,
-    out_of_memory_refused,
+    gpu_bytes_held,
+    measure_gpu_peak,
     plan_kv_pool,
+    refuse_out_of_memory,
 )
 
 
-def plan(**changes: Any) -> KVPlan:
+def plan(**changes: Any) -> KVPoolPlan:
     """12 KiB per token, 10 GiB beside 2 GiB of weights: 3.2 GiB of pool."""
     default: dict[str, Any] = {
         "kv_bytes_per_token": 12 * 1024,
@@ -110,9 +110,9 @@ def test_pool_never_takes_more_than_its_share_and_always_holds_one_sequence(
     assert (got.num_blocks - 1) * block_size >= length
 
 
-def gpu(total: float, free: float) -> Memory:
+def gpu(total: float, free: float) -> MemorySize:
     """A GPU with `total` and `free` GiB."""
-    return Memory(int(total * GIB), int(free * GIB), "GPU")
+    return MemorySize(int(total * GIB), int(free * GIB), "GPU")
 
 
 def test_pool_of_a_gpu_is_all_that_weights_and_buffers_leave_of_nine_tenths() -> None:
@@ -193,7 +193,7 @@ def test_weights_buffers_and_pool_never_exceed_the_share_nor_what_is_free(
     length: int,
     per_token: int,
 ) -> None:
-    found = Memory(total, max(total - held, 0), "GPU")
+    found = MemorySize(total, max(total - held, 0), "GPU")
     try:
         budget = gpu_budget(found, utilization, limit=limit, is_sized=bool(pool))
         got = plan(
@@ -217,7 +217,7 @@ def test_a_larger_share_or_a_smaller_profile_never_makes_the_pool_smaller(
     total: int, one: float, other: float, profile: int
 ) -> None:
     def blocks(utilization: float, profile_bytes: int) -> int:
-        budget = gpu_budget(Memory(total, total, "GPU"), utilization)
+        budget = gpu_budget(MemorySize(total, total, "GPU"), utilization)
         try:
             return plan(available_bytes=budget, gpu_profile_bytes=profile_bytes, max_model_len=2).num_blocks
         except ConfigError:
@@ -236,14 +236,14 @@ def test_a_gpu_out_of_memory_is_one_line_with_numbers_and_remedy(error: RuntimeE
         pytest.raises(
             ConfigError, match=r"^out of GPU memory while loading: .*3\.0 GiB of 8\.0 GiB.*; pray$"
         ) as caught,
-        out_of_memory_refused("loading", "pray", gpu(8, 3)),
+        refuse_out_of_memory("loading", "pray", gpu(8, 3)),
     ):
         raise error
     assert "\n" not in str(caught.value) and ("2.00 GiB" in str(caught.value)) is (error is ONE)
 
 
 def test_other_errors_of_torch_pass() -> None:
-    with pytest.raises(RuntimeError, match="shapes"), out_of_memory_refused("loading", "pray", gpu(8, 3)):
+    with pytest.raises(RuntimeError, match="shapes"), refuse_out_of_memory("loading", "pray", gpu(8, 3)):
         raise RuntimeError("shapes do not match")
 
 
@@ -275,7 +275,7 @@ def test_damaged_checkpoint_is_named(tmp_path: Path, content: bytes) -> None:
 
 
 def test_memory_of_the_cpu_is_what_sizes_says() -> None:
-    assert memory().limit == memory("cpu").limit == cpu_memory().limit
+    assert device_memory().limit == device_memory("cpu").limit == cpu_memory().limit
 
 
 def test_threads_are_applied() -> None:
@@ -289,13 +289,13 @@ def test_threads_are_applied() -> None:
 
 @pytest.mark.gpu
 def test_numbers_of_a_real_gpu_are_those_that_sizing_expects() -> None:
-    found = memory("cuda")
+    found = device_memory("cuda")
     assert 0 < found.available <= found.limit and gpu_budget(found, 0.01, is_sized=True) <= found.available
-    held = held_on_gpu("cuda")
-    assert gpu_peak(lambda: torch.empty(2**28, dtype=torch.uint8, device="cuda"), "cuda") >= 2**28
-    assert held_on_gpu("cuda") == held
+    held = gpu_bytes_held("cuda")
+    assert measure_gpu_peak(lambda: torch.empty(2**28, dtype=torch.uint8, device="cuda"), "cuda") >= 2**28
+    assert gpu_bytes_held("cuda") == held
     with (
         pytest.raises(ConfigError, match=r"GPU memory while trying: .* was free at the start and .* more was needed"),
-        out_of_memory_refused("trying", "pray", found),
+        refuse_out_of_memory("trying", "pray", found),
     ):
         torch.empty(found.limit + 2**30, dtype=torch.uint8, device="cuda")

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from model.tiny import make_checkpoint
 
-from headstart.core.batch import Batch, Row, StepResult, TokenLogprob
+from headstart.core.batch import Batch, RowResult, StepResult, TokenLogprob
 from headstart.core.engine import Engine, EngineStats
 from headstart.core.request import CacheMode, Request, SamplingParams
 from headstart.core.sched.limits import Limits
@@ -66,7 +66,7 @@ class Run:
         limits = Limits(max_batched_tokens=96, max_seqs=6, max_model_len=LEN)
         scheduler = Scheduler(SchedulerConfig(blocks, 16, limits, model=loaded.fingerprint, speculation=config))
         for _ in range(300):
-            scheduler.admission.finished(1)  # it admits too many, so some are preempted
+            scheduler.admission.record_output_length(1)  # it admits too many, so some are preempted
         engine = Engine(scheduler, SteadyRunner(loaded, num_blocks=blocks, block_size=16, seed=1))
         self.tokens: dict[str, list[int]] = {request.request_id: [] for request in made}
         self.logprobs: dict[str, list[TokenLogprob]] = {request.request_id: [] for request in made}
@@ -74,7 +74,7 @@ class Run:
         self._step(engine, waiting, 6)
         while engine.has_work:
             self._step(engine, waiting, 1)
-        scheduler.pool.check()
+        scheduler.pool.check_invariants()
         assert scheduler.pool.num_free == scheduler.pool.num_usable
         self.stats: EngineStats = engine.stats()
 
@@ -135,11 +135,11 @@ def test_a_request_that_does_not_read_the_cache_has_drafts_of_its_own_tokens_onl
 @pytest.mark.parametrize("bug", ["draws again with the first number", "takes the logits one position too far"])
 def test_a_planted_bug_is_caught(bug: str, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "draws again with the first number":
-        monkeypatch.setattr(verification.VerifiedChunk, "so_far", lambda self: self.chunk)
+        monkeypatch.setattr(verification.VerifiedChunk, "extended_chunk", lambda self: self.chunk)
     else:
         add = verification.VerifiedChunk.add
 
-        def planted(self: verification.VerifiedChunk, row: Row) -> bool:
+        def planted(self: verification.VerifiedChunk, row: RowResult) -> bool:
             going = add(self, row)
             self.first += not self.token_ids[1:] and going and self.first + 2 < self.chunk.num_logits
             return going

@@ -13,16 +13,16 @@ from model.tiny import HYBRIDS, NATIVE, make_checkpoint
 from torch import Tensor
 
 from headstart.core.batch import Batch, Chunk, RowErrorKind
-from headstart.model.attention.base import Attend
-from headstart.model.kernels.chain import Chain, Link, Workspace
-from headstart.model.kernels.library import VARIABLE, find, runnable_variants
+from headstart.model.attention.base import AttentionFunction
+from headstart.model.kernels.chain import ChainLink, ChainWorkspace, LinearChain
+from headstart.model.kernels.library import VARIABLE, find_kernels, runnable_variants
 from headstart.model.kernels.packed import PackedLinear
-from headstart.model.kernels.stack import Ahead, KernelKind, Stack
+from headstart.model.kernels.stack import Ahead, KernelKind, LayerStack
 from headstart.model.layers.decoder import Decoder
 from headstart.model.layers.fused import FusedLayers
 from headstart.model.layers.hybrid_decoder import HybridDecoder
 from headstart.model.model_runner import ModelRunner
-from headstart.model.step_inputs import StepBounds, StepInputs, build_step
+from headstart.model.step_inputs import StepBounds, StepInputs, build_step_inputs
 from headstart.model.weights.model_loader import load_model
 
 RUNNABLE = runnable_variants()
@@ -37,8 +37,8 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every variant this processor runs, one after the other."""
     monkeypatch.setenv(VARIABLE, request.param)
-    if find().kernels is None:
-        pytest.skip(find().note)
+    if find_kernels().kernels is None:
+        pytest.skip(find_kernels().note)
 
 
 def make_runner(folder: Path, family: str = "llama", **overrides: Any) -> tuple[ModelRunner, FusedLayers]:
@@ -50,12 +50,12 @@ def make_runner(folder: Path, family: str = "llama", **overrides: Any) -> tuple[
 
 def make_step(runner: ModelRunner, *chunks: Chunk) -> StepInputs:
     bounds = StepBounds(runner.num_blocks, runner.block_size, runner.loaded.vocab_size, runner.loaded.max_model_len)
-    step, _, errors = build_step(Batch(chunks), bounds, runner.loaded.device)
+    step, _, errors = build_step_inputs(Batch(chunks), bounds, runner.loaded.device)
     assert step is not None and not errors
     return step
 
 
-def layer_by_layer(attend: Attend) -> Attend:
+def layer_by_layer(attend: AttentionFunction) -> AttentionFunction:
     """The same attention as somebody else's: only a function to call."""
 
     def call(*rows: Any, **settings: Any) -> Tensor:
@@ -109,7 +109,7 @@ def test_positions_before_the_first_are_refused(tmp_path: Path) -> None:
 def test_a_step_that_was_checked_against_a_larger_pool_is_checked_again(tmp_path: Path) -> None:
     runner, _ = make_runner(tmp_path)
     bounds = StepBounds(runner.num_blocks + 1, runner.block_size, 128, 512)
-    step, _, _ = build_step(Batch((chunk([5, 6], 0, 1, [runner.num_blocks]),)), bounds, torch.device("cpu"))
+    step, _, _ = build_step_inputs(Batch((chunk([5, 6], 0, 1, [runner.num_blocks]),)), bounds, torch.device("cpu"))
     assert step is not None
     with pytest.raises(ValueError, match="outside"):
         runner.attention.begin(step)
@@ -170,7 +170,7 @@ def test_one_call_of_a_hybrid_equals_one_per_mixer(
     loaded = load_model(tmp_path, dtype="bfloat16", device="cpu", attention_backend="cpu")
     assert isinstance(loaded.model, HybridDecoder)
     calls = list[int]()
-    monkeypatch.setattr(Stack, "__call__", counted(Stack.__call__, calls))
+    monkeypatch.setattr(LayerStack, "__call__", counted(LayerStack.__call__, calls))
     whole, parts = tiny_runner(loaded), tiny_runner(loaded)
     assert whole.states is not None and parts.states is not None
     rng = Random(3)
@@ -206,13 +206,13 @@ def counted(function: Callable[..., None], calls: list[int]) -> Callable[..., No
 
 
 def test_a_stack_refuses_a_wrong_number_of_arguments_and_foreign_memory() -> None:
-    kernels = find().kernels
+    kernels = find_kernels().kernels
     assert kernels is not None
     linear = PackedLinear(kernels, torch.zeros(8, 8, dtype=torch.bfloat16))
-    chain, wide = (Chain(kernels, [Link(linear, 0, 1)], widths) for widths in ((8, 8), (8, 8, 4)))
+    chain, wide = (LinearChain(kernels, [ChainLink(linear, 0, 1)], widths) for widths in ((8, 8), (8, 8, 4)))
     embedding = torch.zeros(4, 8, dtype=torch.bfloat16)
-    stack = Stack(kernels, [[chain], [chain]], [[(KernelKind.GATE, 0)]], embedding, chain, stream=0)
+    stack = LayerStack(kernels, [[chain], [chain]], [[(KernelKind.GATE, 0)]], embedding, chain, stream=0)
     with pytest.raises(ValueError, match="0 arguments for 1 kernels"):
-        stack(*Workspace([chain]).of(1), [])
+        stack(*ChainWorkspace([chain]).of(1), [])
     with pytest.raises(ValueError, match="this chain needs"):
-        stack(*Workspace([wide]).of(1), [])
+        stack(*ChainWorkspace([wide]).of(1), [])

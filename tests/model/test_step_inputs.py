@@ -11,15 +11,15 @@ from model.paged import chunk
 
 from headstart.core.batch import Batch, Chunk
 from headstart.model import step_inputs
-from headstart.model.kernels.library import Kernels, find, kernels
-from headstart.model.step_inputs import StepBounds, build_step
+from headstart.model.kernels.library import KernelLibrary, find_kernels, loaded_kernels
+from headstart.model.step_inputs import StepBounds, build_step_inputs
 
 BOUNDS = StepBounds(num_blocks=20, block_size=4, vocab_size=100, max_positions=32)
 CPU = torch.device("cpu")
 
 
-def require_kernels() -> Kernels:
-    found = find()
+def require_kernels() -> KernelLibrary:
+    found = find_kernels()
     if found.kernels is None:
         pytest.skip(found.note)
     return found.kernels
@@ -28,14 +28,14 @@ def require_kernels() -> Kernels:
 def test_two_chunks_are_packed_without_padding() -> None:
     prefill = chunk(list(range(10, 20)), 2, 7, [5, 6, 7])
     decode = chunk(list(range(30, 38)), 7, 8, [9, 3])
-    step, kept, errors = build_step(Batch((prefill, decode)), BOUNDS, CPU)
+    step, kept, errors = build_step_inputs(Batch((prefill, decode)), BOUNDS, CPU)
     assert step is not None and kept == [0, 1] and errors == {}
     assert step.token_ids.tolist() == [12, 13, 14, 15, 16, 37]
     assert step.positions.tolist() == [2, 3, 4, 5, 6, 7]
     assert step.writes.slots.tolist() == [22, 23, 24, 25, 26, 15] and step.writes.tokens is None
     assert step.qo_indptr.tolist() == [0, 5, 6] and step.starts.tolist() == [2, 7]
     assert step.kv_indptr.tolist() == [0, 2, 4] and step.kv_indices.tolist() == [5, 6, 9, 3]
-    assert (step.num_rows, step.num_tokens) == (2, 6)
+    assert (step.num_rows, step.num_queued_tokens) == (2, 6)
     assert step.token_ids.dtype == step.positions.dtype == step.writes.slots.dtype == torch.int64
     assert step.kv_indices.dtype == step.qo_indptr.dtype == np.int32
 
@@ -43,7 +43,7 @@ def test_two_chunks_are_packed_without_padding() -> None:
 def test_positions_before_write_from_are_not_written() -> None:
     shared = chunk(list(range(8)), 2, 8, [1, 2], write_from=4)
     cached = chunk(list(range(4)), 3, 4, [1], write_from=4)
-    step, _, _ = build_step(Batch((shared, cached)), BOUNDS, CPU)
+    step, _, _ = build_step_inputs(Batch((shared, cached)), BOUNDS, CPU)
     assert step is not None and step.writes.tokens is not None
     assert step.writes.tokens.tolist() == [2, 3, 4, 5] and step.writes.slots.tolist() == [8, 9, 10, 11]
 
@@ -67,7 +67,7 @@ GOOD = chunk([1, 2, 3], 0, 3, [1])
     ],
 )
 def test_a_chunk_out_of_bounds_fails_alone(bad: Chunk, message: str) -> None:
-    step, kept, errors = build_step(Batch((GOOD, bad, GOOD)), BOUNDS, CPU)
+    step, kept, errors = build_step_inputs(Batch((GOOD, bad, GOOD)), BOUNDS, CPU)
     assert step is not None and kept == [0, 2]
     assert step.token_ids.tolist() == [1, 2, 3, 1, 2, 3]
     assert list(errors) == [1]
@@ -76,13 +76,13 @@ def test_a_chunk_out_of_bounds_fails_alone(bad: Chunk, message: str) -> None:
 
 
 def test_only_bad_chunks_make_no_step() -> None:
-    step, kept, errors = build_step(Batch((chunk([500], 0, 1, [1]),)), BOUNDS, CPU)
+    step, kept, errors = build_step_inputs(Batch((chunk([500], 0, 1, [1]),)), BOUNDS, CPU)
     assert step is None and kept == [] and list(errors) == [0]
-    assert build_step(Batch(()), BOUNDS, CPU) == (None, [], {})
+    assert build_step_inputs(Batch(()), BOUNDS, CPU) == (None, [], {})
 
 
 def test_unused_blocks_behind_the_chunk_are_not_read() -> None:
-    step, _, _ = build_step(Batch((GOOD._replace(block_ids=(1, 99), token_ids=array("i", [1])),)), BOUNDS, CPU)
+    step, _, _ = build_step_inputs(Batch((GOOD._replace(block_ids=(1, 99), token_ids=array("i", [1])),)), BOUNDS, CPU)
     assert step is not None and step.kv_indices.tolist() == [1]
 
 
@@ -104,7 +104,7 @@ def batches(draw: st.DrawFn) -> list[Chunk]:
 
 @given(batches(), st.booleans())
 def test_a_step_is_its_chunks_one_after_the_other(chunks: list[Chunk], by_kernels: bool) -> None:
-    step, kept, errors = build_step(Batch(tuple(chunks)), BOUNDS, CPU, kernels() if by_kernels else None)
+    step, kept, errors = build_step_inputs(Batch(tuple(chunks)), BOUNDS, CPU, loaded_kernels() if by_kernels else None)
     assert step is not None and kept == list(range(len(chunks))) and errors == {}
     written: list[tuple[int, int]] = []
     for index, one in enumerate(chunks):
@@ -117,13 +117,13 @@ def test_a_step_is_its_chunks_one_after_the_other(chunks: list[Chunk], by_kernel
         assert step.starts[index] == one.start
         due = range(max(one.start, one.write_from), end)
         written += [(first + position - one.start, table[position // 4] * 4 + position % 4) for position in due]
-    tokens = list(range(step.num_tokens)) if step.writes.tokens is None else step.writes.tokens.tolist()
+    tokens = list(range(step.num_queued_tokens)) if step.writes.tokens is None else step.writes.tokens.tolist()
     assert list(zip(tokens, step.writes.slots.tolist(), strict=True)) == written
 
 
 def test_a_packed_table_may_grow_while_its_step_is_alive() -> None:
     table = array("i", [1, 2])
-    step, _, _ = build_step(Batch((GOOD._replace(block_ids=table), chunk([500], 0, 1, [1]))), BOUNDS, CPU)
+    step, _, _ = build_step_inputs(Batch((GOOD._replace(block_ids=table), chunk([500], 0, 1, [1]))), BOUNDS, CPU)
     table.append(3)
     assert step is not None and step.kv_indices.tolist() == [1]
 
@@ -137,9 +137,9 @@ def decode(position: int, table: list[int], *, token: int = 7, write_from: int =
 def test_decodes_are_packed_in_one_call_as_with_numpy(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     bounds = BOUNDS._replace(block_size=size)
     chunks = Batch((decode(5, [3, 9]), decode(0, [4], token=99), decode(31, list(range(8, 16)), write_from=31)))
-    expected, _, _ = build_step(chunks, bounds, CPU)
+    expected, _, _ = build_step_inputs(chunks, bounds, CPU)
     monkeypatch.setattr(step_inputs, "_pack", lambda *_: pytest.fail("packed with numpy"))
-    step, kept, errors = build_step(chunks, bounds, CPU, require_kernels())
+    step, kept, errors = build_step_inputs(chunks, bounds, CPU, require_kernels())
     assert step is not None and expected is not None and kept == [0, 1, 2] and not errors
     for name in ("token_ids", "positions", "qo_indptr", "starts", "kv_indptr", "kv_indices"):
         found, known = getattr(step, name), getattr(expected, name)
@@ -164,5 +164,5 @@ def test_decodes_are_packed_in_one_call_as_with_numpy(size: int, monkeypatch: py
 )
 def test_a_decode_out_of_bounds_fails_alone(bad: Chunk) -> None:
     good = decode(3, [2])
-    found = [build_step(Batch((good, bad, good)), BOUNDS, CPU, chosen) for chosen in (None, require_kernels())]
+    found = [build_step_inputs(Batch((good, bad, good)), BOUNDS, CPU, chosen) for chosen in (None, require_kernels())]
     assert found[0][1:] == found[1][1:] and list(found[1][2]) == [1]

@@ -11,7 +11,7 @@ import pytest
 from clients.environments import PLAYWRIGHT, UnreachableError, environment
 from server.harness import spawn
 
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 
 CHECKS = Path(__file__).with_name("browser_checks.py")
 SIZES = ["--port", "0", "--num-blocks", "512", "--max-model-len", "1024", "--heartbeat-timeout", "600"]
@@ -25,7 +25,7 @@ def test_every_check_passes_in_a_browser(tmp_path: Path) -> None:
         python = environment(PLAYWRIGHT) / "bin" / "python"
     except UnreachableError as error:
         pytest.skip(str(error))
-    model = init_model("tiny", tmp_path / "tiny", std=0.2, dtype="float32", progress=False)
+    model = write_random_model("tiny", tmp_path / "tiny", std=0.2, dtype="float32", progress=False)
     serve = [sys.executable, "-m", "headstart", "serve", str(model), *SIZES]
     with ExitStack() as stack:
         commands = ([*serve, "--root-path", "/llm"], [*serve, *KEYS], [*serve, "--replicas", "2"])

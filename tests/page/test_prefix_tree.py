@@ -11,7 +11,9 @@ def block(number: int, parent: int, *, users: int = 0, pinned: bool = False, ten
 
 
 def shape(tree: PrefixTree, max_runs: int = 100) -> list[tuple[int, int, int, int]]:
-    return [(run.first.block, run.parent, run.num_blocks, run.num_subtree_blocks) for run in tree.largest(max_runs)]
+    return [
+        (run.first.block, run.parent, run.num_blocks, run.num_subtree_blocks) for run in tree.largest_runs(max_runs)
+    ]
 
 
 def test_a_chain_is_one_run_and_a_branch_ends_it() -> None:
@@ -44,7 +46,7 @@ def test_the_largest_subtrees_are_kept_and_their_sizes_count_what_is_not_shown()
 
 def test_a_deep_tree_needs_no_recursion() -> None:
     tree = PrefixTree([block(number, number - 1, users=number) for number in range(1, 20_001)])
-    assert len(tree.runs) == 20_000 and tree.largest(2)[1].num_subtree_blocks == 19_999
+    assert len(tree.runs) == 20_000 and tree.largest_runs(2)[1].num_subtree_blocks == 19_999
 
 
 @given(st.lists(st.integers(0, 30), max_size=60), st.integers(1, 70))
@@ -52,7 +54,7 @@ def test_runs_hold_every_block_once_and_parents_come_first(parents: list[int], m
     blocks = [block(number, min(parent, number - 1)) for number, parent in enumerate(parents, 1)]
     tree = PrefixTree(blocks)
     assert sum(run.num_blocks for run in tree.runs) == tree.num_blocks == len(blocks)
-    chosen = tree.largest(max_runs)
+    chosen = tree.largest_runs(max_runs)
     assert len(chosen) == min(max_runs, len(tree.runs))
     for place, run in enumerate(chosen):
         below = [other for other in chosen if other.parent == place]

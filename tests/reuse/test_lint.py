@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from headstart.cli.main import main
 from headstart.reuse.causes import CAUSES
-from headstart.reuse.log_report import report_log
-from headstart.reuse.logged_prompt import LoggedMessage, LoggedPrompt, read_log
+from headstart.reuse.log_report import lint_report
+from headstart.reuse.logged_prompt import LoggedMessage, LoggedPrompt, parse_log
 from headstart.reuse.miss_ratios import miss_ratios
-from headstart.reuse.prompt_changes import compare
+from headstart.reuse.prompt_changes import changes_between_prompts
 from headstart.reuse.text_changes import text_changes
 from headstart_lab.prompts.lint_rates import causes, clean_blamed, pair_rate, report, single_rates
 from headstart_lab.prompts.prompt_mistakes import ENGINE_MISTAKES, MISTAKES, clean_log, in_place_log, log_with
@@ -140,7 +140,7 @@ def test_equal_text_is_never_longer_than_the_text(this: str, that: str) -> None:
 @given(st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), TEXTS.map("".join)), max_size=5))
 def test_a_prompt_differs_from_itself_in_nothing(messages: list[tuple[str, str]]) -> None:
     prompt = LoggedPrompt(1, ("{}",), tuple(LoggedMessage(role, text) for role, text in messages))
-    assert compare(prompt, prompt).changes == []
+    assert changes_between_prompts(prompt, prompt).changes == []
 
 
 JSON = st.recursive(
@@ -156,9 +156,9 @@ KEYS = st.sampled_from(["messages", "tools", "input", "prompt", "system", "respo
     st.lists(st.dictionaries(KEYS, JSON | st.lists(st.dictionaries(KEYS, JSON, max_size=3), max_size=3)), max_size=4)
 )
 def test_any_json_is_read_or_skipped(bodies: list[Any]) -> None:
-    found = read_log([*map(json.dumps, bodies), "no json", "[1]", ""])
+    found = parse_log([*map(json.dumps, bodies), "no json", "[1]", ""])
     assert len(found.prompts) + len(found.id_prompts) + found.num_skipped == len(bodies) + 2
-    report_log(found.prompts, found.num_skipped).as_dict()
+    lint_report(found.prompts, found.num_skipped).as_dict()
 
 
 # -------------------------------------------------------------------------------------------------------- command line

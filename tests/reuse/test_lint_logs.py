@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.cli.main import main
-from headstart.openai.canonical.nonces import rule_for_line
-from headstart.reuse.log_report import diagnose, report_ids, report_log
+from headstart.openai.canonical.nonces import nonce_rule_of_line
+from headstart.reuse.log_report import find_costly_differences, id_trace_report, lint_report
 from headstart.reuse.logged_prompt import (
     CUT,
     NOT_STORED,
     REDACTED,
     VLLM_HIDDEN,
-    IdPrompt,
-    log_entry,
-    read_log,
-    split_rendered,
+    TokenIdPrompt,
+    parse_log,
+    parse_log_line,
+    split_rendered_prompt,
 )
 from headstart_lab.prompts.lint_rates import report
 from headstart_lab.prompts.prompt_mistakes import clean_log, log_with
@@ -68,20 +68,20 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_litellm_logs_give_the_report_of_the_bodies(form: str) -> None:
-    found = read_log([json.dumps(FORMS[form](body)) for body in BODIES])
+    found = parse_log([json.dumps(FORMS[form](body)) for body in BODIES])
     assert len(found.prompts) == len(BODIES) and not found.num_skipped and not found.notes
-    assert [prompt.text for prompt in found.prompts] == [prompt.text for prompt in read_log(BODIES).prompts]
-    assert [cost.cause for cost in report_log(found.prompts).causes] == ["timestamp"]
+    assert [prompt.text for prompt in found.prompts] == [prompt.text for prompt in parse_log(BODIES).prompts]
+    assert [cost.cause for cost in lint_report(found.prompts).causes] == ["timestamp"]
 
 
 def test_answers_and_texts_of_litellm_are_read() -> None:
-    (found,) = read_log([litellm_payload(BODIES[0])]).prompts
+    (found,) = parse_log([litellm_payload(BODIES[0])]).prompts
     assert found.answer is not None and found.answer.content == "Fine." and found.tools
-    (text,) = read_log(
+    (text,) = parse_log(
         [{"messages": "Once upon a time", "model_parameters": {}, "call_type": "atext_completion"}]
     ).prompts
     assert text.messages[0].content == "Once upon a time"
-    (passed,) = read_log(
+    (passed,) = parse_log(
         [{"messages": {"system": "Be brief.", "messages": [{"role": "user", "content": "Hi"}]}, "model_parameters": {}}]
     ).prompts
     assert [message.role for message in passed.messages] == ["system", "user"]
@@ -93,7 +93,7 @@ def test_what_litellm_has_removed_or_cut_is_told() -> None:
     cut = litellm_payload(
         {"messages": [{"role": "user", "content": "abc... (litellm_truncated skipped 9 chars. x) ...def"}]}
     )
-    found = read_log([row, row, hidden, cut])
+    found = parse_log([row, row, hidden, cut])
     assert found.notes == {NOT_STORED: 2, REDACTED: 1, CUT: 1} and len(found.prompts) == 1 and found.num_skipped == 3
 
 
@@ -101,7 +101,7 @@ def test_other_records_of_a_json_log_are_no_requests() -> None:
     """LiteLLM puts the fields of a request into records of every step of its work."""
     step = {**BODIES[0], "message": "get_available_deployment for ...", "level": "DEBUG", "component": "LiteLLM Router"}
     own = {"message": "sent a request", "level": "info", "timestamp": "now", "body": BODIES[0]}
-    found = read_log([json.dumps(step), json.dumps(json_record(BODIES[0])), json.dumps(own)])
+    found = parse_log([json.dumps(step), json.dumps(json_record(BODIES[0])), json.dumps(own)])
     assert [prompt.line for prompt in found.prompts] == [2, 3]
 
 
@@ -135,19 +135,19 @@ def vllm_old(number: int, prompt: str | None, ids: list[int] | None) -> list[str
 @pytest.mark.parametrize("version", [vllm_old, vllm_new])
 def test_vllm_logs_are_split_into_messages_and_their_causes_are_named(version: Any) -> None:
     lines = [line for number, body in enumerate(BODIES) for line in version(number, chatml(body), None)]
-    found = read_log(lines)
+    found = parse_log(lines)
     assert len(found.prompts) == len(BODIES) and not found.notes
     assert [one.role for one in found.prompts[0].messages] == ["system", "user"]
-    assert [cost.cause for cost in report_log(found.prompts).causes] == ["timestamp"]
+    assert [cost.cause for cost in lint_report(found.prompts).causes] == ["timestamp"]
     clean = [line for number, body in enumerate(clean_log(Random(3))) for line in version(number, chatml(body), None)]
-    assert not report_log(read_log(clean).prompts).causes
+    assert not lint_report(parse_log(clean).prompts).causes
 
 
 def test_vllm_without_debug_level_is_told_how_to_log_prompts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [line for number in range(3) for line in vllm_new(number, "x", None)[1:]]
-    assert read_log(lines).notes == {VLLM_HIDDEN: 3}
+    assert parse_log(lines).notes == {VLLM_HIDDEN: 3}
     (tmp_path / "vllm.log").write_text("\n".join(lines))
     assert main(["lint", str(tmp_path / "vllm.log")]) == 2
     assert "VLLM_LOGGING_LEVEL=DEBUG" in capsys.readouterr().err
@@ -159,7 +159,7 @@ def test_token_ids_of_vllm_are_reported_by_ids(
 ) -> None:
     prompts = [[*range(100), *range(1000 + 50 * number, 1050 + 50 * number)] for number in range(4)]
     lines = [line for number, ids in enumerate(prompts) for line in version(number, None, ids)]
-    found = read_log(lines)
+    found = parse_log(lines)
     assert [list(one.ids) for one in found.id_prompts] == prompts and not found.prompts
     (tmp_path / "log").write_text("\n".join(lines))
     assert main(["lint", str(tmp_path / "log"), "--json"]) == 0
@@ -177,7 +177,7 @@ def test_prompts_that_vllm_has_cut_are_told(limit: int) -> None:
         for number, text in enumerate(texts)
         for line in vllm_new(number, (text + "x" * number)[: limit or None], None)
     ]
-    notes = read_log(lines).notes
+    notes = parse_log(lines).notes
     assert [note for note in notes if "--max-log-len" in note] == list(notes)
     assert len(notes) == 0  # what is equal up to the cut is one prompt
     lines = [
@@ -185,11 +185,11 @@ def test_prompts_that_vllm_has_cut_are_told(limit: int) -> None:
         for number, text in enumerate(texts)
         for line in vllm_new(number, f"{number} {text}"[: limit or None], None)
     ]
-    assert list(read_log(lines).notes.values()) == ([5] if limit else [])
+    assert list(parse_log(lines).notes.values()) == ([5] if limit else [])
     ids = [
         line for number in range(4) for line in vllm_new(number, None, [number, *range(40 if limit else 40 + number)])
     ]
-    assert any("41 tokens" in note for note in read_log(ids).notes) == bool(limit)
+    assert any("41 tokens" in note for note in parse_log(ids).notes) == bool(limit)
 
 
 QUOTES = st.text(st.sampled_from("a'\"\\\n\tü\u2028, prompt_token_ids: [1]<|im_start|>"), max_size=30)
@@ -198,12 +198,12 @@ QUOTES = st.text(st.sampled_from("a'\"\\\n\tü\u2028, prompt_token_ids: [1]<|im_
 @given(QUOTES)
 def test_any_rendered_prompt_is_read_back_whole(prompt: str) -> None:
     for lines in (vllm_old(1, prompt, [1, 2]), vllm_new(1, prompt, None)):
-        entry = log_entry(lines[0])
+        entry = parse_log_line(lines[0])
         assert "".join(one["content"] for one in entry.value["messages"]) in (prompt, entry_text(prompt))
 
 
 def entry_text(prompt: str) -> str:
-    return "".join(one["content"] for one in split_rendered(prompt))
+    return "".join(one["content"] for one in split_rendered_prompt(prompt))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def entry_text(prompt: str) -> str:
     ],
 )
 def test_marks_of_known_templates_split_a_prompt(prompt: str, roles: list[str]) -> None:
-    found = split_rendered(prompt)
+    found = split_rendered_prompt(prompt)
     assert [one["role"] for one in found] == roles
     assert "B" in found[-1]["content"] or len(found) == 1
 
@@ -297,11 +297,11 @@ def test_the_rule_that_mends_is_named(line: str, rule: str, tmp_path: Path, caps
 
 
 def test_the_diagnosis_of_one_request_names_the_rule_for_a_block_of_its_own() -> None:
-    this, that = read_log([billed(4001), billed(3992)]).prompts
-    found = diagnose(this, [that], rule_for_line)
+    this, that = parse_log([billed(4001), billed(3992)]).prompts
+    found = find_costly_differences(this, [that], nonce_rule_of_line)
     assert found and all(one.rule == "billing_header" for one in found)
     assert "tokens: --prompt-rule billing_header, on the server" in found[0].text
-    assert not diagnose(this, [that])[0].rule
+    assert not find_costly_differences(this, [that])[0].rule
 
 
 # ---------------------------------------------------------------------------------------------------------------- ids
@@ -311,10 +311,10 @@ def test_the_report_of_ids_says_what_is_continued_and_what_is_left() -> None:
     paths = [[1, 2], [1, 2, 3], [1, 9, 9, 9], [1, 2, 3, 4]]
     sessions = ["a", "a", "a", "b"]
     prompts = [
-        IdPrompt(line, ids, 64 * len(ids) - 3, 64, session=session)
+        TokenIdPrompt(line, ids, 64 * len(ids) - 3, 64, session=session)
         for line, (ids, session) in enumerate(zip(paths, sessions, strict=True), 1)
     ]
-    found = report_ids(prompts)
+    found = id_trace_report(prompts)
     assert found.prompt_tokens == 64 * 13 - 12 and found.num_sessions == 2
     full = [ids[:-1] for ids in paths]  # the last block is not full
     assert found.reused_tokens == 64 * sum([0, 1, 1, 2]) == 64 * (len(full[0]) + 1 + 2)

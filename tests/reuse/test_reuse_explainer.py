@@ -9,7 +9,13 @@ from checking import generate, make_engine, make_request, run
 from headstart.core.engine import Engine
 from headstart.core.recent_requests import RecentRequests
 from headstart.core.request import CacheMode, Request, SamplingParams
-from headstart.reuse.reuse_explainer import Explanation, Reason, Viewer, explain_prompt, explain_request
+from headstart.reuse.reuse_explainer import (
+    Explanation,
+    ReuseEndReason,
+    Viewer,
+    explain_prompt_reuse,
+    explain_request_reuse,
+)
 
 ADMIN = Viewer(is_admin=True)
 NOBODY = Viewer()
@@ -17,14 +23,14 @@ A, B = Viewer("a"), Viewer("b")
 
 
 def why(engine: Engine, request_id: str, viewer: Viewer = NOBODY, now: float = 0.0) -> Explanation:
-    found = explain_request(engine.scheduler, engine.recent, request_id, viewer, now)
+    found = explain_request_reuse(engine.scheduler, engine.recent, request_id, viewer, now)
     assert found is not None
     return found
 
 
 def why_not(engine: Engine, prompt: Iterable[int], viewer: Viewer = NOBODY, **fields: object) -> Explanation:
     """Explain a prompt of 4-token blocks as it would be served now."""
-    return explain_prompt(engine.scheduler, engine.recent, make_request("", prompt, **fields), viewer, 10.0)
+    return explain_prompt_reuse(engine.scheduler, engine.recent, make_request("", prompt, **fields), viewer, 10.0)
 
 
 def of(tenant: str, salt: str = "") -> dict[str, object]:
@@ -43,7 +49,7 @@ def test_a_first_prompt_was_never_seen() -> None:
     engine = make_engine(num_blocks=40)
     generate(engine, make_request("first", prompt()))
     found = why(engine, "first")
-    assert (found.reason, found.position, found.status) == (Reason.UNSEEN, 0, "finished")
+    assert (found.reason, found.position, found.status) == (ReuseEndReason.UNSEEN, 0, "finished")
     assert found.then is not None and found.then.computed == 18
     assert found.now.shared == 16 and found.now.computed == 2
 
@@ -63,7 +69,7 @@ def test_a_divergence_is_named_with_the_tokens_around_it() -> None:
     generate(engine, make_request("monday", prompt()))
     generate(engine, make_request("tuesday", prompt((9, 90))))
     found = why(engine, "tuesday")
-    assert (found.reason, found.position) == (Reason.DIVERGED, 8) and found.then is not None
+    assert (found.reason, found.position) == (ReuseEndReason.DIVERGED, 8) and found.then is not None
     assert (found.then.shared, found.then.computed) == (8, 10)
     near = found.near
     assert near is not None and (near.request_id, near.common_tokens) == ("monday", 9)
@@ -84,7 +90,7 @@ def test_only_what_came_before_explains_a_request() -> None:
     engine = make_engine(num_blocks=40)
     generate(engine, make_request("first", prompt()))
     generate(engine, make_request("second", prompt()))
-    assert why(engine, "first").reason is Reason.UNSEEN
+    assert why(engine, "first").reason is ReuseEndReason.UNSEEN
 
 
 def test_less_than_a_block_in_common_was_never_seen_and_the_nearest_request_is_named() -> None:
@@ -93,11 +99,13 @@ def test_less_than_a_block_in_common_was_never_seen_and_the_nearest_request_is_n
     generate(engine, make_request("first", prompt()))
     for common in (1, 2, 3):
         found = why_not(engine, prompt((common, 50)))
-        assert (found.reason, found.position) == (Reason.UNSEEN, 0)
+        assert (found.reason, found.position) == (ReuseEndReason.UNSEEN, 0)
         assert found.near is not None and (found.near.request_id, found.near.common_tokens) == ("first", common)
     assert why_not(engine, prompt((0, 50))).near is None
     generate(engine, make_request("short", prompt(length=2), 1))
-    assert why_not(engine, [0, 1, 50, 51, 52, 53]).reason is Reason.UNSEEN, "nor does it extend so short a request"
+    assert why_not(engine, [0, 1, 50, 51, 52, 53]).reason is ReuseEndReason.UNSEEN, (
+        "nor does it extend so short a request"
+    )
 
 
 def test_from_a_whole_block_in_common_on_it_is_a_divergence() -> None:
@@ -105,14 +113,14 @@ def test_from_a_whole_block_in_common_on_it_is_a_divergence() -> None:
     generate(engine, make_request("first", prompt(), cache=CacheMode.READ_ONLY))
     generate(engine, make_request("second", prompt((4, 50))))
     found = why_not(engine, prompt((4, 60)))
-    assert (found.reason, found.position) == (Reason.DIVERGED, 4)
+    assert (found.reason, found.position) == (ReuseEndReason.DIVERGED, 4)
 
 
 def test_a_conversation_that_goes_on_extends_the_turn_before_output_included() -> None:
     engine = make_engine(num_blocks=40)
     output = generate(engine, make_request("turn1", prompt(length=7), 5))["turn1"]
     found = why_not(engine, [*prompt(length=7), *output, 91, 92, 93, 94, 95])
-    assert (found.reason, found.position) == (Reason.EXTENDS, 8)
+    assert (found.reason, found.position) == (ReuseEndReason.EXTENDS, 8)
     assert found.near is not None and found.near.common_tokens == 12 and found.near.other == ()
 
 
@@ -120,7 +128,7 @@ def test_a_divergence_in_the_output_of_the_turn_before_is_found() -> None:
     engine = make_engine(num_blocks=40)
     output = generate(engine, make_request("turn1", prompt(length=7), 9))["turn1"]
     found = why_not(engine, [*prompt(length=7), *output[:3], 91, 92, 93, 94, 95])
-    assert found.reason is Reason.DIVERGED and found.near is not None and found.near.common_tokens == 10
+    assert found.reason is ReuseEndReason.DIVERGED and found.near is not None and found.near.common_tokens == 10
     assert found.near.other[:6] == tuple(output[3:])
 
 
@@ -129,14 +137,14 @@ def test_a_whole_cached_prompt_computes_its_last_token() -> None:
     for rid in ("first", "again"):
         generate(engine, make_request(rid, prompt(length=16)))
     found = why(engine, "again")
-    assert (found.reason, found.position, found.near) == (Reason.COMPLETE, 15, None)
+    assert (found.reason, found.position, found.near) == (ReuseEndReason.COMPLETE, 15, None)
 
 
 def test_what_does_not_fill_a_block_is_not_shared() -> None:
     engine = make_engine(num_blocks=40)
     generate(engine, make_request("first", prompt()))
-    assert why_not(engine, prompt()).reason is Reason.TAIL
-    assert why_not(engine, [7, 8, 9]).reason is Reason.TAIL
+    assert why_not(engine, prompt()).reason is ReuseEndReason.TAIL
+    assert why_not(engine, [7, 8, 9]).reason is ReuseEndReason.TAIL
 
 
 def test_an_eviction_names_cause_culprit_and_time() -> None:
@@ -146,7 +154,7 @@ def test_an_eviction_names_cause_culprit_and_time() -> None:
     engine.add_request(make_request("flood", [50 + i % 40 for i in range(30)]))
     engine.step(4.0)
     found = why_not(engine, prompt())
-    assert found.reason is Reason.EVICTED and found.eviction is not None
+    assert found.reason is ReuseEndReason.EVICTED and found.eviction is not None
     assert (found.eviction.cause, found.eviction.by, found.eviction.by_another_tenant) == ("capacity", "flood", False)
     assert found.eviction.seconds_ago == 6.0
 
@@ -155,9 +163,11 @@ def test_an_eviction_is_remembered_for_the_request_that_missed_by_it() -> None:
     engine = make_engine(num_blocks=9)
     for rid, tokens in (("old", prompt()), ("flood", [50 + i % 40 for i in range(30)]), ("again", prompt())):
         generate(engine, make_request(rid, tokens))
-    assert engine.scheduler.cache.match(engine.scheduler.cache.new_sequence(make_request("", prompt()), 0)).num_tokens
+    assert engine.scheduler.cache.match_prefix(
+        engine.scheduler.cache.new_sequence(make_request("", prompt()), 0)
+    ).num_tokens
     found = why(engine, "again")
-    assert found.reason is Reason.EVICTED and found.eviction is not None and found.eviction.by == "flood"
+    assert found.reason is ReuseEndReason.EVICTED and found.eviction is not None and found.eviction.by == "flood"
 
 
 def test_a_reset_and_a_failed_row_are_causes_too() -> None:
@@ -177,7 +187,7 @@ def test_what_another_is_computing_now_is_said_so() -> None:
     engine.add_request(make_request("leader", prompt()))
     engine.step()
     found = why_not(engine, prompt())
-    assert (found.reason, found.position) == (Reason.COMPUTING, 4)
+    assert (found.reason, found.position) == (ReuseEndReason.COMPUTING, 4)
     assert found.near is not None and found.near.request_id == "leader"
 
 
@@ -187,16 +197,20 @@ def test_a_waiting_request_is_explained_as_of_now() -> None:
     engine.step()
     engine.add_request(make_request("waits", prompt()))
     found = why(engine, "waits")
-    assert (found.status, found.then, found.position) == ("waiting", None, 4) and found.reason is Reason.DIVERGED
+    assert (found.status, found.then, found.position) == (
+        "waiting",
+        None,
+        4,
+    ) and found.reason is ReuseEndReason.DIVERGED
     run(engine)
     assert why(engine, "waits").status == "finished"
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
-    [({"cache": CacheMode.BYPASS}, Reason.BYPASS), ({"cache": CacheMode.READ_ONLY}, Reason.TAIL)],
+    [({"cache": CacheMode.BYPASS}, ReuseEndReason.BYPASS), ({"cache": CacheMode.READ_ONLY}, ReuseEndReason.TAIL)],
 )
-def test_the_mode_of_the_request_itself(fields: dict[str, object], reason: Reason) -> None:
+def test_the_mode_of_the_request_itself(fields: dict[str, object], reason: ReuseEndReason) -> None:
     engine = make_engine(num_blocks=40)
     generate(engine, make_request("first", prompt()))
     assert why_not(engine, prompt(), **fields).reason is reason
@@ -207,28 +221,28 @@ def test_the_mode_of_the_request_itself(fields: dict[str, object], reason: Reaso
 def test_prompt_logprobs_are_a_reason() -> None:
     engine = make_engine(num_blocks=40)
     request = Request("asked", array("i", prompt()), SamplingParams(prompt_logprobs=0))
-    found = explain_prompt(engine.scheduler, engine.recent, request, NOBODY, 0.0)
-    assert (found.reason, found.position) == (Reason.UNREAD, 0)
+    found = explain_prompt_reuse(engine.scheduler, engine.recent, request, NOBODY, 0.0)
+    assert (found.reason, found.position) == (ReuseEndReason.UNREAD, 0)
 
 
 def test_without_a_cache_there_is_nothing_to_find() -> None:
     engine = make_engine(num_blocks=40, enable_prefix_caching=False)
     generate(engine, make_request("first", prompt()))
-    assert why(engine, "first").reason is why_not(engine, prompt()).reason is Reason.DISABLED
+    assert why(engine, "first").reason is why_not(engine, prompt()).reason is ReuseEndReason.DISABLED
 
 
 def test_a_read_only_request_leaves_nothing_for_the_next() -> None:
     engine = make_engine(num_blocks=40)
     generate(engine, make_request("one-off", prompt(), cache=CacheMode.READ_ONLY))
     found = why_not(engine, prompt())
-    assert found.reason is Reason.NOT_KEPT and found.near is not None and found.near.request_id == "one-off"
+    assert found.reason is ReuseEndReason.NOT_KEPT and found.near is not None and found.near.request_id == "one-off"
 
 
 def test_the_same_tokens_under_another_salt_are_in_another_domain() -> None:
     engine = make_engine(num_blocks=40)
     generate(engine, make_request("salted", prompt(), **of("a", "salt")))
     found = why_not(engine, prompt(), A, **of("a"))
-    assert found.reason is Reason.ISOLATED and found.near is not None and found.near.request_id == "salted"
+    assert found.reason is ReuseEndReason.ISOLATED and found.near is not None and found.near.request_id == "salted"
 
 
 def test_a_twin_that_may_not_be_followed_was_still_computing() -> None:
@@ -237,7 +251,7 @@ def test_a_twin_that_may_not_be_followed_was_still_computing() -> None:
     engine.add_request(make_request("twin", prompt(length=5)))
     run(engine)
     found = why(engine, "twin")
-    assert (found.position, found.reason) in {(0, Reason.COMPUTING), (4, Reason.COMPLETE)}
+    assert (found.position, found.reason) in {(0, ReuseEndReason.COMPUTING), (4, ReuseEndReason.COMPLETE)}
 
 
 def test_a_pinned_prefix_is_told_apart_and_can_be_the_nearest() -> None:
@@ -247,7 +261,7 @@ def test_a_pinned_prefix_is_told_apart_and_can_be_the_nearest() -> None:
     generate(engine, make_request("good", prompt()), make_request("bad", prompt((5, 55))))
     good, bad = why(engine, "good"), why(engine, "bad", ADMIN)
     assert good.then is not None and (good.then.pinned, good.then.shared) == (12, 0) and good.now.pinned == 12
-    assert (bad.reason, bad.position) == (Reason.DIVERGED, 4)
+    assert (bad.reason, bad.position) == (ReuseEndReason.DIVERGED, 4)
     engine = make_engine(num_blocks=40)
     engine.add_prefix("intent", prompt(length=12))
     run(engine)
@@ -258,15 +272,17 @@ def test_a_pinned_prefix_is_told_apart_and_can_be_the_nearest() -> None:
 def test_a_tenant_sees_nothing_of_others() -> None:
     engine = make_engine(num_blocks=9)
     generate(engine, make_request("of-a", prompt(), **of("a")))
-    assert explain_request(engine.scheduler, engine.recent, "of-a", B, 0.0) is None
+    assert explain_request_reuse(engine.scheduler, engine.recent, "of-a", B, 0.0) is None
     stranger = why_not(engine, prompt(), B, **of("b"))
-    assert (stranger.reason, stranger.position, stranger.near) == (Reason.UNSEEN, 0, None)
+    assert (stranger.reason, stranger.position, stranger.near) == (ReuseEndReason.UNSEEN, 0, None)
     generate(engine, make_request("of-b", [50 + i % 40 for i in range(30)], **of("b")))
     victim = why_not(engine, prompt(), A, **of("a"))
     assert victim.eviction is not None and (victim.eviction.by, victim.eviction.by_another_tenant) == (None, True)
     told = why_not(engine, prompt(), ADMIN, **of("a")).eviction
     assert told == victim.eviction._replace(by="of-b", by_tenant="b") and victim.eviction.by_tenant is None
-    forgotten = explain_prompt(engine.scheduler, RecentRequests(), make_request("", prompt(), **of("a")), ADMIN, 10.0)
+    forgotten = explain_prompt_reuse(
+        engine.scheduler, RecentRequests(), make_request("", prompt(), **of("a")), ADMIN, 10.0
+    )
     assert forgotten.eviction == told
     again = make_request("again", prompt(), **of("a"))
     engine.add_request(again)
@@ -277,9 +293,9 @@ def test_a_tenant_sees_nothing_of_others() -> None:
 def test_an_administrator_sees_all() -> None:
     engine = make_engine(num_blocks=40)
     generate(engine, make_request("of-a", prompt(), **of("a")))
-    assert why(engine, "of-a", ADMIN).reason is Reason.UNSEEN
+    assert why(engine, "of-a", ADMIN).reason is ReuseEndReason.UNSEEN
     found = why_not(engine, prompt(), ADMIN, **of("b"))
-    assert found.reason is Reason.ISOLATED and found.near is not None and found.near.request_id == "of-a"
+    assert found.reason is ReuseEndReason.ISOLATED and found.near is not None and found.near.request_id == "of-a"
 
 
 def test_explaining_changes_nothing() -> None:
@@ -300,7 +316,7 @@ def test_the_oldest_are_forgotten_by_number_and_by_tokens() -> None:
     assert [seen.request_id for seen in engine.recent] == ["r4", "r3", "r2"]
     generate(engine, make_request("long", [9] * 34))
     assert [seen.request_id for seen in engine.recent] == ["long", "r4"]
-    assert explain_request(engine.scheduler, engine.recent, "r2", NOBODY, 0.0) is None
+    assert explain_request_reuse(engine.scheduler, engine.recent, "r2", NOBODY, 0.0) is None
 
 
 def test_aborted_requests_leave_nothing_behind_to_wait_for() -> None:
@@ -311,4 +327,4 @@ def test_aborted_requests_leave_nothing_behind_to_wait_for() -> None:
     assert engine.abort("runs") and engine.abort("waits")
     found = why(engine, "runs")
     assert (found.status, found.then) == ("finished", None) or found.then is not None
-    assert explain_request(engine.scheduler, engine.recent, "waits", NOBODY, 0.0) is None
+    assert explain_request_reuse(engine.scheduler, engine.recent, "waits", NOBODY, 0.0) is None

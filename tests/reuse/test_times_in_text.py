@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.reuse import causes as divergence
-from headstart.reuse.causes import num_times, times_in
+from headstart.reuse.causes import count_timestamps, find_timestamps
 
 PARTS = (
     *("2026-11-24", "T10:20", ":30.5", "Z", "+01:00", "9:05", " pm", "24.12.2026", "1/2/26", "1732406400", "123"),
@@ -15,8 +15,10 @@ TEXTS = st.lists(st.sampled_from(PARTS), max_size=12).map("".join) | st.text(max
 
 @given(TEXTS)
 def test_times_are_those_that_a_search_at_every_character_finds(text: str) -> None:
-    assert [found.span() for found in times_in(text)] == [found.span() for found in divergence._TIMES.finditer(text)]
+    assert [found.span() for found in find_timestamps(text)] == [
+        found.span() for found in divergence._TIMES.finditer(text)
+    ]
 
 
 def test_a_date_and_its_time_are_one() -> None:
-    assert num_times("It is 2026-11-24 at 10:20.\nNo digits on Monday.\nDue 3 Nov 2026; seen on Friday 13") == 3
+    assert count_timestamps("It is 2026-11-24 at 10:20.\nNo digits on Monday.\nDue 3 Nov 2026; seen on Friday 13") == 3

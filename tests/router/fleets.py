@@ -5,7 +5,7 @@ from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.router import Router
 from headstart.router.routing_decision import RoutingDecision
-from headstart.router.routing_request import Prompt, RoutingRequest, Usage, router_root
+from headstart.router.routing_request import ReportedTokenUsage, RoutingPrompt, RoutingRequest, router_root
 from headstart.router.step_rates import StepRates
 
 BLOCK = 4
@@ -13,9 +13,9 @@ RATES = StepRates(1.0, 0.0, 0.0, 1.0, 0.0)  # a millisecond per prefill and one 
 ROOT = router_root("m")
 
 
-def prompt(*blocks: int, tail: int = 1) -> Prompt:
+def prompt(*blocks: int, tail: int = 1) -> RoutingPrompt:
     """A prompt of blocks that are the same wherever the number is, and `tail` tokens more."""
-    return Prompt([10 * block + i for block in blocks for i in range(BLOCK)] + [9] * tail, ROOT)
+    return RoutingPrompt([10 * block + i for block in blocks for i in range(BLOCK)] + [9] * tail, ROOT)
 
 
 def ask(*blocks: int, tail: int = 1, session: str | None = None) -> RoutingRequest:
@@ -38,7 +38,7 @@ def serve(router: Router, request: RoutingRequest, now: float = 0.0, cached: int
     pick = router.pick(request, now)
     pick = router.sent(pick, now)
     believed = pick.candidate.hit_tokens
-    usage = Usage(request.prompt.num_tokens, believed if cached is None else cached)
+    usage = ReportedTokenUsage(request.prompt.num_tokens, believed if cached is None else cached)
     router.first_token(pick, now + pick.flight.prefill_ms / 1e3 if pick.flight else now, usage)
     router.finished(pick, now + 1.0, usage)
     return pick

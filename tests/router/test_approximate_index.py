@@ -24,7 +24,7 @@ class RealCache:
     def serve(self, chain: list[BlockHash]) -> int:
         """Blocks of the chain that were there."""
         pool = self.pool
-        found = [entry[0] for entry in takewhile(bool, map(pool.entry, chain)) if entry]
+        found = [entry[0] for entry in takewhile(bool, map(pool.published_entry, chain)) if entry]
         pool.acquire(found)
         blocks = found + pool.allocate(len(chain) - len(found))
         for index in range(len(found), len(chain)):
@@ -48,7 +48,7 @@ def pass_through(shadow: ApproximateIndex, chain: list[BlockHash], real: RealCac
     hold = shadow.sent(chain)
     cached = hold.hit if real is None else real.serve(chain)
     shadow.computed(hold)
-    shadow.observed(hold, cached)
+    shadow.on_hit_reported(hold, cached)
     shadow.finished(hold, chain)
     return hold.hit, cached
 
@@ -133,7 +133,7 @@ def test_a_twin_that_came_too_early_does_not_make_it_believe_in_evictions() -> N
     leader, twin = shadow.sent(names(1, 2)), shadow.sent(names(1, 2))
     assert twin.hit == 2 and twin.sure == 0
     shadow.computed(leader)
-    shadow.observed(twin, 0)
+    shadow.on_hit_reported(twin, 0)
     assert shadow.num_trims == shadow.num_flushes == 0
     assert shadow.match(names(7)) == shadow.match(names(8)) == 1
 
@@ -143,7 +143,7 @@ def test_what_is_older_than_a_missing_block_is_gone_too() -> None:
     serve_all(shadow, (names(number) for number in range(1, 9)))
     hold = shadow.sent(names(4))
     shadow.computed(hold)
-    shadow.observed(hold, 0)
+    shadow.on_hit_reported(hold, 0)
     assert [shadow.match(names(number)) for number in range(1, 9)] == [0, 0, 0, 1, 1, 1, 1, 1]
     assert shadow.num_trims == 1 and shadow.num_flushes == 0
 
@@ -153,7 +153,7 @@ def test_what_hangs_on_a_missing_block_is_gone_with_it() -> None:
     serve_all(shadow, (names(9), names(1, 2, 3, 4), *(names(number) for number in range(20, 28))))
     hold = shadow.sent(names(1, 2))
     shadow.computed(hold)
-    shadow.observed(hold, 1)
+    shadow.on_hit_reported(hold, 1)
     assert shadow.num_trims == 1
     assert shadow.match(names(1, 2, 3, 4)) == 2
     assert shadow.match(names(20)) == shadow.match(names(27)) == 1
@@ -176,14 +176,14 @@ def test_a_block_that_was_there_against_belief_makes_a_shadow_grow() -> None:
     serve_all(shadow, (names(number) for number in range(20)))
     hold = shadow.sent(names(0))
     assert hold.hit == 0
-    shadow.observed(hold, 1)
+    shadow.on_hit_reported(hold, 1)
     assert shadow.capacity == 18
 
 
 def test_a_prefix_it_never_heard_of_says_nothing_about_its_size() -> None:
     shadow = ApproximateIndex()
     hold = shadow.sent(names(1))
-    shadow.observed(hold, 1)
+    shadow.on_hit_reported(hold, 1)
     assert shadow.capacity == UNKNOWN_BLOCKS
 
 
@@ -192,7 +192,7 @@ def test_an_emptied_cache_is_noticed_by_one_request() -> None:
     serve_all(shadow, (names(number, number + 100) for number in range(10)))
     hold = shadow.sent(names(9, 109))
     shadow.computed(hold)
-    shadow.observed(hold, 0)
+    shadow.on_hit_reported(hold, 0)
     assert shadow.num_flushes == 1
     assert [shadow.match(names(number)) for number in range(9)] == [0] * 9
     assert shadow.match(names(9, 109)) == 2 and shadow.capacity == 64
@@ -205,10 +205,10 @@ def test_requests_sent_before_a_flush_was_noticed_say_nothing_new() -> None:
     serve_all(shadow, (names(number) for number in range(10)))
     first, second = shadow.sent(names(8, 80)), shadow.sent(names(9, 90))
     shadow.computed(first)
-    shadow.observed(first, 0)
+    shadow.on_hit_reported(first, 0)
     shadow.finished(first, first.block_hashes)  # computed after the flush
     shadow.computed(second)
-    shadow.observed(second, 0)
+    shadow.on_hit_reported(second, 0)
     assert shadow.num_flushes == 1
     assert shadow.match(names(8, 80)) == 2 and shadow.match(names(7)) == 0
 
@@ -219,7 +219,7 @@ def test_blocks_that_the_request_computes_itself_do_not_speak_against_a_flush() 
     serve_all(shadow, (names(90), chain, names(91)))
     hold = shadow.sent(chain)
     shadow.computed(hold)
-    shadow.observed(hold, 0)
+    shadow.on_hit_reported(hold, 0)
     assert (shadow.num_flushes, shadow.num_trims, shadow.capacity) == (1, 0, 16)
 
 
@@ -229,7 +229,7 @@ def test_a_chain_of_which_most_is_there_was_not_emptied() -> None:
     serve_all(shadow, (*(names(number) for number in range(100, 140)), chain))
     hold = shadow.sent(chain)
     shadow.computed(hold)
-    shadow.observed(hold, 8)
+    shadow.on_hit_reported(hold, 8)
     assert (shadow.num_flushes, shadow.num_trims) == (0, 1)
     assert [shadow.match(names(number)) for number in range(100, 140)] == [0] * 8 + [1] * 32
 
@@ -241,7 +241,7 @@ def test_what_was_missing_before_says_what_is_lately() -> None:
     for number, num_trims in ((100, 1), (300, 2), (450, 3)):  # the last: 750 used since, less than a quarter of 4,096
         hold = shadow.sent(names(number, 0, 0))
         shadow.computed(hold)
-        shadow.observed(hold, 0)
+        shadow.on_hit_reported(hold, 0)
         shadow.finished(hold, hold.block_hashes)
         assert (shadow.num_trims, shadow.num_flushes) == (num_trims, 0)
 
@@ -254,7 +254,7 @@ def test_a_size_that_is_a_guess_gives_way_at_once_and_one_that_was_told_slowly()
         shadow.check()
         hold = shadow.sent(names(400))
         shadow.computed(hold)
-        shadow.observed(hold, 0)
+        shadow.on_hit_reported(hold, 0)
         kept = 4599
         assert shadow.capacity == (UNKNOWN_BLOCKS - 4 if told else UNKNOWN_BLOCKS - (UNKNOWN_BLOCKS - kept) // 2)
 
@@ -267,7 +267,7 @@ def test_a_chain_for_which_there_never_was_room_makes_it_grow_by_all_of_it() -> 
     assert shadow.match(chain) == 16
     hold = shadow.sent(chain)
     shadow.computed(hold)
-    shadow.observed(hold, 40)
+    shadow.on_hit_reported(hold, 40)
     assert shadow.capacity == 40
     shadow.finished(hold, chain)
     assert shadow.match(chain) == 40
@@ -281,12 +281,12 @@ def test_a_block_that_went_in_a_flush_and_is_there_says_that_the_cache_is_small(
     for number, cached in ((10, 0), (30, is_there)):  # 11 to 39 were used after 10
         hold = shadow.sent(names(number))
         shadow.computed(hold)
-        shadow.observed(hold, int(cached))
+        shadow.on_hit_reported(hold, int(cached))
         shadow.finished(hold, hold.block_hashes)
     assert shadow.num_flushes == 1
     assert shadow.capacity == ((256 + 29) // 2 if is_there else 256)
     hold = shadow.sent(names(31))
-    shadow.observed(hold, 1)  # that is settled
+    shadow.on_hit_reported(hold, 1)  # that is settled
     assert shadow.capacity == ((256 + 29) // 2 if is_there else 256)
 
 
@@ -296,7 +296,7 @@ def test_a_report_that_is_off_by_little_moves_little() -> None:
     serve_all(shadow, (*(names(number) for number in range(100, 120)), chain, *(names(n) for n in range(200, 220))))
     hold = shadow.sent(chain)
     shadow.computed(hold)
-    shadow.observed(hold, 19)
+    shadow.on_hit_reported(hold, 19)
     assert shadow.num_trims == 1 and shadow.capacity == 64 - 4
     there = [shadow.match(names(number)) for number in range(100, 120)]
     assert there == [0] * 4 + [1] * 16
@@ -314,7 +314,7 @@ def test_without_correction_it_believes_what_it_believed() -> None:
     shadow = ApproximateIndex(8, corrects=False)
     serve_all(shadow, (names(1), names(2)))
     hold = shadow.sent(names(2))
-    shadow.observed(hold, 0)
+    shadow.on_hit_reported(hold, 0)
     assert shadow.match(names(1)) == 1
 
 
@@ -380,7 +380,7 @@ def test_whatever_happens_a_block_is_there_only_with_all_before_it(
         elif kind == 1:
             hold = under_way[which % len(under_way)]
             shadow.computed(hold)
-            shadow.observed(hold, min(which, len(hold.block_hashes)))
+            shadow.on_hit_reported(hold, min(which, len(hold.block_hashes)))
         elif kind == 2:
             hold = under_way.pop(which % len(under_way))
             shadow.finished(
@@ -398,24 +398,24 @@ def test_whatever_happens_a_block_is_there_only_with_all_before_it(
             full = names(first, *chain)
             contains = [shadow._blocks.pool.contains(name) for name in full]
             assert shadow.match(full) == sum(1 for _ in takewhile(bool, contains)) == sum(contains)
-        assert shadow.num_unclaimed <= shadow.capacity
+        assert shadow.num_unclaimed_blocks <= shadow.capacity
     for hold in under_way:
         shadow.finished(hold, hold.block_hashes)
-    assert shadow.num_unclaimed == shadow.capacity, "nothing is in flight"
+    assert shadow.num_unclaimed_blocks == shadow.capacity, "nothing is in flight"
 
 
 def test_blocks_that_requests_in_flight_hold_or_wait_for_are_claimed() -> None:
     shadow = ApproximateIndex(4)
     first = shadow.sent(names(1, 2, 3))
-    assert shadow.num_unclaimed == 1
+    assert shadow.num_unclaimed_blocks == 1
     second = shadow.sent(names(1, 2, 5, 6))  # shares two blocks, and has space for one
-    assert shadow.num_unclaimed == -1
+    assert shadow.num_unclaimed_blocks == -1
     shadow.finished(first, names(1, 2, 3))
     shadow.computed(second)
-    assert shadow.num_unclaimed == 0
+    assert shadow.num_unclaimed_blocks == 0
     shadow.finished(second, names(1, 2, 5, 6))
-    assert shadow.num_unclaimed == 4
-    assert ApproximateIndex().num_unclaimed == inf, "its size is not known"
+    assert shadow.num_unclaimed_blocks == 4
+    assert ApproximateIndex().num_unclaimed_blocks == inf, "its size is not known"
 
 
 def test_new_blocks_cost_nothing_while_there_is_room() -> None:
@@ -476,7 +476,7 @@ def test_a_loss_that_was_worked_out_before_is_no_other_than_a_new_one(
             if what == "computed":
                 shadow.computed(hold)
             elif what == "observed":
-                shadow.observed(hold, min(number, len(hold.block_hashes)))
+                shadow.on_hit_reported(hold, min(number, len(hold.block_hashes)))
             elif what == "finished":
                 shadow.finished(hold, hold.block_hashes)
             else:

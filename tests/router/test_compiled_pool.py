@@ -10,16 +10,16 @@ from router.fleets import BLOCK, ask, names
 
 from headstart.core.cache.hashing import BlockHash
 from headstart.model.kernels.build import BuildError, find_compiler
-from headstart.model.kernels.compiled_pool import compiled_pools
+from headstart.model.kernels.compiled_pool import compiled_pool_factory
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.modelled_pool import MakePool, ModelledPool
 from headstart.router.index.prefix_index import Reservation
 from headstart.router.router import Router
-from headstart.router.routing_decision import InFlight
-from headstart.router.routing_request import Usage
+from headstart.router.routing_decision import RoutedInFlight
+from headstart.router.routing_request import ReportedTokenUsage
 
-POOLS = compiled_pools()
+POOLS = compiled_pool_factory()
 needs_pools = pytest.mark.skipif(POOLS is None, reason="no compiler")
 POLICIES = ("lru", "2q")
 
@@ -60,7 +60,7 @@ class Twins:
         one, other = self.indexes
         for index in self.indexes:
             index.check()
-        assert one.describe() == other.describe() and one.num_unclaimed == other.num_unclaimed
+        assert one.describe() == other.describe() and one.num_unclaimed_blocks == other.num_unclaimed_blocks
         for chain in chains:
             near = rng.randrange(len(chain) + 1)
             assert one.match(chain, near=near) == other.match(chain)
@@ -124,8 +124,8 @@ def test_fleets_on_compiled_pools_decide_as_those_in_python(seed: int) -> None:
     assert POOLS is not None
     rng = Random(seed)
     makers: tuple[MakePool, MakePool] = (ModelledPool, POOLS)
-    routers = (Router(), Router(match_all=POOLS.match_all))
-    under_way: list[tuple[InFlight, InFlight]] = []
+    routers = (Router(), Router(match_all=POOLS.match_in_all_pools))
+    under_way: list[tuple[RoutedInFlight, RoutedInFlight]] = []
     num_made = 0
 
     def join() -> None:
@@ -152,7 +152,7 @@ def test_fleets_on_compiled_pools_decide_as_those_in_python(seed: int) -> None:
         elif act < 0.15:
             name = rng.choice(list(routers[0].endpoints))
             for router in routers:
-                router.endpoints[name].index.cache_reset()
+                router.endpoints[name].index.on_cache_reset()
         elif act < 0.6 or not under_way:
             tokens = [rng.randrange(3) for _ in range(rng.randrange(7))]
             one, other = (router.pick(ask(*tokens), now) for router in routers)
@@ -164,7 +164,7 @@ def test_fleets_on_compiled_pools_decide_as_those_in_python(seed: int) -> None:
             under_way.append(sent)
         else:
             done = under_way.pop(rng.randrange(len(under_way)))
-            usage = rng.choice((None, Usage(done[0].view.prompt_tokens or 1, rng.randrange(20))))
+            usage = rng.choice((None, ReportedTokenUsage(done[0].view.prompt_tokens or 1, rng.randrange(20))))
             if rng.random() < 0.85:
                 for router, one in zip(routers, done, strict=True):
                     router.finished(one, now, usage)

@@ -1,4 +1,5 @@
-"""FirstBlocks: an index that is not asked has nothing of the prompt, whatever happened; and the table stays small."""
+"""FirstBlockTable: an index that is not asked has nothing of the prompt, whatever happened; and the table stays
+small."""
 
 import gc
 from random import Random
@@ -12,11 +13,11 @@ from headstart.core.cache.events import BlockStored
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.index.first_blocks import UNLISTED, FirstBlocks
+from headstart.router.index.first_blocks import UNLISTED, FirstBlockTable
 from headstart.router.index.kv_event_index import KVEventIndex
 from headstart.router.router import Router
-from headstart.router.routing_decision import InFlight
-from headstart.router.routing_request import Usage
+from headstart.router.routing_decision import RoutedInFlight
+from headstart.router.routing_request import ReportedTokenUsage
 
 
 @given(st.integers(0, 2**32))
@@ -25,7 +26,7 @@ def test_hits_are_those_of_every_index_asked_alone(seed: int) -> None:
 
     One index had blocks before it was added.
     """
-    rng, router, under_way = Random(seed), Router(), list[InFlight]()
+    rng, router, under_way = Random(seed), Router(), list[RoutedInFlight]()
     for number in range(4):
         index = ApproximateIndex(rng.choice((4, 6, 20)), at_pick=rng.random() < 0.5)
         if not number:
@@ -44,15 +45,15 @@ def test_hits_are_those_of_every_index_asked_alone(seed: int) -> None:
         elif act < 0.85:
             done = under_way.pop(rng.randrange(len(under_way)))
             tokens = done.view.request.prompt.num_tokens
-            router.finished(done, now, rng.choice((None, Usage(tokens, rng.randrange(tokens)))))
+            router.finished(done, now, rng.choice((None, ReportedTokenUsage(tokens, rng.randrange(tokens)))))
         elif act < 0.93:
             router.failed(under_way.pop(), now, blame=False)
         else:
             chosen = router.endpoints[f"r{rng.randrange(4)}"]
             if rng.random() < 0.5:
-                chosen.index.cache_reset()
+                chosen.index.on_cache_reset()
             else:
-                chosen.reconfigured(BLOCK, ApproximateIndex(6))
+                chosen.reconfigure(BLOCK, ApproximateIndex(6))
 
 
 @given(st.integers(1, 9), st.integers(0, 9), st.integers(-1, 12))
@@ -103,8 +104,8 @@ def test_an_index_belongs_to_one_router() -> None:
 
 def test_the_table_is_about_as_large_as_what_is_cached() -> None:
     """Ten thousand prompts, none twice, in a cache of 16 blocks."""
-    table, index = FirstBlocks(), ApproximateIndex(16)
-    table.adopt(index)
+    table, index = FirstBlockTable(), ApproximateIndex(16)
+    table.add_index(index)
     for number in range(10_000):
         block_hashes = [BlockHash(number.to_bytes(32, "little"))]
         index.finished(index.sent(block_hashes), block_hashes)
@@ -112,10 +113,10 @@ def test_the_table_is_about_as_large_as_what_is_cached() -> None:
 
 
 def test_an_index_that_is_gone_is_forgotten() -> None:
-    table = FirstBlocks()
+    table = FirstBlockTable()
     for number in range(100):
         index = ApproximateIndex(16)
-        table.adopt(index)
+        table.add_index(index)
         block_hashes = [BlockHash(number.to_bytes(32, "little"))]
         index.sent(block_hashes)
         del index

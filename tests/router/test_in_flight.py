@@ -1,10 +1,10 @@
-"""InFlight: alternatives are kept until the first token, the scores of all replicas for the decision log."""
+"""RoutedInFlight: alternatives are kept until the first token, the scores of all replicas for the decision log."""
 
 from router.fleets import ask, endpoint
 
 from headstart.router.decision_log import DecisionRecord
 from headstart.router.router import Router
-from headstart.router.routing_request import Usage
+from headstart.router.routing_request import ReportedTokenUsage
 
 
 def fleet(records: list[DecisionRecord]) -> Router:
@@ -22,7 +22,7 @@ def test_candidates_are_forgotten_with_the_first_token_and_kept_until_then() -> 
     router.first_token(other, 0.2)
     assert [candidate.name for candidate in other.view.candidates] == ["r2"] and not other.fallbacks
     assert other.candidate.name == other.endpoint.name == "r2" and other.choice.reason == sent.choice.reason
-    router.finished(other, 0.3, Usage(9, 0))
+    router.finished(other, 0.3, ReportedTokenUsage(9, 0))
 
 
 def test_the_decision_log_has_the_scores_of_all_replicas_after_that() -> None:
@@ -32,7 +32,7 @@ def test_the_decision_log_has_the_scores_of_all_replicas_after_that() -> None:
     expected = {one.name: score for one, score in zip(decision.choice.ranked, decision.choice.scores, strict=True)}
     sent = router.sent(decision, 0.0)
     router.first_token(sent, 0.1)
-    router.finished(sent, 0.2, Usage(9, 0))
+    router.finished(sent, 0.2, ReportedTokenUsage(9, 0))
     router.failed(router.sent(router.pick(ask(3), 0.3), 0.3), 0.4)
     assert records[0].scores == expected and records[0].endpoint == sent.endpoint.name
     assert set(records[1].scores) == {"r0", "r1", "r2"}

@@ -15,11 +15,11 @@ from headstart.core.request import SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.measurement.inprocess import drive, make_requests
+from headstart.measurement.inprocess import make_requests, run_requests
 from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.index.event_sequencer import Due, EventSequencer
+from headstart.router.index.event_sequencer import DueBatches, EventSequencer
 from headstart.router.index.kv_event_index import SILENCE, SPECULATION, SPECULATION_COMPUTED, KVEventIndex
-from headstart.router.routing_request import Prompt, router_root
+from headstart.router.routing_request import RoutingPrompt, router_root
 from headstart_lab.runners.null_executor import NullExecutor
 
 
@@ -119,7 +119,7 @@ def test_tenants_are_kept_apart() -> None:
     told = new()
     told.apply([stored("a", 1, domain=b"t")])
     assert told.match(names(1), 0.0) == 0
-    assert told.match(Prompt(range(10, 15), router_root("m", domain=b"t")).block_hashes(BLOCK), 0.0) == 1
+    assert told.match(RoutingPrompt(range(10, 15), router_root("m", domain=b"t")).block_hashes(BLOCK), 0.0) == 1
 
 
 def test_what_was_sent_counts_until_its_events_are_overdue() -> None:
@@ -163,15 +163,15 @@ def test_an_index_that_outgrows_its_bound_starts_anew() -> None:
 def test_silence_is_noticed_and_ends_with_the_first_event_of_use() -> None:
     told = new()
     for number in range(SILENCE):
-        assert not told.is_blind
+        assert not told.lacks_usable_events
         told.finished(told.sent(names(number), 0.0), names(number), 0.0)
-    assert told.is_blind
+    assert told.lacks_usable_events
     told.apply([stored("b", 2, parent="a")])
-    assert told.is_blind
+    assert told.lacks_usable_events
     for event in (stored("a", 1), BlockStored((BlockHash(b"a"),), None, array("i"), 0)):  # the second: another copy
         told.silence = SILENCE
         told.apply([event])
-        assert not told.is_blind and told.silence == 0
+        assert not told.lacks_usable_events and told.silence == 0
 
 
 def test_requests_that_store_nothing_are_not_silence() -> None:
@@ -179,7 +179,7 @@ def test_requests_that_store_nothing_are_not_silence() -> None:
     told.apply([stored("a", 1)])
     for _ in range(2 * SILENCE):
         told.finished(told.sent(names(1), 0.0), names(1), 0.0)
-    assert not told.is_blind
+    assert not told.lacks_usable_events
 
 
 def run_engine(seed: int, sink: Callable[[list[Event]], None]) -> Engine:
@@ -189,11 +189,11 @@ def run_engine(seed: int, sink: Callable[[list[Event]], None]) -> Engine:
     engine = Engine(Scheduler(SchedulerConfig(24, BLOCK, limits)), NullExecutor(24, BLOCK, 100), event_sink=sink)
     for start in range(12):
         prompts = [array("i", [rng.randrange(2) for _ in range(rng.randrange(4, 40))]) for _ in range(5)]
-        drive(engine, make_requests(prompts, SamplingParams(max_tokens=6, temperature=0.0), f"r{start}-"))
+        run_requests(engine, make_requests(prompts, SamplingParams(max_tokens=6, temperature=0.0), f"r{start}-"))
     return engine
 
 
-def take(told: KVEventIndex, batches: list[list[Event]], due: Due) -> None:
+def take(told: KVEventIndex, batches: list[list[Event]], due: DueBatches) -> None:
     """Applies what is due: a payload is the number of its batch."""
     if due.void:
         told.clear()
@@ -266,7 +266,7 @@ def test_a_guess_is_kept_beside_what_is_told_and_says_what_goes_next() -> None:
         hold = told.sent(names(1, 2, 3, 4), 0.0)
         told.computed(hold, 0.0)
         told.finished(hold, hold.block_hashes, 0.0)
-        told.observed(hold, 4, 0.0)
+        told.on_hit_reported(hold, 4, 0.0)
     assert len(guess) == 4 and told.loss(2) == guess.loss(2) > 0
     assert len(told) == 0, "of events nothing was heard yet"
     failing = told.sent(names(5), 0.0)

@@ -5,15 +5,15 @@ from router.fleets import BLOCK
 
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.load import Flight, Load
-from headstart.router.step_rates import StepRates, Work
+from headstart.router.load import ReplicaLoad, RequestFlight
+from headstart.router.step_rates import PrefillWork, StepRates
 
 
-def flight(tokens: int, output: int = 0) -> Flight:
-    return Flight(Work.of(tokens, 0), float(tokens), 0.0, tokens, output)
+def flight(tokens: int, output: int = 0) -> RequestFlight:
+    return RequestFlight(PrefillWork.of(tokens, 0), float(tokens), 0.0, tokens, output)
 
 
-def new() -> tuple[Endpoint, Load]:
+def new() -> tuple[Endpoint, ReplicaLoad]:
     """A replica that needs a millisecond per token, and nothing else."""
     one = Endpoint("r0", ApproximateIndex(16), block_size=BLOCK, prior=StepRates(0.0, 0.0, 0.0, 1.0, 0.0))
     return one, one.load
@@ -91,7 +91,7 @@ def test_a_first_token_that_was_not_seen_teaches_nothing() -> None:
 
 def test_a_decode_is_a_sample_of_as_many_steps_as_it_has_tokens() -> None:
     """An answer of 101 tokens, alone, at 20 ms per step."""
-    load = Load()
+    load = ReplicaLoad()
     for number in range(60):
         one, now = flight(10), 100.0 * number
         load.sent(one, now, 0)
@@ -148,7 +148,7 @@ def test_whatever_order_things_happen_in_the_counts_are_of_what_is_in_flight(
 ) -> None:
     """Law: tokens, pairs and streams are sums over the requests in flight, and no cost is negative or infinite."""
     endpoint, load = new()
-    now, pending, streams = 0.0, list[Flight](), list[Flight]()
+    now, pending, streams = 0.0, list[RequestFlight](), list[RequestFlight]()
     for kind, which, tokens, later in acts:
         now += later
         if kind < 2:
@@ -160,7 +160,7 @@ def test_whatever_order_things_happen_in_the_counts_are_of_what_is_in_flight(
         elif pending or streams:
             found = streams if streams else pending
             one = found.pop(which % len(found))
-            load.learn(one, Work.of(one.prompt_tokens, which))
+            load.learn(one, PrefillWork.of(one.prompt_tokens, which))
             load.finished(one, now, tokens % 50)
         assert load.pending_tokens == sum(one.work.tokens for one in pending)
         assert load.pending_pairs == pytest.approx(sum(one.work.pairs for one in pending))

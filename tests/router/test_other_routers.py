@@ -8,25 +8,25 @@ from hypothesis import strategies as st
 from router.fleets import BLOCK, RATES, ROOT, ask, endpoint, prompt, serve
 from sim.fleets import check_conservation, fleet, profile, requests
 
-from headstart.router.endpoint import Endpoint, Reported
+from headstart.router.endpoint import Endpoint, ReplicaReport
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.kv_event_index import KVEventIndex
 from headstart.router.load import MAX_AGE
-from headstart.router.policies.cost import COUNTED, Beginnings, Begun, CostPolicy
-from headstart.router.rate_learner import LEAST_SHARE, OtherRouters
+from headstart.router.policies.cost import COUNTED, LeastCostPolicy, PromptBeginning, PromptBeginnings
+from headstart.router.rate_learner import LEAST_SHARE, OtherRoutersLoad
 from headstart.router.router import Router
 from headstart.router.routing_request import RoutingRequest
 from headstart.router.step_rates import StepRates
 from headstart.sim.sim_fleet import FleetOptions
 from headstart.sim.sim_request import SimRequest
-from headstart.sim.sweep import Simulation
+from headstart.sim.sweep import SimulationConfig
 
-FOREIGN = Reported(at=0.0, running=60)
+FOREIGN = ReplicaReport(at=0.0, running=60)
 
 
-def router_of(count: int = 4, reported: Reported | None = None, policy: CostPolicy | None = None) -> Router:
+def router_of(count: int = 4, reported: ReplicaReport | None = None, policy: LeastCostPolicy | None = None) -> Router:
     """Return a router with replicas of one learner, each of which reports the same."""
-    router = Router(policy or CostPolicy())
+    router = Router(policy or LeastCostPolicy())
     for index in range(count):
         router.add(endpoint(f"r{index}", 64))
     if reported is not None:
@@ -81,17 +81,17 @@ def test_routers_that_saw_prompts_begin_alike_agree_about_a_home(seed: int, firs
 
 @given(seed=st.integers(0, 10_000), count=st.integers(1, 30), replicas=st.sampled_from([2, 5, 30]))
 def test_a_router_alone_decides_as_if_there_were_no_homes(seed: int, count: int, replicas: int) -> None:
-    router, policy = router_of(replicas), CostPolicy()
+    router, policy = router_of(replicas), LeastCostPolicy()
     rng = Random(seed)
     for number, request in enumerate(chats(seed, count)):
         pick = router.pick(request, float(number))
-        plain = policy.choose_among_few if replicas <= 24 else policy.choose_among_many
+        plain = policy.choose_by_scalars if replicas <= 24 else policy.choose_by_arrays
         assert pick.choice._replace(memo=None) == plain(pick.view)
         assert list(pick.choice.ranked.hit_tokens) == list(pick.view.candidates.hit_tokens)  # type: ignore[attr-defined]
         router.sent(pick, float(number))
         for one in rng.sample(sorted(router.endpoints), 2):  # as they are: all of them are ours
             load = router.endpoints[one].load
-            router.endpoints[one].reported = Reported(float(number), load.num_pending, load.num_streams)
+            router.endpoints[one].reported = ReplicaReport(float(number), load.num_pending, load.num_streams)
     assert share_of(router) == 0.0
 
 
@@ -103,7 +103,7 @@ def test_a_simulated_router_alone_sees_no_other_and_one_of_several_does(seed: in
     alone.run(asked)
     check_conservation(alone, asked)
     assert share_of(alone.routers[0]) == 0.0
-    several = Simulation(profile(64, noise=0.1), 3, "cost", seed, routers=4, options=options).run(asked)
+    several = SimulationConfig(profile(64, noise=0.1), 3, "cost", seed, routers=4, options=options).run(asked)
     check_conservation(several, asked)
     assert all(0.3 < share_of(router) < 1.0 for router in several.routers)
 
@@ -120,7 +120,7 @@ def test_four_routers_find_what_one_finds() -> None:
     cached = {}
     for name, routers, probes in (("one", 1, 2.0), ("four", 4, 2.0), ("four without reports", 4, 0.0)):
         options = FleetOptions(probe_interval=probes)
-        found = Simulation(profile(400), 8, "cost", 0, routers=routers, options=options).run(asked)
+        found = SimulationConfig(profile(400), 8, "cost", 0, routers=routers, options=options).run(asked)
         cached[name] = sum(one.record.cached_tokens for one in found.records)
     assert cached["four"] >= 0.9 * cached["one"]
     assert cached["four without reports"] < 0.75 * cached["one"]
@@ -129,9 +129,9 @@ def test_four_routers_find_what_one_finds() -> None:
 def test_answers_of_other_routers_slow_decodes_down_while_the_report_is_fresh() -> None:
     one = Endpoint("r0", ApproximateIndex(64), block_size=BLOCK, prior=StepRates(1.0, 1.0, 0.0, 1.0, 0.0))
     alone = one.price(9, 0, 1.0)
-    one.reported = Reported(at=1.0, running=1)
+    one.reported = ReplicaReport(at=1.0, running=1)
     assert one.price(9, 0, 1.0) == alone, "one of seventeen is no router"
-    one.reported = Reported(at=1.0, running=30)
+    one.reported = ReplicaReport(at=1.0, running=30)
     shared = one.price(9, 0, 1.0)
     assert shared.prefill == alone.prefill + 30.0, "a step with 30 more streams"
     assert shared.decode > 30 * alone.decode
@@ -140,7 +140,7 @@ def test_answers_of_other_routers_slow_decodes_down_while_the_report_is_fresh() 
 
 
 def test_an_index_of_events_is_believed() -> None:
-    router = Router(CostPolicy())
+    router = Router(LeastCostPolicy())
     for name in ("r0", "r1"):
         router.add(
             Endpoint(
@@ -160,9 +160,9 @@ def test_an_index_of_events_is_believed() -> None:
 
 
 def test_the_beginning_that_counts_is_the_shortest_that_one_replica_can_serve() -> None:
-    known = Beginnings()
+    known = PromptBeginnings()
     for chat in range(40):
-        known.add(Begun(prompt(1, 2 + chat, tail=0).block_hashes(BLOCK), 8, 4))
+        known.add(PromptBeginning(prompt(1, 2 + chat, tail=0).block_hashes(BLOCK), 8, 4))
     shared, longer = prompt(1, 2, tail=0).block_hashes(BLOCK)
     new = prompt(7, tail=0).block_hashes(BLOCK)[0]
     assert known.key([new, longer], 4) == new
@@ -172,28 +172,28 @@ def test_the_beginning_that_counts_is_the_shortest_that_one_replica_can_serve() 
 
 
 def test_a_busy_chat_has_one_home_however_long_it_becomes() -> None:
-    known, keys = Beginnings(), set[bytes]()
+    known, keys = PromptBeginnings(), set[bytes]()
     for turn in range(2, 200):
         block_hashes = prompt(*range(turn), tail=0).block_hashes(BLOCK)
         hashes = [block_hashes[(1 << power) - 1] for power in range(turn.bit_length())]
         keys.add(known.key(hashes, 8))
-        known.add(Begun(hashes, BLOCK * turn, 0))
+        known.add(PromptBeginning(hashes, BLOCK * turn, 0))
     assert keys == {prompt(0, tail=0).block_hashes(BLOCK)[0]}
 
 
 @given(count=st.sampled_from([0, 1, COUNTED - 10, COUNTED - 9, 2 * COUNTED - 10, 2 * COUNTED - 9, 3 * COUNTED]))
 def test_requests_of_long_ago_are_forgotten(count: int) -> None:
-    known, (old, new) = Beginnings(), (prompt(block, tail=0).block_hashes(BLOCK)[0] for block in (1, 2))
+    known, (old, new) = PromptBeginnings(), (prompt(block, tail=0).block_hashes(BLOCK)[0] for block in (1, 2))
     for _ in range(10):
-        known.add(Begun([old], 4, 4))
+        known.add(PromptBeginning([old], 4, 4))
     for _ in range(count):
-        known.add(Begun([new], 4, 0))
+        known.add(PromptBeginning([new], 4, 0))
     assert (known.hit_share > 0) == (count <= 2 * COUNTED - 10)
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=200))
 def test_the_share_of_others_is_a_share_and_none_below_its_least(counts: list[tuple[int, int]]) -> None:
-    others = OtherRouters()
+    others = OtherRoutersLoad()
     for own, foreign in counts:
         others.reported(own, own + foreign)
         assert others.share == 0.0 or LEAST_SHARE <= others.share < 1.0
@@ -202,12 +202,12 @@ def test_the_share_of_others_is_a_share_and_none_below_its_least(counts: list[tu
 
 
 def test_requests_on_their_way_and_a_single_client_are_no_router() -> None:
-    late = OtherRouters()
+    late = OtherRoutersLoad()
     for _ in range(500):  # a report is older than our count: too few and too many by turns
         late.reported(8, 12)
         late.reported(12, 8)
     assert late.share == 0.0
-    client = OtherRouters()
+    client = OtherRoutersLoad()
     for number in range(500):
         client.reported(10, 10 + (number % 2))
     assert client.share == 0.0

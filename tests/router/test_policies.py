@@ -14,19 +14,19 @@ from router.fleets import RATES, ask, endpoint, serve
 
 from headstart.config.options import RouterOptions
 from headstart.core.errors import ConfigError
-from headstart.router.endpoint import Reported
+from headstart.router.endpoint import ReplicaReport
 from headstart.router.policies import policy_table, rendezvous
-from headstart.router.policies.cost import CostPolicy
+from headstart.router.policies.cost import LeastCostPolicy
 from headstart.router.policies.policy import Policy
 from headstart.router.policies.policy_table import PEERS, make_policy, policy_names
-from headstart.router.policies.rendezvous import ranked
+from headstart.router.policies.rendezvous import rank_by_key
 from headstart.router.policies.scorers import SessionScorer
 from headstart.router.policies.simple import PrefixThresholdPolicy
 from headstart.router.policies.weighted import WeightedPolicy
 from headstart.router.router import HIT_TOKENS, Router
 from headstart.router.routing_decision import RoutingDecision
 from headstart.router.routing_request import RoutingRequest
-from headstart.router.step_rates import StepRates, Work
+from headstart.router.step_rates import PrefillWork, StepRates
 
 LAB = Path(__file__).parents[2] / "lab" / "pyproject.toml"
 
@@ -42,7 +42,7 @@ def warm(router: Router, name: str, request: RoutingRequest, noise: float = 1.0)
     """Lets one replica serve a request at time 0, whatever the policy says, in the time that takes."""
     pick = router.pick(request, 0.0)
     pick = router.sent(pick, 0.0, name)
-    took = RATES.prefill_ms(Work.of(request.prompt.num_tokens, pick.candidate.hit_tokens)) / 1e3
+    took = RATES.prefill_ms(PrefillWork.of(request.prompt.num_tokens, pick.candidate.hit_tokens)) / 1e3
     router.first_token(pick, noise * took)
     router.finished(pick, noise * took)
 
@@ -82,8 +82,8 @@ def test_a_warm_prefix_is_asked_where_it_is(name: str) -> None:
 
 
 def test_every_order_of_the_replicas_is_about_as_frequent_for_keys() -> None:
-    digests = [rendezvous.digest_of(name.encode()) for name in ("r0", "r1", "r2", "r3")]
-    ranks = (rendezvous.weights(number.to_bytes(4, "big"), digests) for number in range(4800))
+    digests = [rendezvous.key_digest(name.encode()) for name in ("r0", "r1", "r2", "r3")]
+    ranks = (rendezvous.rendezvous_weights(number.to_bytes(4, "big"), digests) for number in range(4800))
     orders = Counter(tuple(one.argsort().tolist()) for one in ranks)
     assert len(orders) == 24 and min(orders.values()) > 140 and max(orders.values()) < 260  # 200 each; 4 deviations
 
@@ -149,7 +149,7 @@ def test_cold_prefixes_are_spread_and_each_goes_where_its_first_new_block_says()
         hit = max(candidate.hit_blocks for candidate in pick.choice.ranked)
         hashes = request.prompt.block_hashes(4)
         key = hashes[min(hit + HIT_TOKENS // 4, len(hashes)) - 1]
-        assert pick.endpoint.name == ranked(key, router.endpoints)[0]
+        assert pick.endpoint.name == rank_by_key(key, router.endpoints)[0]
     counts = [0, 0, 0]
     for number in range(60):
         counts[int(router.pick(ask(500 + number), 0.0).endpoint.name[1])] += 1
@@ -229,13 +229,13 @@ def test_the_gateway_prefers_an_empty_queue_to_a_small_match() -> None:
 def test_kv_usage_and_adapters_are_what_replicas_say_of_themselves() -> None:
     router = fleet(WeightedPolicy({"kv-usage": 1.0}))
     for name, usage in (("r0", 0.9), ("r1", 0.2), ("r2", 0.5)):
-        router.endpoints[name].reported = Reported(at=0.0, kv_usage=usage)
+        router.endpoints[name].reported = ReplicaReport(at=0.0, kv_usage=usage)
     assert (router.pick(ask(1), 1.0).endpoint.name, *router.pick(ask(1), 1.0).fallbacks) == ("r1", "r2", "r0")
     router = fleet(WeightedPolicy({"lora": 1.0}), count=4)
-    states = (Reported(0.0, max_adapters=1, adapters=frozenset("b")), Reported(0.0, max_adapters=2))
-    waiting = Reported(0.0, max_adapters=1, waiting_adapters=frozenset("a"))
+    states = (ReplicaReport(0.0, max_adapters=1, adapters=frozenset("b")), ReplicaReport(0.0, max_adapters=2))
+    waiting = ReplicaReport(0.0, max_adapters=1, waiting_adapters=frozenset("a"))
     for name, state in zip(
-        ("r0", "r1", "r2", "r3"), (*states, waiting, Reported(0.0, adapters=frozenset("a"))), strict=True
+        ("r0", "r1", "r2", "r3"), (*states, waiting, ReplicaReport(0.0, adapters=frozenset("a"))), strict=True
     ):
         router.endpoints[name].reported = state
     pick = router.pick(RoutingRequest(ask(1).prompt, adapter="a"), 0.0)
@@ -288,8 +288,8 @@ def test_weights_that_make_no_sense_are_refused() -> None:
 
 def test_drawing_by_score_gives_each_its_share() -> None:
     router = fleet(WeightedPolicy({"kv-usage": 1.0}, rng=Random(0)), count=2)
-    router.endpoints["r0"].reported = Reported(0.0, kv_usage=0.75)
-    router.endpoints["r1"].reported = Reported(0.0, kv_usage=0.25)
+    router.endpoints["r0"].reported = ReplicaReport(0.0, kv_usage=0.75)
+    router.endpoints["r1"].reported = ReplicaReport(0.0, kv_usage=0.25)
     picks = [router.pick(ask(1), 0.0).endpoint.name for _ in range(400)]
     assert 70 <= picks.count("r0") <= 130
 
@@ -318,7 +318,7 @@ def test_prefix_threshold_follows_no_match_out_of_balance() -> None:
 def test_least_load_counts_requests_and_takes_turns_among_equals() -> None:
     router = fleet(make_policy("least-load"))
     assert [send(router, ask(1)).endpoint.name for _ in range(6)] == ["r0", "r1", "r2"] * 2
-    router.endpoints["r0"].reported = Reported(0.0, waiting=9)
+    router.endpoints["r0"].reported = ReplicaReport(0.0, waiting=9)
     assert {send(router, ask(1)).endpoint.name for _ in range(4)} == {"r1", "r2"}
 
 
@@ -333,25 +333,25 @@ def test_round_robin_takes_turns_and_remembers_only_who_is_there() -> None:
 
 def test_a_report_is_not_true_for_ever() -> None:
     one = endpoint("r0")
-    one.reported = Reported(at=0.0, waiting=5, running=2)
+    one.reported = ReplicaReport(at=0.0, waiting=5, running=2)
     assert (one.waiting(1.0), one.num_requests(1.0)) == (5, 7)
     assert (one.waiting(60.0), one.num_requests(60.0)) == (0, 0)
 
 
 def test_requests_of_other_routers_count_in_the_backlog() -> None:
-    router = fleet(CostPolicy(), count=2)
+    router = fleet(LeastCostPolicy(), count=2)
     send(router, ask(1, 2, 3), to="r0")
     one = router.endpoints["r0"]
     assert one.backlog_ms(0.0) == pytest.approx(14.0)
-    one.reported = Reported(at=0.0, waiting=3)
+    one.reported = ReplicaReport(at=0.0, waiting=3)
     assert one.backlog_ms(0.0) == pytest.approx(3 * 14.0)
 
 
 def test_own_requests_in_a_report_are_not_those_of_other_routers_once_they_are_answered() -> None:
-    router = fleet(CostPolicy(), count=2)
+    router = fleet(LeastCostPolicy(), count=2)
     sent = [send(router, ask(number, number + 1), to="r0") for number in range(3)]
     one = router.endpoints["r0"]
-    one.reported = Reported(at=0.0, waiting=3)
+    one.reported = ReplicaReport(at=0.0, waiting=3)
     for each in sent:
         router.first_token(each, 0.1)
         router.finished(each, 0.2)

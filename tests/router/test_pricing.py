@@ -7,17 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router.fleets import BLOCK, ask, endpoint
 
-from headstart.model.kernels.compiled_pool import compiled_pools
-from headstart.router.endpoint import Endpoint, Reported
+from headstart.model.kernels.compiled_pool import compiled_pool_factory
+from headstart.router.endpoint import Endpoint, ReplicaReport
 from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.policies.cost import CostPolicy
-from headstart.router.pricing import price_all, price_one
+from headstart.router.policies.cost import LeastCostPolicy
+from headstart.router.pricing import cost_at_each, cost_at_one
 from headstart.router.router import Router
-from headstart.router.routing_decision import InFlight
-from headstart.router.routing_request import RoutingRequest, Usage
+from headstart.router.routing_decision import RoutedInFlight
+from headstart.router.routing_request import ReportedTokenUsage, RoutingRequest
 from headstart.router.step_rates import STEP_TOKENS, StepRates
 
-POOLS = compiled_pools()
+POOLS = compiled_pool_factory()
 
 
 def lively(seed: int, count: int, prior: StepRates | None, *, tokens: bool = True) -> tuple[Router, float]:
@@ -29,7 +29,7 @@ def lively(seed: int, count: int, prior: StepRates | None, *, tokens: bool = Tru
     for number in range(count):
         index = ApproximateIndex(rng.choice((4, 16, 64)))
         router.add(Endpoint(f"r{number}", index, block_size=BLOCK, prior=prior))
-    under_way: list[InFlight] = []
+    under_way: list[RoutedInFlight] = []
     for _ in range(rng.randrange(60)):
         now += rng.expovariate(20.0)
         act = rng.random()
@@ -45,10 +45,10 @@ def lively(seed: int, count: int, prior: StepRates | None, *, tokens: bool = Tru
                 router.first_token(one, now)
         elif act < 0.95:
             done = under_way.pop(rng.randrange(len(under_way)))
-            router.finished(done, now, Usage(done.view.prompt_tokens, 0), num_output=rng.randrange(40))
+            router.finished(done, now, ReportedTokenUsage(done.view.prompt_tokens, 0), num_output=rng.randrange(40))
         else:
             replica = router.endpoints[f"r{rng.randrange(count)}"]
-            replica.reported = Reported(
+            replica.reported = ReplicaReport(
                 at=now - rng.choice((0.0, 9.0)), waiting=rng.randrange(4), running=rng.randrange(9)
             )
             replica.load.pace.learn(rng.choice((1.0, 7.0)), now)
@@ -68,14 +68,14 @@ def test_one_price_is_that_of_the_fleet_to_the_last_bit(
     router, now = lively(*history)
     endpoints, rng = list(router.endpoints.values()), Random(seed)
     hits = [rng.randrange(prompt_tokens + 1) for _ in endpoints]
-    costs = price_all(endpoints, prompt_tokens, hits, now)
+    costs = cost_at_each(endpoints, prompt_tokens, hits, now)
     if POOLS is not None:
         router.endpoints["r0"].load.learner.prices = POOLS.prices
-        assert repr([part.tolist() for part in price_all(endpoints, prompt_tokens, hits, now)]) == repr(
+        assert repr([part.tolist() for part in cost_at_each(endpoints, prompt_tokens, hits, now)]) == repr(
             [part.tolist() for part in costs]
         )
     for number, one in enumerate(endpoints):
-        price = price_one(one, prompt_tokens, hits[number], now)
+        price = cost_at_one(one, prompt_tokens, hits[number], now)
         assert list(map(repr, map(float, price))) == [repr(float(part[number])) for part in costs]
         assert price.total == costs.total[number] and price.price == costs.price[number]
 
@@ -86,9 +86,9 @@ def test_choices_among_few_are_those_by_arrays(
     history: tuple[int, int, StepRates | None], blocks: list[int], slack: float
 ) -> None:
     router, now = lively(*history)
-    policy = CostPolicy(slack)
+    policy = LeastCostPolicy(slack)
     view = router.pick(ask(*blocks), now).view
-    assert repr(policy.choose_among_few(view)) == repr(policy.choose_among_many(view))
+    assert repr(policy.choose_by_scalars(view)) == repr(policy.choose_by_arrays(view))
 
 
 @pytest.mark.parametrize("prior", [None, StepRates(5.0, 0.3, 1e-3, 0.07, 1e-4)])
@@ -98,19 +98,19 @@ def test_choices_of_large_fleets_are_those_by_plain_numbers(prior: StepRates | N
     for seed in range(150):
         router, now = lively(seed, rng.randrange(25, 80), prior)
         for _ in range(10):
-            policy = CostPolicy(rng.choice((0.0, 0.05, 1.0)))
+            policy = LeastCostPolicy(rng.choice((0.0, 0.05, 1.0)))
             view = router.pick(ask(*[rng.randrange(6) for _ in range(rng.randrange(8))]), now).view
-            expected = repr(policy.choose_among_few(view))
+            expected = repr(policy.choose_by_scalars(view))
             for prices in (None, POOLS.prices if POOLS is not None else None):
                 router.endpoints["r0"].load.learner.prices = prices
-                assert repr(policy.choose_among_many(view)) == expected
+                assert repr(policy.choose_by_arrays(view)) == expected
 
 
 def test_a_waiting_prefill_and_a_late_answer_are_priced_alike() -> None:
     router = Router()
     router.add(endpoint("r0"))
     router.sent(router.pick(ask(1, 2, 3), 0.0), 0.0)
-    early, late = (price_one(router.endpoints["r0"], 13, 0, now) for now in (0.001, 2.0))
+    early, late = (cost_at_one(router.endpoints["r0"], 13, 0, now) for now in (0.001, 2.0))
     assert early.backlog == pytest.approx(13.0) and early.factor == 1.0
     assert late.backlog == 0.0 and late.factor > 10.0
 
@@ -122,8 +122,8 @@ def streaming(step_ms: float) -> tuple[Router, float]:
     for _ in range(16):  # so that the rates are believed
         sent = router.sent(router.pick(ask(tail=1), now), now)
         now += (step_ms + 1.0) / 1e3
-        router.first_token(sent, now, Usage(1, 0))
-        router.finished(sent, now, Usage(1, 0), num_output=1)
+        router.first_token(sent, now, ReportedTokenUsage(1, 0))
+        router.finished(sent, now, ReportedTokenUsage(1, 0), num_output=1)
     sent = router.sent(router.pick(ask(tail=1), now), now)
     router.first_token(sent, now + (step_ms + 1.0) / 1e3)
     now += (step_ms + 1.0) / 1e3
@@ -136,18 +136,18 @@ def streaming(step_ms: float) -> tuple[Router, float]:
 def test_the_rest_of_a_step_is_counted_from_the_last_token_of_a_stream() -> None:
     router, now = streaming(10.0)
     replica = router.endpoints["r0"]
-    assert not replica.load.learner.is_doubtful
-    whole, rest = (price_one(replica, 1, 0, now + later).backlog for later in (0.0, 0.008))
+    assert not replica.load.learner.is_unreliable
+    whole, rest = (cost_at_one(replica, 1, 0, now + later).backlog for later in (0.0, 0.008))
     assert whole == pytest.approx(replica.load.rates.step, rel=0.2) and whole - rest == pytest.approx(8.0, rel=0.05)
 
 
 def test_a_stream_that_has_been_silent_for_long_is_half_a_step() -> None:
     router, now = streaming(10.0)
     replica = router.endpoints["r0"]
-    assert price_one(replica, 1, 0, now + 1.0).backlog == pytest.approx(replica.load.rates.step / 2, rel=0.05)
+    assert cost_at_one(replica, 1, 0, now + 1.0).backlog == pytest.approx(replica.load.rates.step / 2, rel=0.05)
 
 
-def queued(router: Router, now: float, *requests: RoutingRequest) -> list[InFlight]:
+def queued(router: Router, now: float, *requests: RoutingRequest) -> list[RoutedInFlight]:
     """Send requests at once to the replica `r0`."""
     return [router.sent(router.pick(request, now), now, "r0") for request in requests]
 
@@ -155,12 +155,12 @@ def queued(router: Router, now: float, *requests: RoutingRequest) -> list[InFlig
 def test_requests_that_wait_for_each_others_prefixes_take_a_step_each() -> None:
     router, now = streaming(10.0)
     replica = router.endpoints["r0"]
-    before = price_one(replica, 1, 0, now).backlog
+    before = cost_at_one(replica, 1, 0, now).backlog
     queued(router, now, ask(1, 2), ask(1, 2, 3), ask(1, 2, 3, 4))
-    chained = price_one(replica, 1, 0, now).backlog - before
+    chained = cost_at_one(replica, 1, 0, now).backlog - before
     router, now = streaming(10.0)
     queued(router, now, ask(1, 2), ask(5, 6), ask(7, 8))
-    apart = price_one(router.endpoints["r0"], 1, 0, now).backlog - before
+    apart = cost_at_one(router.endpoints["r0"], 1, 0, now).backlog - before
     tokens, step = replica.load.rates.token, replica.load.rates.step
     assert chained == pytest.approx((9 + 5 + 5) * tokens + 3 * step, rel=0.05)
     assert apart == pytest.approx(3 * 9 * tokens + step, rel=0.05)
@@ -175,7 +175,7 @@ def test_where_a_prefix_is_computed_and_used_in_one_step_nobody_is_expected_to_w
         for one in (first, second):
             router.first_token(one, now)
             router.finished(one, now)
-    assert not learner.defers
+    assert not learner.waits_for_prefix_leader
     queued(router, now, ask(1, 2), ask(1, 2, 3))
     assert router.endpoints["r0"].load.row[-1] == 0
 
@@ -195,16 +195,16 @@ def test_a_full_cache_costs_the_time_until_answers_have_released_what_is_missing
     load, step = replica.load, replica.load.rates.step
     replica.index = ApproximateIndex(16)  # 64 tokens
     (held,) = queued(router, now, ask(*range(15)))  # 60 of them
-    before = price_one(replica, 13, 0, now)
+    before = cost_at_one(replica, 13, 0, now)
     assert before.wait > 0.0 and before.backlog >= before.wait
     output, streams = load.learner.mean_output, load.num_streams
     answers = (streams + 1) * output  # one is pending
     missing, claimed = 13 + output + answers - 4, 60 + answers
     assert before.wait == pytest.approx(missing * (streams + 1) * output * step / (claimed * streams), rel=0.01)
-    assert price_one(replica, 40, 0, now).wait > before.wait
+    assert cost_at_one(replica, 40, 0, now).wait > before.wait
     router.first_token(held, now + 0.1)
     router.finished(held, now + 0.2)
-    assert price_one(replica, 13, 0, now + 0.2).wait < before.wait
+    assert cost_at_one(replica, 13, 0, now + 0.2).wait < before.wait
 
 
 def test_a_prefix_in_flight_is_priced_as_cached_plus_what_is_left_of_its_prefill() -> None:
@@ -214,5 +214,5 @@ def test_a_prefix_in_flight_is_priced_as_cached_plus_what_is_left_of_its_prefill
     queued(router, 0.0, ask(1, 2, 3))  # 13 tokens of a millisecond, and a step
     hit = router.pick(ask(1, 2, 3, 4), 0.0).candidate.hit_tokens
     assert hit == 12
-    totals = [price_one(replica, 17, hit, ms / 1e3).total for ms in (0.0, 5.0, 10.0)]
+    totals = [cost_at_one(replica, 17, hit, ms / 1e3).total for ms in (0.0, 5.0, 10.0)]
     assert totals == pytest.approx([14.0 + 5.0, 9.0 + 5.0, 4.0 + 5.0])

@@ -4,35 +4,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.router.rate_learner import Interval, Pace, RateLearner
-from headstart.router.step_rates import STEP_TOKENS, StepRates, Work
-from headstart.sim.profile import REFERENCE, Profile
+from headstart.router.rate_learner import RateLearner, RateSample, ReplicaPace
+from headstart.router.step_rates import STEP_TOKENS, PrefillWork, StepRates
+from headstart.sim.profile import REFERENCE, ReplicaProfile
 from headstart.sim.profile_file import datasheet_profile
 from headstart.sim.step_cost import StepWork
 
 
 def test_the_last_token_is_computed_even_of_a_cached_prompt() -> None:
-    assert Work.of(100, 100).tokens == Work.of(100, 99).tokens == 1
+    assert PrefillWork.of(100, 100).tokens == PrefillWork.of(100, 99).tokens == 1
 
 
 def test_every_new_token_meets_those_before_it() -> None:
-    assert Work.of(10, 0).pairs == 10 * 5.0
-    assert Work.of(10, 6).pairs == 4 * 8.0
+    assert PrefillWork.of(10, 0).pairs == 10 * 5.0
+    assert PrefillWork.of(10, 6).pairs == 4 * 8.0
 
 
 def test_a_long_prefill_has_several_steps_and_each_carries_the_decodes() -> None:
     rates = StepRates(8.0, 0.5, 0.25, 0.0, 0.0)
-    assert rates.prefill_ms(Work.of(STEP_TOKENS, 0, 4, 8)) == 8.0 + 2.0 + 2.0
-    assert rates.prefill_ms(Work.of(STEP_TOKENS + 1, 0, 4, 8)) == 2 * 12.0
+    assert rates.prefill_ms(PrefillWork.of(STEP_TOKENS, 0, 4, 8)) == 8.0 + 2.0 + 2.0
+    assert rates.prefill_ms(PrefillWork.of(STEP_TOKENS + 1, 0, 4, 8)) == 2 * 12.0
 
 
-def sample(truth: StepRates, rng: Random, noise: float = 0.05) -> Interval:
+def sample(truth: StepRates, rng: Random, noise: float = 0.05) -> RateSample:
     """A decode of many steps beside some prefills, or a prefill beside some streams, as a fleet sees them."""
     streams, prompt = rng.randrange(1, 24), 10 ** rng.uniform(1.5, 4.0)
     tokens = 0.0 if rng.random() < 0.3 else 10 ** rng.uniform(1, 4.5)
     steps = 10 ** rng.uniform(1, 3) if rng.random() < 0.5 else max(tokens / STEP_TOKENS, 1.0)
     resident = steps * streams * prompt
-    found = Interval(0.0, steps, steps * streams, resident, tokens, tokens * (prompt + tokens / 2))
+    found = RateSample(0.0, steps, steps * streams, resident, tokens, tokens * (prompt + tokens / 2))
     return found._replace(ms=found.expected_ms(truth) * rng.uniform(1 - noise, 1 + noise))
 
 
@@ -50,18 +50,18 @@ def test_rates_are_found_from_noisy_samples_of_any_machine(truth: StepRates) -> 
     rng, learner = Random(0), RateLearner()
     for _ in range(400):
         learner.learn(sample(truth, rng))
-    assert not learner.is_doubtful and learner.residual < 0.1
+    assert not learner.is_unreliable and learner.residual < 0.1
     for streams, prompt, tokens in ((8, 2000, 0), (1, 100, 0), (4, 8000, 4096), (20, 500, 64)):
-        one = Interval(0.0, 1.0, streams, streams * prompt, tokens, tokens * prompt)
+        one = RateSample(0.0, 1.0, streams, streams * prompt, tokens, tokens * prompt)
         assert one.expected_ms(learner.rates) == pytest.approx(one.expected_ms(truth), rel=0.2)
 
 
 def test_first_tokens_alone_do_not_move_what_they_cannot_tell() -> None:
     """Prefills of one length without streams tell one number; the rest keeps the prior's proportions."""
     learner, prior = RateLearner(), StepRates()
-    work = Work.of(1000, 0)
+    work = PrefillWork.of(1000, 0)
     for _ in range(500):
-        learner.learn(Interval(2 * prior.prefill_ms(work), 1.0, 0.0, 0.0, work.tokens, work.pairs))
+        learner.learn(RateSample(2 * prior.prefill_ms(work), 1.0, 0.0, 0.0, work.tokens, work.pairs))
     rates = learner.rates
     assert rates.prefill_ms(work) == pytest.approx(2 * prior.prefill_ms(work), rel=0.01)
     assert rates.step == pytest.approx(2 * prior.step, rel=0.1)
@@ -71,27 +71,27 @@ def test_first_tokens_alone_do_not_move_what_they_cannot_tell() -> None:
 def test_a_fleet_that_becomes_slower_is_noticed() -> None:
     learner = RateLearner(StepRates(1.0, 0.0, 0.0, 0.1, 0.0))
     for ms in [100.0] * 50 + [400.0] * 400:
-        learner.learn(Interval(ms, 1.0, 0.0, 0.0, 1000, 0.0))
-    assert learner.rates.prefill_ms(Work.of(1000, 0)) == pytest.approx(400.0, rel=0.25)
+        learner.learn(RateSample(ms, 1.0, 0.0, 0.0, 1000, 0.0))
+    assert learner.rates.prefill_ms(PrefillWork.of(1000, 0)) == pytest.approx(400.0, rel=0.25)
 
 
 def test_one_pause_is_not_a_rate() -> None:
     learner = RateLearner()
     for ms in [60.0] * 50 + [60_000.0]:
-        learner.learn(Interval(ms, 1.0, 0.0, 0.0, 1000, 0.0))
-    assert learner.rates.prefill_ms(Work.of(1000, 0)) < 75.0
+        learner.learn(RateSample(ms, 1.0, 0.0, 0.0, 1000, 0.0))
+    assert learner.rates.prefill_ms(PrefillWork.of(1000, 0)) < 75.0
 
 
 def test_rates_are_doubtful_while_few_samples_or_large_errors() -> None:
     learner, rng = RateLearner(), Random(0)
     for number in range(8):
-        assert learner.is_doubtful == (number < 8)
-        learner.learn(Interval(60.0, 1.0, 0.0, 0.0, 1000, 0.0))
-    assert not learner.is_doubtful
+        assert learner.is_unreliable == (number < 8)
+        learner.learn(RateSample(60.0, 1.0, 0.0, 0.0, 1000, 0.0))
+    assert not learner.is_unreliable
     for _ in range(200):
-        learner.learn(Interval(60.0 * 10 ** rng.uniform(-1, 1), 1.0, 0.0, 0.0, 1000, 0.0))
-    assert learner.is_doubtful
-    assert not RateLearner(StepRates()).is_doubtful  # given, and not contradicted
+        learner.learn(RateSample(60.0 * 10 ** rng.uniform(-1, 1), 1.0, 0.0, 0.0, 1000, 0.0))
+    assert learner.is_unreliable
+    assert not RateLearner(StepRates()).is_unreliable  # given, and not contradicted
 
 
 @given(
@@ -105,23 +105,23 @@ def test_rates_are_never_negative_nor_a_longer_prompt_faster(
 ) -> None:
     learner = RateLearner()
     for total, share, streams, steps, ms in samples:
-        work = Work.of(total, int(total * share))
-        learner.learn(Interval(ms, steps, steps * streams, steps * streams * total, work.tokens, work.pairs))
+        work = PrefillWork.of(total, int(total * share))
+        learner.learn(RateSample(ms, steps, steps * streams, steps * streams * total, work.tokens, work.pairs))
     assert min(learner.rates) >= 0.0
-    times = [learner.rates.prefill_ms(Work.of(total, 0)) for total in (1, 100, 10_000)]
+    times = [learner.rates.prefill_ms(PrefillWork.of(total, 0)) for total in (1, 100, 10_000)]
     assert times == sorted(times) and times[-1] < float("inf")
 
 
 # -------------------------------------------------------------------------------------------------------------- pace
 
 
-def alone(pace: Pace, now: float) -> float:
+def alone(pace: ReplicaPace, now: float) -> float:
     """The factor of a replica among others without samples."""
     return RateLearner().factor(pace, now)
 
 
 def test_a_slow_replica_gets_a_factor_after_a_few_samples_and_loses_it_as_soon() -> None:
-    pace = Pace()
+    pace = ReplicaPace()
     for number in range(4):
         pace.learn(2.0, float(number))
     assert alone(pace, 4.0) == pytest.approx(2.0, rel=0.01)
@@ -133,7 +133,7 @@ def test_a_slow_replica_gets_a_factor_after_a_few_samples_and_loses_it_as_soon()
 def test_luck_is_no_slowness() -> None:
     """Law: noise of 20 % never gives a factor of more than 1.5, and seldom any."""
     rng, num_used = Random(0), 0
-    pace = Pace()
+    pace = ReplicaPace()
     for number in range(2000):
         pace.learn(rng.lognormvariate(0.0, 0.2), float(number))
         num_used += pace.is_used
@@ -142,7 +142,7 @@ def test_luck_is_no_slowness() -> None:
 
 
 def test_one_slow_sample_is_no_evidence() -> None:
-    pace = Pace()
+    pace = ReplicaPace()
     for number in range(20):
         pace.learn(1.0, float(number))
     pace.learn(2.0, 20.0)
@@ -150,14 +150,14 @@ def test_one_slow_sample_is_no_evidence() -> None:
 
 
 def test_a_fast_replica_gets_no_factor() -> None:
-    pace = Pace()
+    pace = ReplicaPace()
     for number in range(20):
         pace.learn(0.3, float(number))
     assert alone(pace, 20.0) == 1.0
 
 
 def test_a_factor_is_forgotten_without_samples() -> None:
-    pace = Pace()
+    pace = ReplicaPace()
     for number in range(8):
         pace.learn(4.0, float(number))
     factors = [alone(pace, 8.0 + 60.0 * number) for number in range(5)]
@@ -166,18 +166,18 @@ def test_a_factor_is_forgotten_without_samples() -> None:
 
 def test_the_prior_is_used_for_decisions_before_there_are_samples_but_nothing_is_measured_by_it() -> None:
     learner = RateLearner()
-    assert learner.is_doubtful and not learner.is_contradicted
+    assert learner.is_unreliable and not learner.is_contradicted_by_samples
 
 
 def test_replicas_defer_followers_until_the_opposite_is_seen() -> None:
     learner = RateLearner()
-    assert learner.defers
+    assert learner.waits_for_prefix_leader
     for _ in range(8):
         learner.followed(is_later=False)
-    assert not learner.defers
+    assert not learner.waits_for_prefix_leader
     for _ in range(8):
         learner.followed(is_later=True)
-    assert learner.defers
+    assert learner.waits_for_prefix_leader
 
 
 # ---------------------------------------------------------------------------------------------- pace within a fleet
@@ -188,11 +188,11 @@ class Fleet:
 
     def __init__(self, num: int, learner: RateLearner) -> None:
         self.learner = learner
-        self.paces = [Pace() for _ in range(num)]
+        self.paces = [ReplicaPace() for _ in range(num)]
 
-    def ran(self, number: int, interval: Interval, now: float) -> None:
+    def ran(self, number: int, interval: RateSample, now: float) -> None:
         pace, learner = self.paces[number], self.learner
-        if not learner.is_doubtful:
+        if not learner.is_unreliable:
             learner.measured(pace, interval.ms / interval.expected_ms(learner.rates), now)
         learner.learn(interval._replace(ms=interval.ms / learner.factor(pace, now)))
 
@@ -200,16 +200,16 @@ class Fleet:
         return [self.learner.factor(pace, now) for pace in self.paces]
 
 
-def busy_steps(profile: Profile, rng: Random) -> Interval:
+def busy_steps(profile: ReplicaProfile, rng: Random) -> RateSample:
     """Eight steps whose time a datasheet's roofline gives, which no five rates do; a noise of 10 % each."""
-    total = Interval(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    total = RateSample(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     for _ in range(8):
         streams, prompt = rng.randrange(0, 48), rng.randrange(500, 16_000)
         new = min(rng.choice((0, 200, 2_000, 8_000)), profile.max_batched_tokens)
         work = StepWork(streams, streams * prompt, new, new * (prompt + new / 2))
         ms = 1e3 * profile.cost.seconds(work) * rng.lognormvariate(0.0, 0.1)
-        one = Interval(ms, 1, streams, work.resident, new, work.pairs)
-        total = Interval(*(a + b for a, b in zip(total, one, strict=True)))
+        one = RateSample(ms, 1, streams, work.resident, new, work.pairs)
+        total = RateSample(*(a + b for a, b in zip(total, one, strict=True)))
     return total
 
 
@@ -240,7 +240,7 @@ def test_at_most_three_quarters_have_a_factor_and_the_slower_ones_the_larger(rat
     assert min(factors) >= 1.0
     assert sum(factor > 1.0 for factor in factors) <= 3 * sum(map(bool, ratios)) / 4
     in_use = sorted(
-        (pace.deviation(1.0), factor) for pace, factor in zip(fleet.paces, factors, strict=True) if pace.is_used
+        (pace.mean_log_slowdown(1.0), factor) for pace, factor in zip(fleet.paces, factors, strict=True) if pace.is_used
     )
     assert [factor for _, factor in in_use] == sorted(factor for _, factor in in_use)
 

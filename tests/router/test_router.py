@@ -15,10 +15,10 @@ from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.cached_tokens import cached_blocks
 from headstart.router.index.kv_event_index import SILENCE, KVEventIndex
 from headstart.router.policies.policy_table import make_policy, policy_names
-from headstart.router.policies.rendezvous import ranked
+from headstart.router.policies.rendezvous import rank_by_key
 from headstart.router.router import Router
 from headstart.router.routing_decision import RoutingDecision
-from headstart.router.routing_request import Prompt, RoutingRequest, Usage
+from headstart.router.routing_request import ReportedTokenUsage, RoutingPrompt, RoutingRequest
 
 
 def fleet(count: int = 2) -> Router:
@@ -69,7 +69,7 @@ def test_an_answer_in_one_piece_is_no_late_first_token_and_teaches_nothing() -> 
     router.assume_first_token(pick, 1.0)
     assert replica.slowness(60.0) == 1.0 and replica.backlog_ms(60.0) == 0.5  # half a step of the answer
     assert replica.load.num_pending == 0 and replica.load.num_streams == 1
-    router.finished(pick, 60.0, Usage(9, 0))
+    router.finished(pick, 60.0, ReportedTokenUsage(9, 0))
     assert replica.load.rates == before and replica.load.num_requests == 0
     router.assume_first_token(pick, 61.0)
     assert replica.load.num_requests == 0
@@ -116,7 +116,7 @@ def test_a_client_that_goes_away_is_no_failure_of_the_replica() -> None:
     for _ in range(5):
         pick = router.pick(ask(1), 0.0)
         pick = router.sent(pick, 0.0)
-        router.abandoned(pick, 0.0)
+        router.record_client_disconnect(pick, 0.0)
     assert router.endpoints["r0"].health.num_ejections == 0
 
 
@@ -124,11 +124,13 @@ def test_a_prompt_whose_client_went_away_is_expected_where_it_was_being_computed
     router = fleet(2)
     request = ask(*range(1, 11))  # 10 blocks, about 42 ms of prefill
     sent = router.sent(router.pick(request, 0.0), 0.0)
-    router.abandoned(sent, 0.039)  # at more than nine tenths
+    router.record_client_disconnect(sent, 0.039)  # at more than nine tenths
     later = router.pick(request, 0.04)
     assert later.endpoint is sent.endpoint and later.candidate.hit_tokens == 9 * BLOCK
     retry = router.sent(later, 0.04)
-    router.first_token(retry, 0.05, Usage(request.prompt.num_tokens, 6 * BLOCK))  # it was slower than expected
+    router.first_token(
+        retry, 0.05, ReportedTokenUsage(request.prompt.num_tokens, 6 * BLOCK)
+    )  # it was slower than expected
     index = sent.endpoint.index
     assert isinstance(index, ApproximateIndex) and (index.num_flushes, index.num_trims) == (0, 0)
     router.finished(retry, 0.05)
@@ -172,18 +174,18 @@ def test_rates_are_learned_from_what_was_really_to_do() -> None:
         assert pick.candidate.hit_tokens == 200
         pick = router.sent(pick, now)
         router.first_token(pick, now + 0.202)
-        router.finished(pick, now + 0.202, Usage(201, 0))
+        router.finished(pick, now + 0.202, ReportedTokenUsage(201, 0))
     assert router.endpoints["r0"].load.rates.token == pytest.approx(RATES.token, rel=0.05)
     assert router.prediction_error == 20 * 200 and router.num_reported == 21
 
 
 def test_tokens_of_the_answer_are_known_where_a_body_tells_them() -> None:
     router = fleet(1)
-    one = Prompt(range(6), ask(1).prompt._root)
+    one = RoutingPrompt(range(6), ask(1).prompt._root)
     pick = router.pick(RoutingRequest(one), 0.0)
     pick = router.sent(pick, 0.0)
     router.finished(pick, 1.0, output=[6, 7, 8])
-    assert shadow_of(router).match(one.block_hashes_with([6, 7, 8], BLOCK)) == 2
+    assert shadow_of(router).match(one.block_hashes_with_output([6, 7, 8], BLOCK)) == 2
 
 
 def test_a_replica_that_was_removed_or_reconfigured_does_not_trouble_requests_under_way() -> None:
@@ -194,10 +196,10 @@ def test_a_replica_that_was_removed_or_reconfigured_does_not_trouble_requests_un
         pick = router.sent(pick, 0.0, name)
         picks.append(pick)
     router.remove("r0")
-    router.endpoints["r1"].reconfigured(8, ApproximateIndex(4))
+    router.endpoints["r1"].reconfigure(8, ApproximateIndex(4))
     for pick in picks:
-        router.first_token(pick, 0.1, Usage(9, 0))
-        router.finished(pick, 0.2, Usage(9, 0))
+        router.first_token(pick, 0.1, ReportedTokenUsage(9, 0))
+        router.finished(pick, 0.2, ReportedTokenUsage(9, 0))
     assert len(shadow_of(router, "r1")) == 0
     assert serve(router, ask(1, 2), 1.0).endpoint.block_size == 8
 
@@ -236,7 +238,7 @@ def test_precise_mode_believes_events_and_what_was_just_sent() -> None:
 def text_ask(*blocks: int) -> RoutingRequest:
     """As `ask`, but counted in text: no event ever names its blocks."""
     tokens = [1000 + 10 * block + i for block in blocks for i in range(BLOCK)]
-    return RoutingRequest(Prompt([*tokens, 9], ROOT, exact=False), form="chat")
+    return RoutingRequest(RoutingPrompt([*tokens, 9], ROOT, exact=False), form="chat")
 
 
 def precise_fleet(count: int = 1) -> Router:
@@ -280,7 +282,7 @@ def test_a_replica_that_counts_another_number_of_tokens_is_guessed_at_for_prompt
     chat = RoutingRequest(prompt(*range(8)), form="chat")
     pick = router.pick(chat, 0.0)
     pick = router.sent(pick, 0.0)
-    router.finished(pick, 1.0, Usage(40, 0))  # 33 as the router counts
+    router.finished(pick, 1.0, ReportedTokenUsage(40, 0))  # 33 as the router counts
     told = router.endpoints["r0"].index
     assert isinstance(told, KVEventIndex)
     told.apply([stored("ab", 21, 22)])  # what the replica computed in fact
@@ -294,7 +296,7 @@ def test_a_replica_that_counts_another_number_of_tokens_is_guessed_at_for_prompt
 def test_a_prompt_with_an_image_says_nothing_of_how_a_replica_counts_others() -> None:
     router = precise_fleet()
     chat = RoutingRequest(prompt(*range(8)), form="chat", has_parts=True)
-    router.finished(router.sent(router.pick(chat, 0.0), 0.0), 1.0, Usage(1000, 0))
+    router.finished(router.sent(router.pick(chat, 0.0), 0.0), 1.0, ReportedTokenUsage(1000, 0))
     told = router.endpoints["r0"].index
     assert isinstance(told, KVEventIndex)
     told.apply([stored("ab", 0, 1)])
@@ -307,8 +309,10 @@ def test_a_prompt_with_an_image_says_nothing_of_how_a_replica_counts_others() ->
 
 
 def blocks(cached: int, *, expected: int, total: int = 41, one: Endpoint | None = None, exact: bool = True) -> int:
-    prompt = Prompt(range(total), ask(1).prompt._root, exact=exact)
-    return cached_blocks(one or endpoint("r0"), prompt, Usage(total if exact else 2 * total, cached), expected)
+    prompt = RoutingPrompt(range(total), ask(1).prompt._root, exact=exact)
+    return cached_blocks(
+        one or endpoint("r0"), prompt, ReportedTokenUsage(total if exact else 2 * total, cached), expected
+    )
 
 
 def test_a_report_is_in_whole_blocks() -> None:
@@ -454,7 +458,9 @@ def test_when_all_is_over_no_replica_has_anything_to_do(
         elif kind == 3:
             pick = under_way.pop(which % len(under_way))
             router.finished(
-                pick, float(now), Usage(pick.view.prompt_tokens, min(which * BLOCK, pick.view.prompt_tokens))
+                pick,
+                float(now),
+                ReportedTokenUsage(pick.view.prompt_tokens, min(which * BLOCK, pick.view.prompt_tokens)),
             )
         elif kind == 4:
             router.failed(under_way.pop(which % len(under_way)), float(now), refused=which == 0)
@@ -471,10 +477,10 @@ def test_when_all_is_over_no_replica_has_anything_to_do(
 
 @given(st.binary(max_size=8), st.sets(st.text(min_size=1, max_size=4), min_size=1, max_size=8))
 def test_when_a_replica_leaves_only_its_own_keys_move(key: bytes, addresses: set[str]) -> None:
-    order = ranked(key, addresses)
+    order = rank_by_key(key, addresses)
     assert sorted(order) == sorted(addresses)
     for gone in addresses:
-        assert ranked(key, addresses - {gone}) == [name for name in order if name != gone]
+        assert rank_by_key(key, addresses - {gone}) == [name for name in order if name != gone]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -486,7 +492,7 @@ def test_a_smaller_block_size_brings_no_requests_by_itself(size: int) -> None:
     counts = dict.fromkeys(router.endpoints, 0)
     for number in range(60):
         tokens = [*range(12), *[1_000 * number + at for at in range(100, 300)]]
-        in_flight = router.sent(router.pick(RoutingRequest(Prompt(tokens, ROOT)), float(number)), float(number))
+        in_flight = router.sent(router.pick(RoutingRequest(RoutingPrompt(tokens, ROOT)), float(number)), float(number))
         router.finished(in_flight, number + 0.5)
         counts[in_flight.endpoint.name] += 1
     assert max(counts.values()) <= 30, counts
@@ -496,6 +502,6 @@ def test_hits_of_small_blocks_count_where_all_replicas_have_such() -> None:
     router = Router()
     for index in range(2):
         router.add(Endpoint(f"r{index}", ApproximateIndex(10_000), block_size=1))
-    first = router.sent(router.pick(RoutingRequest(Prompt(list(range(8)), ROOT)), 0.0), 0.0)
+    first = router.sent(router.pick(RoutingRequest(RoutingPrompt(list(range(8)), ROOT)), 0.0), 0.0)
     router.finished(first, 0.5)
-    assert router.pick(RoutingRequest(Prompt([*range(8), 99], ROOT)), 1.0).candidate.hit_tokens == 8
+    assert router.pick(RoutingRequest(RoutingPrompt([*range(8), 99], ROOT)), 1.0).candidate.hit_tokens == 8

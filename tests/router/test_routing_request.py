@@ -3,11 +3,17 @@ from array import array
 from router.fleets import BLOCK, ROOT, names, prompt
 
 from headstart.core.cache.hashing import root_hash
-from headstart.router.routing_request import Prompt, pack_text, router_root
+from headstart.router.routing_request import RoutingPrompt, pack_text, router_root
 
 
 def test_only_full_blocks_have_names() -> None:
-    assert [len(Prompt(range(length), ROOT).block_hashes(BLOCK)) for length in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
+    assert [len(RoutingPrompt(range(length), ROOT).block_hashes(BLOCK)) for length in (0, 3, 4, 7, 8)] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+    ]
 
 
 def test_names_go_on_as_prompts_do() -> None:
@@ -34,10 +40,10 @@ def test_tenants_models_and_adapters_never_share_a_name() -> None:
 
 
 def test_an_answer_is_named_but_for_its_last_token_which_is_not_computed() -> None:
-    one = Prompt(range(6), ROOT)
-    assert one.block_hashes_with([6, 7, 8], BLOCK) == Prompt(range(8), ROOT).block_hashes(BLOCK)
-    assert one.block_hashes_with([6, 7], BLOCK) == one.block_hashes(BLOCK)
-    assert one.block_hashes(BLOCK) == Prompt(range(4), ROOT).block_hashes(BLOCK)
+    one = RoutingPrompt(range(6), ROOT)
+    assert one.block_hashes_with_output([6, 7, 8], BLOCK) == RoutingPrompt(range(8), ROOT).block_hashes(BLOCK)
+    assert one.block_hashes_with_output([6, 7], BLOCK) == one.block_hashes(BLOCK)
+    assert one.block_hashes(BLOCK) == RoutingPrompt(range(4), ROOT).block_hashes(BLOCK)
 
 
 def test_text_is_packed_four_bytes_to_a_unit() -> None:
@@ -46,4 +52,4 @@ def test_text_is_packed_four_bytes_to_a_unit() -> None:
 
 
 def test_prompts_without_a_full_block_are_still_told_apart() -> None:
-    assert Prompt([1], ROOT).tail_key() != Prompt([2], ROOT).tail_key()
+    assert RoutingPrompt([1], ROOT).short_prompt_key() != RoutingPrompt([2], ROOT).short_prompt_key()

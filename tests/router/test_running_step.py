@@ -5,13 +5,13 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.router.flight import Flight
+from headstart.router.flight import RequestFlight
 from headstart.router.running_step import RunningStep
-from headstart.router.step_rates import STEP_TOKENS, Work
+from headstart.router.step_rates import STEP_TOKENS, PrefillWork
 
 
-def flight(prompt: int, cached: int = 0) -> Flight:
-    return Flight(Work.of(prompt, cached), 1.0, 0.0, prompt, 1)
+def flight(prompt: int, cached: int = 0) -> RequestFlight:
+    return RequestFlight(PrefillWork.of(prompt, cached), 1.0, 0.0, prompt, 1)
 
 
 def test_a_long_prefill_is_computed_in_the_steps_that_were_seen() -> None:
@@ -34,11 +34,11 @@ def test_steps_without_streams_are_made_up_when_the_first_token_arrives() -> Non
     for each in (one, other):
         step.sent(each)
     step.begin(1.0, [one, other], 0, 0.0)
-    step.catch_up(one, [one, other])
+    step.end_steps_until(one, [one, other])
     assert one.num_computed == STEP_TOKENS + 1 and other.num_computed == 10
 
 
-def follower(leader: Flight, prompt: int, cached: int) -> Flight:
+def follower(leader: RequestFlight, prompt: int, cached: int) -> RequestFlight:
     """A request whose cached tokens are those that its leader computes, all but those that this one had cached."""
     one = flight(prompt, cached)
     one.leader, one.awaited = leader, cached - (leader.prompt_tokens - leader.work.tokens)
@@ -90,7 +90,7 @@ def test_a_follower_whose_leader_has_left_waits_for_nothing() -> None:
 def test_sums_are_those_of_what_is_pending(seed: int) -> None:
     """Requests come, are answered in any order or fail, and steps end whenever they are seen to."""
     rng, step, now = Random(seed), RunningStep(), 0.0
-    pending: dict[Flight, None] = {}
+    pending: dict[RequestFlight, None] = {}
     for _ in range(60):
         now += 0.01
         act = rng.random()
@@ -108,7 +108,7 @@ def test_sums_are_those_of_what_is_pending(seed: int) -> None:
         elif pending:
             one = rng.choice(list(pending))
             if next(iter(pending)) is one and rng.random() < 0.5:
-                step.catch_up(one, pending)
+                step.end_steps_until(one, pending)
             del pending[one]
             step.left(one)
         left = sum(one.work.tokens - one.num_computed for one in pending)

@@ -22,7 +22,7 @@ ALL = 10**9  # entries
 def report(shadow: ApproximateIndex, chain: list[bytes], cached: int) -> None:
     """A request of which so many blocks were cached."""
     hold = shadow.sent(chain)  # type: ignore[arg-type]
-    shadow.observed(hold, cached)
+    shadow.on_hit_reported(hold, cached)
     shadow.finished(hold, hold.block_hashes)
     shadow.check()
 
@@ -96,7 +96,7 @@ def test_a_pool_that_grows_believes_what_one_of_full_size_does(
                     holds.append(shadow.sent(names(*chain)))
                 elif kind == 2:
                     hold = holds.pop(which % len(holds))
-                    shadow.observed(hold, min(which, len(hold.block_hashes)))
+                    shadow.on_hit_reported(hold, min(which, len(hold.block_hashes)))
                     shadow.finished(hold, hold.block_hashes)
                 else:
                     shadow.failed(holds.pop(which % len(holds)))

@@ -8,27 +8,27 @@ from hypothesis import strategies as st
 from router.fleets import ask, endpoint
 
 from headstart.router.router import Router
-from headstart.router.routing_decision import InFlight
-from headstart.router.routing_request import Usage
+from headstart.router.routing_decision import RoutedInFlight
+from headstart.router.routing_request import ReportedTokenUsage
 from headstart.router.step_rates import StepRates
 
 STEP = 0.010
 RATES = StepRates(1e3 * STEP, 0.0, 0.0, 0.01, 0.0)
 
 
-def started(num_streams: int) -> tuple[Router, list[InFlight]]:
+def started(num_streams: int) -> tuple[Router, list[RoutedInFlight]]:
     """A replica with so many streams, which had their first token in one step of STEP; its rates are known."""
     router, now = Router(), 0.0
     router.add(endpoint("r0", rates=RATES))
     for _ in range(16):
         sent = router.sent(router.pick(ask(tail=1), now), now)
-        router.first_token(sent, now + STEP, Usage(1, 0))
-        router.finished(sent, now + STEP, Usage(1, 0), num_output=1)
+        router.first_token(sent, now + STEP, ReportedTokenUsage(1, 0))
+        router.finished(sent, now + STEP, ReportedTokenUsage(1, 0), num_output=1)
         now += STEP
     streams = [router.sent(router.pick(ask(tail=1), now), now) for _ in range(num_streams)]
     for stream in streams:
         router.first_token(stream, 1.0)
-    assert not router.endpoints["r0"].load.learner.is_doubtful
+    assert not router.endpoints["r0"].load.learner.is_unreliable
     return router, streams
 
 
@@ -116,7 +116,7 @@ def test_events_of_several_tokens_are_as_many_steps_as_they_are() -> None:
         for _ in range(20):
             now += STEP
             router.token(stream, now)
-        router.finished(stream, now, Usage(1, 0), num_output=81)
+        router.finished(stream, now, ReportedTokenUsage(1, 0), num_output=81)
     assert load.rates.step == pytest.approx(1e3 * STEP, rel=0.1) and load.learner.residual < 0.2
     assert load.learner.factor(load.pace, now) == 1.0 and load.learner.mean_output == pytest.approx(81)
     assert load.learner.num_samples == 80, "a prefill and a decode of each"
@@ -138,6 +138,6 @@ def test_the_steps_of_any_replica_are_counted(seed: int, spread: float) -> None:
         for stream in list(streams):
             if rng.random() < 0.05:
                 streams.remove(stream)
-                router.finished(stream, now + spread * STEP, Usage(1, 0), num_output=steps)
+                router.finished(stream, now + spread * STEP, ReportedTokenUsage(1, 0), num_output=steps)
         if steps >= 60:
             break

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta
-from headstart.openai.text.generation import Delta
+from headstart.openai.text.generation import OutputDelta
 
 USAGE: dict[str, Any] = {
     "prompt_tokens": 40,
@@ -32,10 +32,10 @@ THOUGHT_AND_CALLS = [
 _TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=5)
 
 
-def deltas_of(chats: Sequence[ChatDelta], finish_reason: str = "stop", stop: str | None = None) -> list[Delta]:
+def deltas_of(chats: Sequence[ChatDelta], finish_reason: str = "stop", stop: str | None = None) -> list[OutputDelta]:
     """Return a delta of one token per chat delta, and the last one, which ends the answer."""
-    made = [Delta(chat.content, (1,), chat=chat) for chat in chats]
-    return [*made, Delta(token_ids=(2,), finish_reason=finish_reason, stop_reason=stop, chat=ChatDelta())]
+    made = [OutputDelta(chat.content, (1,), chat=chat) for chat in chats]
+    return [*made, OutputDelta(token_ids=(2,), finish_reason=finish_reason, stop_reason=stop, chat=ChatDelta())]
 
 
 @st.composite

@@ -9,7 +9,7 @@ import tokenizer_folders
 from server.fake_engine import Gate
 from server.harness import Server, fake_server, spawn
 
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +36,7 @@ def server(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """`headstart serve` as users run it, truly started: the command line, the real engine, a tiny random model."""
     room = tmp_path_factory.mktemp("real")
-    model = init_model("tiny", room / "tiny", std=0.2, dtype="float32", progress=False)
+    model = write_random_model("tiny", room / "tiny", std=0.2, dtype="float32", progress=False)
     sizes = ["--num-blocks", "512", "--max-model-len", "1024"]
     options = ["--port", "0", *sizes, "--heartbeat-timeout", "600"]  # other processes may use all cores for a while
     with spawn([sys.executable, "-m", "headstart", "serve", str(model), *options], room / "log", truly=True) as running:

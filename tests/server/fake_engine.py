@@ -16,12 +16,12 @@ from pathlib import Path
 from urllib.parse import parse_qs, quote
 
 from headstart.config.options import EngineOptions
-from headstart.core.batch import Output, PromptTokenBreakdown, TokenLogprob
+from headstart.core.batch import PromptTokenBreakdown, RequestStepOutput, TokenLogprob
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineInfo, EngineStats, PoolStats
 from headstart.core.errors import ConfigError, RequestTooLargeError
 from headstart.core.request import NO_DEFAULTS, FinishReason, Request, SamplingDefaults
-from headstart.core.sched.token_accounting import Counters
+from headstart.core.sched.token_accounting import TokenCounters
 
 VOCAB_SIZE = 450
 MAX_MODEL_LEN = 512
@@ -77,7 +77,7 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.live)
 
-    def step(self, now: float) -> list[Output]:
+    def step(self, now: float) -> list[RequestStepOutput]:
         if self.on_long_step is not None and "announce" in self.knobs:
             self.on_long_step(self.knobs["announce"])
         time.sleep(self.knobs.get("step", 0.0))
@@ -89,7 +89,7 @@ class FakeEngine:
         self.num_steps += 1
         return [self._advance(request_id) for request_id in ready]
 
-    def _advance(self, request_id: str) -> Output:
+    def _advance(self, request_id: str) -> RequestStepOutput:
         request, count = self.live[request_id]
         first = request.prompt[0]
         if first == self.knobs.get("crash"):
@@ -99,7 +99,7 @@ class FakeEngine:
         if first == self.knobs.get("poison") and count >= self.knobs.get("after", 0):
             del self.live[request_id]
             self.row_errors += 1
-            return Output(request_id, finish_reason=FinishReason.ERROR, error="logits are not finite")
+            return RequestStepOutput(request_id, finish_reason=FinishReason.ERROR, error="logits are not finite")
         cached = 0
         if count == 0:
             cached = self._look_up(request)
@@ -108,7 +108,9 @@ class FakeEngine:
         if request.sampling.max_tokens == 0:
             del self.live[request_id]
             source = PromptTokenBreakdown(shared=cached, computed=len(request.prompt) - cached)
-            return Output(request_id, (), (), FinishReason.LENGTH, len(request.prompt), cached, breakdown=source)
+            return RequestStepOutput(
+                request_id, (), (), FinishReason.LENGTH, len(request.prompt), cached, breakdown=source
+            )
         token = self.next_token(request, count)
         count += 1
         self.generated += 1
@@ -126,7 +128,7 @@ class FakeEngine:
             top = tuple((other, -1.0 - other / 8) for other in range(request.sampling.prompt_logprobs))
             known = tuple(TokenLogprob(token_id, -0.25, top) for token_id in request.prompt[1:])
         breakdown = PromptTokenBreakdown(shared=cached, computed=len(request.prompt) - cached) if count == 1 else None
-        return Output(
+        return RequestStepOutput(
             request_id,
             (token,),
             logprobs,
@@ -183,7 +185,7 @@ class FakeEngine:
         held = sum(-(-(len(request.prompt) + count) // BLOCK_SIZE) for request, count in self.live.values())
         computed = self.prompted - self.cached
         return EngineStats(
-            Counters(
+            TokenCounters(
                 prompt_tokens=self.prompted,
                 cached_tokens=self.cached,
                 shared_tokens=self.cached,

@@ -21,10 +21,10 @@ from server.fake_engine import build_fake
 
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.engine.engine_client import Build, EngineClient
-from headstart.engine.wire import Outbox
-from headstart.http.logs import Log
+from headstart.engine.wire import UnsentRequests
+from headstart.http.logs import ServerLog
 from headstart.server.app import build_app
-from headstart.server.run_server import warm_prefixes
+from headstart.server.run_server import warm_configured_prefixes
 from headstart.server.server_state import ServerState
 from headstart_lab.router.failover_processes import quiet_ports
 
@@ -194,9 +194,9 @@ async def inside(
     settings = ServerOptions(**{"access_log": "none", "heartbeat_timeout": PATIENCE, **options})
     try:
         info = await engine.start(build, EngineOptions(model=model, generation_config=generation_config))
-        state = ServerState(settings, engine, Log())
+        state = ServerState(settings, engine, ServerLog())
         loaded = state.prepare(info)
-        await warm_prefixes(state, loaded)
+        await warm_configured_prefixes(state, loaded)
         state.open(loaded)
         transport = httpx.ASGITransport(build_app(state), client=("127.0.0.1", 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=PATIENCE) as client:
@@ -252,7 +252,7 @@ async def gone_at_once(app: Any, path: str, body: bytes) -> int:
     return status
 
 
-def waiting_bytes(outbox: Outbox) -> int:
+def waiting_bytes(outbox: UnsentRequests) -> int:
     """Return the bytes of the prompts that an outbox holds."""
     letters = (letter for queue in outbox._queues.values() for letter in queue)
     return sum(sum(map(len, letter.message.prompts)) for letter in letters if letter.message is not None)

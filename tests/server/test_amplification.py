@@ -12,9 +12,9 @@ import pytest
 from server.fake_engine import Gate
 from server.harness import Inside, Server, fake_server, inside, parse_events
 
-from headstart.http.long_work import HUGE_BODY_BYTES, LongWork
+from headstart.http.long_work import HUGE_BODY_BYTES, BlockingWorkRunner
 from headstart.openai.json_pieces import PIECE_BYTES
-from headstart.openai.text.shared_prompt import SharedPrompt
+from headstart.openai.text.shared_prompt import EchoedPrompt
 from headstart.server import inference
 from headstart.server.apis import choice_apis
 from headstart.server.app import build_app
@@ -94,14 +94,14 @@ def test_a_choice_ahead_of_the_one_with_the_logprobs_waits_for_them(folder: str,
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_echo_is_built_once_per_prompt(folder: str, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    read = SharedPrompt._read
+    read = EchoedPrompt._read
     built: list[int] = []
 
-    def counted(self: SharedPrompt, *args: Any) -> str:
+    def counted(self: EchoedPrompt, *args: Any) -> str:
         built.append(len(self.token_ids))
         return read(self, *args)
 
-    monkeypatch.setattr(SharedPrompt, "_read", counted)
+    monkeypatch.setattr(EchoedPrompt, "_read", counted)
 
     async def run() -> None:
         async with inside(folder) as server:
@@ -126,13 +126,13 @@ def test_prompts_that_a_stream_shows_later_are_written_a_slice_at_a_time(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first choice opens the stream, then the echoes of 15 prompts come at once: 4,500 x 21 log-probabilities."""
-    turn, made, name = 0, list[int](), choice_apis.token_name
+    turn, made, name = 0, list[int](), choice_apis.token_text_or_bytes
 
     def counted(*args: Any) -> str:
         made.append(turn)
         return name(*args)
 
-    monkeypatch.setattr(choice_apis, "token_name", counted)
+    monkeypatch.setattr(choice_apis, "token_text_or_bytes", counted)
 
     async def count() -> None:
         nonlocal turn
@@ -236,7 +236,7 @@ def test_the_audited_request_is_answered_in_little_memory(folder: str, tmp_path:
 def test_tokens_and_their_texts_come_off_the_loop_and_in_pieces(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with inside(folder) as server:
-            server.state.long_work = LongWork(100, 200)
+            server.state.long_work = BlockingWorkRunner(100, 200)
             encode, threads = server.state.loaded_model.tokenizer.encode, []
 
             def watched(*args: Any, **options: Any) -> Any:
@@ -258,7 +258,7 @@ def test_tokens_and_their_texts_come_off_the_loop_and_in_pieces(folder: str, mon
 
 def test_the_largest_bodies_are_worked_on_one_at_a_time() -> None:
     async def run() -> None:
-        work, now, most = LongWork(), 0, 0
+        work, now, most = BlockingWorkRunner(), 0, 0
         lock = threading.Lock()
 
         def one() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from server.harness import inside, parse_events
 
-from headstart.http.answer_report import decode_report
+from headstart.http.answer_report import decode_report_header
 
 
 def run(coroutine: Any) -> Any:
@@ -23,7 +23,7 @@ def test_the_report_is_the_usage_of_the_answer(stream: bool, folder: str) -> Non
             for cached in (0, 96):
                 headers = {"x-headstart-report": "1"}
                 response = await server.client.post("/v1/completions", json=body, headers=headers)
-                report = decode_report((n.lower(), v) for n, v in response.headers.raw)
+                report = decode_report_header((n.lower(), v) for n, v in response.headers.raw)
                 assert report is not None and (report.prompt_tokens, report.cached_tokens) == (99, cached)
                 assert report.prefill_ms >= 0
                 document = parse_events(response.text)[-2] if stream else response.json()

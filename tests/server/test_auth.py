@@ -13,9 +13,9 @@ from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.engine.engine_client import EngineClient
 from headstart.http.auth import Authenticator, Principal
 from headstart.http.http_errors import HttpError
-from headstart.http.logs import Log
+from headstart.http.logs import ServerLog
 from headstart.server.server_state import ServerState
-from headstart.store.files import read_secret
+from headstart.store.files import read_folder_secret
 
 OPEN = ("/health", "/readyz", "/livez", "/version", "/ping", "/", "/page/page.js")
 CLOSED = {
@@ -175,8 +175,8 @@ def test_all_keys_of_a_tenant_are_one_domain_under_its_name() -> None:
     assert acme == same and acme.label == acme.tenant == "acme" and not acme.is_admin
     assert len({who(auth, key).domain for key in ("k1", "k3", "single", "root")} | {b""}) == 5
     assert len({who(auth, key).tenant for key in ("k1", "k3", "single", "root")} | {""}) == 5
-    assert auth.domain_of("acme") == acme.domain and auth.domain_of("b.c-d_2") == other.domain
-    assert Authenticator((), (), b"other", entries).domain_of("acme") != acme.domain
+    assert auth.domain_of_tenant("acme") == acme.domain and auth.domain_of_tenant("b.c-d_2") == other.domain
+    assert Authenticator((), (), b"other", entries).domain_of_tenant("acme") != acme.domain
 
 
 def test_a_key_and_a_tenant_of_the_same_name_are_two_domains() -> None:
@@ -188,7 +188,7 @@ def test_a_tenant_that_is_none_has_no_domain() -> None:
     auth = Authenticator(("k",), (), b"secret", (TenantEntry("acme", ("k1",)),))
     for name in ("", "k", "acme ", "x" * 1000):
         with pytest.raises(InvalidRequestError, match=r"is not one of those in headstart\.toml: acme$"):
-            auth.domain_of(name)
+            auth.domain_of_tenant(name)
 
 
 def test_named_tenants_alone_lock_the_server() -> None:
@@ -243,8 +243,8 @@ def test_servers_on_one_folder_agree_on_domains_and_on_two_they_do_not(tmp_path:
     entries = (TenantEntry("acme", ("k1",)),)
 
     def domains(folder: str) -> list[bytes]:
-        auth = Authenticator(("a",), ("root",), read_secret(tmp_path / folder), entries)
-        return [auth.domain_of("acme"), *(who(auth, key).domain for key in ("a", "k1", "root"))]
+        auth = Authenticator(("a",), ("root",), read_folder_secret(tmp_path / folder), entries)
+        return [auth.domain_of_tenant("acme"), *(who(auth, key).domain for key in ("a", "k1", "root"))]
 
     one, again, elsewhere = domains("x"), domains("x"), domains("y")
     assert one == again and set(one).isdisjoint(elsewhere)
@@ -259,7 +259,7 @@ def test_what_a_log_shows_of_a_key_hangs_on_no_secret_that_stays() -> None:
 def test_every_server_names_keys_by_a_secret_of_its_own() -> None:
     async def labels() -> set[str]:
         options = ServerOptions(api_key=("a",))
-        states = [ServerState(options, EngineClient(), Log(), b"kept" * 8) for _ in range(2)]
+        states = [ServerState(options, EngineClient(), ServerLog(), b"kept" * 8) for _ in range(2)]
         assert len({who(state.auth, "a").domain for state in states}) == 1
         return {who(state.auth, "a").label for state in states}
 

@@ -12,17 +12,17 @@ import pytest
 import tokenizer_folders
 from server.harness import PATIENCE, inside, spawn
 
-from headstart.bundled import bundled_model
+from headstart.bundled import bundled_model_folder
 from headstart.config.options import ServerOptions, TenantEntry
-from headstart.model.kernels.build import packaged
+from headstart.model.kernels.build import packaged_library
 from headstart.model.kernels.library import runnable_variants
-from headstart.server.banner import banner
+from headstart.server.banner import startup_banner
 
 
 def shown(folder: str, options: ServerOptions | None = None) -> str:
     async def run() -> str:
         async with inside(folder) as server:
-            return banner(server.state.loaded_model, options or ServerOptions(), "127.0.0.1", 8000)
+            return startup_banner(server.state.loaded_model, options or ServerOptions(), "127.0.0.1", 8000)
 
     return asyncio.run(run())
 
@@ -49,7 +49,7 @@ def test_a_model_without_a_chat_template_continues_a_text(tmp_path: Path) -> Non
 
 
 def test_the_bundled_model_is_asked_for_an_intent() -> None:
-    path, body = request(shown(str(bundled_model())))
+    path, body = request(shown(str(bundled_model_folder())))
     assert path == "/v1/chat/completions"
     assert [message["role"] for message in body["messages"]] == ["system", "user"] and body["temperature"] == 0
 
@@ -64,7 +64,7 @@ def test_a_command_that_needs_a_key_says_so(folder: str, options: ServerOptions)
 def test_without_a_compiler_the_start_says_what_the_doctor_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if packaged(runnable_variants()[0]) is not None:
+    if packaged_library(runnable_variants()[0]) is not None:
         pytest.skip("the kernels came with the package")
     for name in ("CXX", "HEADSTART_KERNELS"):
         monkeypatch.delenv(name, raising=False)

@@ -13,14 +13,14 @@ from tokenizer_folders import BYTE_LEVEL, KINDS, TEMPLATE, build
 
 from headstart import LLM
 from headstart.common_prefix import common_prefix_length
-from headstart.model.weights.init_model import init_model
-from headstart.openai.bounds import Bounds
-from headstart.openai.engine_requests import Origin, chat_requests, encode_chat
+from headstart.model.weights.init_model import write_random_model
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.engine_requests import RequestOrigin, build_chat_requests, encode_chat
 from headstart.openai.request_bodies import parse_chat
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
-BOUNDS = Bounds(vocab_size=100_000, max_model_len=100_000, min_boundary=20)
+BOUNDS = RequestBounds(vocab_size=100_000, max_model_len=100_000, min_boundary=20)
 SYSTEM = {"role": "system", "content": "You run the lazy dog away from the big bad bear, please. " * 4}
 TOOL = {"name": "run", "description": "Run away from it.", "parameters": {"type": "object", "properties": {}}}
 BLOCK = 16
@@ -30,10 +30,12 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def told(tokenizer: Tokenizer, messages: list[Any], bounds: Bounds = BOUNDS, **fields: Any) -> "tuple[int, array[int]]":
+def told(
+    tokenizer: Tokenizer, messages: list[Any], bounds: RequestBounds = BOUNDS, **fields: Any
+) -> "tuple[int, array[int]]":
     """Return the boundary that the engine is told, and the prompt."""
     body = parse_chat({"messages": messages, **fields}, bounds)
-    _, (first, *others) = chat_requests(body, tokenizer, bounds, Origin("x"))
+    _, (first, *others) = build_chat_requests(body, tokenizer, bounds, RequestOrigin("x"))
     assert all(request.boundary == first.boundary for request in others)
     assert first.prompt == encode_chat(body, tokenizer, bounds)
     return first.boundary, first.prompt
@@ -66,7 +68,7 @@ def test_no_boundary_is_told_where_nothing_or_little_is_shared() -> None:
     assert told(tokenizer, [user("the fox")])[0] == 0
     assert told(tokenizer, [SYSTEM])[0] == 0  # it is the end of the prompt
     assert told(tokenizer, [{"role": "system", "content": "Hi"}, user("the fox " * 30)])[0] == 0
-    assert told(tokenizer, [SYSTEM, user("the fox")], Bounds(vocab_size=1000, max_model_len=1000))[0] == 0
+    assert told(tokenizer, [SYSTEM, user("the fox")], RequestBounds(vocab_size=1000, max_model_len=1000))[0] == 0
 
 
 def test_a_template_that_refuses_another_message_hides_the_boundary_only() -> None:
@@ -81,7 +83,7 @@ def test_a_template_that_refuses_another_message_hides_the_boundary_only() -> No
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random hybrid with a tokenizer and a chat template."""
-    folder = init_model("tiny", tmp_path_factory.mktemp("boundaries") / "model", progress=False)
+    folder = write_random_model("tiny", tmp_path_factory.mktemp("boundaries") / "model", progress=False)
     return make_checkpoint("lfm2", folder, vocab_size=512)
 
 

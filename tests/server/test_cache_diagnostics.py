@@ -15,7 +15,7 @@ from server.harness import PATIENCE, Server, parse_events, spawn, wait_for
 from server.test_response_models import fits
 
 from headstart.apis import answer_schemas as schema
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 from headstart.server.cache_api import cache_schema
 
 ANN, BOB = {"authorization": "Bearer ann"}, {"authorization": "Bearer bob"}
@@ -26,7 +26,7 @@ TOOL = {"type": "object", "properties": {"name": {"type": "string"}}}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     room = tmp_path_factory.mktemp("diagnostics")
-    model = init_model("tiny", room / "tiny", std=0.2, dtype="float32", progress=False)
+    model = write_random_model("tiny", room / "tiny", std=0.2, dtype="float32", progress=False)
     options = ["--port", "0", "--num-blocks", "512", "--heartbeat-timeout", "600", "--tool-call-parser", "hermes"]
     keys = ["--api-key", "ann", "--api-key", "bob"]
     with spawn([sys.executable, "-m", "headstart", "serve", str(model), *options, *keys], room / "log") as running:

@@ -5,18 +5,18 @@ from typing import Any
 import pytest
 
 from headstart.core.errors import InvalidRequestError
-from headstart.core.request import DEFAULT_RETENTION, CacheMode, Retention
-from headstart.openai.bounds import Bounds
-from headstart.openai.cache_params import CacheFields, CacheWishes, cache_wishes
-from headstart.openai.request_model import validated
+from headstart.core.request import DEFAULT_RETENTION, CacheMode, RetentionHint
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.cache_params import CacheFields, CacheParams, read_cache_params
+from headstart.openai.request_model import validate_as
 
-BOUNDS = Bounds(vocab_size=100, max_model_len=64)
+BOUNDS = RequestBounds(vocab_size=100, max_model_len=64)
 READ_WRITE, READ_ONLY, BYPASS = CacheMode.READ_WRITE, CacheMode.READ_ONLY, CacheMode.BYPASS
 MARK = {"mode": "explicit"}
 
 
-def wishes(**values: Any) -> CacheWishes:
-    return cache_wishes(validated(CacheFields, values, BOUNDS), values.get("messages"))
+def wishes(**values: Any) -> CacheParams:
+    return read_cache_params(validate_as(CacheFields, values, BOUNDS), values.get("messages"))
 
 
 def chat(*marks: Any) -> list[dict[str, Any]]:
@@ -26,45 +26,45 @@ def chat(*marks: Any) -> list[dict[str, Any]]:
 
 
 def test_without_any_field_a_request_reads_writes_and_hints_nothing() -> None:
-    assert wishes() == CacheWishes(READ_WRITE, DEFAULT_RETENTION, None)
+    assert wishes() == CacheParams(READ_WRITE, DEFAULT_RETENTION, None)
 
 
 @pytest.mark.parametrize("mode", list(CacheMode))
 def test_cache_names_the_mode(mode: CacheMode) -> None:
-    assert wishes(cache=mode.value) == CacheWishes(mode)
+    assert wishes(cache=mode.value) == CacheParams(mode)
 
 
 @pytest.mark.parametrize(
     ("values", "retention"),
     [
-        ({"cache_priority": 0}, Retention(0, 0.0)),
-        ({"cache_priority": 90}, Retention(90, 0.0)),
-        ({"cache_priority": 90, "cache_ttl": 60}, Retention(90, 60.0)),
-        ({"cache_ttl": 60}, Retention(75, 60.0)),  # a lifetime alone must mean something
+        ({"cache_priority": 0}, RetentionHint(0, 0.0)),
+        ({"cache_priority": 90}, RetentionHint(90, 0.0)),
+        ({"cache_priority": 90, "cache_ttl": 60}, RetentionHint(90, 60.0)),
+        ({"cache_ttl": 60}, RetentionHint(75, 60.0)),  # a lifetime alone must mean something
         ({"cache_ttl": 0}, DEFAULT_RETENTION),
-        ({"prompt_cache_key": "agent-7"}, Retention(60, 1800.0)),
+        ({"prompt_cache_key": "agent-7"}, RetentionHint(60, 1800.0)),
         ({"prompt_cache_key": ""}, DEFAULT_RETENTION),
-        ({"prompt_cache_retention": "24h"}, Retention(60, 86400.0)),
+        ({"prompt_cache_retention": "24h"}, RetentionHint(60, 86400.0)),
         ({"prompt_cache_retention": "in_memory"}, DEFAULT_RETENTION),
         ({"prompt_cache_retention": "in-memory"}, DEFAULT_RETENTION),
-        ({"prompt_cache_options": {"ttl": "30m"}}, Retention(75, 1800.0)),
-        ({"prompt_cache_options": {"ttl": "1h"}}, Retention(75, 3600.0)),
-        ({"prompt_cache_options": {"ttl": "90s"}}, Retention(75, 90.0)),
-        ({"prompt_cache_options": {"ttl": "90"}}, Retention(75, 90.0)),
-        ({"prompt_cache_options": {"ttl": 90}}, Retention(75, 90.0)),
+        ({"prompt_cache_options": {"ttl": "30m"}}, RetentionHint(75, 1800.0)),
+        ({"prompt_cache_options": {"ttl": "1h"}}, RetentionHint(75, 3600.0)),
+        ({"prompt_cache_options": {"ttl": "90s"}}, RetentionHint(75, 90.0)),
+        ({"prompt_cache_options": {"ttl": "90"}}, RetentionHint(75, 90.0)),
+        ({"prompt_cache_options": {"ttl": 90}}, RetentionHint(75, 90.0)),
         ({"prompt_cache_options": {"mode": "implicit"}}, DEFAULT_RETENTION),
     ],
 )
-def test_every_hint_becomes_a_retention(values: dict[str, Any], retention: Retention) -> None:
-    assert wishes(**values) == CacheWishes(READ_WRITE, retention)
+def test_every_hint_becomes_a_retention(values: dict[str, Any], retention: RetentionHint) -> None:
+    assert wishes(**values) == CacheParams(READ_WRITE, retention)
 
 
 def test_the_strongest_hint_of_openai_decides_and_ours_set_them_aside() -> None:
     openai: dict[str, Any] = {"prompt_cache_key": "k", "prompt_cache_retention": "24h"}
-    assert wishes(**openai).retention == Retention(60, 86400.0)
+    assert wishes(**openai).retention == RetentionHint(60, 86400.0)
     openai["prompt_cache_options"] = {"ttl": "30m"}
-    assert wishes(**openai).retention == Retention(75, 1800.0)
-    assert wishes(**openai, cache_priority=10).retention == Retention(10, 0.0)
+    assert wishes(**openai).retention == RetentionHint(75, 1800.0)
+    assert wishes(**openai, cache_priority=10).retention == RetentionHint(10, 0.0)
     assert wishes(**openai, cache_ttl=0).retention == DEFAULT_RETENTION
 
 
@@ -80,8 +80,8 @@ def test_explicit_mode_without_a_breakpoint_does_not_use_the_cache() -> None:
 def test_a_breakpoint_brings_its_own_lifetime_and_the_longest_counts() -> None:
     assert wishes(messages=chat(MARK)).retention == DEFAULT_RETENTION
     long = chat({**MARK, "ttl": "12h"}, {**MARK, "ttl": "30m"})
-    assert wishes(messages=long).retention == Retention(75, 43200.0)
-    assert wishes(messages=long, prompt_cache_options={"ttl": "24h"}).retention == Retention(75, 86400.0)
+    assert wishes(messages=long).retention == RetentionHint(75, 43200.0)
+    assert wishes(messages=long, prompt_cache_options={"ttl": "24h"}).retention == RetentionHint(75, 86400.0)
 
 
 @pytest.mark.parametrize("values", [{"cache_priority": 80}, {"cache_ttl": 60}, {"cache_priority": 80, "cache_ttl": 60}])
@@ -125,4 +125,4 @@ def test_a_breakpoint_that_is_no_object_is_refused(mark: Any) -> None:
 
 @pytest.mark.parametrize("messages", ["x", 5, {}, [5], [[]], [{"content": 5}], [{"content": [5, [], "x"]}]])
 def test_messages_of_any_shape_are_left_to_those_who_check_them(messages: Any) -> None:
-    assert wishes(messages=messages) == CacheWishes()
+    assert wishes(messages=messages) == CacheParams()

@@ -9,16 +9,16 @@ from pydantic import TypeAdapter
 from server.chat_deltas import USAGE, deltas_of
 
 from headstart.core.request import SamplingParams
-from headstart.openai.bounds import Bounds
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta
 from headstart.openai.responses import Json
-from headstart.openai.responses_api.call_forms import called_tools
-from headstart.openai.responses_api.response_events import ResponseEvents
-from headstart.openai.responses_api.response_objects import ResponseShape, echo_of, response_usage
+from headstart.openai.responses_api.call_forms import special_tools_by_function
+from headstart.openai.responses_api.response_events import ResponseEventBuilder
+from headstart.openai.responses_api.response_objects import ResponseTemplate, echoed_request_fields, response_usage
 from headstart.openai.responses_api.responses_request import parse_responses, translate_responses
 
 EVENT: Any = TypeAdapter(ResponseStreamEvent)
-BOUNDS = Bounds(vocab_size=100, max_model_len=1000)
+BOUNDS = RequestBounds(vocab_size=100, max_model_len=1000)
 SPAWN: Json = {"type": "function", "name": "spawn", "parameters": {"type": "object"}}
 CASES: dict[str, tuple[Json, str, Json, Json]] = {
     # tool; the function that the model calls, its arguments; the item's own fields
@@ -66,11 +66,13 @@ OF_NO_MODEL = ("shell_call",)  # the models demand the environment of a hosted s
 def answered(tool: Json, name: str, texts: list[str]) -> tuple[list[Json], Json]:
     """The events of a stream with one call, and the whole response."""
     fields = parse_responses({"input": "Go", "tools": [tool]}, BOUNDS)
-    shape = ResponseShape("resp_0123", 1, "m", echo_of(fields, SamplingParams()), called_tools(fields.tools))
+    shape = ResponseTemplate(
+        "resp_0123", 1, "m", echoed_request_fields(fields, SamplingParams()), special_tools_by_function(fields.tools)
+    )
     calls = [ToolCallDelta(0, "call_1", name, texts[0]), *(ToolCallDelta(0, arguments=text) for text in texts[1:])]
     deltas = deltas_of([ChatDelta(tool_calls=(call,)) for call in calls])
-    events, whole = ResponseEvents(shape), ResponseEvents(shape)
-    found = events.opening()
+    events, whole = ResponseEventBuilder(shape), ResponseEventBuilder(shape)
+    found = events.opening_events()
     for delta in deltas:
         found += events.add(delta)
         whole.parts.add(delta)

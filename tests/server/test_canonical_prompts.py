@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from server.harness import Server, fake_server
 
-from headstart.config.options import PROMPT_RULES, ServerOptions, check_values
+from headstart.config.options import PROMPT_RULES, ServerOptions, check_option_values
 from headstart.core.errors import ConfigError
-from headstart.openai.bounds import Bounds
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.canonical.canonical_body import CHAT, MESSAGES, RESPONSES, canonical_body
 from headstart.openai.canonical.canonical_messages import KEEPING_VARIABLES, canonical_json, canonical_messages
 from headstart.openai.canonical.prompt_rules import PLACEMENT_TEXTS, RULE_TEXTS, RULES_HEADER
-from headstart.openai.canonical.stable_tools import sorted_schema, sorted_tools, tool_name
+from headstart.openai.canonical.stable_tools import sorted_schema, sorted_tools, tool_name_of
 from headstart.openai.request_bodies import parse_chat
 
 ALL = frozenset(RULE_TEXTS) - {"keep_reasoning"}
@@ -45,17 +45,17 @@ def rewritten(path: str, body: dict[str, Any], rules: frozenset[str] = ALL) -> t
 
 def test_options_list_every_rule_and_refuse_others() -> None:
     assert set(PROMPT_RULES) == set(RULE_TEXTS)
-    check_values(ServerOptions(prompt_rule=("tools", "dates")))
+    check_option_values(ServerOptions(prompt_rule=("tools", "dates")))
     with pytest.raises(ConfigError, match="choose one of tools"):
-        check_values(ServerOptions(prompt_rule=("tool",)))
+        check_option_values(ServerOptions(prompt_rule=("tool",)))
     with pytest.raises(ConfigError, match="both"):
-        check_values(ServerOptions(prompt_rule=("drop_reasoning", "keep_reasoning")))
+        check_option_values(ServerOptions(prompt_rule=("drop_reasoning", "keep_reasoning")))
 
 
 def test_tools_are_sorted_by_name_unless_one_has_none() -> None:
     tools = [tool("b"), {"name": "a"}]
-    assert sorted_tools(tools, tool_name) == tools[::-1]
-    assert sorted_tools([tool("b"), {"type": "web_search"}, tool("a")], tool_name)[0] == tool("b")
+    assert sorted_tools(tools, tool_name_of) == tools[::-1]
+    assert sorted_tools([tool("b"), {"type": "web_search"}, tool("a")], tool_name_of)[0] == tool("b")
 
 
 def test_schemas_have_one_key_order_and_keep_lists_and_data() -> None:
@@ -153,7 +153,7 @@ def test_reasoning_is_kept_by_templates_that_can_unless_the_client_decides() -> 
     sent = body | {"chat_template_kwargs": {"clear_thinking": True, "own": 1}}
     found, _ = rewritten(CHAT, sent, keep)
     assert found["chat_template_kwargs"] == {**KEEPING_VARIABLES, "clear_thinking": True, "own": 1}
-    params = parse_chat(sent, Bounds(256, 4096, prompt_rules=keep)).params
+    params = parse_chat(sent, RequestBounds(256, 4096, prompt_rules=keep)).params
     assert dict(params.template_options) == {**KEEPING_VARIABLES, "clear_thinking": True, "own": 1}
     assert params.applied_rules == (("keep_reasoning", 1),)
     _, applied = rewritten(CHAT, found, keep)

@@ -11,8 +11,8 @@ from openai import OpenAI
 from server.harness import Server
 
 from headstart.cli import main as cli
-from headstart.cli.client_request import KEY_VARIABLES, key_from
-from headstart.cli.explain import wrapped
+from headstart.cli.client_request import KEY_VARIABLES, api_key_from_environ
+from headstart.cli.explain import wrap_first_paragraph
 
 PROMPT = "Nobody but this file begins a prompt like this, so what it finds is what it left. The day is "
 
@@ -93,11 +93,14 @@ def test_mistakes_are_one_line_and_code_2(
 
 def test_the_key_comes_from_the_environment() -> None:
     admin, tenant = KEY_VARIABLES
-    assert key_from({}) is None and key_from({tenant: " a , b"}) == "a"
-    assert key_from({tenant: "a", admin: "root"}) == "root" and key_from({tenant: "a", admin: ""}) == "a"
+    assert api_key_from_environ({}) is None and api_key_from_environ({tenant: " a , b"}) == "a"
+    assert (
+        api_key_from_environ({tenant: "a", admin: "root"}) == "root"
+        and api_key_from_environ({tenant: "a", admin: ""}) == "a"
+    )
 
 
 def test_only_the_paragraph_is_wrapped() -> None:
     message = "word " * 60 + "end.\n  this:  '" + "x" * 130 + "'"
-    *paragraph, below = wrapped(message).split("\n")
+    *paragraph, below = wrap_first_paragraph(message).split("\n")
     assert len(paragraph) == 4 and max(map(len, paragraph)) <= 100 and below.endswith("x'")

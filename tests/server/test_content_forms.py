@@ -10,9 +10,9 @@ from server.harness import inside
 from server.test_chat_template import BLOCKS, LLAMA2, QWEN3, TRIMMED
 from tokenizer_folders import BYTE_LEVEL, TEMPLATE, write
 
-from headstart.anthropic.messages_request import MessagesRequest, read_body
+from headstart.anthropic.messages_request import MessagesRequest, translate_messages_body
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.bounds import Bounds
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.chat.chat_renderer import ChatRenderer
 from headstart.openai.chat.chat_template import ChatTemplate
 from headstart.openai.chat.template_forms import ONE_TEXT
@@ -41,8 +41,8 @@ SPLIT = {"macro": MACRO, "joining": JOINING}
 PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two "}, {"type": "text", "text": "three"}]
 
 
-def bounds_of(source: str) -> Bounds:
-    return Bounds(10**6, 4096, content_forms=ChatTemplate(source, NAMED).content_forms)
+def bounds_of(source: str) -> RequestBounds:
+    return RequestBounds(10**6, 4096, content_forms=ChatTemplate(source, NAMED).content_forms)
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])
@@ -127,7 +127,11 @@ def test_a_call_alone_is_the_same_in_all_three_apis() -> None:
         {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "f", "input": {}}]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "7"}]},
     ]
-    anthropic = read_body(MessagesRequest, {"messages": blocks, "max_tokens": 1}, bounds).chat.parse(bounds).messages
+    anthropic = (
+        translate_messages_body(MessagesRequest, {"messages": blocks, "max_tokens": 1}, bounds)
+        .chat.parse(bounds)
+        .messages
+    )
     assert chat == responses == anthropic
 
 
@@ -143,7 +147,11 @@ def test_results_of_several_parts_are_the_same_in_all_three_apis() -> None:
         {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "f", "input": {}}]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": PARTS}]},
     ]
-    anthropic = read_body(MessagesRequest, {"messages": blocks, "max_tokens": 1}, bounds).chat.parse(bounds).messages
+    anthropic = (
+        translate_messages_body(MessagesRequest, {"messages": blocks, "max_tokens": 1}, bounds)
+        .chat.parse(bounds)
+        .messages
+    )
     assert responses[-1]["content"] == anthropic[-1]["content"] == "onetwo three"
 
 
@@ -175,7 +183,7 @@ def test_a_template_that_needs_parameters_gets_none_at_all_as_an_empty_object() 
 
 def test_lines_that_rules_move_do_not_touch_the_text_before_them() -> None:
     rules = frozenset({"billing_header", "request_ids"})
-    bounds = Bounds(10**6, 4096, prompt_rules=rules, content_forms=ChatTemplate(MACRO, NAMED).content_forms)
+    bounds = RequestBounds(10**6, 4096, prompt_rules=rules, content_forms=ChatTemplate(MACRO, NAMED).content_forms)
     system = [
         {"type": "text", "text": "x-anthropic-billing-header: cc_version=2"},
         {"type": "text", "text": "Be brief."},
@@ -186,7 +194,7 @@ def test_lines_that_rules_move_do_not_touch_the_text_before_them() -> None:
 
 def test_prompts_and_tokenize_agree_and_a_tokenizer_knows_its_template(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(write(tmp_path, BYTE_LEVEL, chat_template=MACRO))
-    bounds = Bounds(10**6, 4096, content_forms=tokenizer.content_forms)
+    bounds = RequestBounds(10**6, 4096, content_forms=tokenizer.content_forms)
     values = {"messages": [{"role": "user", "content": PARTS}]}
     prompt = encode_chat(parse_chat(values, bounds), tokenizer, bounds)
     assert tokenizer.decode(prompt) == "<user>onetwo three"

@@ -144,13 +144,13 @@ def test_what_has_not_begun_when_its_client_disconnects_is_dropped(folder: str, 
     async def run() -> None:
         async with inside(folder) as server:
             begun: list[bytes] = []
-            original = inference.parse_json
+            original = inference.parse_json_object
 
             def noted(data: bytes, max_numbers: int | None = None) -> object:
                 begun.append(data)
                 return original(data, max_numbers)
 
-            inference.parse_json = noted
+            inference.parse_json_object = noted
             try:
                 app = build_app(server.state)
                 async with server.state.long_work._huge.turn("another"):
@@ -159,7 +159,7 @@ def test_what_has_not_begun_when_its_client_disconnects_is_dropped(folder: str, 
                     await turns()  # all of them wait, and their clients disconnect
                 assert await asyncio.gather(*asks) == [499] * 5
             finally:
-                inference.parse_json = original
+                inference.parse_json_object = original
             assert begun == [] and server.state.num_jobs == 0
 
     asyncio.run(run())

@@ -14,9 +14,9 @@ from pydantic import BaseModel
 from tokenizers import Tokenizer as Backend
 from tools.test_tool_grammar import Answers, tool, written
 
-from headstart.bundled import bundled_model
+from headstart.bundled import bundled_model_folder
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.structured.dropped_keywords import dropped_header, loosened_schema, strict_schema
+from headstart.openai.structured.dropped_keywords import dropped_keywords_header, loosen_or_refuse_schema, loosen_schema
 from headstart.openai.structured.grammar_process import build
 
 SET = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
@@ -49,7 +49,7 @@ SILENT: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def backend() -> Backend:
-    return Backend.from_file(str(Path(bundled_model()) / "tokenizer.json"))
+    return Backend.from_file(str(Path(bundled_model_folder()) / "tokenizer.json"))
 
 
 def is_valid(schema: Any, value: Any) -> bool:
@@ -91,7 +91,7 @@ def any_of(schema: Any) -> Any:
 @given(schema=SCHEMAS, value=VALUES)
 @settings(max_examples=400, deadline=None)
 def test_what_the_schema_allows_is_allowed_without_the_keywords(schema: dict[str, Any], value: Any) -> None:
-    loosened = loosened_schema(schema)
+    loosened = loosen_schema(schema)
     if not loosened.dropped:
         assert is_valid(schema, value) == is_valid(loosened.schema, value)
     elif is_valid(schema, value):
@@ -102,32 +102,32 @@ def test_what_the_schema_allows_is_allowed_without_the_keywords(schema: dict[str
 def test_a_rule_is_named_with_its_place_or_dropped(keyword: str) -> None:
     schema = {"properties": {"p": {"anyOf": [RULES[keyword]]}}}
     with pytest.raises(InvalidRequestError, match=r"x has .* at '/properties/p/anyOf/0', which .* leave it out, or y"):
-        strict_schema("x", schema, ", or y")
-    assert keyword in loosened_schema(schema).dropped
+        loosen_or_refuse_schema("x", schema, ", or y")
+    assert keyword in loosen_schema(schema).dropped
 
 
 @pytest.mark.parametrize("schema", SILENT, ids=str)
 def test_what_says_nothing_is_no_reason_to_refuse_or_to_warn(schema: dict[str, Any]) -> None:
-    assert loosened_schema(schema).dropped == ()
-    strict_schema("x", schema, "")
+    assert loosen_schema(schema).dropped == ()
+    loosen_or_refuse_schema("x", schema, "")
 
 
 def test_a_format_that_the_standard_does_not_know_is_never_a_reason_to_refuse() -> None:
     schema = {"type": "string", "format": "file-path"}
-    assert strict_schema("x", schema, "") == ({"type": "string"}, ("format",))
-    assert loosened_schema(schema) == ({"type": "string"}, ("format",))
+    assert loosen_or_refuse_schema("x", schema, "") == ({"type": "string"}, ("format",))
+    assert loosen_schema(schema) == ({"type": "string"}, ("format",))
 
 
 def test_overlapping_alternatives_are_named_and_exclusive_ones_are_not() -> None:
     overlapping = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
-    assert loosened_schema({"items": overlapping}).dropped == ("oneOf",)
+    assert loosen_schema({"items": overlapping}).dropped == ("oneOf",)
     for branches in ([{"type": "string"}, {"type": "null"}], [{"const": 1}, {"enum": [2]}]):
-        assert loosened_schema({"oneOf": branches}).dropped == ()
+        assert loosen_schema({"oneOf": branches}).dropped == ()
 
 
 def test_the_header_names_tools_and_keywords_within_bounds() -> None:
-    assert dropped_header((("f", ("format", "not")), ("g", ("if",)))) == "f: format, not; g: if"
-    assert len(dropped_header(tuple((f"tool_{number}", ("not",)) for number in range(500)))) < 1100
+    assert dropped_keywords_header((("f", ("format", "not")), ("g", ("if",)))) == "f: format, not; g: if"
+    assert len(dropped_keywords_header(tuple((f"tool_{number}", ("not",)) for number in range(500)))) < 1100
 
 
 @pytest.mark.parametrize("family", ["hermes", "llama3_json", "qwen3_coder"])

@@ -9,22 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_folders import BYTE_LEVEL, METASPACE, build
 
-from headstart.core.batch import Output, PromptTokenBreakdown, TokenLogprob
+from headstart.core.batch import PromptTokenBreakdown, RequestStepOutput, TokenLogprob
 from headstart.core.request import FinishReason, Request
-from headstart.openai.bounds import Bounds
-from headstart.openai.generation_params import Kind, fit, parse_params
-from headstart.openai.text.generation import Delta, Generation
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.generation_params import ParamsKind, fit_sampling_params, parse_params
+from headstart.openai.text.generation import GeneratedOutput, OutputDelta
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(build(BYTE_LEVEL), eos_token_ids=(1,))
 EOS = 1
-BOUNDS = Bounds(TOKENIZER.vocab_size, max_model_len=1000, eos_token_ids=(EOS,))
+BOUNDS = RequestBounds(TOKENIZER.vocab_size, max_model_len=1000, eos_token_ids=(EOS,))
 PROMPT = TOKENIZER.encode("play some music")
 
 
-def make(*, tokenizer: Tokenizer = TOKENIZER, prompt: "array[int]" = PROMPT, **values: Any) -> Generation:
-    params = parse_params({"max_tokens": 500, **values}, BOUNDS, Kind.COMPLETION)
-    return Generation(tokenizer, Request("r", prompt, fit(params, len(prompt), BOUNDS)), params)
+def make(*, tokenizer: Tokenizer = TOKENIZER, prompt: "array[int]" = PROMPT, **values: Any) -> GeneratedOutput:
+    params = parse_params({"max_tokens": 500, **values}, BOUNDS, ParamsKind.COMPLETION)
+    return GeneratedOutput(tokenizer, Request("r", prompt, fit_sampling_params(params, len(prompt), BOUNDS)), params)
 
 
 def tokens_of(text: str, tokenizer: Tokenizer = TOKENIZER) -> list[int]:
@@ -36,22 +36,22 @@ def logprob(token_id: int) -> TokenLogprob:
 
 
 def run(
-    generation: Generation, token_ids: list[int], end: FinishReason | None = FinishReason.LENGTH, step: int = 1
-) -> list[Delta]:
+    generation: GeneratedOutput, token_ids: list[int], end: FinishReason | None = FinishReason.LENGTH, step: int = 1
+) -> list[OutputDelta]:
     """Feeds the tokens `step` at a time; the last output carries `end`."""
-    deltas: list[Delta] = []
+    deltas: list[OutputDelta] = []
     for start in range(0, len(token_ids), step):
         some = tuple(token_ids[start : start + step])
         is_last = start + step >= len(token_ids)
         breakdown = None if start else PromptTokenBreakdown(shared=3, computed=len(PROMPT) - 3)
-        output = Output(
+        output = RequestStepOutput(
             "r", some, tuple(map(logprob, some)), end if is_last else None, len(PROMPT), 3, breakdown=breakdown
         )
         deltas.append(generation.update(output))
     return deltas
 
 
-def text_of(deltas: list[Delta]) -> str:
+def text_of(deltas: list[OutputDelta]) -> str:
     return "".join((delta.echo.text if delta.echo is not None else "") + delta.text for delta in deltas)
 
 
@@ -103,7 +103,7 @@ def test_a_stop_string_across_tokens_ends_the_text(step: int, include: bool, exp
     ended = [delta for delta in deltas if delta.finish_reason]
     assert len(ended) == 1 and ended[0].stop_reason == "wn fo" and ended[0].finish_reason == "stop"
     assert ended[0].must_abort == (step < 100)  # else the engine had ended by itself
-    assert all(delta == Delta() for delta in deltas[deltas.index(ended[0]) + 1 :])
+    assert all(delta == OutputDelta() for delta in deltas[deltas.index(ended[0]) + 1 :])
 
 
 @given(
@@ -128,11 +128,11 @@ def test_stop_strings_cut_where_a_search_of_the_whole_text_would(
 
 def test_what_may_become_a_stop_string_is_held_back_and_then_shown() -> None:
     generation = make(stop=["abcd"])
-    deltas = [generation.update(Output("r", (token,))) for token in (tokens_of("a") + tokens_of("b"))]
-    assert text_of(deltas) == "" and not any(delta.has_news for delta in deltas)
-    assert generation.update(Output("r", tuple(tokens_of("x")))).text == "abx"
-    generation.update(Output("r", tuple(tokens_of("ab"))))
-    assert generation.update(Output("r", (EOS,), (), FinishReason.STOP)).text == "ab"
+    deltas = [generation.update(RequestStepOutput("r", (token,))) for token in (tokens_of("a") + tokens_of("b"))]
+    assert text_of(deltas) == "" and not any(delta.has_output for delta in deltas)
+    assert generation.update(RequestStepOutput("r", tuple(tokens_of("x")))).text == "abx"
+    generation.update(RequestStepOutput("r", tuple(tokens_of("ab"))))
+    assert generation.update(RequestStepOutput("r", (EOS,), (), FinishReason.STOP)).text == "ab"
 
 
 def test_no_stop_string_is_looked_for_in_the_first_min_tokens() -> None:
@@ -146,9 +146,9 @@ def test_no_stop_string_is_looked_for_in_the_first_min_tokens() -> None:
 def test_tokens_come_with_the_end_of_their_text() -> None:
     generation = make(stop=["abcd"], logprobs=1)
     a, b, x = (tokens_of(letter)[0] for letter in "abx")
-    held = [generation.update(Output("r", (token,), (logprob(token),))) for token in (a, b)]
+    held = [generation.update(RequestStepOutput("r", (token,), (logprob(token),))) for token in (a, b)]
     assert [delta.token_ids for delta in held] == [(), ()]
-    delta = generation.update(Output("r", (x,), (logprob(x),)))
+    delta = generation.update(RequestStepOutput("r", (x,), (logprob(x),)))
     assert delta.token_ids == (a, b, x)
     assert [(entry.token_id, entry.offset) for entry in delta.logprobs] == [(a, 0), (b, 1), (x, 2)]
 
@@ -179,9 +179,11 @@ def test_an_echo_puts_the_prompt_first_and_stop_strings_ignore_it(step: int) -> 
 def test_an_echo_with_logprobs_has_the_prompts_first() -> None:
     generation = make(echo=True, logprobs=1)
     known = tuple(logprob(token) for token in PROMPT[1:])
-    generation.update(Output("r", prompt_logprobs=known[:1]))
+    generation.update(RequestStepOutput("r", prompt_logprobs=known[:1]))
     token = tokens_of("a")[0]
-    delta = generation.update(Output("r", (token,), (logprob(token),), FinishReason.LENGTH, prompt_logprobs=known[1:]))
+    delta = generation.update(
+        RequestStepOutput("r", (token,), (logprob(token),), FinishReason.LENGTH, prompt_logprobs=known[1:])
+    )
     assert delta.echo is not None
     entries = [*delta.echo, *delta.logprobs]
     assert [entry.token_id for entry in entries] == [*PROMPT, token]
@@ -193,7 +195,7 @@ def test_an_echo_with_logprobs_has_the_prompts_first() -> None:
 
 def test_only_the_echo_is_shown_if_no_tokens_are_wanted() -> None:
     generation = make(echo=True, max_tokens=0)
-    delta = generation.update(Output("r", tuple(tokens_of("a")), (), FinishReason.LENGTH))
+    delta = generation.update(RequestStepOutput("r", tuple(tokens_of("a")), (), FinishReason.LENGTH))
     assert (text_of([delta]), delta.token_ids, delta.finish_reason) == ("play some music", (), "length")
     assert generation.num_tokens == 0
 
@@ -201,8 +203,8 @@ def test_only_the_echo_is_shown_if_no_tokens_are_wanted() -> None:
 @pytest.mark.parametrize(("reason", "word"), [(FinishReason.ABORT, "abort"), (FinishReason.ERROR, "error")])
 def test_a_failure_is_no_answer(reason: FinishReason, word: str) -> None:
     generation = make(stop=["abc"])
-    generation.update(Output("r", tuple(tokens_of("ab"))))
-    delta = generation.update(Output("r", finish_reason=reason, error="row is not finite"))
+    generation.update(RequestStepOutput("r", tuple(tokens_of("ab"))))
+    delta = generation.update(RequestStepOutput("r", finish_reason=reason, error="row is not finite"))
     assert (delta.text, delta.finish_reason, delta.error) == ("", word, "row is not finite")
     assert generation.error == "row is not finite"
 
@@ -221,7 +223,7 @@ def test_the_first_word_continues_the_prompt() -> None:
 
 
 def test_a_choice_that_waits_to_be_sent_takes_little_memory() -> None:
-    def finished() -> Generation:
+    def finished() -> GeneratedOutput:
         generation = make(logprobs=1)
         run(generation, tokens_of("play some music " * 5)[:32])
         return generation

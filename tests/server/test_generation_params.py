@@ -11,22 +11,28 @@ from hypothesis import strategies as st
 from openai.types.shared import ReasoningEffort
 
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
-from headstart.openai.bounds import FLOAT32_MAX, Bounds
-from headstart.openai.generation_params import GenerationParams, Kind, fit, parse_params, shortened
+from headstart.openai.bounds import FLOAT32_MAX, RequestBounds
+from headstart.openai.generation_params import (
+    GenerationParams,
+    ParamsKind,
+    fit_sampling_params,
+    lower_max_tokens,
+    parse_params,
+)
 from headstart.openai.request_bodies import parse_chat, parse_completion, parse_detokenize, parse_tokenize
-from headstart.openai.request_json import parse_json
-from headstart.openai.tools.call_grammar import dropped_keywords, tool_schema
+from headstart.openai.request_json import parse_json_object
+from headstart.openai.tools.call_grammar import keywords_dropped_by_tool, tool_arguments_schema
 
-BOUNDS = Bounds(vocab_size=100, max_model_len=64, eos_token_ids=(2,), scheduling_policy="priority")
+BOUNDS = RequestBounds(vocab_size=100, max_model_len=64, eos_token_ids=(2,), scheduling_policy="priority")
 NAN, INF = float("nan"), float("inf")
 
 
 def completion(**values: Any) -> GenerationParams:
-    return parse_params(values, BOUNDS, Kind.COMPLETION)
+    return parse_params(values, BOUNDS, ParamsKind.COMPLETION)
 
 
 def chat(**values: Any) -> GenerationParams:
-    return parse_params(values, BOUNDS, Kind.CHAT)
+    return parse_params(values, BOUNDS, ParamsKind.CHAT)
 
 
 SCHEMA_FIELD = "response_format.json_schema.schema"
@@ -230,9 +236,9 @@ def test_the_message_names_value_limit_and_remedy() -> None:
 @pytest.mark.parametrize("policy", ["lpm", "fcfs"])
 def test_a_priority_is_refused_where_it_would_have_no_effect(policy: str) -> None:
     bounds = replace(BOUNDS, scheduling_policy=policy)
-    assert parse_params({"priority": 0}, bounds, Kind.CHAT).priority == 0
+    assert parse_params({"priority": 0}, bounds, ParamsKind.CHAT).priority == 0
     with pytest.raises(InvalidRequestError, match=f"Priority scheduling is not enabled.* is {policy};") as caught:
-        parse_params({"priority": 1}, bounds, Kind.CHAT)
+        parse_params({"priority": 1}, bounds, ParamsKind.CHAT)
     assert (caught.value.param, caught.value.code) == ("priority", "unsupported_parameter")
     assert completion(priority=7).priority == 7
 
@@ -282,7 +288,7 @@ def test_nothing_is_generated_only_for_an_echo() -> None:
     params = completion(max_tokens=0, echo=True, logprobs=2)
     assert params.max_tokens == 0
     assert params.sampling.prompt_logprobs == 2
-    assert fit(params, 10, BOUNDS).max_tokens == 1  # the engine samples one, nobody sees it
+    assert fit_sampling_params(params, 10, BOUNDS).max_tokens == 1  # the engine samples one, nobody sees it
     with pytest.raises(InvalidRequestError, match="echo is not supported"):
         chat(echo=True)
 
@@ -315,33 +321,35 @@ def test_a_message_is_continued_or_a_new_one_begun() -> None:
 
 def test_prompt_and_output_share_the_context() -> None:
     params = completion(max_tokens=10)
-    assert fit(params, 54, BOUNDS).max_tokens == 10
+    assert fit_sampling_params(params, 54, BOUNDS).max_tokens == 10
     with pytest.raises(RequestTooLargeError, match=r"length is 64 tokens.*: lower max_tokens to 9 ") as e:
-        fit(params, 55, BOUNDS)
+        fit_sampling_params(params, 55, BOUNDS)
     assert e.value.code == "context_length_exceeded"
     with pytest.raises(RequestTooLargeError, match="shorten the prompt by 1 tokens"):
-        fit(chat(), 64, BOUNDS)
+        fit_sampling_params(chat(), 64, BOUNDS)
 
 
 @given(st.integers(1, 64) | st.none(), st.integers(1, 63))
 def test_shortened_parameters_fit_and_are_lowered_only_then(max_tokens: int | None, num_prompt_tokens: int) -> None:
     params = chat(max_tokens=max_tokens)
-    lowered = shortened(params, num_prompt_tokens, BOUNDS)
+    lowered = lower_max_tokens(params, num_prompt_tokens, BOUNDS)
     room = BOUNDS.max_model_len - num_prompt_tokens
-    assert fit(lowered, num_prompt_tokens, BOUNDS).max_tokens == min(max_tokens or room, room)
+    assert fit_sampling_params(lowered, num_prompt_tokens, BOUNDS).max_tokens == min(max_tokens or room, room)
     assert lowered is params if max_tokens is None or max_tokens <= room else lowered.max_tokens == room
 
 
 def test_a_prompt_without_room_is_not_shortened_away() -> None:
     for num_prompt_tokens in (64, 65):
         with pytest.raises(RequestTooLargeError):
-            fit(shortened(chat(max_tokens=10), num_prompt_tokens, BOUNDS), num_prompt_tokens, BOUNDS)
+            fit_sampling_params(
+                lower_max_tokens(chat(max_tokens=10), num_prompt_tokens, BOUNDS), num_prompt_tokens, BOUNDS
+            )
 
 
 def test_a_chat_without_max_tokens_may_use_what_is_left() -> None:
-    assert fit(chat(), 60, BOUNDS).max_tokens == 4
+    assert fit_sampling_params(chat(), 60, BOUNDS).max_tokens == 4
     with pytest.raises(InvalidRequestError, match="only 4 output tokens fit"):
-        fit(chat(min_tokens=5), 60, BOUNDS)
+        fit_sampling_params(chat(min_tokens=5), 60, BOUNDS)
 
 
 # ------------------------------------------------------------------------------------------------------- 10,000 bodies
@@ -404,7 +412,11 @@ def test_ten_thousand_random_bodies_raise_nothing_but_invalid_requests() -> None
             continue
         outcomes[True] += 1
         if number % 4 < 2:
-            sampling = fit(parsed.params, 1, BOUNDS) if (parsed.params.max_tokens or 1) < 64 else parsed.params.sampling
+            sampling = (
+                fit_sampling_params(parsed.params, 1, BOUNDS)
+                if (parsed.params.max_tokens or 1) < 64
+                else parsed.params.sampling
+            )
             assert sampling.max_tokens >= 1 and 0 <= sampling.temperature <= 2
             assert all(0 <= token < 100 for token in (*sampling.stop_token_ids, *dict(sampling.logit_bias)))
     assert min(outcomes.values()) > 1000  # both ends are really met
@@ -420,7 +432,7 @@ def test_ten_thousand_damaged_texts_raise_nothing_but_invalid_requests() -> None
             at = rng.randrange(len(damaged))
             damaged[at : at + rng.choice((0, 1, 3))] = rng.randbytes(rng.choice((0, 1, 2)))
         try:
-            parse_completion(parse_json(bytes(damaged)), BOUNDS)
+            parse_completion(parse_json_object(bytes(damaged)), BOUNDS)
             parsed += 1
         except InvalidRequestError as error:
             assert "0x" not in str(error)
@@ -472,19 +484,19 @@ def test_objects_are_closed_by_an_option_or_a_field() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     closed = {**schema, "additionalProperties": False}
     option = replace(BOUNDS, closes_objects=True)
-    wanted = parse_params({"guided_json": closed}, BOUNDS, Kind.CHAT).sampling.grammar
-    assert wanted != parse_params({"guided_json": schema}, BOUNDS, Kind.CHAT).sampling.grammar
+    wanted = parse_params({"guided_json": closed}, BOUNDS, ParamsKind.CHAT).sampling.grammar
+    assert wanted != parse_params({"guided_json": schema}, BOUNDS, ParamsKind.CHAT).sampling.grammar
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     for values in (
         {"guided_json": schema},
         {"structured_outputs": {"json": schema}},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
     ):
-        assert parse_params(values, option, Kind.CHAT).sampling.grammar == wanted
+        assert parse_params(values, option, ParamsKind.CHAT).sampling.grammar == wanted
     field = {"structured_outputs": {"json": schema, "disable_additional_properties": True}}
-    assert parse_params(field, BOUNDS, Kind.CHAT).sampling.grammar == wanted
-    tools = parse_params({"tools": [tool]}, option, Kind.CHAT).tools
-    assert tools is not None and tool_schema(tools.tools[0]) == closed
+    assert parse_params(field, BOUNDS, ParamsKind.CHAT).sampling.grammar == wanted
+    tools = parse_params({"tools": [tool]}, option, ParamsKind.CHAT).tools
+    assert tools is not None and tool_arguments_schema(tools.tools[0]) == closed
 
 
 @pytest.mark.parametrize("strict", [{}, {"strict": None}, {"strict": False}, {"strict": True}], ids=str)
@@ -497,9 +509,9 @@ def test_a_schema_is_strict_only_if_it_says_so_in_formats_as_in_tools(strict: di
 
     def of_tool(schema: dict[str, Any]) -> tuple[Any, Any]:
         function = {"type": "function", "function": {"name": "f", "parameters": schema, **strict}}
-        given = parse_params({"tools": [function], "tool_choice": "required"}, BOUNDS, Kind.CHAT).tools
+        given = parse_params({"tools": [function], "tool_choice": "required"}, BOUNDS, ParamsKind.CHAT).tools
         assert given is not None
-        return tool_schema(given.tools[0]), dict(dropped_keywords(given)).get("f")
+        return tool_arguments_schema(given.tools[0]), dict(keywords_dropped_by_tool(given)).get("f")
 
     loosened = {"type": "object", "properties": {"a": {"type": "array"}}}
     for keyword, value in (("uniqueItems", True), ("contains", {})):

@@ -1,15 +1,15 @@
-"""GrammarCheck: hostile grammars end their process and not the server; accepted ones are remembered."""
+"""GrammarChecker: hostile grammars end their process and not the server; accepted ones are remembered."""
 
 import dataclasses
 from pathlib import Path
 
 import pytest
 
-from headstart.bundled import bundled_model
+from headstart.bundled import bundled_model_folder
 from headstart.core.engine import EngineInfo
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.structured import grammar_check
-from headstart.openai.structured.grammar_check import GrammarCheck
+from headstart.openai.structured.grammar_check import GrammarChecker
 from headstart.openai.structured.grammar_text import choice_grammar, json_schema_grammar, lark_grammar, regex_grammar
 
 FINE = json_schema_grammar({"type": "object", "properties": {"a": {"type": "integer"}}})
@@ -20,8 +20,8 @@ def info(folder: str) -> EngineInfo:
 
 
 @pytest.fixture
-def check() -> GrammarCheck:
-    return GrammarCheck(info(str(bundled_model())), (0,), max_seconds=1.0)
+def check() -> GrammarChecker:
+    return GrammarChecker(info(str(bundled_model_folder())), (0,), max_seconds=1.0)
 
 
 HOSTILE = {
@@ -39,12 +39,12 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_grammar_is_refused_and_the_next_one_is_checked(check: GrammarCheck, name: str) -> None:
+def test_a_hostile_grammar_is_refused_and_the_next_one_is_checked(check: GrammarChecker, name: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         check.check("guided_json", HOSTILE[name])
-    assert caught.value.param == "guided_json" and not check.is_accepted(HOSTILE[name])
+    assert caught.value.param == "guided_json" and not check.was_accepted(HOSTILE[name])
     check.check("guided_json", FINE)
-    assert check.is_accepted(FINE)
+    assert check.was_accepted(FINE)
     check.close()
 
 
@@ -64,7 +64,7 @@ def test_a_hostile_grammar_is_refused_and_the_next_one_is_checked(check: Grammar
     ],
 )
 def test_a_grammar_that_does_not_compile_is_refused_with_the_reason(
-    check: GrammarCheck, grammar: str, message: str
+    check: GrammarChecker, grammar: str, message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
         check.check("response_format", grammar)
@@ -72,17 +72,17 @@ def test_a_grammar_that_does_not_compile_is_refused_with_the_reason(
     check.close()
 
 
-def test_accepted_grammars_are_remembered_up_to_a_limit(check: GrammarCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepted_grammars_are_remembered_up_to_a_limit(check: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "MAX_REMEMBERED", 3)
     grammars = [choice_grammar([str(number)]) for number in range(5)]
     for grammar in grammars:
         check.check("guided_choice", grammar)
-    assert [check.is_accepted(grammar) for grammar in grammars] == [False, False, True, True, True]
+    assert [check.was_accepted(grammar) for grammar in grammars] == [False, False, True, True, True]
     check.close()
     check.check("guided_choice", grammars[-1])  # needs no process
 
 
 def test_a_model_without_a_tokenizer_file_says_so(tmp_path: Path) -> None:
-    check = GrammarCheck(dataclasses.replace(info("."), model=str(tmp_path)), (0,))
+    check = GrammarChecker(dataclasses.replace(info("."), model=str(tmp_path)), (0,))
     with pytest.raises(InvalidRequestError, match=r"tokenizer\.json"):
         check.check("guided_json", FINE)

@@ -10,9 +10,9 @@ import uvloop
 from server.harness import PATIENCE, Server, fake_server
 from server.test_bad_input import Raw
 
-from headstart.http.lifecycle import HttpServer, listen, uvicorn_config
+from headstart.http.lifecycle import HttpServer, open_listener, uvicorn_config
 from headstart.http.protocol import http_protocol, write_watch
-from headstart.http.protocol.body_writer import writer_of
+from headstart.http.protocol.body_writer import writer_of_scope
 from headstart.http.protocol.connections import ConnectionTable
 
 MANY = 200  # times 1 MB, which a server that keeps or takes it all would be sent
@@ -155,7 +155,7 @@ class Served:
 
 @asynccontextmanager
 async def serving(app: Any, cap: int = 100) -> AsyncIterator[Served]:
-    listener, table = listen("127.0.0.1", 0), ConnectionTable(cap)
+    listener, table = open_listener("127.0.0.1", 0), ConnectionTable(cap)
     http = HttpServer(uvicorn_config(app, table))
     running = asyncio.create_task(http.serve(sockets=[listener]))
     async with asyncio.timeout(PATIENCE):
@@ -460,7 +460,7 @@ def test_parts_of_a_body_can_be_written_in_plain_calls() -> None:
     ready = list[bool | None]()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        writer = writer_of(scope)
+        writer = writer_of_scope(scope)
         if writer is None:
             ready.append(None)
         else:
@@ -475,7 +475,7 @@ def test_parts_of_a_body_can_be_written_in_plain_calls() -> None:
             ready.append(writer.is_ready)
 
     async def ask(method: str) -> bytes:
-        listener = listen("127.0.0.1", 0)
+        listener = open_listener("127.0.0.1", 0)
         server = HttpServer(uvicorn_config(app))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reader, writer = await asyncio.open_connection(*listener.getsockname())
@@ -498,7 +498,7 @@ def test_a_writer_is_not_ready_while_the_client_does_not_read() -> None:
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         nonlocal num_written
-        writer = writer_of(scope)
+        writer = writer_of_scope(scope)
         assert writer is not None
         await send({"type": "http.response.start", "status": 200, "headers": []})
         while writer.is_ready and num_written < MANY:
@@ -508,7 +508,7 @@ def test_a_writer_is_not_ready_while_the_client_does_not_read() -> None:
         await send({"type": "http.response.body", "body": b""})
 
     async def ask() -> None:
-        listener = listen("127.0.0.1", 0)
+        listener = open_listener("127.0.0.1", 0)
         server = HttpServer(uvicorn_config(app))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reader, writer = await asyncio.open_connection(*listener.getsockname())

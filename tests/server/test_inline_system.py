@@ -14,14 +14,14 @@ from tokenizer_folders import BYTE_LEVEL, write
 from typer.testing import CliRunner
 
 from headstart.cli.main import app
-from headstart.gateway.proxy.request_reader import RequestReader, Sender
-from headstart.openai.canonical.canonical_body import CHAT, MESSAGES, RESPONSES, canonical_body, canonical_line
-from headstart.openai.canonical.canonical_messages import inline_systems
+from headstart.gateway.proxy.request_reader import RequestParser, RequestSender
+from headstart.openai.canonical.canonical_body import CHAT, MESSAGES, RESPONSES, canonical_body, canonical_log_line
+from headstart.openai.canonical.canonical_messages import inline_system_messages
 from headstart.openai.canonical.prompt_rules import RULES_HEADER
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.reuse.causes import KINDS, kind_of
-from headstart.reuse.log_report import report_log
-from headstart.reuse.logged_prompt import read_log
+from headstart.reuse.causes import KINDS, classify_difference
+from headstart.reuse.log_report import lint_report
+from headstart.reuse.logged_prompt import parse_log
 
 INLINE, COUNTS = frozenset({"inline_system"}), frozenset({"token_counts"})
 GEMMA = (FOLDER / "google-gemma-2-2b-it.jinja").read_text(encoding="utf-8")
@@ -68,19 +68,19 @@ def test_bodies_without_such_messages_stay_the_same_bytes(path: str) -> None:
 def test_the_rule_joins_turns_where_the_template_is_known_to_demand_it(name: str) -> None:
     shown = Shown(FOLDER / f"{name}.jinja")
     counts: Counter[str] = Counter()
-    found = inline_systems(SENT, shown.forms, counts, leads=True)
+    found = inline_system_messages(SENT, shown.forms, counts, leads=True)
     assert found[-1] == {"role": "user", "content": "In French.\n\nBye"}
     shown.template.render([dict(message) for message in found])
     parts = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in SENT]
-    joined = inline_systems(parts, shown.forms, counts, leads=True)[-1]["content"]
+    joined = inline_system_messages(parts, shown.forms, counts, leads=True)[-1]["content"]
     assert "".join(part["text"] for part in joined) == "In French.\n\nBye"
 
 
 def test_the_rule_leaves_what_the_template_shows() -> None:
     forms = Shown(FOLDER / "Qwen-Qwen2.5-7B-Instruct.jinja").forms
-    assert inline_systems(SENT, forms, Counter(), leads=True) == SENT
+    assert inline_system_messages(SENT, forms, Counter(), leads=True) == SENT
     developer = [*SENT[:3], {"role": "developer", "content": "In French."}]
-    assert inline_systems(developer, forms, Counter(), leads=True)[-1]["role"] == "user"
+    assert inline_system_messages(developer, forms, Counter(), leads=True)[-1]["role"] == "user"
 
 
 def test_counts_of_tokens_left_are_dropped_wherever_they_are() -> None:
@@ -121,7 +121,7 @@ def turns(rng: random.Random) -> list[list[dict[str, Any]]]:
 @pytest.mark.parametrize("source", [GEMMA, MOVING], ids=["gemma", "moving"])
 def test_each_turn_extends_the_one_before_at_the_server_and_through_a_router(tmp_path: Path, source: str) -> None:
     folder = write(tmp_path / "model", BYTE_LEVEL, chat_template=source)
-    reader = RequestReader(Tokenizer.from_folder(str(folder)), INLINE | COUNTS)
+    reader = RequestParser(Tokenizer.from_folder(str(folder)), INLINE | COUNTS)
     requests = turns(random.Random(5))
 
     async def run() -> None:
@@ -137,7 +137,7 @@ def test_each_turn_extends_the_one_before_at_the_server_and_through_a_router(tmp
             for messages in requests:
                 found = await tokens(messages)
                 assert found[: len(last)] == last
-                read = reader.read(CHAT, json.dumps({"messages": messages}).encode(), Sender())
+                read = reader.read(CHAT, json.dumps({"messages": messages}).encode(), RequestSender())
                 routed = json.loads(bytes(read.body))["messages"]
                 assert await tokens(routed) == found
                 last = found
@@ -179,9 +179,9 @@ RULES = "You are a careful agent. Keep to these rules, all of them, and answer b
 
 
 def causes(lines: list[str]) -> set[str]:
-    found = read_log(lines)
+    found = parse_log(lines)
     prompts, num_skipped = found.prompts, found.num_skipped
-    return {one.cause for one in report_log(prompts, num_skipped).causes}
+    return {one.cause for one in lint_report(prompts, num_skipped).causes}
 
 
 def test_the_doctor_names_both_causes_and_a_rule_can_be_tried_on_a_log(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_the_doctor_names_both_causes_and_a_rule_can_be_tried_on_a_log(tmp_path:
 
     counted = [line(9000 - 100 * turn) for turn in range(5)]
     assert causes(counted) == {"token_count"}
-    assert causes([canonical_line(one, COUNTS) for one in counted]) == set()
+    assert causes([canonical_log_line(one, COUNTS) for one in counted]) == set()
     grown = [line(1, RULES + "".join(f"\nReminder {n}: be brief." for n in range(turn))) for turn in range(5)]
     assert causes(grown) == {"system_grown"}
     log = tmp_path / "log.jsonl"
@@ -213,4 +213,4 @@ def test_an_explanation_names_both_kinds() -> None:
         (text("Be kind.", 5), text("Be brief.", 5), "system_prompt"),
     ]:
         at = next(index for index, (one, other) in enumerate(zip(this, that, strict=False)) if one != other)
-        assert kind_of(this, that, at, is_chat=True) == kind and KINDS[kind]
+        assert classify_difference(this, that, at, is_chat=True) == kind and KINDS[kind]

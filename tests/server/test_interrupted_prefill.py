@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 from server.harness import PATIENCE, Server, spawn, wait_for
 
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 
 BLOCK = 16
 LENGTH = 960  # tokens
@@ -34,7 +34,7 @@ class Stop(NamedTuple):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     room = tmp_path_factory.mktemp("interrupted")
-    return init_model("tiny", room / "tiny", std=0.2, dtype="float32", progress=False)
+    return write_random_model("tiny", room / "tiny", std=0.2, dtype="float32", progress=False)
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from server.harness import Inside, inside
 
 from headstart.openai.chat.chat_delta import ToolCallDelta
-from headstart.openai.chat.chat_parts import ChatPart, PartKind
-from headstart.openai.responses_api.input_items import first_referenced_response, response_of
-from headstart.openai.responses_api.response_objects import ResponseShape
+from headstart.openai.chat.chat_parts import ChatPart, ChatPartKind
+from headstart.openai.responses_api.input_items import first_referenced_response, response_id_of_item
+from headstart.openai.responses_api.response_objects import ResponseTemplate
 
 QUESTION = {"role": "user", "content": "Hello"}
 
@@ -22,18 +22,18 @@ def reference(item_id: Any) -> dict[str, Any]:
     return {"type": "item_reference", "id": item_id}
 
 
-@given(st.uuids(), st.sampled_from(PartKind), st.integers(0, 2**20))
-def test_the_id_of_an_output_item_leads_to_its_response(number: UUID, kind: PartKind, index: int) -> None:
-    shape = ResponseShape(f"resp_{number.hex}", 0, "m", {})
-    call = ToolCallDelta(0, "call_1", "f") if kind is PartKind.TOOL_CALL else None
+@given(st.uuids(), st.sampled_from(ChatPartKind), st.integers(0, 2**20))
+def test_the_id_of_an_output_item_leads_to_its_response(number: UUID, kind: ChatPartKind, index: int) -> None:
+    shape = ResponseTemplate(f"resp_{number.hex}", 0, "m", {})
+    call = ToolCallDelta(0, "call_1", "f") if kind is ChatPartKind.TOOL_CALL else None
     item_id = shape.item(ChatPart(kind, index, call), "completed")["id"]
-    assert response_of(item_id) == shape.response_id
+    assert response_id_of_item(item_id) == shape.response_id
     assert first_referenced_response([QUESTION, reference(item_id)]) == shape.response_id
 
 
 @pytest.mark.parametrize("item_id", ["", "msg_", "msg_5", "x_" + "0" * 34, "msg_" + "g" * 34, "msg_" + "0" * 33])
 def test_an_id_of_another_form_leads_nowhere(item_id: str) -> None:
-    assert response_of(item_id) is None
+    assert response_id_of_item(item_id) is None
 
 
 @pytest.mark.parametrize("items", [None, "text", [], [5], [QUESTION], [reference(5)], [reference("other")], {}])

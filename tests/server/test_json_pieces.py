@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.openai.json_pieces import SLICE_ITEMS, Sliced, Turns, encode, pieces
+from headstart.openai.json_pieces import SLICE_ITEMS, EncodingTurns, SlicedJsonList, encode_json, encode_json_in_pieces
 
 
 def double(number: int) -> int:
@@ -21,9 +21,15 @@ def double(number: int) -> int:
 )
 def test_pieces_are_the_whole_document(sizes: list[int], text: str) -> None:
     def document() -> Any:
-        return {text: 1, "a": {"b": Sliced([range(size) for size in sizes], double)}, "c": [], "d": {}, "e": [text]}
+        return {
+            text: 1,
+            "a": {"b": SlicedJsonList([range(size) for size in sizes], double)},
+            "c": [],
+            "d": {},
+            "e": [text],
+        }
 
-    assert b"".join(pieces(document())) == encode(document())
+    assert b"".join(encode_json_in_pieces(document())) == encode_json(document())
 
 
 def test_the_items_of_an_iterator_are_made_when_their_turn_comes() -> None:
@@ -34,11 +40,11 @@ def test_the_items_of_an_iterator_are_made_when_their_turn_comes() -> None:
             made.append(number)
             yield {"n": "x" * 100_000}
 
-    source = pieces({"a": items()})
+    source = encode_json_in_pieces({"a": items()})
     next(source)
     assert made == [0]
     assert next(source) and made == [0, 1]
-    assert b"".join(pieces({"a": iter([])})) == b'{"a":[]}'
+    assert b"".join(encode_json_in_pieces({"a": iter([])})) == b'{"a":[]}'
 
 
 def test_what_is_kept_is_shaped_once() -> None:
@@ -49,15 +55,17 @@ def test_what_is_kept_is_shaped_once() -> None:
         return number
 
     kept: dict[str, bytes] = {}
-    first, second = (b"".join(Sliced([[1, 2], [last]], shape, kept=kept, key="k").slices()) for last in (3, 4))
+    first, second = (
+        b"".join(SlicedJsonList([[1, 2], [last]], shape, kept=kept, key="k").json_slices()) for last in (3, 4)
+    )
     assert (first, second) == (b"1,2,3", b"1,2,4") and shaped == [1, 2, 3, 4]
-    nothing = Sliced([[], [5]], shape, kept={}, key="k")
-    assert [b"".join(nothing.slices()) for _ in range(2)] == [b"5", b"5"]
+    nothing = SlicedJsonList([[], [5]], shape, kept={}, key="k")
+    assert [b"".join(nothing.json_slices()) for _ in range(2)] == [b"5", b"5"]
 
 
 def test_of_all_long_documents_one_slice_is_made_per_turn_of_the_loop() -> None:
     async def run() -> None:
-        turns, turn, made = Turns(), 0, []
+        turns, turn, made = EncodingTurns(), 0, []
 
         def shape(number: int) -> str:
             made.append(turn)
@@ -70,7 +78,14 @@ def test_of_all_long_documents_one_slice_is_made_per_turn_of_the_loop() -> None:
                 await asyncio.sleep(0)
 
         async def write() -> int:
-            return sum([len(piece) async for piece in turns.taken(pieces(Sliced([range(4 * SLICE_ITEMS)], shape)))])
+            return sum(
+                [
+                    len(piece)
+                    async for piece in turns.taken(
+                        encode_json_in_pieces(SlicedJsonList([range(4 * SLICE_ITEMS)], shape))
+                    )
+                ]
+            )
 
         counting = asyncio.create_task(count())
         assert min(await asyncio.gather(write(), write(), write())) > 400_000

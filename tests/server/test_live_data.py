@@ -299,7 +299,7 @@ def test_an_open_stream_does_not_keep_a_server_from_stopping(folder: str, tmp_pa
 
 def tree_reader(server: Any) -> Callable[..., Awaitable[dict[str, Any]]]:
     """Return what reads the tree of this server as an administrator, at most so many runs."""
-    tree = cache_tree.CacheTree(server.engine)
+    tree = cache_tree.CacheTreeSnapshot(server.engine)
     return lambda most=100: tree.answer(server.state.loaded_model, Principal(is_admin=True), most)
 
 

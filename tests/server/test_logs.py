@@ -9,10 +9,10 @@ import pytest
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineStats, PoolStats
-from headstart.core.sched.token_accounting import Counters
+from headstart.core.sched.token_accounting import TokenCounters
 from headstart.http.access_record import AccessRecord
-from headstart.http.logs import Log
-from headstart.server.statistics import MAX_COLUMNS, compact, statistics_text
+from headstart.http.logs import ServerLog
+from headstart.server.statistics import MAX_COLUMNS, activity_text, compact_number
 
 TIME_COLUMNS = len("12:34:56 ")
 
@@ -53,7 +53,7 @@ def test_an_access_line_is_json_in_a_file_and_text_on_a_terminal() -> None:
     answered.breakdown = PromptTokenBreakdown(computed=234, shared=1000)
     file, terminal = io.StringIO(), Terminal()
     for stream in (file, terminal):
-        Log(stream).event("request", answered.fields(2.5), text=answered.text(2.5))
+        ServerLog(stream).event("request", answered.fields(2.5), text=answered.text(2.5))
     assert json.loads(file.getvalue())["e2e_ms"] == 1500.0
     expected = "POST /v1/x\\x1b[31m 400 bad, 1,234 prompt tokens (1,000 cached), 5 output, 1,500.0 ms, r\\n1\n"
     assert terminal.getvalue()[TIME_COLUMNS:] == expected
@@ -61,11 +61,11 @@ def test_an_access_line_is_json_in_a_file_and_text_on_a_terminal() -> None:
 
 def test_a_log_may_be_told_that_its_pipe_ends_in_a_terminal() -> None:
     stream = io.StringIO()
-    assert not Log(stream).is_terminal and Log(Terminal()).is_terminal
-    Log(stream, is_terminal=True).event("x", {"a": 1}, text="for people")
+    assert not ServerLog(stream).is_terminal and ServerLog(Terminal()).is_terminal
+    ServerLog(stream, is_terminal=True).event("x", {"a": 1}, text="for people")
     assert stream.getvalue()[TIME_COLUMNS:] == "for people\n"
     stream.close()
-    assert not Log(stream).is_terminal
+    assert not ServerLog(stream).is_terminal
 
 
 def test_lines_appear_above_the_status_line_of_a_terminal_and_elsewhere_there_is_none(
@@ -74,7 +74,7 @@ def test_lines_appear_above_the_status_line_of_a_terminal_and_elsewhere_there_is
     monkeypatch.setenv("COLUMNS", "10")
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
-        log = Log(stream)
+        log = ServerLog(stream)
         log.status("loading a long name")
         log.line("news")
         log.status("")
@@ -87,7 +87,7 @@ def test_lines_appear_above_the_status_line_of_a_terminal_and_elsewhere_there_is
 
 def stats(number: int, **more: Any) -> EngineStats:
     """Every figure that the line shows is `number`."""
-    counters = Counters(number, number, generation_tokens=number, num_preemptions=more.pop("num_preemptions", 0))
+    counters = TokenCounters(number, number, generation_tokens=number, num_preemptions=more.pop("num_preemptions", 0))
     gauges = dict.fromkeys(("num_steps", "num_running", "num_waiting"), number)
     return EngineStats(counters, PoolStats(num_blocks=number), **gauges, **more)
 
@@ -104,16 +104,16 @@ def stats(number: int, **more: Any) -> EngineStats:
     ],
 )
 def test_the_statistics_line_fits_into_120_columns(number: int, more: dict[str, Any]) -> None:
-    line = statistics_text(EngineStats(), stats(number, **dict(more)), 1e-3)
+    line = activity_text(EngineStats(), stats(number, **dict(more)), 1e-3)
     assert "\n" not in line and TIME_COLUMNS + len(line) <= MAX_COLUMNS == 114, line
 
 
 def test_the_statistics_line_tells_what_happened_since_the_last() -> None:
     last = EngineStats(
-        Counters(prompt_tokens=100, generation_tokens=50, cached_tokens=10), num_steps=10, step_seconds=1.0
+        TokenCounters(prompt_tokens=100, generation_tokens=50, cached_tokens=10), num_steps=10, step_seconds=1.0
     )
     now = EngineStats(
-        Counters(prompt_tokens=25_100, generation_tokens=1_050, cached_tokens=20_010),
+        TokenCounters(prompt_tokens=25_100, generation_tokens=1_050, cached_tokens=20_010),
         PoolStats(num_blocks=200, num_free=50),
         num_steps=30,
         step_seconds=1.5,
@@ -121,8 +121,8 @@ def test_the_statistics_line_tells_what_happened_since_the_last() -> None:
         num_waiting=12,
     )
     text = "running 3, waiting 12 | tok/s: prompt 2.5k, output 100 | hit 80 % | KV 75 % | step 25 ms"
-    assert statistics_text(last, now, 10.0) == text
-    assert statistics_text(now, now, 10.0).endswith("prompt 0, output 0 | hit - | KV 75 %")
+    assert activity_text(last, now, 10.0) == text
+    assert activity_text(now, now, 10.0).endswith("prompt 0, output 0 | hit - | KV 75 %")
 
 
 @pytest.mark.parametrize(
@@ -131,4 +131,4 @@ def test_the_statistics_line_tells_what_happened_since_the_last() -> None:
      (999_999, "1M"), (1e18, ">999T")],
 )  # fmt: skip
 def test_numbers_are_written_in_five_characters(number: float, text: str) -> None:
-    assert compact(number) == text and len(text) <= 5
+    assert compact_number(number) == text and len(text) <= 5

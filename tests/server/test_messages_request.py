@@ -8,16 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_folders import BYTE_LEVEL, write
 
-from headstart.anthropic.messages_request import MessagesRequest, num_marked_tokens, read_body
+from headstart.anthropic.messages_request import (
+    MessagesRequest,
+    num_tokens_to_cache_breakpoint,
+    translate_messages_body,
+)
 from headstart.common_prefix import common_prefix_length
 from headstart.core.errors import InvalidRequestError
-from headstart.core.request import Retention
-from headstart.openai.bounds import Bounds
+from headstart.core.request import RetentionHint
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.engine_requests import encode_chat
 from headstart.openai.responses import Json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
-BOUNDS = Bounds(vocab_size=100_000, max_model_len=10_000, max_messages=20)
+BOUNDS = RequestBounds(vocab_size=100_000, max_model_len=10_000, max_messages=20)
 HELLO: list[Json] = [{"role": "user", "content": "Hello"}]
 MARK = {"type": "ephemeral"}
 
@@ -32,12 +36,12 @@ def body(**values: Any) -> Json:
 
 
 def chat(**values: Any) -> Json:
-    return read_body(MessagesRequest, body(**values), BOUNDS).chat.values
+    return translate_messages_body(MessagesRequest, body(**values), BOUNDS).chat.values
 
 
 def refusal(**values: Any) -> InvalidRequestError:
     with pytest.raises(InvalidRequestError) as caught:
-        read_body(MessagesRequest, body(**values), BOUNDS).chat.parse(BOUNDS)
+        translate_messages_body(MessagesRequest, body(**values), BOUNDS).chat.parse(BOUNDS)
     return caught.value
 
 
@@ -118,8 +122,8 @@ def test_options_have_their_meaning_in_a_chat() -> None:
     ],
 )
 def test_the_longest_lifetime_of_a_breakpoint_is_a_retention_hint(values: dict[str, Any], ttl: float) -> None:
-    params = read_body(MessagesRequest, body(**values), BOUNDS).chat.parse(BOUNDS).params
-    assert params.retention == (Retention(75, ttl) if ttl else Retention())
+    params = translate_messages_body(MessagesRequest, body(**values), BOUNDS).chat.parse(BOUNDS).params
+    assert params.retention == (RetentionHint(75, ttl) if ttl else RetentionHint())
 
 
 @pytest.mark.parametrize(
@@ -157,9 +161,9 @@ def test_an_error_names_the_field_that_the_client_sent(values: dict[str, Any], p
 
 def marked(tokenizer: Tokenizer, **values: Any) -> tuple[int, str, str]:
     """The number of marked tokens, the text that they are, and the text behind."""
-    read = read_body(MessagesRequest, body(**values), BOUNDS)
+    read = translate_messages_body(MessagesRequest, body(**values), BOUNDS)
     prompt = encode_chat(read.chat.parse(BOUNDS), tokenizer, BOUNDS)
-    number = num_marked_tokens(read, prompt, tokenizer, BOUNDS)
+    number = num_tokens_to_cache_breakpoint(read, prompt, tokenizer, BOUNDS)
     return number, tokenizer.decode(prompt[:number]), tokenizer.decode(prompt[number:])
 
 

@@ -8,15 +8,15 @@ import pytest
 from server.harness import Server
 
 from headstart.core.errors import InvalidRequestError
-from headstart.ollama.ollama_answers import Durations, OllamaAnswer
+from headstart.ollama.ollama_answers import OllamaAnswerBuilder, RequestDurations
 from headstart.ollama.ollama_request import read_chat, read_generate
-from headstart.openai.bounds import Bounds
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta
 from headstart.openai.forms.carried_text import REFUSE
-from headstart.openai.forms.skipped import Skipped
-from headstart.openai.text.generation import Delta
+from headstart.openai.forms.skipped import SkippedNames
+from headstart.openai.text.generation import OutputDelta
 
-BOUNDS = Bounds(vocab_size=100, max_model_len=200)
+BOUNDS = RequestBounds(vocab_size=100, max_model_len=200)
 HELLO: Any = {"messages": [{"role": "user", "content": "Hello"}]}
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
 
@@ -96,7 +96,7 @@ def test_images_are_placeholders_that_are_named_or_refused_by_the_option(images:
         (read_generate, {"prompt": "Look", "images": images}, "prompt"),
     ]
     for read, body, param in bodies:
-        bounds = replace(BOUNDS, skipped=Skipped())
+        bounds = replace(BOUNDS, skipped=SkippedNames())
         (message,) = read(body, bounds).parse(bounds).messages
         assert message["content"].startswith("Look") and message["content"].count("[image: ") == len(images)
         assert bounds.skipped.counts() == (("part.image", len(images)),)
@@ -108,9 +108,11 @@ def test_images_are_placeholders_that_are_named_or_refused_by_the_option(images:
 
 
 def test_a_call_that_num_predict_cut_keeps_its_arguments() -> None:
-    answer = OllamaAnswer("m", 0, is_chat=True)
-    answer.add(Delta(finish_reason="length", chat=ChatDelta(tool_calls=(ToolCallDelta(0, "id", "one", '{"x": "Par'),))))
-    (call,) = answer.whole(USAGE, Durations(0, 0, 0))["message"]["tool_calls"]
+    answer = OllamaAnswerBuilder("m", 0, is_chat=True)
+    answer.add(
+        OutputDelta(finish_reason="length", chat=ChatDelta(tool_calls=(ToolCallDelta(0, "id", "one", '{"x": "Par'),)))
+    )
+    (call,) = answer.whole(USAGE, RequestDurations(0, 0, 0))["message"]["tool_calls"]
     assert call["function"]["arguments"] == {"x": "Par"}
 
 
@@ -126,13 +128,15 @@ def test_what_would_change_a_generated_text_is_refused_by_name(name: str) -> Non
 
 
 def test_a_call_is_one_line_once_it_is_complete() -> None:
-    answer = OllamaAnswer("m", 0, is_chat=True)
-    found = answer.add(Delta(chat=ChatDelta(reasoning="Hm.", tool_calls=(ToolCallDelta(0, "id", "one", '{"x"'),))))
-    found += answer.add(
-        Delta(chat=ChatDelta(tool_calls=(ToolCallDelta(0, arguments=": 1}"), ToolCallDelta(1, "", "two"))))
+    answer = OllamaAnswerBuilder("m", 0, is_chat=True)
+    found = answer.add(
+        OutputDelta(chat=ChatDelta(reasoning="Hm.", tool_calls=(ToolCallDelta(0, "id", "one", '{"x"'),)))
     )
-    found += answer.add(Delta(finish_reason="tool_calls", chat=ChatDelta()))
-    found += answer.closing(USAGE, Durations(3.0, 1.0, 2.0))
+    found += answer.add(
+        OutputDelta(chat=ChatDelta(tool_calls=(ToolCallDelta(0, arguments=": 1}"), ToolCallDelta(1, "", "two"))))
+    )
+    found += answer.add(OutputDelta(finish_reason="tool_calls", chat=ChatDelta()))
+    found += answer.closing(USAGE, RequestDurations(3.0, 1.0, 2.0))
     messages = [line["message"] for line in found]
     assert [message.get("thinking") for message in messages] == ["Hm.", None, None, None]
     calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]

@@ -23,7 +23,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 from headstart.core.errors import ConfigError
-from headstart.http.tracing.otlp_encoding import encode_request
+from headstart.http.tracing.otlp_encoding import encode_trace_request
 from headstart.http.tracing.otlp_exporter import OtlpExporter
 from headstart.http.tracing.request_trace import RequestTrace, SpanEvent, TraceSpan
 
@@ -85,13 +85,13 @@ def test_the_bytes_are_the_messages_of_opentelemetrys_encoder(drawn: list[tuple[
     for spans, state in drawn:
         traces.append(RequestTrace(spans[0], 2**127 + len(traces), is_sampled=True, state=state))
         traces[-1].spans = spans
-    data = encode_request(traces, RESOURCE, "headstart", "2")
+    data = encode_trace_request(traces, RESOURCE, "headstart", "2")
     expected = slow_twin(traces) if traces else ExportTraceServiceRequest.FromString(data)
     assert ExportTraceServiceRequest.FromString(data) == expected
 
 
 def test_text_that_is_not_unicode_does_not_lose_the_batch() -> None:
-    data = encode_request([trace(model="\ud800")], RESOURCE, "headstart", "2")
+    data = encode_trace_request([trace(model="\ud800")], RESOURCE, "headstart", "2")
     (span,) = ExportTraceServiceRequest.FromString(data).resource_spans[0].scope_spans[0].spans
     assert span.attributes[0].value.string_value == "?"
 

@@ -7,7 +7,7 @@ import prometheus_client
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.http.packed_metrics import Counter, Histogram, quantile
+from headstart.http.packed_metrics import Counter, Histogram, histogram_quantile
 
 CHILD = """
 import gc
@@ -67,9 +67,9 @@ def test_what_is_counted_while_much_memory_is_used_keeps_none_of_it() -> None:
 
 def test_a_quantile_is_interpolated_in_its_bucket() -> None:
     histogram = Histogram("h", "", [1.0, 2.0], {})
-    assert quantile(histogram.bounds, histogram.counts, 0.5) is None
+    assert histogram_quantile(histogram.bounds, histogram.counts, 0.5) is None
     for value in (0.5, 1.5, 1.5, 9.0):
         histogram.observe(value)
     assert histogram.counts == (1, 2, 1)
-    found = [quantile(histogram.bounds, histogram.counts, share) for share in (0.125, 0.25, 0.5, 0.75, 1.0)]
+    found = [histogram_quantile(histogram.bounds, histogram.counts, share) for share in (0.125, 0.25, 0.5, 0.75, 1.0)]
     assert found == [0.5, 1.0, 1.5, 2.0, 2.0]

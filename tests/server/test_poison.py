@@ -7,7 +7,7 @@ import pytest
 from server.fake_engine import Gate
 from server.harness import inside, until
 
-from headstart.openai.text.generation import Generation
+from headstart.openai.text.generation import GeneratedOutput
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -44,14 +44,14 @@ def test_one_poisoned_prompt_of_several_fails_them_and_stops_the_work(folder: st
 def test_a_bug_in_admission_or_in_the_front_end_stays_with_its_request(
     folder: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    original = Generation.update
+    original = GeneratedOutput.update
 
-    def update(self: Generation, output: object) -> object:
+    def update(self: GeneratedOutput, output: object) -> object:
         if self.num_prompt_tokens == 3:
             raise RuntimeError("a bug at 0x7f00dead in /secret/path")
         return original(self, output)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Generation, "update", update)
+    monkeypatch.setattr(GeneratedOutput, "update", update)
 
     async def run() -> None:
         async with inside(f"{folder}?step=0.005&explode=7") as server:

@@ -9,10 +9,10 @@ from server.harness import PATIENCE, Inside, inside
 
 from headstart.config.options import PrefixEntry, TenantEntry
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.bounds import Bounds
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.prefix_tokens import parse_prefix
 
-BOUNDS = Bounds(vocab_size=450, max_model_len=256, eos_token_ids=())
+BOUNDS = RequestBounds(vocab_size=450, max_model_len=256, eos_token_ids=())
 FIXED = list(range(2, 42))  # ten blocks
 TEXT = "play some music in the living room, please; set an alarm for 7:30 tomorrow"
 

@@ -1,4 +1,5 @@
-"""PromptDoctor: the avoidable share of sampled prompts, by cause and tenant, with bounded memory and CPU time."""
+"""AvoidableTextEstimator: the avoidable share of sampled prompts, by cause and tenant, with bounded memory and CPU
+time."""
 
 import asyncio
 import gc
@@ -11,14 +12,14 @@ from server.harness import PATIENCE
 
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import EngineStats
-from headstart.core.sched.token_accounting import Counters
-from headstart.openai.engine_requests import Origin
-from headstart.reuse.log_report import report_log
-from headstart.reuse.logged_prompt import prompt_of
-from headstart.reuse.near_prompts import PromptWindow, WindowEntry, examined
-from headstart.server.prompt_doctor import FREE_SECONDS, PromptDoctor
-from headstart.server.request_limits import object_bytes
-from headstart.server.statistics import losses
+from headstart.core.sched.token_accounting import TokenCounters
+from headstart.openai.engine_requests import RequestOrigin
+from headstart.reuse.log_report import lint_report
+from headstart.reuse.logged_prompt import logged_prompt_of_entry
+from headstart.reuse.near_prompts import PromptWindow, WindowEntry, measure_avoidable_text
+from headstart.server.prompt_doctor import FREE_SECONDS, AvoidableTextEstimator
+from headstart.server.request_limits import bytes_of_json_value
+from headstart.server.statistics import compute_prefix_losses
 
 RULES = "".join(f"Rule {number}: answer with one word, and never guess the name of a river.\n" for number in range(40))
 
@@ -32,11 +33,16 @@ def tokens_of(sent: list[dict[str, Any]]) -> int:
 
 
 async def ask(
-    doctor: PromptDoctor, front: str, cached: int = 0, evicted: int = 0, tenant: str = "", salt: str | None = None
+    doctor: AvoidableTextEstimator,
+    front: str,
+    cached: int = 0,
+    evicted: int = 0,
+    tenant: str = "",
+    salt: str | None = None,
 ) -> None:
     sent = messages(front)
     num_tokens = tokens_of(sent)
-    entry = doctor.entry(Origin("id", tenant=tenant, domain=tenant.encode()), salt, sent, (), num_tokens)
+    entry = doctor.entry(RequestOrigin("id", tenant=tenant, domain=tenant.encode()), salt, sent, (), num_tokens)
     assert entry is not None
     doctor.note(entry)
     doctor.finished(tenant, entry, PromptTokenBreakdown(shared=cached, computed=num_tokens - cached), evicted)
@@ -50,8 +56,8 @@ def day(number: int) -> str:
 
 
 def test_a_timestamp_at_the_front_is_avoidable_and_named() -> None:
-    async def go() -> PromptDoctor:
-        doctor = PromptDoctor(1.0, lambda: 0.0)
+    async def go() -> AvoidableTextEstimator:
+        doctor = AvoidableTextEstimator(1.0, lambda: 0.0)
         for number in range(1, 11):
             await ask(doctor, day(number))
         return doctor
@@ -62,8 +68,8 @@ def test_a_timestamp_at_the_front_is_avoidable_and_named() -> None:
 
 
 def test_control_prompts_with_equal_fronts_lose_nothing() -> None:
-    async def go() -> PromptDoctor:
-        doctor = PromptDoctor(1.0, lambda: 0.0)
+    async def go() -> AvoidableTextEstimator:
+        doctor = AvoidableTextEstimator(1.0, lambda: 0.0)
         for number in range(10):
             await ask(doctor, "", cached=0 if number == 0 else tokens_of(messages("")) - 8)
         return doctor
@@ -74,7 +80,7 @@ def test_control_prompts_with_equal_fronts_lose_nothing() -> None:
 
 def test_what_was_evicted_is_not_avoidable() -> None:
     async def go(evicted: int) -> int:
-        doctor = PromptDoctor(1.0, lambda: 0.0)
+        doctor = AvoidableTextEstimator(1.0, lambda: 0.0)
         await ask(doctor, day(1))
         await ask(doctor, day(2), evicted=evicted)
         return doctor.counts.avoidable_tokens
@@ -88,21 +94,21 @@ def test_the_estimate_is_that_of_lint() -> None:
     """The same prompts as a log: avoidable tokens differ by rounding only, since nothing is reused in either."""
 
     async def go() -> int:
-        doctor = PromptDoctor(1.0, lambda: 0.0)
+        doctor = AvoidableTextEstimator(1.0, lambda: 0.0)
         for number in range(1, 6):
             await ask(doctor, day(number))
         return doctor.counts.avoidable_tokens
 
-    report = report_log(
-        [one for number in range(1, 6) if (one := prompt_of(number, {"messages": messages(day(number))}))]
+    report = lint_report(
+        [one for number in range(1, 6) if (one := logged_prompt_of_entry(number, {"messages": messages(day(number))}))]
     )
     assert report.avoidable_tokens > 2000
     assert asyncio.run(go()) == pytest.approx(report.avoidable_tokens, rel=0.02)
 
 
 def test_prompts_of_other_tenants_and_salts_are_never_compared() -> None:
-    async def go() -> PromptDoctor:
-        doctor = PromptDoctor(1.0, lambda: 0.0)
+    async def go() -> AvoidableTextEstimator:
+        doctor = AvoidableTextEstimator(1.0, lambda: 0.0)
         await ask(doctor, day(1), tenant="ann")
         await ask(doctor, day(2), tenant="bob")
         await ask(doctor, day(3), tenant="ann", salt="x")
@@ -118,7 +124,7 @@ def test_prompts_of_other_tenants_and_salts_are_never_compared() -> None:
 
 def test_cpu_time_is_bounded_by_its_share() -> None:
     async def go(used: float) -> int:
-        doctor = PromptDoctor(0.005, lambda: used)
+        doctor = AvoidableTextEstimator(0.005, lambda: used)
         doctor.spent_seconds = FREE_SECONDS + 0.5
         await ask(doctor, day(1))
         return doctor.counts.num_requests
@@ -127,7 +133,7 @@ def test_cpu_time_is_bounded_by_its_share() -> None:
 
 
 def test_without_a_share_nothing_is_kept() -> None:
-    assert PromptDoctor(0.0, lambda: 1e9).entry(Origin("id"), None, messages(""), (), 100) is None
+    assert AvoidableTextEstimator(0.0, lambda: 1e9).entry(RequestOrigin("id"), None, messages(""), (), 100) is None
 
 
 def test_the_window_is_bounded_and_drops_the_oldest() -> None:
@@ -136,8 +142,10 @@ def test_the_window_is_bounded_and_drops_the_oldest() -> None:
     for entry in entries:
         assert window.add(entry)
     assert window.num_bytes <= 64 * 1024 and 3 < len(window) < 16
-    assert window.earlier(entries[0]) == [] and entries[-2] in window.earlier(entries[-1])
-    assert entries[-1].logged.messages and not entries[0].logged.messages  # what was dropped holds nothing
+    assert window.earlier_in_group(entries[0]) == [] and entries[-2] in window.earlier_in_group(entries[-1])
+    assert (
+        entries[-1].to_logged_prompt.messages and not entries[0].to_logged_prompt.messages
+    )  # what was dropped holds nothing
     assert not window.add(WindowEntry(b"g", messages(""), (), num_tokens=1, num_bytes=100_000))
 
 
@@ -153,19 +161,19 @@ def test_a_prompt_is_charged_what_it_holds_in_memory() -> None:
         gc.collect()
         tracemalloc.start()
         values: list[Any] = json.loads(text)
-        doctor = PromptDoctor(1.0, lambda: 0.0)
-        entry = doctor.entry(Origin("id"), None, *values, 1)
+        doctor = AvoidableTextEstimator(1.0, lambda: 0.0)
+        entry = doctor.entry(RequestOrigin("id"), None, *values, 1)
         assert entry is not None and (not sent or entry.pieces is not None)
         del values
         gc.collect()
         held = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert 0.3 * entry.num_bytes < held <= 1.05 * entry.num_bytes, text[:60]
-    assert doctor.entry(Origin("id"), None, [{**thought, "reasoning_content": "c" * (2 << 20)}], (), 1) is None
+    assert doctor.entry(RequestOrigin("id"), None, [{**thought, "reasoning_content": "c" * (2 << 20)}], (), 1) is None
 
 
 def entry_of(sent: list[dict[str, Any]]) -> WindowEntry:
-    return WindowEntry(b"g", sent, (), num_tokens=800, num_bytes=object_bytes(sent))
+    return WindowEntry(b"g", sent, (), num_tokens=800, num_bytes=bytes_of_json_value(sent))
 
 
 def test_a_prompt_that_nothing_is_like_has_nothing_avoidable() -> None:
@@ -175,25 +183,25 @@ def test_a_prompt_that_nothing_is_like_has_nothing_avoidable() -> None:
         for text in ("One sentence about ships and the sea. ", "Another text, on mountains, snow and ice. ")
     )
     assert window.add(first) and window.add(other)
-    assert examined(other, window.earlier(other), 0)[1].num_chars == 0
+    assert measure_avoidable_text(other, window.earlier_in_group(other), 0)[1].num_chars == 0
 
 
 def stats(prompt: int, computed: int, evicted: int) -> EngineStats:
-    return EngineStats(Counters(prompt_tokens=prompt, prompt_computed_tokens=computed, evicted_tokens=evicted))
+    return EngineStats(TokenCounters(prompt_tokens=prompt, prompt_computed_tokens=computed, evicted_tokens=evicted))
 
 
 def test_the_statistics_line_says_what_was_not_reused_and_why() -> None:
-    found = losses(stats(1000, 100, 0), stats(2000, 840, 40), (500, 0), (1000, 305))
+    found = compute_prefix_losses(stats(1000, 100, 0), stats(2000, 840, 40), (500, 0), (1000, 305))
     assert found is not None and found.text() == "not reused 74 %: changing front 61, new 9, evicted 4"
     assert found.fields() == {"evicted_share": 0.04, "avoidable_share": 0.61}
 
 
 def test_the_shares_of_causes_add_up_even_if_the_sample_says_more() -> None:
-    found = losses(stats(0, 0, 0), stats(1000, 300, 50), (0, 0), (100, 90))
+    found = compute_prefix_losses(stats(0, 0, 0), stats(1000, 300, 50), (0, 0), (100, 90))
     assert found is not None and found.text() == "not reused 30 %: changing front 25, new 0, evicted 5"
 
 
 def test_without_a_sample_no_front_is_named() -> None:
-    found = losses(stats(0, 0, 0), stats(1000, 300, 50), (0, 0), (0, 0))
+    found = compute_prefix_losses(stats(0, 0, 0), stats(1000, 300, 50), (0, 0), (0, 0))
     assert found is not None and found.text() == "not reused 30 %: new 25, evicted 5"
-    assert losses(stats(5, 5, 0), stats(5, 5, 0), (0, 0), (0, 0)) is None
+    assert compute_prefix_losses(stats(5, 5, 0), stats(5, 5, 0), (0, 0), (0, 0)) is None

@@ -12,7 +12,7 @@ from server.harness import Inside, Server, fake_server, inside
 from headstart.cli.main import main
 from headstart.openai.canonical.prompt_rules import NO_RULES
 from headstart.openai.tokenizer.tenant_cache import TENANT_BYTES
-from headstart.server.prompt_log import ENTRY_BYTES, KeptBody, PromptLog
+from headstart.server.prompt_log import ENTRY_BYTES, LoggedBody, RecentBodyLog
 
 CHAT = "/v1/chat/completions"
 RULES = " ".join(f"Rule {name}: never leave the {name} open over night." for name in ("door", "safe", "gate", "well"))
@@ -72,19 +72,19 @@ def test_nothing_is_kept_by_default(server: Server) -> None:
 def test_the_bytes_of_a_tenant_and_of_all_are_bounded() -> None:
     size = len(json.dumps(body(10)).encode()) + ENTRY_BYTES
     max_bytes = 64 * size
-    log = PromptLog(max_bytes, NO_RULES)
+    log = RecentBodyLog(max_bytes, NO_RULES)
     for tenant in "abcdefgh":
         for number in range(32):
-            log.add(tenant, KeptBody(CHAT, json.dumps(body(10 + number)).encode(), ""))
+            log.add(tenant, LoggedBody(CHAT, json.dumps(body(10 + number)).encode(), ""))
     counts = {tenant: len(log.bodies(tenant, 100)) for tenant in "abcdefgh"}
     assert counts["h"] == (max_bytes // 4 - TENANT_BYTES) // size and sum(counts.values()) * size < max_bytes
     assert log.bodies("h", 1)[0]["body"] == body(41)
 
 
 def test_what_is_kept_is_the_prompt_after_the_rules() -> None:
-    log = PromptLog(1 << 20, frozenset({"billing_header"}))
+    log = RecentBodyLog(1 << 20, frozenset({"billing_header"}))
     sent = {"messages": [{"role": "system", "content": f"x-anthropic-billing-header: cch=1;\n{RULES}"}]}
-    log.add("", KeptBody(CHAT, json.dumps(sent).encode(), ""))
+    log.add("", LoggedBody(CHAT, json.dumps(sent).encode(), ""))
     assert log.bodies("", 1)[0]["body"]["messages"][0]["content"] == RULES
 
 

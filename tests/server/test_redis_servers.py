@@ -14,7 +14,7 @@ from redis_server import SECRET, Proxy, RedisServer, secret_file, slowly
 from server import patient
 from server.harness import Server, spawn, wait_for
 
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 
 redis = pytest.importorskip("redis")
 pytest.importorskip("cryptography")
@@ -28,7 +28,9 @@ SIZES = ["--port", "0", "--num-blocks", "128", "--max-model-len", "512", "--hear
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return init_model("tiny", tmp_path_factory.mktemp("model") / "tiny", std=0.2, dtype="float32", progress=False)
+    return write_random_model(
+        "tiny", tmp_path_factory.mktemp("model") / "tiny", std=0.2, dtype="float32", progress=False
+    )
 
 
 @pytest.fixture

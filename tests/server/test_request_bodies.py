@@ -14,15 +14,15 @@ from tokenizer_folders import BYTE_LEVEL, TEMPLATE, build
 
 import headstart
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
-from headstart.core.request import DEFAULT_RETENTION, CacheMode, Retention
-from headstart.openai.bounds import MAX_JSON_VALUES, Bounds
+from headstart.core.request import DEFAULT_RETENTION, CacheMode, RetentionHint
+from headstart.openai.bounds import MAX_JSON_VALUES, RequestBounds
 from headstart.openai.engine_requests import (
-    Origin,
+    RequestOrigin,
     build_requests,
     encode_chat,
     encode_completion,
     encode_prompt,
-    narrow_domain,
+    salted_domain,
 )
 from headstart.openai.request_bodies import (
     parse_chat,
@@ -30,13 +30,13 @@ from headstart.openai.request_bodies import (
     parse_detokenize,
     parse_tokenize,
 )
-from headstart.openai.request_json import MAX_DEPTH, check_depth, json_value, parse_json
+from headstart.openai.request_json import MAX_DEPTH, check_json_depth, decode_json_text, parse_json_object
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
-BOUNDS = Bounds(vocab_size=100, max_model_len=64, max_prompts=4, max_messages=5)
+BOUNDS = RequestBounds(vocab_size=100, max_model_len=64, max_prompts=4, max_messages=5)
 USER = {"role": "user", "content": "hi"}
 TOKENIZER = Tokenizer(build(BYTE_LEVEL), chat_template=TEMPLATE, eos_token_ids=(1,))
-WIDE = Bounds(TOKENIZER.vocab_size, 64, (1,), scheduling_policy="priority")
+WIDE = RequestBounds(TOKENIZER.vocab_size, 64, (1,), scheduling_policy="priority")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ WIDE = Bounds(TOKENIZER.vocab_size, 64, (1,), scheduling_policy="priority")
 )
 def test_a_body_that_is_no_sound_json_object_is_refused(text: bytes, code: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        parse_json(text)
+        parse_json_object(text)
     assert caught.value.code == code and len(str(caught.value)) < 200
 
 
@@ -73,12 +73,12 @@ def test_a_body_in_latin_1_is_refused_with_the_position_in_the_body(field: str) 
             with pytest.raises(
                 InvalidRequestError, match=f"at byte {at} .E9 in hex, line {1 + text.count(chr(10))}.; send"
             ):
-                parse_json(form)
+                parse_json_object(form)
 
 
 def test_a_sound_body_is_read() -> None:
-    assert parse_json('{"a": [1, 2.5, null, "é"]}'.encode()) == {"a": [1, 2.5, None, "é"]}
-    assert parse_json(b'{"a": ' + b"[" * 60 + b"]" * 60 + b"}")
+    assert parse_json_object('{"a": [1, 2.5, null, "é"]}'.encode()) == {"a": [1, 2.5, None, "é"]}
+    assert parse_json_object(b'{"a": ' + b"[" * 60 + b"]" * 60 + b"}")
 
 
 # What msgspec's own decoder takes 8 to 16 us for, with the interpreter locked: beyond the tables of its fast path.
@@ -98,7 +98,7 @@ def test_other_threads_may_run_while_slow_numbers_are_decoded(number: bytes) -> 
     before = signal.signal(signal.SIGVTALRM, tick)
     signal.setitimer(signal.ITIMER_VIRTUAL, 0.001, 0.001)  # of CPU time: other load does not matter
     try:
-        values = json_value(body)
+        values = decode_json_text(body)
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
@@ -109,11 +109,11 @@ def test_other_threads_may_run_while_slow_numbers_are_decoded(number: bytes) -> 
 @pytest.mark.parametrize("number", SLOW_NUMBERS)
 def test_fractions_are_bounded_as_other_values_are_while_token_ids_are_not(number: bytes) -> None:
     listed = b'{"a":[' + b",".join([number] * MAX_JSON_VALUES)
-    assert len(parse_json(listed + b",1,2]}")["a"]) == MAX_JSON_VALUES + 2
+    assert len(parse_json_object(listed + b",1,2]}")["a"]) == MAX_JSON_VALUES + 2
     with pytest.raises(
         InvalidRequestError, match=f"more than {MAX_JSON_VALUES} numbers with a fraction or an exponent"
     ):
-        parse_json(listed + b"," + number + b"]}")
+        parse_json_object(listed + b"," + number + b"]}")
 
 
 def test_json_without_a_type_is_decoded_in_one_place_only() -> None:
@@ -253,7 +253,7 @@ def test_detokenize_takes_ids_of_the_vocabulary() -> None:
 
 def requests_for(**values: Any) -> list[Any]:
     body = parse_completion({"prompt": "the fox", **values}, WIDE)
-    origin = Origin("r", 1.5, b"domain", "tenant")
+    origin = RequestOrigin("r", 1.5, b"domain", "tenant")
     return build_requests(encode_completion(body, TOKENIZER, WIDE), body.params, WIDE, origin)
 
 
@@ -272,7 +272,9 @@ def test_the_largest_seed_wraps_around() -> None:
 
 def test_cache_mode_and_retention_reach_every_request() -> None:
     wished = requests_for(n=2, cache="read-only", cache_priority=80, cache_ttl=60)
-    assert {(request.cache, request.retention) for request in wished} == {(CacheMode.READ_ONLY, Retention(80, 60.0))}
+    assert {(request.cache, request.retention) for request in wished} == {
+        (CacheMode.READ_ONLY, RetentionHint(80, 60.0))
+    }
     assert [(r.cache, r.retention) for r in requests_for()] == [(CacheMode.READ_WRITE, DEFAULT_RETENTION)]
 
 
@@ -283,10 +285,10 @@ def test_whoever_asks_for_prompt_logprobs_leaves_the_computed_prompt_to_others()
 
 def test_a_salt_only_narrows_its_own_tenants_domain() -> None:
     salted = requests_for(cache_salt="s")[0]
-    assert (salted.domain, salted.tenant) == (narrow_domain(b"domain", "s"), "tenant")
-    assert narrow_domain(b"a", None) == b"a"
-    assert narrow_domain(b"a", "bc") != narrow_domain(b"ab", "c")
-    assert len({narrow_domain(d, s) for d in (b"a", b"b", b"") for s in (None, "x", "y")} | {b"x"}) == 10
+    assert (salted.domain, salted.tenant) == (salted_domain(b"domain", "s"), "tenant")
+    assert salted_domain(b"a", None) == b"a"
+    assert salted_domain(b"a", "bc") != salted_domain(b"ab", "c")
+    assert len({salted_domain(d, s) for d in (b"a", b"b", b"") for s in (None, "x", "y")} | {b"x"}) == 10
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:
@@ -319,7 +321,7 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_built(monkeypatch: py
     monkeypatch.setattr("msgspec.json.decode", lambda text: built.append(len(text)))
     body = b'{"prompt":[' + b",".join([unit] * 140_000) + b"]}"
     with pytest.raises(InvalidRequestError, match="more than 131072 strings, lists and objects"):
-        parse_json(body)
+        parse_json_object(body)
     assert not built
 
 
@@ -327,7 +329,7 @@ def test_checking_the_depth_of_many_token_ids_copies_none_of_them() -> None:
     values = {"prompt": [0] * 1_000_000}  # 8 MB
     tracemalloc.start()
     try:
-        check_depth(values)
+        check_json_depth(values)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -337,30 +339,30 @@ def test_checking_the_depth_of_many_token_ids_copies_none_of_them() -> None:
 @pytest.mark.parametrize("end", [b"", b"\\"])
 def test_a_text_without_an_end_is_read_once(end: bytes) -> None:
     with pytest.raises(InvalidRequestError, match="not valid JSON"):
-        parse_json(b'{"prompt":"' + b'\\"' * 1_000_000 + end)
+        parse_json_object(b'{"prompt":"' + b'\\"' * 1_000_000 + end)
 
 
 @pytest.mark.parametrize("text", ["[{" * 200_000, '"' * 300_000, "\\" * 300_000 + '"[', "\n\u20ac[" * 150_000])
 def test_brackets_and_quotes_within_a_text_are_no_values(text: str) -> None:
-    assert parse_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}
-    assert parse_json(b'{"prompt":[' + b"7," * 300_000 + b"7]}")["prompt"] == [7] * 300_001
+    assert parse_json_object(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+    assert parse_json_object(b'{"prompt":[' + b"7," * 300_000 + b"7]}")["prompt"] == [7] * 300_001
 
 
 def test_more_numbers_than_any_valid_request_has_are_refused_before_they_are_objects() -> None:
     body = b'{"prompt":[' + b"70000," * 300_000 + b"7]}"
-    assert len(parse_json(body, 300_001)["prompt"]) == 300_001
+    assert len(parse_json_object(body, 300_001)["prompt"]) == 300_001
     tracemalloc.start()
     try:
         with pytest.raises(RequestTooLargeError, match="more than 300000 numbers") as caught:
-            parse_json(body, 300_000)
+            parse_json_object(body, 300_000)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert caught.value.code == "context_length_exceeded" and peak < 200_000
-    assert parse_json(json.dumps({"prompt": "1,2,-3.5e7 " * 9000}).encode(), 10)["prompt"]
-    assert parse_json(json.dumps({"a": [[1, -2.5e3], {"b": 4, "5,6": "7,8"}]}).encode(), 3)
+    assert parse_json_object(json.dumps({"prompt": "1,2,-3.5e7 " * 9000}).encode(), 10)["prompt"]
+    assert parse_json_object(json.dumps({"a": [[1, -2.5e3], {"b": 4, "5,6": "7,8"}]}).encode(), 3)
     many = json.dumps({"prompt": [7] * (BOUNDS.max_model_len * BOUNDS.max_prompts)}).encode()
-    assert parse_json(many, BOUNDS.max_numbers)
+    assert parse_json_object(many, BOUNDS.max_numbers)
     assert BOUNDS.max_numbers >= 16 * BOUNDS.max_model_len, "/detokenize takes that many"
 
 
@@ -374,7 +376,7 @@ def test_of_a_text_that_is_much_too_long_only_the_beginning_is_tokenized(monkeyp
 
     monkeypatch.setattr(TOKENIZER, "encode", watched)
     monkeypatch.setattr(TOKENIZER, "max_token_chars", 0)
-    bounds = Bounds(TOKENIZER.vocab_size, 3000)
+    bounds = RequestBounds(TOKENIZER.vocab_size, 3000)
     with pytest.raises(RequestTooLargeError, match="tokens of the first 24000 of 1000000 characters"):
         encode_prompt("ab cd " * 166_666 + "abcd", TOKENIZER, bounds, add_special_tokens=True)
     assert read == [24_000]

@@ -14,24 +14,30 @@ from headstart.config.options import ServerOptions
 from headstart.core.engine import EngineInfo
 from headstart.core.errors import InvalidRequestError, QueueFullError
 from headstart.core.request import Request
-from headstart.http.byte_budget import Budget, Lease
-from headstart.openai.bounds import Bounds
-from headstart.openai.engine_requests import Origin, build_requests
-from headstart.openai.generation_params import GenerationParams, Kind, parse_params
+from headstart.http.byte_budget import ByteBudget, ByteLease
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.engine_requests import RequestOrigin, build_requests
+from headstart.openai.generation_params import GenerationParams, ParamsKind, parse_params
 from headstart.server import request_limits as admission
-from headstart.server.request_limits import answer_entries, check_size, initial_bytes, max_held_bytes, shown_entries
+from headstart.server.request_limits import (
+    bytes_at_admission,
+    check_request_size,
+    held_bytes_budget,
+    max_answer_entries,
+    num_answer_entries,
+)
 
 MILLION = 1 << 20
 INFO = EngineInfo("m", "m", 1000, 128 * 1024, 16, 8192, 1, "float32", "cpu", 1, "none", (), "lpm")
-BOUNDS = Bounds.of(INFO, ServerOptions())
+BOUNDS = RequestBounds.of(INFO, ServerOptions())
 
 
 def asked(
-    num_prompts: int, length: int, kind: Kind = Kind.COMPLETION, **values: Any
+    num_prompts: int, length: int, kind: ParamsKind = ParamsKind.COMPLETION, **values: Any
 ) -> tuple[list[Request], GenerationParams]:
     params = parse_params(values, BOUNDS, kind)
     prompt = array("i", [1]) * length
-    return build_requests([prompt] * num_prompts, params, BOUNDS, Origin("r")), params
+    return build_requests([prompt] * num_prompts, params, BOUNDS, RequestOrigin("r")), params
 
 
 @pytest.mark.parametrize(
@@ -48,7 +54,7 @@ def asked(
     ],
 )
 def test_entries_of_an_answer(num_prompts: int, length: int, values: dict[str, Any], entries: int) -> None:
-    assert answer_entries(*asked(num_prompts, length, **values)) == entries
+    assert max_answer_entries(*asked(num_prompts, length, **values)) == entries
 
 
 REASONABLE: list[tuple[int, int, dict[str, Any]]] = [
@@ -66,12 +72,12 @@ REASONABLE: list[tuple[int, int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("num_prompts", "length", "values"), REASONABLE)
 def test_reasonable_requests_are_within_the_bounds(num_prompts: int, length: int, values: dict[str, Any]) -> None:
-    check_size(*asked(num_prompts, length, **values), BOUNDS)
+    check_request_size(*asked(num_prompts, length, **values), BOUNDS)
 
 
 @pytest.mark.parametrize("values", [{}, {"logprobs": True, "top_logprobs": 20}, {"logprobs": True, "n": 16}])
 def test_a_chat_with_open_max_tokens_is_within_the_bounds(values: dict[str, Any]) -> None:
-    check_size(*asked(1, 10, Kind.CHAT, **values), BOUNDS)
+    check_request_size(*asked(1, 10, ParamsKind.CHAT, **values), BOUNDS)
 
 
 @pytest.mark.parametrize(
@@ -87,20 +93,20 @@ def test_what_is_larger_is_refused_with_the_limit_and_a_remedy(
     num_prompts: int, length: int, values: dict[str, Any], param: str, words: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=words) as caught:
-        check_size(*asked(num_prompts, length, **values), BOUNDS)
+        check_request_size(*asked(num_prompts, length, **values), BOUNDS)
     assert (caught.value.param, caught.value.code) == (param, "request_too_large")
 
 
 def test_what_is_shown_is_no_more_than_what_was_bounded() -> None:
     requests, params = asked(2, 10, echo=True, logprobs=4, max_tokens=5, n=3)
-    assert shown_entries(20, 6 * 5, params) == answer_entries(requests, params)
+    assert num_answer_entries(20, 6 * 5, params) == max_answer_entries(requests, params)
     requests, params = asked(1, 10, max_tokens=5)
-    assert shown_entries(10, 5, params) == 0
+    assert num_answer_entries(10, 5, params) == 0
 
 
 def test_bytes_of_an_echo_are_held_once_per_prompt() -> None:
     def held(n: int, **values: Any) -> int:
-        return initial_bytes(*asked(1, 4000, n=n, max_tokens=1, **values))
+        return bytes_at_admission(*asked(1, 4000, n=n, max_tokens=1, **values))
 
     per_choice = held(2) - held(1)
     echo = held(1, echo=True, logprobs=20) - held(1)
@@ -109,7 +115,7 @@ def test_bytes_of_an_echo_are_held_once_per_prompt() -> None:
 
 
 def test_a_budget_refuses_what_exceeds_it_but_not_what_is_alone() -> None:
-    budget = Budget(100, "things")
+    budget = ByteBudget(100, "things")
     alone = budget.lease(1000)
     with pytest.raises(
         QueueFullError, match="1000 bytes of things are held, this one needs 1 more and the limit is 100"
@@ -130,14 +136,14 @@ def test_a_budget_refuses_what_exceeds_it_but_not_what_is_alone() -> None:
 
 
 def test_the_budget_grows_with_the_pool_and_the_queue() -> None:
-    small, large = (max_held_bytes(INFO, ServerOptions(max_num_queued_tokens=n)) for n in (1, 1_000_001))
+    small, large = (held_bytes_budget(INFO, ServerOptions(max_num_queued_tokens=n)) for n in (1, 1_000_001))
     assert large - small == 1_000_000 * 22 and small > 96 * MILLION
 
 
 def test_servers_and_router_of_one_command_divide_the_budget_but_for_the_pools() -> None:
     options = ServerOptions()
     pool = 2 * INFO.num_blocks * INFO.block_size * 22
-    whole, half = (max_held_bytes(INFO, options, n) for n in (1, 2))
+    whole, half = (held_bytes_budget(INFO, options, n) for n in (1, 2))
     assert half - pool == (whole - pool) // 2 > 48 * MILLION
 
 
@@ -170,18 +176,18 @@ def test_output_is_held_as_it_comes(folder: str, monkeypatch: pytest.MonkeyPatch
     async def run() -> None:
         async with inside(folder) as server:
             budget, most = server.state._held, 0
-            resize = Lease.resize
+            resize = ByteLease.resize
 
-            def watched(lease: Lease, num_bytes: int) -> None:
+            def watched(lease: ByteLease, num_bytes: int) -> None:
                 nonlocal most
                 resize(lease, num_bytes)
                 most = max(most, budget.held_bytes)
 
-            monkeypatch.setattr(Lease, "resize", watched)
+            monkeypatch.setattr(ByteLease, "resize", watched)
             requests, params = asked(1, 1, max_tokens=300, logprobs=2)
             assert (await server.complete([7], max_tokens=300, logprobs=2)).status_code == 200
-            held = initial_bytes(requests, params) + admission.params_bytes(params)
-            assert most == held + 296 * admission.output_token_bytes(params)
+            held = bytes_at_admission(requests, params) + admission.bytes_of_params(params)
+            assert most == held + 296 * admission.bytes_per_output_token(params)
             assert budget.held_bytes == 0
 
     asyncio.run(run())

@@ -5,14 +5,14 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
-from headstart.apis.openapi import request_body
+from headstart.apis.openapi import request_body_schema
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.bounds import Bounds
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.prefix_tokens import PrefixRequest
 from headstart.openai.request_bodies import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from headstart.openai.request_model import AtMost, RequestModel, Text, validated
+from headstart.openai.request_model import RequestModel, Text, UpperLimit, validate_as
 
-BOUNDS = Bounds(vocab_size=100, max_model_len=64, max_n=7)
+BOUNDS = RequestBounds(vocab_size=100, max_model_len=64, max_n=7)
 HI = [{"role": "user", "content": "hi"}]
 REQUIRED: dict[type[RequestModel], dict[str, Any]] = {
     CompletionRequest: {"prompt": "hi"},
@@ -29,18 +29,18 @@ class Inner(RequestModel):
 
 
 class Outer(RequestModel):
-    size: Annotated[int | None, AtMost("max_n")] = Field(None, ge=1)
+    size: Annotated[int | None, UpperLimit("max_n")] = Field(None, ge=1)
     inner: Inner = Inner()
     text: Text = ""
 
 
 def schema(model: type[RequestModel]) -> dict[str, Any]:
-    return request_body(model)["requestBody"]["content"]["application/json"]["schema"]
+    return request_body_schema(model)["requestBody"]["content"]["application/json"]["schema"]
 
 
 def error(model: type[RequestModel], values: dict[str, Any]) -> InvalidRequestError:
     with pytest.raises(InvalidRequestError) as caught:
-        validated(model, values, BOUNDS)
+        validate_as(model, values, BOUNDS)
     return caught.value
 
 
@@ -56,7 +56,9 @@ def test_every_property_but_the_required_may_be_null(model: type[RequestModel], 
     says_so = "null" in one.get("type", ()) or {"type": "null"} in one.get("anyOf", ())
     assert says_so == (name not in REQUIRED[model])
     if says_so:
-        assert validated(model, {**REQUIRED[model], name: None}, BOUNDS) == validated(model, REQUIRED[model], BOUNDS)
+        assert validate_as(model, {**REQUIRED[model], name: None}, BOUNDS) == validate_as(
+            model, REQUIRED[model], BOUNDS
+        )
     else:
         assert error(model, {**REQUIRED[model], name: None}).param == name
 
@@ -70,7 +72,7 @@ def test_ranges_of_the_document_are_those_of_validation(
 ) -> None:
     limits = [one[key] for key in ("minimum", "maximum") if key in one]
     for limit in limits:
-        validated(model, {**REQUIRED[model], name: limit}, BOUNDS)
+        validate_as(model, {**REQUIRED[model], name: limit}, BOUNDS)
     beyond = [one["exclusiveMinimum"] if "exclusiveMinimum" in one else one["minimum"] - 1]
     beyond += [one["maximum"] * 2 + 1] if "maximum" in one else []
     for value in beyond:
@@ -85,7 +87,7 @@ def test_the_document_has_no_references_and_no_titles() -> None:
 
 
 def test_a_limit_of_the_server_is_named_like_any_other() -> None:
-    assert validated(Outer, {"size": 7}, BOUNDS).size == 7
+    assert validate_as(Outer, {"size": 7}, BOUNDS).size == 7
     assert str(error(Outer, {"size": 8})) == "size is 8; it must be between 1 and 7"
     assert str(error(Outer, {"size": "8"})) == "size is '8'; it must be an integer between 1 and 7"
 

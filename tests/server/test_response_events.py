@@ -11,26 +11,26 @@ from pydantic import TypeAdapter
 from server.chat_deltas import THOUGHT_AND_CALLS, USAGE, chats, deltas_of
 
 from headstart.core.request import SamplingParams
-from headstart.openai.bounds import Bounds
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.chat.chat_delta import ChatDelta
-from headstart.openai.responses_api.response_events import ResponseEvents, error_data
-from headstart.openai.responses_api.response_objects import ResponseShape, echo_of, response_usage
+from headstart.openai.responses_api.response_events import ResponseEventBuilder, error_event_data
+from headstart.openai.responses_api.response_objects import ResponseTemplate, echoed_request_fields, response_usage
 from headstart.openai.responses_api.responses_request import parse_responses
-from headstart.openai.text.generation import Delta
+from headstart.openai.text.generation import OutputDelta
 
 EVENT: Any = TypeAdapter(ResponseStreamEvent)
-BOUNDS = Bounds(vocab_size=100, max_model_len=1000)
+BOUNDS = RequestBounds(vocab_size=100, max_model_len=1000)
 
 
-def shape() -> ResponseShape:
+def shape() -> ResponseTemplate:
     fields = parse_responses({"input": "Hello", "metadata": {"a": "b"}}, BOUNDS)
-    return ResponseShape("resp_0123", 1, "m", echo_of(fields, SamplingParams()))
+    return ResponseTemplate("resp_0123", 1, "m", echoed_request_fields(fields, SamplingParams()))
 
 
-def streamed(deltas: list[Delta]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def streamed(deltas: list[OutputDelta]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The events of a stream, and the whole response of the same deltas."""
-    events, whole = ResponseEvents(shape()), ResponseEvents(shape())
-    found = events.opening()
+    events, whole = ResponseEventBuilder(shape()), ResponseEventBuilder(shape())
+    found = events.opening_events()
     for delta in deltas:
         found += events.add(delta)
         whole.parts.add(delta)
@@ -86,15 +86,15 @@ def test_an_answer_without_text_has_an_empty_message() -> None:
 
 
 def test_a_failed_response_keeps_its_text_and_says_why() -> None:
-    events = ResponseEvents(shape())
-    events.opening()
-    events.add(Delta("ab"))
+    events = ResponseEventBuilder(shape())
+    events.opening_events()
+    events.add(OutputDelta("ab"))
     (event,) = events.failed({"code": "server_error", "message": "no"})
     parsed = EVENT.validate_python(event, strict=True)
     assert parsed.response.status == "failed" and parsed.response.error.message == "no"
     assert parsed.response.output_text == "ab"
     error = {"error": {"message": "no", "code": "internal_error", "param": None, "type": "server_error"}}
-    assert EVENT.validate_python(error_data(error, 3), strict=True).sequence_number == 3
+    assert EVENT.validate_python(error_event_data(error, 3), strict=True).sequence_number == 3
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,11 +1,11 @@
-"""ResponseMemory: owned by tenants, bounded in bytes, entries and age; conversations keep the turns they need."""
+"""StoredResponses: owned by tenants, bounded in bytes, entries and age; conversations keep the turns they need."""
 
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.openai.responses_api.response_memory import ResponseMemory, StoredResponse
+from headstart.openai.responses_api.response_memory import StoredResponse, StoredResponses
 
 
 def stored(response_id: str, text: str = "x") -> StoredResponse:
@@ -14,18 +14,18 @@ def stored(response_id: str, text: str = "x") -> StoredResponse:
     return StoredResponse({"id": response_id, "output": [said]}, [asked])
 
 
-def texts(memory: ResponseMemory, tenant: str, response_id: str, now: float = 0.0) -> list[str] | None:
+def texts(memory: StoredResponses, tenant: str, response_id: str, now: float = 0.0) -> list[str] | None:
     found = memory.history(tenant, response_id, now)
     return None if found is None else [item["content"][0]["text"] for item in found.items]
 
 
-def put(memory: ResponseMemory, tenant: str, response_id: str, after: str = "", now: float = 0.0) -> None:
+def put(memory: StoredResponses, tenant: str, response_id: str, after: str = "", now: float = 0.0) -> None:
     before = memory.history(tenant, after, now) if after else None
     memory.add(tenant, stored(response_id, response_id), now, before.last if before is not None else None)
 
 
 def test_a_conversation_has_all_turns_in_order() -> None:
-    memory = ResponseMemory(1 << 20, 100.0)
+    memory = StoredResponses(1 << 20, 100.0)
     put(memory, "a", "r1")
     put(memory, "a", "r2", "r1")
     put(memory, "a", "r3", "r2")
@@ -35,7 +35,7 @@ def test_a_conversation_has_all_turns_in_order() -> None:
 
 
 def test_only_its_tenant_finds_a_response() -> None:
-    memory = ResponseMemory(1 << 20, 100.0)
+    memory = StoredResponses(1 << 20, 100.0)
     put(memory, "a", "r1")
     assert memory.get("a", "r1", 0.0) == stored("r1", "r1")  # the owner does find it
     assert memory.get("b", "r1", 0.0) is None and memory.history("b", "r1", 0.0) is None
@@ -44,7 +44,7 @@ def test_only_its_tenant_finds_a_response() -> None:
 
 
 def test_a_removed_response_stays_part_of_those_that_continue_it() -> None:
-    memory = ResponseMemory(1 << 20, 100.0)
+    memory = StoredResponses(1 << 20, 100.0)
     put(memory, "a", "r1")
     put(memory, "a", "r2", "r1")
     assert memory.remove("a", "r1", 0.0) and memory.get("a", "r1", 0.0) is None
@@ -53,7 +53,7 @@ def test_a_removed_response_stays_part_of_those_that_continue_it() -> None:
 
 
 def test_a_response_removed_while_the_next_one_is_computed_is_part_of_it() -> None:
-    memory = ResponseMemory(1 << 20, 100.0)
+    memory = StoredResponses(1 << 20, 100.0)
     put(memory, "a", "r1")
     before = memory.history("a", "r1", 0.0)
     assert before is not None and memory.remove("a", "r1", 0.0)
@@ -63,7 +63,7 @@ def test_a_response_removed_while_the_next_one_is_computed_is_part_of_it() -> No
 
 
 def test_the_least_recently_used_response_is_removed_first() -> None:
-    memory = ResponseMemory(1 << 20, 100.0, max_entries=2)
+    memory = StoredResponses(1 << 20, 100.0, max_entries=2)
     put(memory, "a", "r1")
     put(memory, "a", "r2")
     assert memory.get("a", "r1", 0.0) is not None
@@ -72,7 +72,7 @@ def test_the_least_recently_used_response_is_removed_first() -> None:
 
 
 def test_a_tenant_that_stores_much_evicts_its_own_responses_only() -> None:
-    memory = ResponseMemory(1 << 20, 100.0, max_entries=10)
+    memory = StoredResponses(1 << 20, 100.0, max_entries=10)
     put(memory, "small", "r1")
     for number in range(50):
         put(memory, "large", f"l{number}")
@@ -80,14 +80,14 @@ def test_a_tenant_that_stores_much_evicts_its_own_responses_only() -> None:
 
 
 def test_old_responses_are_not_found() -> None:
-    memory = ResponseMemory(1 << 20, 100.0)
+    memory = StoredResponses(1 << 20, 100.0)
     put(memory, "a", "r1", now=5.0)
     assert memory.get("a", "r1", 105.0) is not None
     assert memory.get("a", "r1", 105.1) is None and memory.num_bytes == 0
 
 
 def test_with_no_bytes_nothing_is_stored() -> None:
-    memory = ResponseMemory(0, 100.0)
+    memory = StoredResponses(0, 100.0)
     put(memory, "a", "r1")
     assert memory.get("a", "r1", 0.0) is None and memory.num_entries == 0
 
@@ -100,7 +100,7 @@ ACTIONS = st.tuples(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(ACTIONS, max_size=40), st.integers(0, 6000))
 def test_bounds_hold_and_histories_are_complete(actions: list[tuple[str, str, int, int]], max_bytes: int) -> None:
-    memory = ResponseMemory(max_bytes, 1e9, max_entries=5)
+    memory = StoredResponses(max_bytes, 1e9, max_entries=5)
     expected: dict[tuple[str, str], list[str]] = {}
     for number, (action, tenant, one, other) in enumerate(actions):
         name = f"r{one}"

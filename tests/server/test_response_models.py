@@ -11,8 +11,8 @@ import pytest
 from server.harness import Server, spawn
 
 from headstart.apis import answer_schemas as schema
-from headstart.apis.openapi import responses_of
-from headstart.model.weights.init_model import init_model
+from headstart.apis.openapi import response_descriptions
+from headstart.model.weights.init_model import write_random_model
 from headstart.server.cache_api import cache_schema
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Which models of responses are there?"}]}
@@ -27,7 +27,7 @@ ALL: dict[str, Any] = {"logprobs": 2, "prompt_logprobs": 1, "return_token_ids": 
 @pytest.fixture(scope="module")
 def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     room = tmp_path_factory.mktemp("models")
-    model = init_model("tiny", room / "tiny", std=0.2, dtype="float32", progress=False)
+    model = write_random_model("tiny", room / "tiny", std=0.2, dtype="float32", progress=False)
     options = ["--port", "0", "--num-blocks", "512", "--heartbeat-timeout", "600", "--tool-call-parser", "hermes"]
     with spawn([sys.executable, "-m", "headstart", "serve", str(model), *options], room / "log") as running:
         yield running.wait_ready()
@@ -163,7 +163,7 @@ def test_the_document_is_valid_and_names_every_answer(tool_server: Server) -> No
 
 
 def test_clients_of_the_document_accept_fields_of_later_versions() -> None:
-    text = json.dumps(responses_of(schema.CHATS))
+    text = json.dumps(response_descriptions(schema.CHATS))
     assert '"additionalProperties": false' not in text and '"default": null' not in text and "$defs" not in text
 
 

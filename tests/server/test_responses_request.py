@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.bounds import Bounds
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.responses import Json
 from headstart.openai.responses_api.responses_request import parse_responses, translate_responses
 
-BOUNDS = Bounds(vocab_size=100, max_model_len=1000, max_messages=20)
+BOUNDS = RequestBounds(vocab_size=100, max_model_len=1000, max_messages=20)
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"x": 1}'}
 CHOICE: Json = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
 ALLOWED: Json = {"tools": [{"type": "function", "name": "f"}, {"type": "function", "name": "g"}], "tool_choice": CHOICE}

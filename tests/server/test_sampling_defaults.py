@@ -12,13 +12,13 @@ import tokenizer_folders
 from openai import AsyncOpenAI
 from server.harness import Inside, inside, spawn
 
-from headstart.bundled import bundled_model
+from headstart.bundled import bundled_model_folder
 from headstart.config.options import ServerOptions
 from headstart.core.errors import ConfigError
 from headstart.core.request import Request, SamplingDefaults, SamplingParams
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 from headstart.openai.sampling_defaults import read_sampling_defaults
-from headstart.server.banner import banner
+from headstart.server.banner import startup_banner
 
 PUBLISHED: dict[str, Any] = {
     "do_sample": True,
@@ -229,7 +229,7 @@ def test_the_defaults_in_force_are_told(tmp_path: Path) -> None:
     async def run(folder: Path) -> tuple[dict[str, Any], str]:
         async with inside(str(folder)) as server:
             [told] = (await server.client.get("/v1/models")).json()["data"]
-            return told["default_sampling_params"], banner(
+            return told["default_sampling_params"], startup_banner(
                 server.state.loaded_model, ServerOptions(), "127.0.0.1", 8000
             )
 
@@ -241,7 +241,7 @@ def test_the_defaults_in_force_are_told(tmp_path: Path) -> None:
 
 
 def test_a_value_out_of_bounds_stops_the_real_server_at_its_start(tmp_path: Path) -> None:
-    folder = init_model("tiny", tmp_path / "tiny", std=0.2, dtype="float32", progress=False)
+    folder = write_random_model("tiny", tmp_path / "tiny", std=0.2, dtype="float32", progress=False)
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 7}))
     command = [sys.executable, "-m", "headstart", "serve", str(folder), "--port", "0"]
     with spawn(command, tmp_path / "log") as server:
@@ -253,4 +253,4 @@ def test_a_value_out_of_bounds_stops_the_real_server_at_its_start(tmp_path: Path
 
 
 def test_the_bundled_model_answers_greedily_by_default() -> None:
-    assert read_sampling_defaults(bundled_model()) == SamplingDefaults(temperature=0.0, max_tokens=96)
+    assert read_sampling_defaults(bundled_model_folder()) == SamplingDefaults(temperature=0.0, max_tokens=96)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from headstart.core.errors import ConfigError
-from headstart.openai.sandbox.sandbox_pool import Sandbox, SandboxLostError, SandboxPool
+from headstart.openai.sandbox.sandbox_pool import SandboxLostError, SandboxPool, SandboxSpec
 
 
 def pool(*, setup: float, max_setup_seconds: float, max_seconds: float) -> SandboxPool:
     return SandboxPool(
-        Sandbox(
+        SandboxSpec(
             module="server.sleepy_process",
             setup=setup,
             subject="the sleeper",

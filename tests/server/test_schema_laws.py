@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.structured.grammar_process import begin_answer
-from headstart.openai.structured.grammar_text import json_schema_grammar, parser_limits
-from headstart.openai.structured.structured_fields import check_schema
+from headstart.openai.structured.grammar_process import compute_first_masks
+from headstart.openai.structured.grammar_text import grammar_parser_limits, json_schema_grammar
+from headstart.openai.structured.structured_fields import read_json_schema
 from headstart_lab.structured.bounded import bounded
 from headstart_lab.structured.checks import KEYWORDS, Checker, Result
 from headstart_lab.structured.suite import SuiteSchema
@@ -117,14 +117,14 @@ def walk(matcher: LLMatcher, rng: random.Random) -> tuple[str, bool]:
 
 def check(schema: Any, seed: int) -> None:
     try:
-        grammar = json_schema_grammar(check_schema("schema", bounded(schema)))
+        grammar = json_schema_grammar(read_json_schema("schema", bounded(schema)))
     except InvalidRequestError as error:
         event("refused")
         assert any(keyword in str(error) for keyword in KEYWORDS), error
         return
-    matcher = LLMatcher(BYTES, grammar, log_level=0, limits=parser_limits())
+    matcher = LLMatcher(BYTES, grammar, log_level=0, limits=grammar_parser_limits())
     begun = matcher.deep_copy()
-    begin_answer(begun)
+    compute_first_masks(begun)
     if begun.is_error():
         event("not compiled")
         return

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.structured.dropped_keywords import strict_schema
+from headstart.openai.structured.dropped_keywords import loosen_or_refuse_schema
 from headstart.openai.structured.grammar_text import json_schema_grammar
-from headstart.openai.structured.schema_limits import limited_schema
-from headstart.openai.structured.schema_rewrites import BOUNDS, FORMATS, MAX_BOUND, closed_schema, rewritten_schema
+from headstart.openai.structured.schema_limits import check_schema_limits
+from headstart.openai.structured.schema_rewrites import BOUNDS, FORMATS, MAX_BOUND, close_schema_objects, rewrite_schema
 
 BYTES = LLTokenizer("byte")
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 
 
 def matcher(schema: Any) -> LLMatcher:
-    return LLMatcher(BYTES, json_schema_grammar(limited_schema("x", schema)), log_level=0)
+    return LLMatcher(BYTES, json_schema_grammar(check_schema_limits("x", schema)), log_level=0)
 
 
 def accepts(schema: Any, text: str) -> bool:
@@ -77,10 +77,10 @@ def test_numbers_near_a_bound_are_accepted_only_if_they_satisfy_it(key: str, bou
 @given(st.sampled_from(sorted(BOUNDS)), bounds)
 def test_bounds_are_rounded_inwards_and_once(key: str, bound: float) -> None:
     try:
-        once = rewritten_schema("x", {key: bound})
+        once = rewrite_schema("x", {key: bound})
     except InvalidRequestError:
         return
-    assert rewritten_schema("x", once) == once
+    assert rewrite_schema("x", once) == once
     exact = Decimal(repr(once[key]))
     assert exact >= Decimal(repr(bound)) if "inimum" in key else exact <= Decimal(repr(bound))
 
@@ -99,13 +99,13 @@ def test_bounds_are_rounded_inwards_and_once(key: str, bound: float) -> None:
     ],
 )
 def test_bounds_by_hand(key: str, bound: float, exact: float) -> None:
-    assert rewritten_schema("x", {"items": {key: bound}}) == {"items": {key: exact}}
+    assert rewrite_schema("x", {"items": {key: bound}}) == {"items": {key: exact}}
 
 
 @pytest.mark.parametrize("schema", [{"minimum": 2**60}, {"maximum": -1e20}, {"oneOf": [{}], "maximum": 2**60}])
 def test_bounds_that_cannot_be_rounded_are_refused_by_keyword(schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=r"minimum|maximum"):
-        limited_schema("x", schema)
+        check_schema_limits("x", schema)
 
 
 def walk(schema: Any, rng: random.Random) -> str:
@@ -173,7 +173,7 @@ def test_whitespace_is_that_of_ecma_262(pattern: str) -> None:
 def test_a_text_that_must_not_be_of_some_characters_only_is_accepted_as_by_the_expression(pattern: str) -> None:
     """The first is what pydantic writes for a Decimal, also in strict schemas."""
     schema = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": pattern, "allOf": [{"maxLength": 4}]}]}
-    strict = strict_schema("x", limited_schema("x", schema), "").schema
+    strict = loosen_or_refuse_schema("x", check_schema_limits("x", schema), "").schema
     found = LLMatcher(BYTES, json_schema_grammar(strict), log_level=0)
     rng = random.Random(1)
     texts = {"".join(rng.choices("+-.019abc]", k=rng.randrange(5))) for _ in range(400)}
@@ -189,7 +189,7 @@ def test_a_text_that_must_not_be_of_some_characters_only_is_accepted_as_by_the_e
 def test_a_look_ahead_in_one_of_several_alternatives_stays() -> None:
     for pattern in (r"^(?![a]*$)a|b", r"^(?=[a]*$)a", r"^(?!ab)a"):
         with pytest.raises(InvalidRequestError, match="pattern"):
-            strict_schema("x", limited_schema("x", {"type": "string", "pattern": pattern}), "")
+            loosen_or_refuse_schema("x", check_schema_limits("x", {"type": "string", "pattern": pattern}), "")
 
 
 def test_values_and_names_that_look_like_keywords_stay() -> None:
@@ -198,7 +198,7 @@ def test_values_and_names_that_look_like_keywords_stay() -> None:
         "default": {"maximum": 2**70},
         "enum": [{"minimum": 1e300}],
     }
-    assert rewritten_schema("x", schema) == {**schema, "properties": {**schema["properties"], "const": {"maxItems": 2}}}
+    assert rewrite_schema("x", schema) == {**schema, "properties": {**schema["properties"], "const": {"maxItems": 2}}}
 
 
 def test_an_id_beside_a_reference_depends_on_the_draft() -> None:
@@ -211,7 +211,7 @@ def test_an_id_beside_a_reference_depends_on_the_draft() -> None:
         "allOf": [{"$id": "http://x.y/", "$ref": "foo.json"}],
     }
     with pytest.raises(InvalidRequestError, match=r"\$id"):
-        limited_schema("x", schema)
+        check_schema_limits("x", schema)
     for draft, is_number in ((DRAFT_7, True), ("https://json-schema.org/draft/2020-12/schema", False)):
         assert accepts({**schema, "$schema": draft}, "3") == is_number
         assert accepts({**schema, "$schema": draft}, '"a"') != is_number
@@ -231,9 +231,9 @@ def test_a_reference_into_a_value_is_refused(reference: str, is_value: bool) -> 
     schema = {"properties": {"a": {"$ref": reference}}}
     if is_value:
         with pytest.raises(InvalidRequestError, match=r"\$ref"):
-            limited_schema("x", schema)
+            check_schema_limits("x", schema)
     else:
-        assert limited_schema("x", schema) == schema
+        assert check_schema_limits("x", schema) == schema
 
 
 def test_limits_and_rewrites_hold_in_schemas_below_unknown_keywords() -> None:
@@ -242,7 +242,7 @@ def test_limits_and_rewrites_hold_in_schemas_below_unknown_keywords() -> None:
 
     assert not accepts(schema({"type": "string", "format": "date"}), '"2021-02-29"')
     with pytest.raises(InvalidRequestError, match="multipleOf"):
-        limited_schema("x", schema({"multipleOf": 999_983}))
+        check_schema_limits("x", schema({"multipleOf": 999_983}))
 
 
 def test_one_property_more_than_the_required_ones_can_be_asked_for() -> None:
@@ -250,7 +250,7 @@ def test_one_property_more_than_the_required_ones_can_be_asked_for() -> None:
     assert [accepts(one, text) for text in ("{}", '{"a":1}')] == [False, True]
     assert [accepts(two, text) for text in ('{"a":1}', '{"a":1,"a":2}', '{"a":1,"b":2}')] == [False, False, True]
     with pytest.raises(InvalidRequestError, match="minProperties"):
-        limited_schema("x", {"minProperties": 3, "required": ["a", "a"]})
+        check_schema_limits("x", {"minProperties": 3, "required": ["a", "a"]})
 
 
 OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {}}}
@@ -272,7 +272,7 @@ OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {}}}
     ids=str,
 )
 def test_an_object_that_others_describe_too_is_not_closed(schema: dict[str, Any]) -> None:
-    assert closed_schema(schema) == schema
+    assert close_schema_objects(schema) == schema
 
 
 def test_objects_with_a_list_of_properties_are_closed_wherever_they_are() -> None:
@@ -284,4 +284,4 @@ def test_objects_with_a_list_of_properties_are_closed_wherever_they_are() -> Non
         lambda one: {"$defs": {"x": one}, "allOf": [{"$ref": "#/$defs/x"}]},
         lambda one: {"type": "object", "properties": {"properties": one}, "additionalProperties": one},
     ):
-        assert closed_schema(around(OBJECT)) == (around(closed))
+        assert close_schema_objects(around(OBJECT)) == (around(closed))

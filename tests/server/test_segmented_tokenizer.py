@@ -15,12 +15,12 @@ from server.harness import inside
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from headstart.bundled import bundled_model
+from headstart.bundled import bundled_model_folder
 from headstart.core.request import CacheMode
-from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer, SegmentMemory
-from headstart.openai.tokenizer.tenant_cache import Scope
+from headstart.openai.tokenizer.segmented_tokenizer import SegmentCache, SegmentedTokenizer
+from headstart.openai.tokenizer.tenant_cache import CacheScope
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.tokenizer.word_borders import BORDER, _ends_words, has_safe_borders
+from headstart.openai.tokenizer.word_borders import BORDER, _ends_words, is_safe_to_cut_at_borders
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
@@ -106,7 +106,7 @@ def _model(kind: str) -> tuple[Backend, Any]:
 def backend(kind: str) -> Backend:
     """A small tokenizer that splits as a family of real models does."""
     if kind == "bundled":
-        return Tokenizer.from_folder(bundled_model()).backend
+        return Tokenizer.from_folder(bundled_model_folder()).backend
     made, trainer = _model(kind)
     if kind in SPLITS:
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[kind]]
@@ -137,7 +137,7 @@ def base(request: pytest.FixtureRequest) -> Tokenizer:
 
 @given(TEXTS, st.integers(1, 40), st.booleans())
 def test_the_tokens_are_those_of_the_whole_text(base: Tokenizer, text: str, size: int, special: bool) -> None:
-    segmented = SegmentedTokenizer(base, SegmentMemory(max_tenant_bytes=4096), segment_chars=size)
+    segmented = SegmentedTokenizer(base, SegmentCache(max_tenant_bytes=4096), segment_chars=size)
     assert segmented.is_segmented
     for _ in range(2):
         found = segmented.encode(text, add_special_tokens=special)
@@ -230,7 +230,7 @@ UNSAFE = {
 @given(text=TEXTS.map(lambda text: text + " the STOP end of text b a q z1 x and b a STOP the" * 2))
 def test_where_parts_may_not_be_the_whole_the_whole_is_tokenized(name: str, text: str) -> None:
     made = UNSAFE_BUILT.setdefault(name, UNSAFE[name]())
-    assert not has_safe_borders(made)
+    assert not is_safe_to_cut_at_borders(made)
     segmented = SegmentedTokenizer(Tokenizer(made), segment_chars=4)
     assert segmented.encode(text).tolist() == made.encode(text).ids and not len(segmented.memory)
 
@@ -241,7 +241,7 @@ UNSAFE_BUILT: dict[str, Backend] = {}
 def test_a_tokenizer_that_drops_merges_by_chance_is_not_cut() -> None:
     made = backend("gpt2")
     made.model.dropout = 0.5
-    assert not has_safe_borders(made)
+    assert not is_safe_to_cut_at_borders(made)
 
 
 # ------------------------------------------------------------------------------------------------- who shares with whom
@@ -275,17 +275,17 @@ def ids(count: int) -> "array[int]":
     return array("i", range(count))
 
 
-def keys(memory: SegmentMemory, scope: Scope, texts: list[str]) -> list[bool]:
+def keys(memory: SegmentCache, scope: CacheScope, texts: list[str]) -> list[bool]:
     return [token_ids is not None for _, token_ids in memory.find(scope, texts)]
 
 
-def put(memory: SegmentMemory, scope: Scope, text: str, token_ids: "array[int]") -> None:
+def put(memory: SegmentCache, scope: CacheScope, text: str, token_ids: "array[int]") -> None:
     memory.remember(scope, memory.find(scope, [text])[0][0], token_ids)
 
 
 def test_above_its_bound_a_tenants_least_recently_used_segments_are_evicted_whatever_its_salts() -> None:
-    memory = SegmentMemory(max_tenant_bytes=1024 + 3 * (320 + 400))
-    one, two, other = Scope("a", b"1"), Scope("a", b"2"), Scope("b", b"3")
+    memory = SegmentCache(max_tenant_bytes=1024 + 3 * (320 + 400))
+    one, two, other = CacheScope("a", b"1"), CacheScope("a", b"2"), CacheScope("b", b"3")
     put(memory, other, "other", ids(100))
     for scope, text in ((one, "x"), (one, "y"), (two, "z")):
         put(memory, scope, text, ids(100))
@@ -298,24 +298,24 @@ def test_above_its_bound_a_tenants_least_recently_used_segments_are_evicted_what
 
 
 def test_above_the_bound_of_all_tenants_the_least_recently_used_one_is_evicted() -> None:
-    memory = SegmentMemory(max_bytes=3 * (1024 + 320 + 400))
+    memory = SegmentCache(max_bytes=3 * (1024 + 320 + 400))
     for tenant in "abcd":
-        put(memory, Scope(tenant), "x", ids(100))
-    assert [keys(memory, Scope(tenant), ["x"]) for tenant in "abcd"] == [[False], [True], [True], [True]]
+        put(memory, CacheScope(tenant), "x", ids(100))
+    assert [keys(memory, CacheScope(tenant), ["x"]) for tenant in "abcd"] == [[False], [True], [True], [True]]
     assert memory.num_bytes <= 3 * (1024 + 320 + 400)
     for tenant in range(1000):
-        put(memory, Scope(str(tenant)), "x", ids(100))
+        put(memory, CacheScope(str(tenant)), "x", ids(100))
     assert len(memory) <= 3 and memory.num_bytes <= 3 * (1024 + 320 + 400)
 
 
 def test_the_bytes_that_are_counted_are_those_that_are_held() -> None:
     tracemalloc.start()
     try:
-        memory = SegmentMemory(max_tenant_bytes=1 << 30, max_bytes=1 << 30)
+        memory = SegmentCache(max_tenant_bytes=1 << 30, max_bytes=1 << 30)
         before = tracemalloc.get_traced_memory()[0]
         for tenant in range(200):
             for number in range(20):
-                put(memory, Scope(str(tenant)), f"text {number}", ids(10))
+                put(memory, CacheScope(str(tenant)), f"text {number}", ids(10))
         held = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()

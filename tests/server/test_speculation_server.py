@@ -8,7 +8,7 @@ from typing import Any
 from server.harness import Server, spawn
 from server.test_server_metrics import samples
 
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 
 BODY: dict[str, Any] = {
     "prompt": list(range(40)),
@@ -35,7 +35,7 @@ def streamed(server: Server, body: dict[str, Any]) -> tuple[str, list[str], dict
 
 
 def test_an_answer_that_repeats_an_earlier_one_is_drafted_and_the_same(tmp_path: Path) -> None:
-    model = init_model("tiny", tmp_path / "tiny", std=0.2, dtype="float32", progress=False)
+    model = write_random_model("tiny", tmp_path / "tiny", std=0.2, dtype="float32", progress=False)
     options = ["--port", "0", "--num-blocks", "128", "--max-model-len", "256", "--heartbeat-timeout", "600"]
     options += ["--speculative-config", '{"method": "ngram"}']
     with spawn([sys.executable, "-m", "headstart", "serve", str(model), *options], tmp_path / "log") as running:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from headstart.http import spooled_body
 from headstart.http.body_reader import BodyReader
-from headstart.http.spooled_body import PIECE_BYTES, SpooledBody, spooled
+from headstart.http.spooled_body import PIECE_BYTES, SpooledBody, spool_to_file
 
 DATA = bytes(range(256)) * (3 * PIECE_BYTES // 256) + b"end"
 
@@ -101,7 +101,7 @@ def test_without_space_for_a_file_a_body_is_in_memory(monkeypatch: pytest.Monkey
     assert asyncio.run(BodyReader(1000).read_spooled(request_of(*pieces), 10)) == b"".join(pieces)
     assert open_files() == before
     if not good_writes:
-        assert spooled(b"x") is None
+        assert spool_to_file(b"x") is None
 
 
 def test_bodies_in_files_count_as_held_while_they_arrive() -> None:

@@ -113,5 +113,5 @@ def test_a_waiting_stream_is_kept_alive_by_comments(folder: str, tmp_path: Path,
 
 
 def test_an_event_never_holds_a_line_break() -> None:
-    assert sse.event({"text": "a\nb\r\n\u2028"}).count(b"\n") == 2
-    assert sse.error_event(HttpError(503, "a\nb", code="x")).count(b"\n") == 3
+    assert sse.encode_event({"text": "a\nb\r\n\u2028"}).count(b"\n") == 2
+    assert sse.encode_error_event(HttpError(503, "a\nb", code="x")).count(b"\n") == 3

@@ -1,9 +1,9 @@
-"""StopStrings: the answer of a naive search over the growing text, whatever the pieces."""
+"""StopStringSearch: the answer of a naive search over the growing text, whatever the pieces."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.openai.text.stop_strings import StopMatch, StopPatterns, StopStrings
+from headstart.openai.text.stop_strings import StopMatch, StopStringAutomata, StopStringSearch
 
 
 def naive(text: str, stops: list[str]) -> StopMatch | None:
@@ -27,7 +27,7 @@ def naive_held(text: str, stops: list[str]) -> int:
     stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3, unique=True),
 )
 def test_search_and_holding_back_are_those_of_a_naive_search(pieces: list[str], stops: list[str]) -> None:
-    search, text = StopStrings(StopPatterns(stops)), ""
+    search, text = StopStringSearch(StopStringAutomata(stops)), ""
     for piece in pieces:
         match = search.feed(piece)
         text += piece
@@ -39,7 +39,7 @@ def test_search_and_holding_back_are_those_of_a_naive_search(pieces: list[str], 
 
 @given(before=st.text("ab", max_size=8), after=st.text("ab", max_size=8), stop=st.text("ab", min_size=1, max_size=4))
 def test_a_match_that_ends_while_unarmed_is_passed_over(before: str, after: str, stop: str) -> None:
-    search = StopStrings(StopPatterns([stop]))
+    search = StopStringSearch(StopStringAutomata([stop]))
     assert search.feed(before, armed=False) is None
     ends = [end for end in range(len(before) + 1, len(before + after) + 1) if (before + after)[:end].endswith(stop)]
     match = search.feed(after)
@@ -47,5 +47,5 @@ def test_a_match_that_ends_while_unarmed_is_passed_over(before: str, after: str,
 
 
 def test_without_stop_strings_nothing_is_held_back() -> None:
-    search = StopStrings(StopPatterns([]))
+    search = StopStringSearch(StopStringAutomata([]))
     assert search.feed("anything") is None and search.num_held == 0

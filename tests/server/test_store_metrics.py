@@ -9,8 +9,8 @@ from server.harness import Inside, inside, until
 
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineStats
-from headstart.server.banner import store_text
-from headstart.server.store_metrics import statistics_fields, store_answer
+from headstart.server.banner import store_banner_text
+from headstart.server.store_metrics import store_statistics_fields, store_stats_json
 from headstart.store.disk import MISSES
 from headstart.store.writer import LOST
 
@@ -97,7 +97,7 @@ def test_a_statistics_line_counts_since_the_last_one() -> None:
         lost_writes={"overload": 2},
         degraded="reading: it is gone",
     )
-    assert statistics_fields(EngineStats(store=before), EngineStats(store=after)) == {
+    assert store_statistics_fields(EngineStats(store=before), EngineStats(store=after)) == {
         "store_loaded": 3,
         "store_missed": 2,
         "store_written": 1,
@@ -106,14 +106,14 @@ def test_a_statistics_line_counts_since_the_last_one() -> None:
         "store_bytes": 99,
         "store_degraded": "reading: it is gone",
     }
-    assert statistics_fields(EngineStats(), EngineStats()) == {} and store_answer(EngineStats()) is None
+    assert store_statistics_fields(EngineStats(), EngineStats()) == {} and store_stats_json(EngineStats()) is None
 
 
 def test_the_banner_says_where_the_store_is_and_what_of_it_is_of_use() -> None:
     found = StoreStats(num_blocks=1200, num_bytes=3 * 2**20, max_bytes=20 * 2**30)
-    assert store_text("/kv", found) == "/kv: 1,200 blocks of this model; 3.0 MiB of 20.0 GiB used"
-    assert "nothing of this model yet" in store_text("/kv", StoreStats())
-    assert store_text("/kv", StoreStats(degraded="it is full")).endswith("NOT IN USE: it is full")
+    assert store_banner_text("/kv", found) == "/kv: 1,200 blocks of this model; 3.0 MiB of 20.0 GiB used"
+    assert "nothing of this model yet" in store_banner_text("/kv", StoreStats())
+    assert store_banner_text("/kv", StoreStats(degraded="it is full")).endswith("NOT IN USE: it is full")
 
 
 def test_a_reset_clears_the_store_only_if_it_is_told_to(folder: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from server import patient
 from server.harness import Server, spawn, wait_for
 
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 
 BLOCK, MAX_TOKENS = 16, 8
 PUBLIC = "You are the assistant of a small library. Answer in one sentence, name your source, and never guess. " * 4
@@ -84,7 +84,7 @@ class Store:
         self.num_blocks = 0
         self._seen: set[tuple[str, str, str]] = set()
         self._room, self._stack, self._num_servers = room, stack, 0
-        self._model = init_model("tiny", room / "tiny", std=0.2, dtype="float32", progress=False)
+        self._model = write_random_model("tiny", room / "tiny", std=0.2, dtype="float32", progress=False)
         (room / "headstart.toml").write_text(CONFIG, encoding="utf-8")
 
     def start(self) -> Server:

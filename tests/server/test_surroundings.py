@@ -8,7 +8,7 @@ import pytest
 from server.harness import Server, fake_server, spawn, wait_for
 
 from headstart.core.errors import ConfigError
-from headstart.http.lifecycle import listen
+from headstart.http.lifecycle import open_listener
 
 BOM = b"\xef\xbb\xbf"
 
@@ -62,18 +62,18 @@ def test_a_unix_socket_is_served_and_removed_at_the_end(folder: str, tmp_path: P
             assert client.post("/v1/completions", json={"prompt": "fox", "max_tokens": 1}).status_code == 200
         assert f"curl --unix-socket {path} http://localhost/v1/" in server.log
         with pytest.raises(ConfigError, match="another process listens there"):
-            listen("", 0, str(path))
+            open_listener("", 0, str(path))
         assert server.stop() == 0
     assert not path.exists()
 
 
 def test_a_socket_that_a_killed_server_left_is_replaced(tmp_path: Path) -> None:
     path = str(tmp_path / "socket")
-    listen("", 0, path).close()
-    with listen("", 0, path):
+    open_listener("", 0, path).close()
+    with open_listener("", 0, path):
         assert Path(path).is_socket()
     with pytest.raises(ConfigError, match="cannot listen on --uds"):
-        listen("", 0, str(tmp_path / "no" / "folder"))
+        open_listener("", 0, str(tmp_path / "no" / "folder"))
 
 
 def test_a_router_listens_on_a_unix_socket_too(server: Server, tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from server.fake_engine import Gate
 from server.harness import Inside, inside, until
 
 from headstart.core.errors import QueueFullError
-from headstart.http.byte_budget import Budget, Lease, has_share
-from headstart.http.long_work import TenantTurns
+from headstart.http.byte_budget import ByteBudget, ByteLease, is_within_tenant_share
+from headstart.http.long_work import TenantFairSlots
 from headstart.openai.sandbox import sandbox_pool
-from headstart.openai.sandbox.sandbox_pool import Sandbox, SandboxLostError, SandboxPool
+from headstart.openai.sandbox.sandbox_pool import SandboxLostError, SandboxPool, SandboxSpec
 
 KEYS = {"hog": "key-of-the-hog", "one": "key-of-another"}
 
@@ -46,7 +46,7 @@ def test_what_is_held_is_bounded_and_a_share_is_never_refused(asked: list[tuple[
     held: dict[int, int] = {}
     for tenant, more in asked:
         own, shares = held.get(tenant, 0), len(held.keys() | {tenant})
-        taken = has_share(sum(held.values()), own, more, limit, shares)
+        taken = is_within_tenant_share(sum(held.values()), own, more, limit, shares)
         assert taken or own + more > limit // shares
         if shares == 1:
             assert taken == (own + more <= limit)  # one tenant: as if there were no shares
@@ -58,8 +58,8 @@ def test_what_is_held_is_bounded_and_a_share_is_never_refused(asked: list[tuple[
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32), st.integers(20, 1000))
 def test_a_budget_is_never_exceeded_and_leaves_bytes_for_a_further_tenant(seed: int, limit: int) -> None:
-    rng, budget = Random(seed), Budget(limit, "things")
-    leases: list[Lease] = []
+    rng, budget = Random(seed), ByteBudget(limit, "things")
+    leases: list[ByteLease] = []
     for _ in range(200):
         if leases and rng.random() < 0.3:
             leases.pop(rng.randrange(len(leases))).release()
@@ -78,19 +78,19 @@ def test_a_budget_is_never_exceeded_and_leaves_bytes_for_a_further_tenant(seed: 
 
 
 def test_a_tenant_that_holds_all_it_may_leaves_another_room() -> None:
-    budget = Budget(100, "things")
+    budget = ByteBudget(100, "things")
     hog = [budget.lease(5, "hog") for _ in range(15)]
     with pytest.raises(QueueFullError):
         budget.lease(5, "hog")
     assert [budget.lease(5, "one").num_bytes for _ in range(3)] == [5] * 3
     for lease in hog:
         lease.release()
-    assert Budget(100, "things").lease(100, "hog").num_bytes == 100  # alone
+    assert ByteBudget(100, "things").lease(100, "hog").num_bytes == 100  # alone
 
 
 def test_work_of_a_tenant_waits_for_one_piece_of_another_not_for_all() -> None:
     async def run() -> str:
-        turns, order = TenantTurns(1), ""
+        turns, order = TenantFairSlots(1), ""
 
         async def work(tenant: str) -> None:
             nonlocal order
@@ -109,7 +109,7 @@ def test_work_of_a_tenant_waits_for_one_piece_of_another_not_for_all() -> None:
 
 def test_places_survive_waiters_that_are_cancelled_or_late() -> None:
     async def run() -> None:
-        turns = TenantTurns(1)
+        turns = TenantFairSlots(1)
         async with turns.turn("h"):
             contexts = [turns.turn("a") for _ in range(3)]
             waiting = [asyncio.create_task(context.__aenter__()) for context in contexts]
@@ -131,7 +131,7 @@ def test_places_survive_waiters_that_are_cancelled_or_late() -> None:
 def test_requests_that_kill_their_processes_pause_their_tenant_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_pool, "PAUSE_SECONDS", 3600.0)
     limits = {"max_setup_seconds": 60.0, "max_seconds": 0.1, "max_bytes": 64 << 20, "max_answer_bytes": 4096}
-    pool = SandboxPool(Sandbox("server.sleepy_process", 0.0, "the sleeper", "naps", **limits))  # type: ignore[arg-type]
+    pool = SandboxPool(SandboxSpec("server.sleepy_process", 0.0, "the sleeper", "naps", **limits))  # type: ignore[arg-type]
     for _ in range(sandbox_pool.MAX_FAILURES):
         with pytest.raises(SandboxLostError):
             pool.ask(30.0, "hog")

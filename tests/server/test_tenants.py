@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from server.harness import Server, spawn
 
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 
 PUBLIC = "You are the assistant of a small library. Answer in one sentence, name your source, and never guess. " * 4
 PRIVATE = "Beta's own instructions, which are nobody else's business at all: be brief, be polite, be right. " * 4
@@ -40,7 +40,7 @@ text = "{PRIVATE}"
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     room = tmp_path_factory.mktemp("tenants")
-    model = init_model("tiny", room / "tiny", std=0.2, dtype="float32", progress=False)
+    model = write_random_model("tiny", room / "tiny", std=0.2, dtype="float32", progress=False)
     config = room / "headstart.toml"
     config.write_text(CONFIG, encoding="utf-8")
     options = ["--port", "0", "--num-blocks", "512", "--max-model-len", "1024", "--config", str(config)]

@@ -20,7 +20,7 @@ from server.harness import Inside, fake_command, inside, spawn, until, wait_for
 
 from headstart.core.errors import ConfigError
 from headstart.http.access_record import AccessRecord
-from headstart.http.logs import Log
+from headstart.http.logs import ServerLog
 from headstart.http.tracing import tracer as tracing
 from headstart.http.tracing.request_trace import RequestTrace, TraceParent
 from headstart.http.tracing.tracer import Tracer, make_tracer
@@ -97,7 +97,7 @@ def test_spans_beyond_the_queue_are_dropped_and_counted_while_the_collector_hang
     monkeypatch.setattr(tracing, "MAX_WAITING_SPANS", 4)
     collected = Collected()
     collected.gate.clear()
-    tracer = Tracer(collected, Log(io.StringIO()))
+    tracer = Tracer(collected, ServerLog(io.StringIO()))
     add(tracer, 10)  # none of them waits
     assert tracer.num_dropped == 6
     collected.gate.set()
@@ -110,7 +110,7 @@ def test_spans_beyond_the_queue_are_dropped_and_counted_while_the_collector_hang
 def test_many_spans_are_exported_before_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "EXPORT_SECONDS", 1e6)
     monkeypatch.setattr(tracing, "BATCH_SPANS", 3)
-    tracer = Tracer(Collected(), Log(io.StringIO()))
+    tracer = Tracer(Collected(), ServerLog(io.StringIO()))
     for exported in (3, 6):
         add(tracer, 3)
         wait_for(lambda exported=exported: tracer.num_exported == exported)
@@ -120,7 +120,7 @@ def test_many_spans_are_exported_before_their_time(monkeypatch: pytest.MonkeyPat
 def test_a_collector_that_refuses_costs_spans_and_two_lines_in_the_log() -> None:
     collected, stream = Collected(), io.StringIO()
     collected.answer = False
-    tracer = Tracer(collected, Log(stream), "the collector at c")
+    tracer = Tracer(collected, ServerLog(stream), "the collector at c")
     for failed in (1, 2):
         add(tracer, 1)
         wait_for(lambda failed=failed: tracer.num_failed == failed)
@@ -138,7 +138,7 @@ def test_a_hanging_collector_does_not_hold_the_end_of_a_server(monkeypatch: pyte
     monkeypatch.setattr(tracing, "CLOSE_SECONDS", 0.05)
     collected = Collected()
     collected.gate.clear()
-    tracer = Tracer(collected, Log(io.StringIO()))
+    tracer = Tracer(collected, ServerLog(io.StringIO()))
     add(tracer, 1)
     tracer.close()
     assert collected.is_shut_down
@@ -153,7 +153,7 @@ def test_an_exporter_with_a_bug_does_not_end_the_export() -> None:
 
     collected = Broken()
     collected.answer = False
-    tracer = Tracer(collected, Log(io.StringIO()))
+    tracer = Tracer(collected, ServerLog(io.StringIO()))
     add(tracer, 1)
     wait_for(lambda: tracer.num_failed == 1)
     collected.answer = True
@@ -165,7 +165,7 @@ def test_an_exporter_with_a_bug_does_not_end_the_export() -> None:
 async def traced(server: Inside, prompt: Any, **fields: Any) -> RequestTrace:
     """The trace of a completion."""
     collected = Collected()
-    server.state.tracer = Tracer(collected, Log(io.StringIO()))
+    server.state.tracer = Tracer(collected, ServerLog(io.StringIO()))
     await server.complete(prompt, **fields)
     await until(lambda: collected.traces)
     server.state.tracer.close()
@@ -231,7 +231,7 @@ async def test_a_refused_request_is_an_error_of_its_caller(folder: str) -> None:
 async def test_only_generation_is_traced_and_a_caller_may_have_it_left_out(folder: str) -> None:
     async with inside(folder, build_checked) as server:
         collected = Collected()
-        server.state.tracer = Tracer(collected, Log(io.StringIO()))
+        server.state.tracer = Tracer(collected, ServerLog(io.StringIO()))
         await server.client.get("/health")
         await server.client.post("/tokenize", json={"prompt": "x"})
         await server.client.get("/v1/completions")
@@ -245,7 +245,7 @@ async def test_only_generation_is_traced_and_a_caller_may_have_it_left_out(folde
 async def test_a_request_without_a_key_is_not_traced(folder: str) -> None:
     async with inside(folder, build_checked, api_key=("k",)) as server:
         collected = Collected()
-        server.state.tracer = Tracer(collected, Log(io.StringIO()))
+        server.state.tracer = Tracer(collected, ServerLog(io.StringIO()))
         refused = await server.complete("x")
         server.state.tracer.close()
     assert refused.status_code == 401 and collected.traces == []
@@ -300,7 +300,7 @@ async def test_openmetrics_has_exemplars_and_the_same_samples(folder: str) -> No
     assert keys(families) == keys(parse_plain(plain))
     found = {s.name: s.exemplar.labels for family in families for s in family.samples if s.exemplar}
     assert "vllm:time_to_first_token_seconds_bucket" in found and "vllm:e2e_request_latency_seconds_bucket" in found
-    assert {labels["trace_id"] for labels in found.values()} == {trace.hex_id} and "trace_id" not in plain
+    assert {labels["trace_id"] for labels in found.values()} == {trace.hex_trace_id} and "trace_id" not in plain
 
 
 @on_a_loop
@@ -316,7 +316,7 @@ async def test_a_tenant_sees_no_exemplars_of_others(folder: str) -> None:
 async def test_the_access_line_names_the_trace(folder: str) -> None:
     one = record()
     assert one.fields(one.arrival)["trace_id"] is None
-    tracer = Tracer(Collected(), Log(io.StringIO()))
+    tracer = Tracer(Collected(), ServerLog(io.StringIO()))
     one.trace = tracer.begin(one, "chat", headers(CALLER))
     assert one.fields(one.arrival)["trace_id"] == TRACE
     tracer.close()
@@ -325,14 +325,14 @@ async def test_the_access_line_names_the_trace(folder: str) -> None:
 @pytest.mark.parametrize("endpoint", ["collector:4318", "grpc://collector:4317", "http://", "4318", ""])
 def test_an_endpoint_that_is_none_is_refused_with_an_example(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"otlp_endpoint is .* such as http://localhost:4318"):
-        make_tracer(endpoint, "s", Log(io.StringIO()))
+        make_tracer(endpoint, "s", ServerLog(io.StringIO()))
 
 
 def test_without_the_extra_the_option_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "headstart.http.tracing.otlp_exporter", raising=False)
     monkeypatch.setitem(sys.modules, EXPORTER, None)
     with pytest.raises(ConfigError, match=r"^--otlp-endpoint needs opentelemetry\S*: pip install 'headstart\[otlp\]'$"):
-        make_tracer("http://localhost:4318", "s", Log(io.StringIO()))
+        make_tracer("http://localhost:4318", "s", ServerLog(io.StringIO()))
 
 
 def test_without_the_option_opentelemetry_is_not_imported() -> None:

@@ -14,10 +14,10 @@ from conversations import FOLDER
 from server.asking import Asked, asking, write_model
 
 from headstart.openai.forms.skipped import SKIPPED_HEADER
-from headstart.openai.forms.treatments import TREATMENTS, UNREADABLE, ApiName, Place, TreatedName, Treatment
+from headstart.openai.forms.treatments import TREATMENTS, UNREADABLE, ApiName, NamePlace, NameTreatment, TreatedName
 
 CHAT, RESPONSES, MESSAGES = ApiName
-FIELD, TOOL, ITEM, PART = Place
+FIELD, TOOL, ITEM, PART = NamePlace
 F = {"name": "f", "parameters": {"type": "object", "properties": {}}}
 BASE: dict[str, dict[str, Any]] = {
     CHAT: {
@@ -265,7 +265,7 @@ def problems(row: TreatedName, asked: Asked, base: Asked) -> Iterator[str]:
     """Differences between an answer of the server and its row of the table."""
     answer, prompt = asked
     header = answer.headers.get(SKIPPED_HEADER, "")
-    if row.treatment is Treatment.REFUSED:
+    if row.treatment is NameTreatment.REFUSED:
         error = answer.json()["error"]
         at = {FIELD: row.name, TOOL: "tools[1]", ITEM: "input[1]"}[row.place]
         if answer.status_code != 400 or error["param"] != at or row.note not in error["message"]:
@@ -276,7 +276,7 @@ def problems(row: TreatedName, asked: Asked, base: Asked) -> Iterator[str]:
         return
     if "SECRET" in prompt:
         yield "the prompt has what no model reads"
-    if row.treatment in (Treatment.IGNORED, Treatment.SKIPPED) or row.place is FIELD:
+    if row.treatment in (NameTreatment.IGNORED, NameTreatment.SKIPPED) or row.place is FIELD:
         if prompt != base.prompt:
             yield f"the prompt changed to {prompt}"
     elif row.place is PART and row.name in UNREADABLE:
@@ -288,7 +288,7 @@ def problems(row: TreatedName, asked: Asked, base: Asked) -> Iterator[str]:
         "MARK" if "MARK" in str(SAMPLES[row[:3]]) else f'"name": "{SAMPLES[row[:3]].get("name", row.name)}"'
     ) not in prompt:
         yield f"not in the prompt: {prompt}"
-    expected = f"{row.place}.{row.name}=1" if row.treatment is Treatment.SKIPPED else ""
+    expected = f"{row.place}.{row.name}=1" if row.treatment is NameTreatment.SKIPPED else ""
     if header != expected and not header.startswith("part."):
         yield f"the header is {header!r}"
 
@@ -305,7 +305,7 @@ def test_the_server_does_what_the_table_says(model: str) -> None:
             for row in ROWS:
                 asked, base = await ask(row.api, body(row, has=True)), await ask(row.api, body(row, has=False))
                 found += [f"{row.api} {row.place} {row.name}: {problem}" for problem in problems(row, asked, base)]
-                if row.treatment in (Treatment.PLACED, Treatment.SKIPPED):
+                if row.treatment in (NameTreatment.PLACED, NameTreatment.SKIPPED):
                     again = await ask(row.api, body(row, has=True))
                     assert again.prompt == asked.prompt, "the next turn would share no prefix"
         return found

@@ -9,7 +9,7 @@ from server.asking import Asked, asking, write_model
 from server.test_treatments import BASE, CHAT, FIELD, MESSAGES, RESPONSES
 
 from headstart.openai.forms.skipped import SKIPPED_HEADER
-from headstart.openai.forms.treatments import TREATMENTS, Treatment
+from headstart.openai.forms.treatments import TREATMENTS, NameTreatment
 
 OLLAMA = "/api/chat"
 BASES = {
@@ -18,7 +18,7 @@ BASES = {
 }
 VALUES: tuple[Any, ...] = (7, True, "x" * 5000, [1], {"a": {"b": 1}})
 WITHOUT_EFFECT: list[tuple[str, str]] = [
-    *((row.api, row.name) for row in TREATMENTS if (row.place, row.treatment) == (FIELD, Treatment.IGNORED)),
+    *((row.api, row.name) for row in TREATMENTS if (row.place, row.treatment) == (FIELD, NameTreatment.IGNORED)),
     *((RESPONSES, name) for name in ("text.verbosity", "reasoning.summary", "reasoning.newer")),
     *((CHAT, name) for name in ("user", "safety_identifier", "prompt_cache_key", "stream_options.newer")),
     *((MESSAGES, name) for name in ("cache_control", "metadata", "metadata.user_id")),

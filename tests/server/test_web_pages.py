@@ -7,12 +7,12 @@ import pytest
 from gateway.harness import Replica, front
 from server.harness import inside
 
-from headstart.cli.replicas import behind_router
+from headstart.cli.replicas import replica_server_options
 from headstart.config.options import ServerOptions, TenantEntry
 from headstart.core.errors import ConfigError
 from headstart.http.auth import Authenticator
 from headstart.http.http_errors import HttpError
-from headstart.http.web_pages import WebPages, is_forwarding
+from headstart.http.web_pages import WebPageAccess, is_forwarding_header
 
 READ = ["/v1/cache/explain?request_id=r", "/metrics", "/v1/cache/requests", "/v1/prefixes", "/v1/models", "/health"]
 
@@ -72,7 +72,7 @@ def test_a_rebound_name_reads_nothing_of_a_router() -> None:
     ],
 )
 def test_which_host_names_are_served(options: dict[str, Any], host: str, client: str, is_served: bool) -> None:
-    pages = WebPages(ServerOptions(**options))
+    pages = WebPageAccess(ServerOptions(**options))
     if is_served:
         pages.check_host(scope(host, client))
     else:
@@ -83,7 +83,7 @@ def test_which_host_names_are_served(options: dict[str, Any], host: str, client:
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
 def test_whatever_is_served_a_foreign_name_administers_nothing(host: str) -> None:
     auth = Authenticator(
-        (), (), b"secret", host_names=WebPages(ServerOptions(host=host, allowed_host=("*", "box"))).names
+        (), (), b"secret", host_names=WebPageAccess(ServerOptions(host=host, allowed_host=("*", "box"))).names
     )
     for name, is_admin in (("evil.example", False), ("localhost:1", True), ("box:8000", True), (None, True)):
         asked = scope(name, path="/reset_prefix_cache")
@@ -103,7 +103,7 @@ def test_whatever_is_served_a_foreign_name_administers_nothing(host: str) -> Non
 )
 def test_what_a_proxy_adds_marks_a_client_as_remote(header: str) -> None:
     asked = scope("localhost", path="/reset_prefix_cache", **{header: "x"})
-    assert is_forwarding(header.replace("_", "-").encode())
+    assert is_forwarding_header(header.replace("_", "-").encode())
     with pytest.raises(HttpError, match="administrator key"):
         Authenticator((), (), b"secret").authorise(asked)
 
@@ -141,9 +141,9 @@ def test_no_cors_headers_by_default(folder: str) -> None:
 def test_an_origin_that_is_none_is_refused_at_the_start() -> None:
     for origin in ("example.com", "https://a b", "https://a/path", ""):
         with pytest.raises(ConfigError, match="cors_origin"):
-            WebPages(ServerOptions(cors_origin=(origin,)))
+            WebPageAccess(ServerOptions(cors_origin=(origin,)))
 
 
 def test_replicas_of_one_command_take_the_names_that_their_router_takes() -> None:
-    assert behind_router(ServerOptions(allowed_host=("box",)), 2).allowed_host == ("box",)
-    assert behind_router(ServerOptions(host="0.0.0.0"), 2).allowed_host == ("*",)
+    assert replica_server_options(ServerOptions(allowed_host=("box",)), 2).allowed_host == ("box",)
+    assert replica_server_options(ServerOptions(host="0.0.0.0"), 2).allowed_host == ("*",)

@@ -10,7 +10,7 @@ import pytest
 from server.checked_engine import build_checked
 from server.harness import Server, inside, spawn
 
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 
 NUM_REQUESTS = 95  # as many as the audit sent
 SYSTEM = "You are a careful assistant. Answer in one short sentence. " * 8
@@ -29,7 +29,7 @@ WRECKING: list[dict[str, Any]] = [
 def pinned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of its own with a public pinned prefix, since the tests count what it has lost."""
     room = tmp_path_factory.mktemp("pinned")
-    model = init_model("tiny", room / "tiny", std=0.2, dtype="float32", progress=False)
+    model = write_random_model("tiny", room / "tiny", std=0.2, dtype="float32", progress=False)
     options = ["--port", "0", "--num-blocks", "512", "--max-model-len", "1024"]
     with spawn([sys.executable, "-m", "headstart", "serve", str(model), *options], room / "log") as running:
         server = running.wait_ready()
@@ -82,6 +82,6 @@ def test_prompts_that_make_the_model_overflow_cost_a_pinned_prefix_no_block(fold
             answer = await server.complete([*FIXED, 50], max_tokens=1)
             assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == len(FIXED)
             stats = server.engine.stats
-            assert (stats.pool.evictions["failed"], stats.counters.num_row_errors) == (0, NUM_REQUESTS)
+            assert (stats.pool.evictions_by_cause["failed"], stats.counters.num_row_errors) == (0, NUM_REQUESTS)
 
     asyncio.run(run())

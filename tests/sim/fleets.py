@@ -5,18 +5,18 @@ from random import Random
 
 from headstart.router.policies.policy_table import make_policy
 from headstart.router.router import Router
-from headstart.sim.profile import Profile
-from headstart.sim.sim_fleet import DEFAULTS, FleetOptions, VirtualFleet, endpoint_of
+from headstart.sim.profile import ReplicaProfile
+from headstart.sim.sim_fleet import DEFAULTS, FleetOptions, VirtualFleet, make_endpoint
 from headstart.sim.sim_replica import SimReplica
 from headstart.sim.sim_request import SimRequest
-from headstart.sim.step_cost import SumCost
+from headstart.sim.step_cost import AdditiveCost
 
-COST = SumCost(step=1.0, stream=0.125, token=0.25)  # exact in binary
+COST = AdditiveCost(step=1.0, stream=0.125, token=0.25)  # exact in binary
 BLOCK = 4
 
 
-def profile(num_blocks: int = 32, *, budget: int = 16, seqs: int = 8, noise: float = 0.0) -> Profile:
-    return Profile(
+def profile(num_blocks: int = 32, *, budget: int = 16, seqs: int = 8, noise: float = 0.0) -> ReplicaProfile:
+    return ReplicaProfile(
         "small",
         "made up",
         COST,
@@ -30,7 +30,7 @@ def profile(num_blocks: int = 32, *, budget: int = 16, seqs: int = 8, noise: flo
 
 def fleet(
     num: int,
-    kind: Profile,
+    kind: ReplicaProfile,
     *,
     policy: str = "cost",
     seed: int = 0,
@@ -39,7 +39,7 @@ def fleet(
     router = Router(make_policy(policy))
     replicas = [SimReplica(f"r{index}", kind, seed=seed) for index in range(num)]
     for replica in replicas:
-        router.add(endpoint_of(replica))
+        router.add(make_endpoint(replica))
     return VirtualFleet(replicas, [router], options)
 
 
@@ -68,12 +68,12 @@ def check_conservation(found: VirtualFleet, asked: Sequence[SimRequest]) -> None
         assert one.record.prompt_tokens == asked[int(one.record.request_id)].prompt_tokens
         if one.record.ok:
             assert sum(one.breakdown) == one.record.prompt_tokens
-            assert one.breakdown.cached == one.record.cached_tokens < one.record.prompt_tokens
+            assert one.breakdown.num_cached == one.record.cached_tokens < one.record.prompt_tokens
             assert one.record.output_tokens == asked[int(one.record.request_id)].output_tokens
             assert one.record.first_token is not None and one.record.finish is not None
             assert one.record.arrival < one.record.first_token <= one.record.finish
     for replica in found.replicas.values():
-        replica.pool.check()
+        replica.pool.check_invariants()
         if not replica.scheduler.has_work:
             assert replica.pool.num_free == replica.pool.num_usable, "a block is held by nobody"
     for router in found.routers:

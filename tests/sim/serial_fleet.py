@@ -14,9 +14,9 @@ from itertools import count, takewhile
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.router import Router
-from headstart.router.routing_decision import InFlight
-from headstart.router.routing_request import RoutingRequest, Usage
-from headstart.router.step_rates import StepRates, Work
+from headstart.router.routing_decision import RoutedInFlight
+from headstart.router.routing_request import ReportedTokenUsage, RoutingRequest
+from headstart.router.step_rates import PrefillWork, StepRates
 from headstart.workload.request_record import RequestRecord
 
 
@@ -33,7 +33,7 @@ class Arrival:
 class _Job:
     """One request inside a replica."""
 
-    pick: InFlight
+    pick: RoutedInFlight
     arrival: Arrival
     block_hashes: list[BlockHash]
     number: int
@@ -76,11 +76,11 @@ class VirtualReplica:
         if self.prefilling is not None or not self.waiting:
             return None
         job, pool = self.waiting[0], self.pool
-        found = [entry[0] for entry in takewhile(bool, map(pool.entry, job.block_hashes)) if entry]
+        found = [entry[0] for entry in takewhile(bool, map(pool.published_entry, job.block_hashes)) if entry]
         prompt_tokens = job.arrival.request.prompt.num_tokens
         total = -(-(prompt_tokens + job.arrival.output) // self.block_size)
         assert total <= pool.num_usable, f"a request of {total} blocks never fits into {pool.num_usable}"
-        if total - len(found) > pool.num_available(found):
+        if total - len(found) > pool.num_available_to_tenant(found):
             return None
         self.waiting.popleft()
         pool.acquire(found)
@@ -88,7 +88,7 @@ class VirtualReplica:
         job.num_found = len(found)
         job.cached_tokens = min(len(found) * self.block_size, prompt_tokens - 1)
         self.prefilling = job
-        work = Work.of(prompt_tokens, job.cached_tokens, self.num_streams)
+        work = PrefillWork.of(prompt_tokens, job.cached_tokens, self.num_streams)
         return job, self.rates.prefill_ms(work) * self.slow_down / 1e3
 
     def answer(self, now: float) -> tuple[_Job, float]:
@@ -120,7 +120,7 @@ class VirtualFleet:
         self.replicas = {replica.name: replica for replica in replicas}
         self.reports_usage = reports_usage
         self.records: list[RequestRecord] = []
-        self.picks: list[InFlight] = []
+        self.picks: list[RoutedInFlight] = []
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = count()
         self.now = 0.0
@@ -162,7 +162,7 @@ class VirtualFleet:
     def _end(self, replica: VirtualReplica, router: Router, job: _Job, now: float) -> None:
         replica.end(job)
         prompt_tokens = job.arrival.request.prompt.num_tokens
-        usage = Usage(prompt_tokens, job.cached_tokens) if self.reports_usage else None
+        usage = ReportedTokenUsage(prompt_tokens, job.cached_tokens) if self.reports_usage else None
         router.finished(job.pick, now, usage, num_output=job.arrival.output)
         self.records.append(
             RequestRecord(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headstart.cli import main as cli
-from headstart.sim.profile_file import read_profile
+from headstart.sim.profile_file import read_profile_file
 
 SYNTHETIC = ["--synthetic", "decode-heavy", "--rate", "14", "--requests", "60", "--blocks", "200"]
 
@@ -97,7 +97,7 @@ def test_a_mistake_is_one_line(words: list[str], complaint: str, capsys: pytest.
 def test_calibration_writes_a_profile_that_can_be_simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "here.json"
     found = run(capsys, "simulate", "calibrate", "--out", str(path), "--output-tokens", "6", "--blocks", "512")
-    profile = read_profile(path)
+    profile = read_profile_file(path)
     assert found["cost"]["shape"] == "sum" and profile.block_size == 16  # type: ignore[index]
     assert found["error"]["p50"] >= 0 and "error p50" in profile.source  # type: ignore[index]
     assert profile.cost.seconds.__self__.token > 0  # type: ignore[attr-defined]

@@ -14,12 +14,12 @@ from headstart.router.policies.policy_table import make_policy, policy_names
 from headstart.router.router import Router
 from headstart.router.routing_request import RoutingRequest
 from headstart.router.step_rates import StepRates
-from headstart.sim.profile import SERIAL, Profile
+from headstart.sim.profile import SERIAL, ReplicaProfile
 from headstart.sim.sim_fleet import FleetOptions, VirtualFleet
 from headstart.sim.sim_replica import SimReplica
 from headstart.sim.sim_request import SimRequest
-from headstart.sim.step_cost import SumCost
-from headstart.workload.request_record import RequestRecord, summarize
+from headstart.sim.step_cost import AdditiveCost
+from headstart.workload.request_record import RequestRecord, summarize_records
 
 BLOCK = 16
 BASE, TOKEN = 2e-3, 1e-4  # seconds
@@ -49,7 +49,9 @@ def router(num: int, num_blocks: int, policy: str) -> Router:
 
 
 def simulated(asked: list[SimRequest], num: int, num_blocks: int, policy: str) -> list[RequestRecord]:
-    profile: Profile = replace(SERIAL, cost=SumCost(step=BASE, token=TOKEN), num_blocks=num_blocks, block_size=BLOCK)
+    profile: ReplicaProfile = replace(
+        SERIAL, cost=AdditiveCost(step=BASE, token=TOKEN), num_blocks=num_blocks, block_size=BLOCK
+    )
     replicas = [SimReplica(f"r{index}", profile) for index in range(num)]
     fleet = VirtualFleet(replicas, [router(num, num_blocks, policy)], FleetOptions(probe_interval=0.0))
     return sorted((one.record for one in fleet.run(asked)), key=lambda record: int(record.request_id))
@@ -77,8 +79,8 @@ def test_without_evictions_every_request_has_the_same_times_and_hits(policy: str
 @pytest.mark.parametrize("policy", ["least-load", "round-robin", "prefix-threshold"])
 def test_with_evictions_the_means_agree(policy: str) -> None:
     asked = sessions(600)
-    one = summarize(simulated(asked, 4, 384, policy))
-    other = summarize(serial(asked, 4, 384, policy))
+    one = summarize_records(simulated(asked, 4, 384, policy))
+    other = summarize_records(serial(asked, 4, 384, policy))
     assert one.cached_share == pytest.approx(other.cached_share, rel=0.05)
     assert one.ttft is not None and other.ttft is not None
     assert one.ttft.mean == pytest.approx(other.ttft.mean, rel=0.05)

@@ -10,7 +10,13 @@ from sim.fleets import BLOCK, fleet, profile, requests
 from headstart.core.errors import ConfigError
 from headstart.router.decision_log import DecisionRecord
 from headstart.sim.sim_fleet import VirtualFleet
-from headstart.sim.sim_workload import SYNTHETIC, read_decisions, read_requests, synthetic, window
+from headstart.sim.sim_workload import (
+    SYNTHETIC,
+    read_decision_log_requests,
+    read_trace_requests,
+    request_window,
+    synthetic_requests,
+)
 
 
 def mooncake(path: Path) -> Path:
@@ -22,13 +28,13 @@ def mooncake(path: Path) -> Path:
 
 
 def test_a_window_of_a_trace_begins_at_zero_and_arrives_faster(tmp_path: Path) -> None:
-    found = read_requests(mooncake(tmp_path / "trace"), speed=2.0, skip=1, count=3)
+    found = read_trace_requests(mooncake(tmp_path / "trace"), speed=2.0, skip=1, count=3)
     assert [(one.at, one.prompt_tokens, one.output_tokens, one.block_ids) for one in found] == [
         (0.0, 1000, 3, (0, 11)),
         (0.5, 1000, 6, (0, 12)),
         (1.0, 1000, 9, (0, 13)),
     ]
-    assert read_requests(tmp_path / "trace")[0].output_tokens == 1, "an answer has at least one token"
+    assert read_trace_requests(tmp_path / "trace")[0].output_tokens == 1, "an answer has at least one token"
 
 
 def test_texts_and_lengths_become_tokens(tmp_path: Path) -> None:
@@ -42,22 +48,22 @@ def test_texts_and_lengths_become_tokens(tmp_path: Path) -> None:
         for i in (0, 1)
     ]
     (tmp_path / "agent").write_text("".join(json.dumps(row) + "\n" for row in texts))
-    first, second = read_requests(tmp_path / "agent")
+    first, second = read_trace_requests(tmp_path / "agent")
     assert first.session == "s" and first.tokens()[:18] == second.tokens()[:18] and first.tokens() != second.tokens()
     (tmp_path / "azure").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
-    (one,) = read_requests(tmp_path / "azure")
+    (one,) = read_trace_requests(tmp_path / "azure")
     assert (one.prompt_tokens, one.output_tokens, len(one.tokens())) == (374, 44, 374)
 
 
 def test_nothing_left_and_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="none is left"):
-        read_requests(mooncake(tmp_path / "trace"), skip=5)
+        read_trace_requests(mooncake(tmp_path / "trace"), skip=5)
     with pytest.raises(ConfigError, match="--trace"):
-        read_requests(tmp_path / "nothing")
+        read_trace_requests(tmp_path / "nothing")
 
 
 def test_decode_heavy_chat_is_what_it_says() -> None:
-    found = synthetic("decode-heavy", 14.0, 4000, seed=1)
+    found = synthetic_requests("decode-heavy", 14.0, 4000, seed=1)
     traffic = SYNTHETIC["decode-heavy"]
     assert found[-1].at == pytest.approx(4000 / 14, rel=0.1)
     assert {one.prompt_tokens for one in found} == {2048}
@@ -68,11 +74,15 @@ def test_decode_heavy_chat_is_what_it_says() -> None:
     counts = sorted((groups.count(one) for one in set(groups)), reverse=True)
     assert counts[0] / counts[1] == pytest.approx(2.0, rel=0.3), "Zipf's law"
     assert len({one.block_ids[3] for one in found}) == 4000, "the rest is each request's own"
-    assert found == synthetic("decode-heavy", 14.0, 4000, seed=1) != synthetic("decode-heavy", 14.0, 4000, seed=2)
+    assert (
+        found
+        == synthetic_requests("decode-heavy", 14.0, 4000, seed=1)
+        != synthetic_requests("decode-heavy", 14.0, 4000, seed=2)
+    )
 
 
 def test_hot_documents_come_in_bursts() -> None:
-    found = synthetic("hot-documents", 5.0, 240, seed=0)
+    found = synthetic_requests("hot-documents", 5.0, 240, seed=0)
     burst = SYNTHETIC["hot-documents"].burst
     for start in range(0, 240, burst):
         assert len({one.block_ids[:32] for one in found[start : start + burst]}) == 1
@@ -80,7 +90,7 @@ def test_hot_documents_come_in_bursts() -> None:
 
 def test_an_unknown_workload_is_refused() -> None:
     with pytest.raises(ConfigError, match="decode-heavy, hot-documents"):
-        synthetic("chat", 1.0, 10, 0)
+        synthetic_requests("chat", 1.0, 10, 0)
 
 
 def logged(found: VirtualFleet, path: Path) -> Path:
@@ -98,7 +108,7 @@ def logged(found: VirtualFleet, path: Path) -> Path:
 
 def test_a_replayed_decision_log_shares_what_the_requests_shared(tmp_path: Path) -> None:
     first = fleet(2, profile(24))
-    replayed = read_decisions(logged(first, tmp_path / "log"))
+    replayed = read_decision_log_requests(logged(first, tmp_path / "log"))
     asked = requests(4, 60)
     assert [one.prompt_tokens for one in replayed] == [one.prompt_tokens for one in asked]
     for number, (a, b) in enumerate(zip(replayed, asked, strict=True)):
@@ -113,12 +123,12 @@ def test_a_replayed_decision_log_shares_what_the_requests_shared(tmp_path: Path)
 def test_lines_that_are_no_decisions_are_named(tmp_path: Path) -> None:
     (tmp_path / "log").write_text('\n{"at": 1}\n')
     with pytest.raises(ConfigError, match="line 2 is no decision"):
-        read_decisions(tmp_path / "log")
+        read_decision_log_requests(tmp_path / "log")
     (tmp_path / "log").write_text("")
     with pytest.raises(ConfigError, match="no decisions"):
-        read_decisions(tmp_path / "log")
+        read_decision_log_requests(tmp_path / "log")
 
 
 def test_a_window_keeps_the_distances() -> None:
     asked = requests(1, 10)
-    assert [one.at for one in window(asked, 4, 2)] == [0.0, pytest.approx(asked[5].at - asked[4].at)]
+    assert [one.at for one in request_window(asked, 4, 2)] == [0.0, pytest.approx(asked[5].at - asked[4].at)]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from headstart.core.cache.hashing import is_page
+from headstart.core.cache.hashing import is_checkpoint_page
 from headstart.core.errors import ConfigError
-from headstart.sim.profile import REFERENCE, Profile
-from headstart.sim.profile_file import load_profile, read_profile, write_profile
+from headstart.sim.profile import REFERENCE, ReplicaProfile
+from headstart.sim.profile_file import load_profile, read_profile_file, write_profile_file
 from headstart.sim.sim_replica import SimReplica
 
 HYBRID = replace(REFERENCE, num_blocks=64, block_size=16, state_tokens=40)
@@ -27,22 +27,24 @@ def cached(replica: SimReplica, name: str, prompt: list[int]) -> int:
 
 
 @pytest.mark.parametrize(("profile", "third"), [(HYBRID, 32), (replace(HYBRID, state_tokens=0), 32)])
-def test_a_branch_of_a_hybrid_is_found_at_second_sight(profile: Profile, third: int) -> None:
+def test_a_branch_of_a_hybrid_is_found_at_second_sight(profile: ReplicaProfile, third: int) -> None:
     replica = SimReplica("r0", profile)
     prompts = [[*range(40), *range(100 * start, 100 * start + 20)] for start in (1, 2, 3)]
     found = [cached(replica, str(index), prompt) for index, prompt in enumerate(prompts)]
     assert found == [0, 0 if profile.state_tokens else 32, third]
-    published = replica.pool.published
+    published = replica.pool.published_hashes
     assert isinstance(published, dict)
-    assert sum(map(is_page, published)) % 3 == 0 and any(map(is_page, published)) == bool(profile.state_tokens)
+    assert sum(map(is_checkpoint_page, published)) % 3 == 0 and any(map(is_checkpoint_page, published)) == bool(
+        profile.state_tokens
+    )
 
 
 def test_a_profile_of_a_hybrid_knows_the_size_of_its_state(tmp_path: Path) -> None:
     assert load_profile("qwen3.5-9b@l40s").state_tokens == 1608
-    write_profile(HYBRID, tmp_path / "mine.json", {})
-    assert read_profile(tmp_path / "mine.json") == HYBRID
+    write_profile_file(HYBRID, tmp_path / "mine.json", {})
+    assert read_profile_file(tmp_path / "mine.json") == HYBRID
     document = json.loads((tmp_path / "mine.json").read_text())
     for value in (-1, "many"):
         (tmp_path / "mine.json").write_text(json.dumps(document | {"state_tokens": value}))
         with pytest.raises(ConfigError, match=r"mine\.json"):
-            read_profile(tmp_path / "mine.json")
+            read_profile_file(tmp_path / "mine.json")

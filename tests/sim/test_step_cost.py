@@ -7,7 +7,7 @@ import pytest
 from headstart.core.batch import Batch, Chunk
 from headstart.core.request import GREEDY
 from headstart.sim.profile import REFERENCE_COST
-from headstart.sim.step_cost import PaddedCost, RooflineCost, StepWork, SumCost, SuperlinearCost
+from headstart.sim.step_cost import AdditiveCost, PaddedCost, RooflineCost, StepWork, SuperlinearCost
 
 
 def chunk(start: int, n: int, prompt: int) -> Chunk:
@@ -34,12 +34,12 @@ def test_a_roofline_is_the_slower_of_computing_and_reading() -> None:
 
 
 def test_padded_sizes_are_rounded_up() -> None:
-    cost = PaddedCost(SumCost(stream=1.0, token=100.0), streams=8, tokens=256)
+    cost = PaddedCost(AdditiveCost(stream=1.0, token=100.0), streams=8, tokens=256)
     assert cost.seconds(StepWork()) == 0.0
     assert cost.seconds(StepWork(streams=9, new=1)) == 16.0 + 25_600.0
 
 
 def test_superlinear_decodes_cost_more_each() -> None:
-    cost = SuperlinearCost(SumCost(step=5.0, stream=1.0, token=1.0), power=2.0, knee=4.0)
+    cost = SuperlinearCost(AdditiveCost(step=5.0, stream=1.0, token=1.0), power=2.0, knee=4.0)
     assert cost.seconds(StepWork(new=3)) == pytest.approx(8.0)
     assert cost.seconds(StepWork(streams=4, new=3)) == pytest.approx(5 + 3 + 4 * 2)

@@ -11,12 +11,12 @@ from sim.serial_fleet import Arrival, VirtualFleet, VirtualReplica
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.policies.policy import Candidate, Choice, View
+from headstart.router.policies.policy import Candidate, PolicyInput, RankedCandidates
 from headstart.router.policies.policy_table import make_policy, policy_names
 from headstart.router.router import Router
-from headstart.router.routing_request import Prompt, RoutingRequest
+from headstart.router.routing_request import RoutingPrompt, RoutingRequest
 from headstart.router.step_rates import StepRates
-from headstart.workload.request_record import RequestRecord, summarize
+from headstart.workload.request_record import RequestRecord, summarize_records
 
 BLOCK = 16
 RATES = StepRates(2.0, 0.0, 0.0, 0.1, 0.0)
@@ -29,7 +29,7 @@ def names(*path: int) -> list[BlockHash]:
 
 def arrival(at: float, *path: int, output: int = 4) -> Arrival:
     """A prompt of whole blocks and one token more."""
-    prompt = Prompt.of_block_hashes(names(*path), len(path) * BLOCK + 1, BLOCK)
+    prompt = RoutingPrompt.from_block_hashes(names(*path), len(path) * BLOCK + 1, BLOCK)
     return Arrival(at, RoutingRequest(prompt, session=str(path[:1]), max_tokens=output), output)
 
 
@@ -74,11 +74,11 @@ class LongestPrefix:
 
     name = "longest-prefix"
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PolicyInput) -> RankedCandidates:
         ranked: list[Candidate] = sorted(view.candidates, key=lambda candidate: -candidate.hit_tokens)
-        return Choice(tuple(ranked), tuple(float(c.hit_tokens) for c in ranked), "longest")
+        return RankedCandidates(tuple(ranked), tuple(float(c.hit_tokens) for c in ranked), "longest")
 
-    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         pass
 
 
@@ -102,7 +102,7 @@ def test_least_cost_answers_sooner_than_policies_that_do_not_know_prefixes() -> 
     mean = Counter[str]()
     for policy, name in product(policy_names(), NAMES[:6]):
         fleet = VirtualFleet(replicas(4, 512, name))
-        summary = summarize(fleet.run(trap(600), [router(4, 512, policy, name=name)]))
+        summary = summarize_records(fleet.run(trap(600), [router(4, 512, policy, name=name)]))
         assert summary.ttft is not None and summary.errors == 0
         mean[policy] += summary.ttft.mean / 6
     assert mean["cost"] < 0.8 * mean["round-robin"]
@@ -174,13 +174,13 @@ def test_a_replica_that_comes_back_with_other_blocks_is_told_or_found_out() -> N
         def restart(now: float, fleet: VirtualFleet = fleet, one: Router = one, told: bool = told) -> None:
             fleet.replicas["r0"].restart(64, 2 * BLOCK)
             if told:
-                one.endpoints["r0"].reconfigured(2 * BLOCK, ApproximateIndex(64))
+                one.endpoints["r0"].reconfigure(2 * BLOCK, ApproximateIndex(64))
 
         fleet.at(5.05, restart)
         tokens = [[group * 1000 + index for index in range(8 * BLOCK)] for group in range(5)]
         root = BlockHash(b"root")
         arrivals = [
-            Arrival(0.1 * index, RoutingRequest(Prompt([*tokens[index % 5], index, index, index], root)), 1)
+            Arrival(0.1 * index, RoutingRequest(RoutingPrompt([*tokens[index % 5], index, index, index], root)), 1)
             for index in range(100)
         ]
         fleet.run(arrivals, [one])
@@ -215,7 +215,7 @@ def test_learning_at_the_response_scatters_a_burst_and_learning_at_the_pick_does
 
 
 def test_a_prompt_of_whole_blocks_that_is_all_cached_computes_one_token() -> None:
-    prompt = Prompt.of_block_hashes(names(1, 2), 2 * BLOCK, BLOCK)
+    prompt = RoutingPrompt.from_block_hashes(names(1, 2), 2 * BLOCK, BLOCK)
     fleet = VirtualFleet(replicas(1, 8))
     fleet.run([Arrival(float(at), RoutingRequest(prompt), 1) for at in range(3)], [router(1, 8)])
     assert cached(fleet.records) == [0, 2 * BLOCK - 1, 2 * BLOCK - 1]
@@ -249,7 +249,7 @@ def test_prefixes_spread_over_the_caches_even_while_nobody_waits() -> None:
     for policy, name in product(("cost", "prefix-threshold", "round-robin"), NAMES):
         fleet = VirtualFleet(replicas(4, 24 * 24 // 3, name))
         records = fleet.run(grouped(24, 12, 0.5), [router(4, 24 * 24 // 3, policy, name=name)])
-        hits[policy] += summarize(records).cached_share / len(NAMES)
+        hits[policy] += summarize_records(records).cached_share / len(NAMES)
     assert hits["cost"] > 0.8
     assert hits["cost"] > 0.99 * hits["prefix-threshold"]
     assert hits["cost"] > 2 * hits["round-robin"]

@@ -17,11 +17,11 @@ from checking import VOCAB, CheckingExecutor, make_request
 from headstart.config.options import EngineOptions
 from headstart.core.batch import Batch, StepResult
 from headstart.core.cache.block_store import Data
-from headstart.core.cache.transfers import Transfers
+from headstart.core.cache.transfers import StoreTransfers
 from headstart.core.engine import Engine
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.engine.engine_checks import limits_of
+from headstart.engine.engine_checks import step_limits_of
 from headstart.store.disk import DiskStore
 from headstart.store.format import BlockShape
 
@@ -66,7 +66,7 @@ def prompt(seed: int, number: int) -> list[int]:
 def make_paced_engine(folder: Path, tokens_per_s: float) -> Engine:
     """With the limits that options of a GPU or of `headstart.LLM` give where there is a store."""
     store = DiskStore(folder, SHAPE, MAX_BYTES)
-    limits = limits_of(EngineOptions(kv_store="/", max_step_time=0), 16 * 1024, on_cpu=True)
+    limits = step_limits_of(EngineOptions(kv_store="/", max_step_time=0), 16 * 1024, on_cpu=True)
     scheduler = Scheduler(SchedulerConfig(NUM_BLOCKS, BLOCK_SIZE, limits), store=store)
     return Engine(scheduler, PacedExecutor(tokens_per_s), store=store)
 
@@ -74,7 +74,7 @@ def make_paced_engine(folder: Path, tokens_per_s: float) -> Engine:
 def hold_back_until_prompts_are_computed(engine: Engine) -> None:
     """The planted bug: blocks go to the store when the prompts end that run together."""
     transfers, held = engine.scheduler.transfers, list[tuple[object, ...]]()
-    offer = Transfers._offer
+    offer = StoreTransfers._offer
 
     def hold(*block: object) -> None:
         held.append(block)

@@ -46,15 +46,15 @@ def content_of(name: bytes, num_bytes: int) -> bytes:
 
 def main(folder: str, seed: int, block_bytes: int, max_bytes: int, max_blocks: int) -> None:
     store = DiskStore(Path(folder), shape_of(block_bytes), max_bytes)
-    store.start(lambda block, version: content_of(name_of(seed, block), block_bytes))
-    store.keep([name_of(seed, index) for index in range(NUM_KEPT)])
+    store.start_writing(lambda block, version: content_of(name_of(seed, block), block_bytes))
+    store.set_pinned([name_of(seed, index) for index in range(NUM_KEPT)])
     os.write(1, b"ready\n")
     waiting: deque[tuple[int, BlockHash]] = deque()
     index = num_evicted = 0
     while True:
         while len(waiting) < MAX_WAITING and index < max_blocks:
             key = key_of(seed, index)
-            store.offer(index, 1, key)
+            store.offer_block(index, 1, key)
             waiting.append((index, key.block_hash))
             index += 1
         now = time.monotonic_ns()

@@ -10,8 +10,8 @@ from stored import BLOCK_BYTES, MAX_BYTES, PATIENCE, SHAPE, Clock, Disk, content
 
 from headstart.core.cache.block_store import BlockKey
 from headstart.store import block_loader as loader
-from headstart.store.block_loader import BlockLoad, Loader, Piece
-from headstart.store.catalog import Catalog
+from headstart.store.block_loader import BlockLoad, BlockLoader, LoadedPiece
+from headstart.store.catalog import SegmentCatalog
 
 
 class Bench:
@@ -19,9 +19,9 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.files, self.clock = Disk(), Clock()
-        self.catalog = Catalog(folder, SHAPE, MAX_BYTES, self.files, self.clock)
+        self.catalog = SegmentCatalog(folder, SHAPE, MAX_BYTES, self.files, self.clock)
         self.catalog.append([(key, content(key.block_hash)) for key in keys(*range(1, 9))])
-        self.loader = Loader(self.catalog, BLOCK_BYTES, self.clock)
+        self.loader = BlockLoader(self.catalog, BLOCK_BYTES, self.clock)
         self.thread = threading.Thread(target=self.loader.run, daemon=True)
         self.thread.start()
         self._num = 0
@@ -32,12 +32,12 @@ class Bench:
         self.loader.submit(load)
         return load
 
-    def pieces(self, num: int) -> list[Piece]:
+    def pieces(self, num: int) -> list[LoadedPiece]:
         """The next so many."""
         assert until(lambda: len(self.loader.done) >= num), self.loader.done
         return [self.loader.done.popleft() for _ in range(num)]
 
-    def give_back(self, *pieces: Piece) -> None:
+    def give_back(self, *pieces: LoadedPiece) -> None:
         for piece in pieces:
             assert piece.buffer is not None
             self.loader.give_back(piece.buffer)

@@ -27,8 +27,8 @@ from stored_blocks import (
 from headstart.core.cache.block_store import Data
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.errors import ConfigError
-from headstart.store.catalog import Catalog
-from headstart.store.files import FileEntry, Files
+from headstart.store.catalog import SegmentCatalog
+from headstart.store.files import FileEntry, FileSystemCalls
 from headstart.store.format import BlockShape
 
 PER_SEGMENT = 66  # blocks of SHAPE in a folder of SMALL bytes
@@ -84,7 +84,7 @@ def test_a_block_is_stored_once(folder: Path) -> None:
 
 
 def test_neighbours_are_read_in_one_call(folder: Path) -> None:
-    class Counting(Files):
+    class Counting(FileSystemCalls):
         calls = 0
 
         def preadv(self, fd: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
@@ -98,7 +98,7 @@ def test_neighbours_are_read_in_one_call(folder: Path) -> None:
 
 
 def test_a_file_that_gives_a_few_bytes_at_a_time_is_read_and_written_whole(folder: Path) -> None:
-    class Slow(Files):
+    class Slow(FileSystemCalls):
         def preadv(self, fd: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
             return super().preadv(fd, [memoryview(buffers[0])[:50]], offset)
 
@@ -172,7 +172,7 @@ def test_every_copy_of_what_was_discarded_is_marked(folder: Path) -> None:
 
 
 def test_a_discard_that_fails_is_told_but_holds_here(folder: Path) -> None:
-    class ReadOnly(Files):
+    class ReadOnly(FileSystemCalls):
         def open(self, path: Path, *, to_write: bool = False) -> int:
             if to_write:
                 raise OSError(errno.EROFS, "read-only")
@@ -250,7 +250,7 @@ def test_a_folder_whose_parent_vanished_raises(tmp_path: Path) -> None:
     assert read(catalog, chain(5)) == (5, None)
 
 
-class Failing(Files):
+class Failing(FileSystemCalls):
     """Raises `error` at the calls whose numbers are in `at`, counted over all kinds of writing."""
 
     def __init__(self, error: int, at: range) -> None:
@@ -296,7 +296,7 @@ def test_a_write_that_fails_anywhere_leaves_nothing_wrong_behind(folder: Path, e
 
 
 def test_an_error_while_reading_is_told_and_forgets_nothing(folder: Path) -> None:
-    class Broken(Files):
+    class Broken(FileSystemCalls):
         error = 0
 
         def preadv(self, fd: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
@@ -315,7 +315,7 @@ def test_an_error_while_reading_is_told_and_forgets_nothing(folder: Path) -> Non
 
 
 def test_too_many_open_files_loses_no_segment(folder: Path) -> None:
-    class Starved(Files):
+    class Starved(FileSystemCalls):
         is_starved = True
 
         def open(self, path: Path, *, to_write: bool = False) -> int:
@@ -325,7 +325,7 @@ def test_too_many_open_files_loses_no_segment(folder: Path) -> None:
 
     fill(folder, chain(3))
     files = Starved()
-    catalog = Catalog(folder, SHAPE, SMALL, files, FakeClock())
+    catalog = SegmentCatalog(folder, SHAPE, SMALL, files, FakeClock())
     for _ in range(2):
         with pytest.raises(OSError, match="too many"):
             catalog.refresh()
@@ -335,7 +335,7 @@ def test_too_many_open_files_loses_no_segment(folder: Path) -> None:
 
 
 def test_a_folder_that_does_not_change_is_not_listed_again(folder: Path) -> None:
-    class Counting(Files):
+    class Counting(FileSystemCalls):
         num_lists = 0
 
         def list(self, folder: Path) -> list[FileEntry]:
@@ -365,7 +365,7 @@ def test_use_renews_the_age_of_a_file_once_a_second(folder: Path) -> None:
         age(path, 1000)
         use()
         renewed = path.stat().st_mtime
-        assert renewed > Files().now() - 500
+        assert renewed > FileSystemCalls().now() - 500
         age(path, 1000)
         use()
         assert path.stat().st_mtime < renewed - 500
@@ -373,7 +373,7 @@ def test_use_renews_the_age_of_a_file_once_a_second(folder: Path) -> None:
 
 def test_a_size_that_holds_no_block_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"kv-store-size 4000 .*at least 4160 bytes"):
-        Catalog(folder, SHAPE, 4000)
+        SegmentCatalog(folder, SHAPE, 4000)
     catalog = opened(folder, max_bytes=4160)
     catalog.make_room(64, kept=())
     catalog.append(chain(1))

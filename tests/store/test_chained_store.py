@@ -72,19 +72,21 @@ def test_copies_of_loaded_blocks_wait_for_the_end_of_loads() -> None:
 def test_a_load_that_is_cancelled_is_cancelled_where_it_runs() -> None:
     near, far = stock(MemoryStore(), A), stock(MemoryStore(habits=Habits(load_delay=lambda: 9)), C)
     chain = ChainedStore([near, far])
-    first, second = (chain.load([key for key, _ in store.shelf.values()]) for store in (near, far))
-    chain.cancel(second, is_late=True)
-    chain.cancel(second, is_late=True)
+    first, second = (chain.begin_load([key for key, _ in store.shelf.values()]) for store in (near, far))
+    chain.cancel_load(second, is_late=True)
+    chain.cancel_load(second, is_late=True)
     assert far.cancelled == [(1, True)] and near.cancelled == []
-    assert [(loaded.load_id, loaded.is_last) for loaded in chain.poll()] == [(first, True)] and chain.poll() == []
+    assert [(loaded.load_id, loaded.is_last) for loaded in chain.poll_loads()] == [
+        (first, True)
+    ] and chain.poll_loads() == []
 
 
 def test_what_is_distrusted_or_cleared_leaves_every_tier() -> None:
     near, far = stock(MemoryStore(), A), stock(MemoryStore(), A)
     chain = ChainedStore([near, far])
     block_hash = next(iter(near.shelf))
-    chain.distrust([block_hash])
-    assert not chain.contains(block_hash) and chain.lacks(block_hash) and len(near.shelf) == len(far.shelf) == 1
+    chain.discard_corrupt([block_hash])
+    assert not chain.contains(block_hash) and chain.should_write(block_hash) and len(near.shelf) == len(far.shelf) == 1
     chain.clear()
     chain.close()
     assert not near.shelf and not far.shelf and near.is_closed and far.is_closed
@@ -144,5 +146,5 @@ def test_a_server_killed_and_started_in_mid_run_costs_no_answer(tmp_path: Path, 
             server.start()
         prompt = [*(A, B, C)[number % 3], *range(50 + number % 7, 58 + number % 7), number]
         assert generate(engine, make_request(str(number), prompt, 3)) == {str(number): expected_tokens(prompt, 3)}
-        engine.scheduler.pool.check()
+        engine.scheduler.pool.check_invariants()
     engine.close()

@@ -19,7 +19,7 @@ import pytest
 from stored_blocks import SHAPE, Block, Watched, chain, fill, opened, read, segment_files
 from xxhash import xxh3_128_digest
 
-from headstart.store.format import HEADER_BYTES, BlockShape, Header, decode_header
+from headstart.store.format import HEADER_BYTES, BlockShape, SegmentHeader, decode_header
 from headstart.store.segment import segment_id
 
 NUM = 6  # blocks in each segment
@@ -147,7 +147,7 @@ def header_flips() -> Iterator[Case]:
             yield Case(f"header byte {offset} bit {bit}", flip(offset, bit), ALL)
 
 
-def entry_flips(header: Header) -> Iterator[Case]:
+def entry_flips(header: SegmentHeader) -> Iterator[Case]:
     """A bit of every byte of two entries: magic, flags, zeros, name, parent, tokens and both checksums."""
     rng = Random(1)
     for slot in (0, NUM - 1):
@@ -156,14 +156,14 @@ def entry_flips(header: Header) -> Iterator[Case]:
             yield Case(f"entry {slot} at {offset} bit {bit}", flip(offset, bit), frozenset({slot}))
 
 
-def payload_flips(header: Header) -> Iterator[Case]:
+def payload_flips(header: SegmentHeader) -> Iterator[Case]:
     rng = Random(2)
     for _ in range(300):
         slot, offset, bit = rng.randrange(NUM), rng.randrange(SHAPE.block_bytes), rng.randrange(8)
         yield Case(f"payload {slot}+{offset}", flip(header.payload_offset(slot) + offset, bit), frozenset({slot}))
 
 
-def truncations(header: Header) -> Iterator[Case]:
+def truncations(header: SegmentHeader) -> Iterator[Case]:
     end = header.payload_offset(NUM)
     for length in [*range(0, end, 64), *range(1, end, 64), *range(header.payload_start - 7, end, 17)]:
         lost = frozenset(slot for slot in range(NUM) if header.payload_offset(slot + 1) > length)
@@ -178,7 +178,7 @@ def evil_lengths() -> Iterator[Case]:
             yield Case(f"{field} = {value}", lambda path, at=offset, new=new: resealed(path, at, new), ALL, False)
 
 
-def overwritten(header: Header) -> Iterator[Case]:
+def overwritten(header: SegmentHeader) -> Iterator[Case]:
     """Stretches of noise and of zeros, anywhere."""
     rng, end = Random(3), header.payload_offset(NUM)
     for number in range(300):
@@ -383,7 +383,7 @@ def test_a_huge_sparse_file_costs_neither_memory_nor_room(folder: Folder) -> Non
     """It says that it holds as many blocks as the format allows, and is a terabyte long, of nothing."""
     own_id = bytes(range(8))
     slots = ((256 << 20) - 8192) // (SHAPE.entry_bytes + SHAPE.block_bytes)
-    header = Header(SHAPE, min(slots, 1 << 20), own_id)
+    header = SegmentHeader(SHAPE, min(slots, 1 << 20), own_id)
     path = folder.path / f"{own_id.hex()}.kv"
     content = folder.contents[folder.first]
     path.write_bytes(content[:HEADER_BYTES])

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from headstart.core.cache.block_store import Data
-from headstart.store.direct import GATHER_BYTES, PAGE_BYTES, DirectWrites, aligned
-from headstart.store.files import Files
+from headstart.store.direct import GATHER_BYTES, PAGE_BYTES, DirectFileWriter, allocate_page_aligned
+from headstart.store.files import FileSystemCalls
 
 
-class Watched(Files):
+class Watched(FileSystemCalls):
     """Notes direct writes; may refuse them, all or those from memory that is not aligned, or write only a part."""
 
     def __init__(
@@ -47,7 +47,7 @@ def blocks(num: int, size: int = PAGE_BYTES) -> list[bytes]:
 
 
 def test_payloads_come_to_lie_behind_one_another(path: Path) -> None:
-    direct = DirectWrites(Watched(), path, PAGE_BYTES)
+    direct = DirectFileWriter(Watched(), path, PAGE_BYTES)
     assert direct.write(blocks(3), PAGE_BYTES)
     assert path.read_bytes() == b"\0" * PAGE_BYTES + b"".join(blocks(3))
     direct.close()
@@ -55,7 +55,7 @@ def test_payloads_come_to_lie_behind_one_another(path: Path) -> None:
 
 
 def test_the_real_system_writes_the_same_or_says_that_it_does_not(path: Path) -> None:
-    direct = DirectWrites(Files(), path, PAGE_BYTES)
+    direct = DirectFileWriter(FileSystemCalls(), path, PAGE_BYTES)
     if direct.write(blocks(2), PAGE_BYTES):
         assert path.read_bytes()[PAGE_BYTES:] == b"".join(blocks(2))
     direct.close()
@@ -63,7 +63,7 @@ def test_the_real_system_writes_the_same_or_says_that_it_does_not(path: Path) ->
 
 def test_memory_begins_on_a_page() -> None:
     for num_bytes in (1, PAGE_BYTES, 3 * PAGE_BYTES):
-        view = aligned(num_bytes)
+        view = allocate_page_aligned(num_bytes)
         address = np.frombuffer(view, np.uint8).ctypes.data
         assert len(view) == num_bytes and address % PAGE_BYTES == 0
 
@@ -72,32 +72,32 @@ def test_memory_begins_on_a_page() -> None:
 def test_what_is_longer_than_the_buffer_goes_in_several_writes(path: Path, picky: bool) -> None:
     files = Watched(picky=picky)
     size = GATHER_BYTES // 2
-    assert DirectWrites(files, path, size).write(blocks(5, size), PAGE_BYTES)
+    assert DirectFileWriter(files, path, size).write(blocks(5, size), PAGE_BYTES)
     assert files.written == [2 * size, 2 * size, size] and path.read_bytes()[PAGE_BYTES:] == b"".join(blocks(5, size))
 
 
 def test_one_block_larger_than_the_buffer_is_written_whole(path: Path) -> None:
     size = GATHER_BYTES + PAGE_BYTES
-    assert DirectWrites(Watched(picky=True), path, size).write(blocks(1, size), PAGE_BYTES)
+    assert DirectFileWriter(Watched(picky=True), path, size).write(blocks(1, size), PAGE_BYTES)
     assert path.stat().st_size == PAGE_BYTES + size
 
 
 @pytest.mark.parametrize("size", [PAGE_BYTES - 1, 512])
 def test_blocks_that_are_no_whole_pages_go_another_way(path: Path, size: int) -> None:
     files = Watched()
-    assert not DirectWrites(files, path, size).write(blocks(1, size), PAGE_BYTES) and not files.written
+    assert not DirectFileWriter(files, path, size).write(blocks(1, size), PAGE_BYTES) and not files.written
 
 
 def test_an_offset_inside_a_page_goes_another_way(path: Path) -> None:
     files = Watched()
-    assert not DirectWrites(files, path, PAGE_BYTES).write(blocks(1), 512) and not files.written
+    assert not DirectFileWriter(files, path, PAGE_BYTES).write(blocks(1), 512) and not files.written
 
 
 @pytest.mark.parametrize(
     "files", [Watched(refusal=errno.EINVAL), Watched(late_refusal=errno.EOPNOTSUPP), Watched(part=512)]
 )
 def test_a_file_system_that_refuses_or_stops_short_is_no_error(path: Path, files: Watched) -> None:
-    direct = DirectWrites(files, path, PAGE_BYTES)
+    direct = DirectFileWriter(files, path, PAGE_BYTES)
     assert not direct.write(blocks(2), PAGE_BYTES)
     assert not direct.write(blocks(2), PAGE_BYTES)
     direct.close()
@@ -105,7 +105,7 @@ def test_a_file_system_that_refuses_or_stops_short_is_no_error(path: Path, files
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 def test_what_ails_the_disk_is_told(path: Path, error: int) -> None:
-    direct = DirectWrites(Watched(late_refusal=error), path, PAGE_BYTES)
+    direct = DirectFileWriter(Watched(late_refusal=error), path, PAGE_BYTES)
     with pytest.raises(OSError) as caught:
         direct.write(blocks(1), PAGE_BYTES)
     assert caught.value.errno == error
@@ -114,4 +114,4 @@ def test_what_ails_the_disk_is_told(path: Path, error: int) -> None:
 
 def test_running_out_of_descriptors_is_told(path: Path) -> None:
     with pytest.raises(OSError):
-        DirectWrites(Watched(refusal=errno.EMFILE), path, PAGE_BYTES)
+        DirectFileWriter(Watched(refusal=errno.EMFILE), path, PAGE_BYTES)

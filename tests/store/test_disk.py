@@ -51,7 +51,7 @@ def opened(tmp_path: Path, pool: Pool) -> Iterator[Open]:
 
     def opens(**options: object) -> DiskStore:
         store = DiskStore(tmp_path / "kv", SHAPE, MAX_BYTES, **options)  # type: ignore[arg-type]
-        store.start(pool)
+        store.start_writing(pool)
         made.append(store)
         return store
 
@@ -62,7 +62,7 @@ def opened(tmp_path: Path, pool: Pool) -> Iterator[Open]:
 
 def test_it_is_a_block_store(opened: Open) -> None:
     store: BlockStore = opened()
-    assert store.poll() == [] and store.stats().num_blocks == 0
+    assert store.poll_loads() == [] and store.stats().num_blocks == 0
 
 
 def test_what_is_offered_comes_back_in_order(opened: Open, pool: Pool) -> None:
@@ -117,11 +117,11 @@ def test_loads_come_in_the_order_in_which_they_were_asked_for(opened: Open, pool
     store = opened()
     pool.offer(store, *range(1, 9))
     assert written(store, *range(1, 9))
-    asked = [store.load(keys(number, number + 1)) for number in range(1, 8)] + [store.load([])]
+    asked = [store.begin_load(keys(number, number + 1)) for number in range(1, 8)] + [store.begin_load([])]
     came: list[int] = []
     while len(came) < len(asked):
-        store.wait(1.0)
-        for loaded in store.poll():
+        store.wait_for_loads(1.0)
+        for loaded in store.poll_loads():
             assert copied(store, loaded) == contents(*range(loaded.load_id, loaded.load_id + len(loaded.data)))
             came.append(loaded.load_id)
     assert came == asked
@@ -135,25 +135,25 @@ def test_long_loads_come_in_pieces_whose_buffers_are_reused(
     store = opened()
     pool.offer(store, *range(1, 10))
     assert written(store, *range(1, 10))
-    store.load(keys(*range(1, 10)))
+    store.begin_load(keys(*range(1, 10)))
     held, found = [], []
     while len(held) < 2:
-        store.wait(1.0)
-        held += store.poll()
-    store.wait(0.2)  # two buffers, and both are lent: nothing more can come
-    assert store.poll() == [] and [len(loaded.data) for loaded in held] == [2, 2]
+        store.wait_for_loads(1.0)
+        held += store.poll_loads()
+    store.wait_for_loads(0.2)  # two buffers, and both are lent: nothing more can come
+    assert store.poll_loads() == [] and [len(loaded.data) for loaded in held] == [2, 2]
     while held:
         loaded = held.pop(0)
         found += copied(store, loaded)
-        store.done_with(loaded)  # twice does no harm
+        store.release_loaded(loaded)  # twice does no harm
         if not loaded.is_last and not held:
-            assert until(lambda: held.extend(store.poll()) or bool(held))
+            assert until(lambda: held.extend(store.poll_loads()) or bool(held))
     assert found == contents(*range(1, 10))
 
 
 def test_a_block_reused_before_it_was_written_is_not_written(opened: Open, pool: Pool) -> None:
     store = opened()
-    store.offer(1, 1, key(1))
+    store.offer_block(1, 1, key(1))
     pool.reuse(1)
     pool.offer(store, 2)
     assert written(store, 2) and settled(store)
@@ -165,7 +165,7 @@ def test_nothing_is_written_before_there_is_a_source(tmp_path: Path, pool: Pool)
     store = DiskStore(tmp_path, SHAPE, MAX_BYTES)
     pool.offer(store, 1)
     assert store.stats().num_pending == 1
-    store.start(pool)
+    store.start_writing(pool)
     assert written(store, 1)
     store.close()
 
@@ -177,10 +177,10 @@ def test_what_is_distrusted_comes_back_in_no_process_until_it_is_offered_again(o
     store, other = opened(), opened()
     pool.offer(store, 1, 2, 3)
     assert written(store, 1, 2, 3) and written(other, 1, 2, 3)
-    store.distrust(names(2, 3))
+    store.discard_corrupt(names(2, 3))
     assert store.contains(name(1)) and not store.contains(name(2)) and not store.contains(name(3))
     assert until(lambda: load(other, keys(1, 2)) == contents(1)) and not other.contains(name(2))
-    store.offer(2, 1, key(2))
+    store.offer_block(2, 1, key(2))
     assert written(store, 2) and load(store, keys(1, 2, 3)) == contents(1, 2)
     assert written(other, 2) and load(other, keys(2)) == contents(2)
 
@@ -188,8 +188,8 @@ def test_what_is_distrusted_comes_back_in_no_process_until_it_is_offered_again(o
 def test_what_was_pending_when_it_was_distrusted_is_not_written(tmp_path: Path, pool: Pool) -> None:
     store = DiskStore(tmp_path, SHAPE, MAX_BYTES)
     pool.offer(store, 1, 2)
-    store.distrust(names(1))
-    store.start(pool)
+    store.discard_corrupt(names(1))
+    store.start_writing(pool)
     assert written(store, 2) and settled(store) and not store.contains(name(1)) and pool.asked == [2]
     store.close()
 
@@ -200,14 +200,14 @@ def test_what_is_distrusted_during_its_load_does_not_come(opened: Open, pool: Po
     pool.offer(store, 1, 2, 3)
     assert written(store, 1, 2, 3)
     files.gate.clear()
-    first, second, third = store.load(keys(1, 2, 3)), store.load(keys(2, 3)), store.load(keys(1))
-    store.distrust(names(2))
+    first, second, third = store.begin_load(keys(1, 2, 3)), store.begin_load(keys(2, 3)), store.begin_load(keys(1))
+    store.discard_corrupt(names(2))
     files.gate.set()
     found: dict[int, list[bytes]] = {}
     ends: list[int] = []
     while len(ends) < 3:
-        store.wait(1.0)
-        for loaded in store.poll():
+        store.wait_for_loads(1.0)
+        for loaded in store.poll_loads():
             found[loaded.load_id] = found.get(loaded.load_id, []) + copied(store, loaded)
             ends += [loaded.load_id] * loaded.is_last
     assert ends == [first, second, third]
@@ -230,7 +230,7 @@ def test_a_cleared_store_is_empty_in_all_processes_and_can_be_filled_again(opene
 
 
 def test_before_anything_is_measured_a_load_is_thought_to_take_no_time(opened: Open) -> None:
-    assert opened().expected_seconds(64) == 0.0
+    assert opened().expected_load_seconds(64) == 0.0
 
 
 def test_after_a_late_load_probes_find_out_how_long_loads_take_and_no_request(opened: Open, pool: Pool) -> None:
@@ -239,21 +239,21 @@ def test_after_a_late_load_probes_find_out_how_long_loads_take_and_no_request(op
     pool.offer(store, 1)
     assert written(store, 1)
     files.gate.clear()
-    load_id = store.load(keys(1))
+    load_id = store.begin_load(keys(1))
     assert until(lambda: files.num_hanging == 1)
     clock.now += 0.5
-    store.cancel(load_id, is_late=True)
-    assert store.expected_seconds(1) == never  # this asks for a probe
+    store.cancel_load(load_id, is_late=True)
+    assert store.expected_load_seconds(1) == never  # this asks for a probe
     files.gate.set()
     loader = store._loader  # type: ignore[reportPrivateUsage]
     assert until(lambda: loader.num_read == 2) and until(lambda: len(loader.done) == 2)
-    assert store.expected_seconds(1) < never
+    assert store.expected_load_seconds(1) < never
     clock.now += 60.0  # what was measured is old: without a probe it would fade
-    assert store.expected_seconds(1) == never
-    assert until(lambda: store.expected_seconds(1) < never)
+    assert store.expected_load_seconds(1) == never
+    assert until(lambda: store.expected_load_seconds(1) < never)
     assert load(store, keys(1)) == contents(1)
     clock.now += 60.0
-    assert store.expected_seconds(1) < never
+    assert store.expected_load_seconds(1) < never
 
 
 def test_a_disk_that_hangs_is_not_asked_again_and_holds_up_nobody(opened: Open, pool: Pool) -> None:
@@ -262,17 +262,17 @@ def test_a_disk_that_hangs_is_not_asked_again_and_holds_up_nobody(opened: Open, 
     pool.offer(store, 1)
     assert written(store, 1)
     files.gate.clear()
-    load_id = store.load(keys(1))
-    assert until(lambda: files.num_hanging == 1) and store.expected_seconds(1) == 0.0
+    load_id = store.begin_load(keys(1))
+    assert until(lambda: files.num_hanging == 1) and store.expected_load_seconds(1) == 0.0
     clock.now += 60.0
-    assert store.expected_seconds(1) == float("inf")
+    assert store.expected_load_seconds(1) == float("inf")
     assert store.contains(name(1)) and "no answer" in store.stats().degraded
     pool.offer(store, 2)
-    store.touch(names(1))
-    store.cancel(load_id, is_late=True)
-    assert store.poll() == [] and store.stats().misses["slow"] == 1
+    store.mark_used(names(1))
+    store.cancel_load(load_id, is_late=True)
+    assert store.poll_loads() == [] and store.stats().misses["slow"] == 1
     files.gate.set()
-    assert until(lambda: store.expected_seconds(1) != float("inf")) and store.expected_seconds(1) > 10
+    assert until(lambda: store.expected_load_seconds(1) != float("inf")) and store.expected_load_seconds(1) > 10
     assert written(store, 2) and load(store, keys(1, 2)) == contents(1, 2)
 
 
@@ -285,8 +285,8 @@ def test_cancelled_loads_give_nothing_and_their_buffers_come_back(
     pool.offer(store, 1, 2, 3, 4)
     assert written(store, 1, 2, 3, 4)
     for _ in range(5):
-        store.cancel(store.load(keys(1, 2, 3, 4)), is_late=True)
-    store.cancel(77, is_late=True)  # no such load
+        store.cancel_load(store.begin_load(keys(1, 2, 3, 4)), is_late=True)
+    store.cancel_load(77, is_late=True)  # no such load
     assert load(store, keys(1, 2, 3, 4)) == contents(1, 2, 3, 4)
     assert store.stats().misses["slow"] == 5
 
@@ -295,10 +295,10 @@ def test_too_many_loads_are_not_begun(opened: Open, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(disk, "MAX_LOADS", 2)
     files = Disk()
     store = opened(files=files)
-    asked = [store.load(keys(1)) for _ in range(3)]
-    assert store.expected_seconds(1) == float("inf") and store.stats().misses["slow"] == 1
+    asked = [store.begin_load(keys(1)) for _ in range(3)]
+    assert store.expected_load_seconds(1) == float("inf") and store.stats().misses["slow"] == 1
     assert until(lambda: len(loader_done(store)) == 3)
-    assert [loaded.load_id for loaded in store.poll()] == asked
+    assert [loaded.load_id for loaded in store.poll_loads()] == asked
 
 
 def loader_done(store: DiskStore) -> list[object]:
@@ -325,19 +325,22 @@ def test_a_closed_store_ends_its_loads_and_takes_nothing_more(
     pool.offer(store, 1)
     assert written(store, 1)
     files.gate.clear()
-    under_way = store.load(keys(1))
+    under_way = store.begin_load(keys(1))
     monkeypatch.setattr(disk, "CLOSE_SECONDS", PATIENCE)
     threading.Timer(0.2, files.gate.set).start()
     store.close()
-    afterwards = store.load(keys(1))
-    assert [(loaded.load_id, loaded.is_last) for loaded in store.poll()] == [(under_way, True), (afterwards, True)]
+    afterwards = store.begin_load(keys(1))
+    assert [(loaded.load_id, loaded.is_last) for loaded in store.poll_loads()] == [
+        (under_way, True),
+        (afterwards, True),
+    ]
     pool.offer(store, 2)
-    store.touch(names(1))
-    store.keep(names(1))
-    store.distrust(names(2))
+    store.mark_used(names(1))
+    store.set_pinned(names(1))
+    store.discard_corrupt(names(2))
     store.clear()
-    store.wait(0.0)
-    assert store.expected_seconds(1) == float("inf") and store.stats().num_pending == 0
+    store.wait_for_loads(0.0)
+    assert store.expected_load_seconds(1) == float("inf") and store.stats().num_pending == 0
 
 
 def test_closing_lasts_as_long_as_blocks_are_written(opened: Open, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,7 +400,7 @@ def test_closing_ends_within_the_seconds_it_is_given(opened: Open, pool: Pool, m
 
 def test_a_store_that_is_dropped_ends_its_threads(tmp_path: Path, pool: Pool) -> None:
     store = DiskStore(tmp_path, SHAPE, MAX_BYTES)
-    store.start(pool)
+    store.start_writing(pool)
     pool.offer(store, 1)
     ours = store._finalizer.peek()[2][3]  # type: ignore[index]  # pyright: ignore
     del store
@@ -431,9 +434,9 @@ def test_a_size_that_holds_no_block_is_refused(tmp_path: Path, size: int) -> Non
 
 def test_pinned_blocks_stay_when_the_store_is_far_too_small_for_the_rest(tmp_path: Path, pool: Pool) -> None:
     store = DiskStore(tmp_path, SHAPE, 64 * BLOCK_BYTES)
-    store.start(pool)
+    store.start_writing(pool)
     kept = list[BlockHash](names(1, 2, 3))
-    store.keep(iter(kept))
+    store.set_pinned(iter(kept))
     pool.offer(store, 1, 2, 3)
     for first in range(10, 400, 20):
         pool.offer(store, *range(first, first + 20))

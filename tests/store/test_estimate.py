@@ -2,17 +2,17 @@
 
 import pytest
 
-from headstart.store.disk import LoadEstimate
+from headstart.store.disk import LoadTimeEstimate
 
 
-def measured(num_blocks: int = 10, seconds: float = 1.0, latency: float = 0.0) -> LoadEstimate:
-    estimate = LoadEstimate()
+def measured(num_blocks: int = 10, seconds: float = 1.0, latency: float = 0.0) -> LoadTimeEstimate:
+    estimate = LoadTimeEstimate()
     estimate.measured(num_blocks, seconds, latency, 0.0)
     return estimate
 
 
 def test_nothing_measured_is_no_time() -> None:
-    estimate = LoadEstimate()
+    estimate = LoadTimeEstimate()
     estimate.asked(0.0)
     assert estimate.expected(100, 0.0) == 0.0 == estimate.blocks_per_s()
 
@@ -37,25 +37,25 @@ def test_many_blocks_count_more_than_one() -> None:
 
 def test_a_load_given_up_raises_it_at_least_twofold_but_once_per_measurement() -> None:
     estimate = measured()
-    estimate.too_slow(10, 0.1, 0.0)
+    estimate.record_load_timeout(10, 0.1, 0.0)
     assert estimate.expected(10, 0.0) == pytest.approx(2.0)
-    estimate.too_slow(10, 0.1, 0.0)
+    estimate.record_load_timeout(10, 0.1, 0.0)
     assert estimate.expected(10, 0.0) == pytest.approx(2.0)
     estimate.measured(10, 1.0, 0.0, 0.0)
     before = estimate.expected(10, 0.0)
-    estimate.too_slow(10, 0.1, 0.0)
+    estimate.record_load_timeout(10, 0.1, 0.0)
     assert estimate.expected(10, 0.0) == pytest.approx(2 * before)
 
 
 def test_a_load_given_up_late_raises_it_to_what_it_would_have_needed() -> None:
     estimate = measured()
-    estimate.too_slow(10, 60.0, 0.0)
+    estimate.record_load_timeout(10, 60.0, 0.0)
     assert estimate.expected(10, 0.0) == pytest.approx(60.0)
 
 
 def test_given_up_before_anything_was_measured_it_counts_as_measured() -> None:
-    estimate = LoadEstimate()
-    estimate.too_slow(4, 8.0, 0.0)
+    estimate = LoadTimeEstimate()
+    estimate.record_load_timeout(4, 8.0, 0.0)
     assert estimate.expected(2, 0.0) == pytest.approx(4.0)
 
 

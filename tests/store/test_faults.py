@@ -27,7 +27,7 @@ from stored import (
     until,
 )
 
-from headstart.core.cache.block_store import Data, Loaded
+from headstart.core.cache.block_store import Data, LoadedBlocks
 from headstart.core.cache.hashing import BlockHash
 from headstart.store import block_loader as loader
 from headstart.store import writer
@@ -48,13 +48,13 @@ class Sick:
     def __init__(self, folder: Path, files: Disk | None = None) -> None:
         self.files, self.clock, self.pool = files or Disk(), Clock(), Pool()
         self.store = DiskStore(folder, SHAPE, MAX_BYTES, files=self.files, clock=self.clock)
-        self.store.start(self.pool)
+        self.store.start_writing(self.pool)
 
     def use(self, first: int, num: int) -> None:
         """Offers and loads while the disk may fail: whatever comes back is right."""
         for number in range(first, first + num):
             self.pool.offer(self.store, number)
-            self.store.touch(names(number - 1, number))
+            self.store.mark_used(names(number - 1, number))
             assert until(lambda: not (stats := self.store.stats()).num_pending or bool(stats.degraded))
             for wanted in (range(max(0, number - 1), number + 1), range(first, number + 1)):
                 found = load(self.store, keys(*wanted))
@@ -114,7 +114,7 @@ def test_a_disk_that_takes_nothing_is_told_as_degraded_and_its_blocks_still_load
     assert until(lambda: bool(sick.store.stats().degraded))
     degraded = sick.store.stats().degraded
     assert degraded.startswith("writing: ") and errno.errorcode[error] in degraded
-    assert load(sick.store, keys(1, 2)) == contents(1, 2) and sick.store.expected_seconds(1) < float("inf")
+    assert load(sick.store, keys(1, 2)) == contents(1, 2) and sick.store.expected_load_seconds(1) < float("inf")
     assert until(lambda: sick.store.stats().lost_writes["degraded"] > 0)
     assert until(lambda: sick.store.stats().num_pending <= writer.MAX_RUN_BLOCKS)
     sick.files.heal()
@@ -129,13 +129,13 @@ def test_a_disk_that_cannot_be_read_is_not_asked_until_it_works_again(tmp_path: 
     sick.files.fail(errno.EIO, calls=("preadv",))
     for _ in range(loader.MAX_ERRORS):
         assert load(sick.store, keys(1, 2)) == []
-    assert sick.store.expected_seconds(1) == float("inf") and sick.store.stats().misses["io"] == loader.MAX_ERRORS
+    assert sick.store.expected_load_seconds(1) == float("inf") and sick.store.stats().misses["io"] == loader.MAX_ERRORS
     assert sick.store.stats().degraded == "reading: Input/output error (EIO)"
     sick.pool.offer(sick.store, 3)
     assert settled(sick.store) and sick.store.contains(name(3))
     sick.files.heal()
     sick.clock.now += 31.0
-    assert until(lambda: sick.store.expected_seconds(1) < float("inf")) and sick.recovers(1, 3)
+    assert until(lambda: sick.store.expected_load_seconds(1) < float("inf")) and sick.recovers(1, 3)
     assert sick.store.stats().num_degraded == 1
     sick.store.close()
 
@@ -158,13 +158,13 @@ class Replica:
     def __init__(self, folder: Path, tag: str, max_bytes: int, offered: dict[BlockHash, set[bytes]]) -> None:
         self.files, self.clock = Disk(), Clock()
         self.store = DiskStore(folder, SHAPE, max_bytes, files=self.files, clock=self.clock)
-        self.store.start(self.read)
+        self.store.start_writing(self.read)
         self.tag, self.offered = tag, offered
         self.own: dict[BlockHash, set[bytes]] = defaultdict(set)
         self.bad: dict[BlockHash, set[bytes]] = defaultdict(set)  # what must not come back to this one
         self.blocks: dict[int, tuple[int, bytes]] = {}  # version, content
         self.loads: dict[int, list[int]] = {}  # what has not come yet
-        self.held: list[Loaded] = []
+        self.held: list[LoadedBlocks] = []
         self.num_loaded = 0
 
     def read(self, block: int, version: int) -> Data | None:
@@ -178,19 +178,19 @@ class Replica:
         for known in (self.offered, self.own):
             known[name(number)].add(content)
         self.blocks[block] = (version, content)
-        self.store.offer(block, version, key(number))
+        self.store.offer_block(block, version, key(number))
 
     def load(self, numbers: list[int]) -> None:
-        self.loads[self.store.load(keys(*numbers))] = numbers
+        self.loads[self.store.begin_load(keys(*numbers))] = numbers
 
     def distrust(self, numbers: list[int]) -> None:
-        self.store.distrust(names(*numbers))
+        self.store.discard_corrupt(names(*numbers))
         for number in numbers:
             self.bad[name(number)] |= self.own[name(number)]
             assert not self.store.contains(name(number))
 
     def poll(self, rng: Random) -> None:
-        for loaded in self.store.poll():
+        for loaded in self.store.poll_loads():
             wanted = self.loads[loaded.load_id]
             for number, data in zip(wanted, loaded.data, strict=False):
                 content = bytes(data)
@@ -201,7 +201,7 @@ class Replica:
                 del self.loads[loaded.load_id]
             self.held.append(loaded)
         while self.held and rng.random() < 0.7:
-            self.store.done_with(self.held.pop(rng.randrange(len(self.held))))
+            self.store.release_loaded(self.held.pop(rng.randrange(len(self.held))))
 
 
 def act(replica: Replica, rng: Random, may_forget: bool) -> None:
@@ -216,16 +216,16 @@ def act(replica: Replica, rng: Random, may_forget: bool) -> None:
             replica.load(run)
         case 2 if replica.loads:
             cancelled = rng.choice(list(replica.loads))
-            replica.store.cancel(cancelled, is_late=True)
+            replica.store.cancel_load(cancelled, is_late=True)
             del replica.loads[cancelled]
         case 3:
-            replica.store.touch(names(*run))
+            replica.store.mark_used(names(*run))
         case 4:
             replica.distrust(run)
         case 5:
             replica.store.clear()
         case 6:
-            replica.store.keep(names(*run[:2]))
+            replica.store.set_pinned(names(*run[:2]))
         case 7:
             replica.files.fail(rng.choice(ERRORS), rng.randrange(1, 9), rng.choice([9, 30]), calls=WRITING + READING)
         case _:
@@ -246,7 +246,7 @@ def test_whatever_two_stores_do_each_block_is_one_that_was_offered_under_its_key
         replica = rng.choice(replicas)
         replica.clock.now += 0.5
         act(replica, rng, may_forget=not small)
-        replica.store.wait(rng.choice([0.0, 0.001]))
+        replica.store.wait_for_loads(rng.choice([0.0, 0.001]))
         replica.poll(rng)
     for replica in replicas:
         replica.files.heal()

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from headstart.core.errors import ConfigError
-from headstart.store.files import SECRET_BYTES, Files, UnsafeFileError, prepare_folder, read_secret
+from headstart.store.files import (
+    SECRET_BYTES,
+    FileSystemCalls,
+    UnsafeFileError,
+    create_store_folder,
+    read_folder_secret,
+)
 
 
 def mode_of(path: Path) -> int:
@@ -19,10 +25,10 @@ def mode_of(path: Path) -> int:
 def test_the_folder_is_made_for_us_alone_whatever_the_umask(tmp_path: Path) -> None:
     folder, before = tmp_path / "a" / "b", os.umask(0)
     try:
-        prepare_folder(folder)
-        prepare_folder(folder)
-        os.close(Files().create(folder / "x"))
-        read_secret(folder)
+        create_store_folder(folder)
+        create_store_folder(folder)
+        os.close(FileSystemCalls().create(folder / "x"))
+        read_folder_secret(folder)
     finally:
         os.umask(before)
     assert mode_of(folder) == 0o700
@@ -33,34 +39,34 @@ def test_the_folder_is_made_for_us_alone_whatever_the_umask(tmp_path: Path) -> N
 def test_a_folder_that_others_may_enter_is_refused_with_the_remedy(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)
     with pytest.raises(ConfigError, match=f"mode {mode:o}.*chmod 700"):
-        prepare_folder(tmp_path)
+        create_store_folder(tmp_path)
 
 
 def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file"):
-        prepare_folder(tmp_path / "file")
+        create_store_folder(tmp_path / "file")
     with pytest.raises(ConfigError, match="folder that can be created"):
-        prepare_folder(tmp_path / "file" / "below")
+        create_store_folder(tmp_path / "file" / "below")
 
 
 def test_somebody_elses_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o700)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ConfigError, match="a folder of your own"):
-        prepare_folder(tmp_path)
+        create_store_folder(tmp_path)
 
 
 def test_a_link_to_a_folder_of_ours_will_do(tmp_path: Path) -> None:
-    prepare_folder(tmp_path / "real")
+    create_store_folder(tmp_path / "real")
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    prepare_folder(tmp_path / "link")
+    create_store_folder(tmp_path / "link")
 
 
 def test_the_secret_is_made_once_and_leaves_nothing_else(tmp_path: Path) -> None:
-    secret = read_secret(tmp_path / "store")
-    assert len(secret) == SECRET_BYTES and read_secret(tmp_path / "store") == secret
-    assert read_secret(tmp_path / "other") != secret
+    secret = read_folder_secret(tmp_path / "store")
+    assert len(secret) == SECRET_BYTES and read_folder_secret(tmp_path / "store") == secret
+    assert read_folder_secret(tmp_path / "other") != secret
     assert [path.name for path in (tmp_path / "store").iterdir()] == ["secret"]
 
 
@@ -79,27 +85,27 @@ print(read_secret(Path(sys.argv[1])).hex())
 
 def test_a_secret_that_is_damaged_or_open_to_others_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    read_secret(folder)
+    read_folder_secret(folder)
     (folder / "secret").chmod(0o640)
     with pytest.raises(ConfigError, match="open to others"):
-        read_secret(folder)
+        read_folder_secret(folder)
     (folder / "secret").chmod(0o600)
     for content in (b"", b"short", b"x" * 33):
         (folder / "secret").write_bytes(content)
         with pytest.raises(ConfigError, match="damaged"):
-            read_secret(folder)
+            read_folder_secret(folder)
 
 
 def test_a_secret_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    prepare_folder(tmp_path / "store")
+    create_store_folder(tmp_path / "store")
     (tmp_path / "store" / "secret").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="secret"):
-        read_secret(tmp_path / "store")
+        read_folder_secret(tmp_path / "store")
     assert not (tmp_path / "elsewhere").exists()
 
 
 def test_links_pipes_and_folders_are_not_opened(tmp_path: Path) -> None:
-    files = Files()
+    files = FileSystemCalls()
     (tmp_path / "real").write_text("x")
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "folder").mkdir()
@@ -120,14 +126,14 @@ def test_a_file_is_listed_by_what_it_takes_on_the_disk(tmp_path: Path) -> None:
     (tmp_path / "sparse").write_bytes(b"x")
     os.truncate(tmp_path / "sparse", 1 << 40)
     (tmp_path / "link").symlink_to("sparse")
-    listed = {entry.name: entry for entry in Files().list(tmp_path)}
+    listed = {entry.name: entry for entry in FileSystemCalls().list(tmp_path)}
     assert listed["sparse"].size == 1 << 40 and 0 < listed["sparse"].num_bytes < 1 << 20
     assert listed["sparse"].is_safe and not listed["link"].is_safe
-    assert Files().stat(tmp_path / "sparse") == listed["sparse"]
+    assert FileSystemCalls().stat(tmp_path / "sparse") == listed["sparse"]
 
 
 def test_one_at_a_time_has_the_lock(tmp_path: Path) -> None:
-    files = Files()
+    files = FileSystemCalls()
     first = files.lock(tmp_path / "lock")
     assert first is not None and files.lock(tmp_path / "lock") is None
     files.close(first)
@@ -137,7 +143,7 @@ def test_one_at_a_time_has_the_lock(tmp_path: Path) -> None:
 
 
 def test_a_file_without_a_name_is_told_from_one_with_a_name(tmp_path: Path) -> None:
-    files = Files()
+    files = FileSystemCalls()
     fd = files.create(tmp_path / "x")
     assert files.is_linked(fd)
     with pytest.raises(FileExistsError):

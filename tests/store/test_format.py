@@ -14,18 +14,18 @@ from headstart.store.format import (
     BlockEntry,
     BlockShape,
     FormatError,
-    Header,
-    checksum,
+    SegmentHeader,
     decode_block_hashes,
     decode_entry,
     decode_header,
     encode_entry,
     encode_header,
+    payload_checksum,
 )
 
 OWN_ID = b"\x01\x23\x45\x67\x89\xab\xcd\xef"
-HEADER = Header(SHAPE, 10, OWN_ID)
-ENTRY = BlockEntry(key_of(3), checksum(content_of(3)))
+HEADER = SegmentHeader(SHAPE, 10, OWN_ID)
+ENTRY = BlockEntry(key_of(3), payload_checksum(content_of(3)))
 
 
 def raises(reason: str) -> "pytest.RaisesExc[FormatError]":
@@ -39,7 +39,7 @@ def test_a_header_comes_back_as_it_was() -> None:
 
 def test_the_bytes_of_a_header_are_fixed() -> None:
     """Files outlive the program: who changes this changes the version."""
-    raw = encode_header(Header(BlockShape(b"f" * 32, 16, 196_608), 40, OWN_ID))
+    raw = encode_header(SegmentHeader(BlockShape(b"f" * 32, 16, 196_608), 40, OWN_ID))
     assert raw[:48].hex() == (
         "686561646b760d0a" + "01000000" + "00010000" + "a8000000" + "10000000"
         "0000030000000000" + "2800000000000000" + "0020000000000000"
@@ -52,14 +52,14 @@ def test_positions_follow_from_the_shape() -> None:
     assert HEADER.payload_start == 4096
     assert HEADER.entry_offset(1) - HEADER.entry_offset(0) == SHAPE.entry_bytes
     assert HEADER.file_bytes == HEADER.payload_offset(10) == 4096 + 640
-    assert [HEADER.slots_within(size) for size in (0, 4095, 4096 + 63, 4096 + 64, 4096 + 640, 1 << 50)] == [
+    assert [HEADER.num_slots_within(size) for size in (0, 4095, 4096 + 63, 4096 + 64, 4096 + 640, 1 << 50)] == [
         0, 0, 0, 1, 10, 10,
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("num_slots", [0, 1 << 21])
 def test_sizes_that_we_would_not_write_are_no_header(num_slots: int) -> None:
-    assert not HEADER._replace(num_slots=num_slots).is_sound()
+    assert not HEADER._replace(num_slots=num_slots).is_plausible()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_sizes_that_we_would_not_write_are_no_header(num_slots: int) -> None:
         HEADER._replace(shape=SHAPE._replace(block_bytes=100 << 20)),
     ],
 )
-def test_lengths_that_agree_with_each_other_but_are_beyond_reason_are_refused(header: Header) -> None:
+def test_lengths_that_agree_with_each_other_but_are_beyond_reason_are_refused(header: SegmentHeader) -> None:
     """Under a checksum that is right: the header of a model that nobody has, written by nobody."""
     shape = header.shape
     sizes = (1, HEADER_BYTES, shape.entry_bytes, shape.block_size, shape.block_bytes, header.num_slots)
@@ -86,7 +86,7 @@ def test_lengths_that_agree_with_each_other_but_are_beyond_reason_are_refused(he
 
 def test_only_a_single_block_may_be_longer_than_a_segment() -> None:
     large = BlockShape(b"f" * 32, 16, MAX_SEGMENT_BYTES)
-    assert Header(large, 1, OWN_ID).is_sound() and not Header(large, 2, OWN_ID).is_sound()
+    assert SegmentHeader(large, 1, OWN_ID).is_plausible() and not SegmentHeader(large, 2, OWN_ID).is_plausible()
 
 
 def test_every_flipped_bit_of_a_header_is_told() -> None:
@@ -138,7 +138,7 @@ def test_empty_short_and_discarded_entries_are_told_apart() -> None:
 
 
 def test_names_are_read_up_to_the_last_entry_and_damaged_ones_have_none() -> None:
-    entries = [encode_entry(HEADER, 2 + place, BlockEntry(key_of(place), checksum(b""))) for place in range(5)]
+    entries = [encode_entry(HEADER, 2 + place, BlockEntry(key_of(place), payload_checksum(b""))) for place in range(5)]
     entries[1] = encode_entry(HEADER, 3, ENTRY, discarded=True)
     entries[2] = b"x" * SHAPE.entry_bytes
     entries[3] = bytes(SHAPE.entry_bytes)

@@ -60,21 +60,21 @@ class Requests:
         self.clock.now += BETWEEN
         store, loader = self.store, self.store._loader  # type: ignore[reportPrivateUsage]
         health = loader.health
-        assert until(lambda: not health.reason or not health.may_try(self.clock.now))  # the loader's own attempt
-        expected = store.expected_seconds(NUM)
+        assert until(lambda: not health.reason or not health.may_attempt(self.clock.now))  # the loader's own attempt
+        expected = store.expected_load_seconds(NUM)
         assert until(lambda: loader.num_read == store._num_requested)  # type: ignore[reportPrivateUsage]
         if not expected < COMPUTING:
             return False
         began = self.clock.now
-        load_id = store.load(keys(*range(1, NUM + 1)))
+        load_id = store.begin_load(keys(*range(1, NUM + 1)))
         assert until(lambda: loader.num_read == store._num_requested)  # type: ignore[reportPrivateUsage]
         if self.clock.now - began > 2 * expected + 0.05 and expected:
-            store.cancel(load_id, is_late=True)
-            store.poll()
+            store.cancel_load(load_id, is_late=True)
+            store.poll_loads()
             return False
-        arrived = store.poll()
+        arrived = store.poll_loads()
         for loaded in arrived:
-            store.done_with(loaded)
+            store.release_loaded(loaded)
         return sum(len(loaded.data) for loaded in arrived) == NUM
 
 

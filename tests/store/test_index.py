@@ -4,19 +4,19 @@ from pathlib import Path
 
 from stored_blocks import SHAPE, key_of, name_of
 
-from headstart.store.folder import Index, SlotRun
-from headstart.store.format import Header
+from headstart.store.folder import SlotIndex, SlotRun
+from headstart.store.format import SegmentHeader
 from headstart.store.segment import Segment
 
 KEYS = [key_of(index) for index in range(6)]
 
 
 def segment(number: int) -> Segment:
-    return Segment(number, Path(f"{number}"), Header(SHAPE, 8, bytes(8)), 0)
+    return Segment(number, Path(f"{number}"), SegmentHeader(SHAPE, 8, bytes(8)), 0)
 
 
 def test_neighbours_are_found_as_one_run_up_to_a_gap_or_another_segment() -> None:
-    index, one, two = Index(), segment(1), segment(2)
+    index, one, two = SlotIndex(), segment(1), segment(2)
     index.add(one, [name_of(0), name_of(1), b"", name_of(2)])
     index.add(two, [name_of(3), name_of(4)])
     assert index.run(KEYS, 0) == SlotRun(one, 0, 2)
@@ -27,13 +27,13 @@ def test_neighbours_are_found_as_one_run_up_to_a_gap_or_another_segment() -> Non
 
 
 def test_a_run_ends_where_the_keys_end() -> None:
-    index, one = Index(), segment(1)
+    index, one = SlotIndex(), segment(1)
     index.add(one, [name_of(index) for index in range(6)])
     assert index.run(KEYS[:2], 0) == SlotRun(one, 0, 2)
 
 
 def test_names_are_added_in_pieces() -> None:
-    index, one = Index(), segment(3)
+    index, one = SlotIndex(), segment(3)
     index.add(one, [name_of(0)])
     index.add(one, [])
     index.add(one, [name_of(1)])
@@ -44,7 +44,7 @@ def test_names_are_added_in_pieces() -> None:
 
 
 def test_a_block_stored_three_times_is_lost_with_the_last_copy() -> None:
-    index, one, two, three = Index(), segment(1), segment(2), segment(3)
+    index, one, two, three = SlotIndex(), segment(1), segment(2), segment(3)
     for each in (one, two, three):
         index.add(each, [name_of(0)])
     assert index.places(name_of(0)) == [(one, 0), (two, 0), (three, 0)]
@@ -55,7 +55,7 @@ def test_a_block_stored_three_times_is_lost_with_the_last_copy() -> None:
 
 
 def test_forgetting_a_block_where_it_is_not_changes_nothing() -> None:
-    index, one, two = Index(), segment(1), segment(2)
+    index, one, two = SlotIndex(), segment(1), segment(2)
     index.add(one, [name_of(0), name_of(1)])
     index.forget(name_of(0), two, 0)
     index.forget(name_of(0), one, 1)
@@ -67,7 +67,7 @@ def test_forgetting_a_block_where_it_is_not_changes_nothing() -> None:
 
 
 def test_the_same_block_twice_in_one_segment_is_two_places() -> None:
-    index, one = Index(), segment(1)
+    index, one = SlotIndex(), segment(1)
     index.add(one, [name_of(0), name_of(0)])
     index.forget(name_of(0), one, 0)
     assert index.run(KEYS, 0) == SlotRun(one, 1, 1)
@@ -75,10 +75,10 @@ def test_the_same_block_twice_in_one_segment_is_two_places() -> None:
 
 
 def test_worth_moving_is_what_is_kept_or_used_and_stored_nowhere_else() -> None:
-    index, one, two = Index(), segment(1), segment(2)
+    index, one, two = SlotIndex(), segment(1), segment(2)
     index.add(one, [name_of(index) for index in range(5)])
     index.add(two, [name_of(1)])
     index.mark_used(one, 1, 2)
     index.mark_used(one, 7, 3)  # beyond what it holds
-    assert index.worth_moving(one, {name_of(4), name_of(1)}) == ([4], [2])
+    assert index.slots_to_move(one, {name_of(4), name_of(1)}) == ([4], [2])
     assert bytes(one.used) == b"\0\1\1\0\0"

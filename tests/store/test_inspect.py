@@ -8,7 +8,7 @@ import pytest
 from stored_blocks import SHAPE, age, chain, content_of, fill, name_of, opened, read, segment_files
 
 from headstart.store import inspect
-from headstart.store.files import Files
+from headstart.store.files import FileSystemCalls
 from headstart.store.format import BlockShape
 
 OTHER = BlockShape(b"o" * 32, SHAPE.block_size, SHAPE.block_bytes)
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_is_counted_by_model(folder: Path) -> None:
-    found, now = inspect.stat(folder), Files().now()
+    found, now = inspect.stat_folder(folder), FileSystemCalls().now()
     assert [(stats.shape, stats.num_segments, stats.num_blocks) for stats in found.shapes] == [
         (SHAPE, 2, 20),
         (OTHER, 1, 5),
@@ -43,14 +43,14 @@ def test_what_is_odd_is_counted_by_reason_and_changes_nothing_else(folder: Path)
     (folder / "notes.txt").write_text("mine")
     path = next(path for path in segment_files(folder) if path.is_file() and name_of(16) in path.read_bytes())
     path.write_bytes(path.read_bytes().replace(name_of(16), name_of(17), 1))
-    found = inspect.stat(folder)
+    found = inspect.stat_folder(folder)
     assert found.odd == {"magic": 1, "short": 1, "unsafe": 1, "entry": 1}
     assert found.num_files == 5 and found.shapes[0].num_blocks == 19
 
 
 def test_a_sound_folder_is_found_sound_with_progress_to_the_end(folder: Path) -> None:
     seen: list[tuple[int, int]] = []
-    report = inspect.verify(folder, lambda done, total: seen.append((done, total)))
+    report = inspect.verify_folder(folder, lambda done, total: seen.append((done, total)))
     assert (report.num_good, report.num_bytes, report.num_bad, report.bad) == (25, 25 * 64, 0, {})
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] > 0 and len(seen) >= 3
 
@@ -61,7 +61,7 @@ def test_damage_is_told_by_file_and_reason(folder: Path) -> None:
     path.write_bytes(content.replace(content_of(3), content_of(4), 1).replace(name_of(2), name_of(9), 1))
     bad_header = folder / f"{'f' * 16}.kv"
     bad_header.write_bytes(content)
-    report = inspect.verify(folder)
+    report = inspect.verify_folder(folder)
     # name_of(2) is the name in entry 2 and, there first, nowhere else: entry 2 is damaged, block 3 has wrong content
     assert report.bad[path.name] == {"entry": 1, "corrupt": 1} and report.bad[bad_header.name] == {"swapped": 1}
     assert report.num_bad == 3 and report.num_good == 23
@@ -70,26 +70,26 @@ def test_damage_is_told_by_file_and_reason(folder: Path) -> None:
 def test_a_cut_file_is_told(folder: Path) -> None:
     path = max(segment_files(folder), key=lambda path: path.stat().st_size)
     os.truncate(path, path.stat().st_size - 70)
-    report = inspect.verify(folder)
+    report = inspect.verify_folder(folder)
     assert report.bad == {path.name: {"cut": 1}} and report.num_good == 23
 
 
 def test_an_unreadable_file_is_told(folder: Path) -> None:
-    class Broken(Files):
+    class Broken(FileSystemCalls):
         def pread(self, fd: int, num_bytes: int, offset: int) -> bytes:
             raise OSError(errno.EIO, "bad sector")
 
-    report = inspect.verify(folder, files=Broken())
+    report = inspect.verify_folder(folder, files=Broken())
     assert (
         report.num_good == 0 and sorted(counts.popitem() for counts in report.bad.values()) == [("unreadable", 1)] * 3
     )
-    assert inspect.stat(folder, Broken()).odd == {"unreadable": 3}
+    assert inspect.stat_folder(folder, Broken()).odd == {"unreadable": 3}
 
 
 def test_discarded_blocks_are_neither_good_nor_bad(folder: Path) -> None:
     opened(folder).discard([name_of(0), name_of(19)])
-    assert inspect.stat(folder).shapes[0].num_blocks == 18
-    report = inspect.verify(folder)
+    assert inspect.stat_folder(folder).shapes[0].num_blocks == 18
+    report = inspect.verify_folder(folder)
     assert report.num_good == 23 and report.num_bad == 0
 
 
@@ -99,7 +99,7 @@ def test_clearing_deletes_our_files_and_no_others(folder: Path) -> None:
     (folder / "notes.txt").write_text("mine")
     (folder / f".{'a' * 16}.tmp").write_bytes(b"unfinished")
     (folder / f"{'3' * 16}.kv").mkdir()
-    num_files, num_bytes = inspect.clear(folder)
+    num_files, num_bytes = inspect.clear_folder(folder)
     assert num_files == 4 and num_bytes > 25 * 64
     assert sorted(path.name for path in folder.iterdir()) == [f"{'3' * 16}.kv", "notes.txt", "secret"]
     user.refresh()
@@ -109,6 +109,6 @@ def test_clearing_deletes_our_files_and_no_others(folder: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_raises(tmp_path: Path) -> None:
-    for look in (inspect.stat, inspect.verify, inspect.clear):
+    for look in (inspect.stat_folder, inspect.verify_folder, inspect.clear_folder):
         with pytest.raises(FileNotFoundError):
             look(tmp_path / "nothing")

@@ -147,18 +147,18 @@ def load_all(store: DiskStore, keys: list[BlockKey]) -> Iterator[tuple[BlockKey,
     start = 0
     while start < len(keys):
         group = keys[start : start + GROUP]
-        load_id, got, last = store.load(group), 0, False
+        load_id, got, last = store.begin_load(group), 0, False
         deadline = time.monotonic() + PATIENCE
         while not last:
             assert time.monotonic() < deadline, "a load never ended"
-            store.wait(0.1)
-            for loaded in store.poll():
+            store.wait_for_loads(0.1)
+            for loaded in store.poll_loads():
                 assert loaded.load_id == load_id
                 for data in loaded.data:
                     yield group[got], bytes(data)
                     got += 1
                 last |= loaded.is_last
-                store.done_with(loaded)
+                store.release_loaded(loaded)
         start += max(got, 1) if got < len(group) else got
 
 

@@ -88,7 +88,10 @@ def _deaths(folder: Path, num_tries: int, seconds: tuple[float, float], *flags: 
         yield Death((killed_at - begun_at) / SECOND, lost, computed[-1][1])
 
 
-@pytest.mark.parametrize("num_deaths", [2, pytest.param(40, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize(
+    "num_deaths",
+    [2, pytest.param(40, marks=[pytest.mark.long, pytest.mark.timeout(3600)])],
+)
 def test_a_killed_engine_loses_at_most_the_last_second(tmp_path: Path, num_deaths: int) -> None:
     found = deaths(tmp_path / "kv", num_deaths, (1.5, 4.0))
     if len(found) < num_deaths:

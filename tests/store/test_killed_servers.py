@@ -22,7 +22,7 @@ from redis_server import RedisServer, secret_file
 from server import patient
 from server.harness import Server, spawn
 
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 
 DEATHS = 12
 CONNECTIONS = 2
@@ -33,7 +33,9 @@ FLAGS = ("--port", "0", "--num-blocks", "8192", "--max-model-len", "4096", "--no
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return init_model("tiny", tmp_path_factory.mktemp("model") / "tiny", std=0.2, dtype="float32", progress=False)
+    return write_random_model(
+        "tiny", tmp_path_factory.mktemp("model") / "tiny", std=0.2, dtype="float32", progress=False
+    )
 
 
 def prompt(number: int) -> list[int]:
@@ -57,7 +59,7 @@ class Load:
     server: Server
     first: int  # number of the first prompt
     asked: list[int] = field(default_factory=list)
-    answered: list[int] = field(default_factory=list)
+    record_first_token: list[int] = field(default_factory=list)
     samples: list[tuple[float, int]] = field(default_factory=list)  # (time, tokens computed at that time or before)
     is_over: threading.Event = field(default_factory=threading.Event)
 
@@ -78,7 +80,7 @@ class Load:
             while not self.is_over.is_set():
                 self.asked.append(number)
                 ask(self.server, number)
-                self.answered.append(number)
+                self.record_first_token.append(number)
                 number += CONNECTIONS
         except (httpx.TransportError, AssertionError):
             is_over = self.is_over.wait(60)  # first: the thread that kills waits for the same process

@@ -2,25 +2,25 @@
 
 from headstart.core.cache.block_store import BlockKey
 from headstart.core.cache.hashing import BlockHash
-from headstart.store.writer import Offer, Pending
+from headstart.store.writer import BlockOffer, PendingOffers
 
 
-def offer(number: int, version: int = 1) -> Offer:
-    return Offer(number, version, BlockKey(name(number), BlockHash(bytes(32)), b""))
+def offer(number: int, version: int = 1) -> BlockOffer:
+    return BlockOffer(number, version, BlockKey(name(number), BlockHash(bytes(32)), b""))
 
 
 def name(number: int) -> BlockHash:
     return BlockHash(number.to_bytes(32, "big"))
 
 
-def pending(*numbers: int, max_blocks: int = 9) -> Pending:
-    made = Pending(max_blocks)
+def pending(*numbers: int, max_blocks: int = 9) -> PendingOffers:
+    made = PendingOffers(max_blocks)
     for number in numbers:
         made.add(offer(number))
     return made
 
 
-def taken(waiting: Pending, num: int = 99) -> list[int]:
+def taken(waiting: PendingOffers, num: int = 99) -> list[int]:
     return [offer.block for offer in waiting.take(num)]
 
 
@@ -52,7 +52,7 @@ def test_too_many_drop_the_oldest_of_those_worth_least() -> None:
 
 
 def test_pinned_ones_are_dropped_only_when_nothing_else_waits() -> None:
-    waiting = Pending(2)
+    waiting = PendingOffers(2)
     waiting.keep({name(1), name(2), name(3)})
     assert [waiting.add(offer(number)) for number in (1, 2, 3)] == [0, 0, 1]
     assert taken(waiting) == [2, 3]
@@ -75,7 +75,7 @@ def test_put_back_they_are_the_next_but_not_in_place_of_a_newer_version() -> Non
 def test_shedding_spares_the_pinned_and_the_newest() -> None:
     waiting = pending(1, 2, 3, 4)
     waiting.keep({name(1)})
-    assert waiting.shed(1) == 2 and waiting.shed(1) == 0
+    assert waiting.drop_oldest(1) == 2 and waiting.drop_oldest(1) == 0
     assert taken(waiting) == [1, 4]
 
 

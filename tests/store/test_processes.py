@@ -6,7 +6,7 @@ from pathlib import Path
 
 from stored_blocks import SHAPE, chain, key_of, opened, read, segment_files
 
-from headstart.store.catalog import Catalog
+from headstart.store.catalog import SegmentCatalog
 
 TESTS = str(Path(__file__).parents[1])
 CHILD = f"""
@@ -100,7 +100,7 @@ def test_two_processes_that_evict_at_once_stay_within_the_size_and_serve_nothing
     processes = [Process(folder, max_bytes, seed) for seed in (0, 1)]
     for process in processes:
         process.tell("write", 0, num)
-    reader: Catalog = opened(folder, max_bytes)
+    reader: SegmentCatalog = opened(folder, max_bytes)
     served, largest = 0, 0
     while all(process.is_running() for process in processes) and served < 20_000:
         reader.refresh()
@@ -123,7 +123,7 @@ def test_two_processes_that_evict_at_once_stay_within_the_size_and_serve_nothing
     assert SHAPE.block_bytes * late.num_blocks < late.num_bytes
 
 
-def _is_done(reader: Catalog, num: int) -> bool:
+def _is_done(reader: SegmentCatalog, num: int) -> bool:
     return all(reader.contains(key_of(num - 1, seed).block_hash) for seed in (0, 1))
 
 

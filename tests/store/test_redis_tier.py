@@ -32,11 +32,11 @@ pytest.importorskip("cryptography")
 from headstart.store.disk import TierStore  # noqa: E402
 from headstart.store.tiers import redis_link, redis_tier  # noqa: E402
 from headstart.store.tiers.redis_tier import RedisTier  # noqa: E402
-from headstart.store.tiers.sealing import NAME_BYTES, Sealer, fault  # noqa: E402
-from headstart.store.tiers.tier import derive  # noqa: E402
+from headstart.store.tiers.sealing import NAME_BYTES, BlockSealer, damage_of_value  # noqa: E402
+from headstart.store.tiers.tier import derive_key  # noqa: E402
 
 TTL = 600
-SEALER = Sealer(SECRET, SHAPE)
+SEALER = BlockSealer(SECRET, SHAPE)
 Open = Callable[..., TierStore]
 
 
@@ -59,7 +59,7 @@ def opened(server: RedisServer, pool: Pool) -> Iterator[Open]:
     def opens(url: str = "", secret: bytes = SECRET, shape: object = SHAPE, ttl: int = TTL) -> TierStore:
         tier = RedisTier(url or server.url, None, shape, secret, ttl)  # type: ignore[arg-type]
         made.append(TierStore(tier, BLOCK_BYTES))
-        made[-1].start(pool)
+        made[-1].start_writing(pool)
         return made[-1]
 
     yield opens
@@ -166,7 +166,7 @@ def test_other_models_and_secrets_see_nothing_and_can_open_nothing(
         other._writer._look_at = float("-inf")  # type: ignore[reportPrivateUsage]
         other._catalog.refresh()
         assert not other.contains(name(1)) and load(other, keys(1, 2)) == []
-    wrong = Sealer(SECRET[::-1], SHAPE)
+    wrong = BlockSealer(SECRET[::-1], SHAPE)
     assert all(wrong.open(key(n), value, memoryview(bytearray(BLOCK_BYTES))) == "corrupt" for n in (1, 2))
     everything = b"".join([*shown, value, *map(bytes, client(server).dump(stored_names(server)[0]).split())])
     assert name(1) not in everything and name(1)[:8] not in everything and key(1).tokens not in value
@@ -176,15 +176,15 @@ def test_a_key_is_that_of_hkdf() -> None:
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-    assert derive(SECRET, b"blocks") == HKDFExpand(SHA256(), 32, b"blocks").derive(SECRET)
+    assert derive_key(SECRET, b"blocks") == HKDFExpand(SHA256(), 32, b"blocks").derive(SECRET)
 
 
 # What must not come back ---------------------------------------------------------------------------------------------
 
 
-def sealed(number: int, sealer: Sealer = SEALER) -> bytes:
+def sealed(number: int, sealer: BlockSealer = SEALER) -> bytes:
     value = bytearray(sealer.value_bytes)
-    sealer.seal(key(number), content(name(number)), memoryview(value))
+    sealer.seal_block(key(number), content(name(number)), memoryview(value))
     return bytes(value)
 
 
@@ -198,15 +198,15 @@ def opens(value: object, wanted: int = 1) -> str | None:
 def test_a_sealed_block_opens_and_two_of_one_block_differ() -> None:
     buffer = bytearray(BLOCK_BYTES)
     assert SEALER.open(key(1), VALUE, memoryview(buffer)) is None and buffer == content(name(1))
-    assert sealed(1) != VALUE and not fault(VALUE, SEALER.name(name(1)))
-    assert opens(VALUE, 2) == "corrupt" and fault(VALUE, SEALER.name(name(2))) == "value-checksum"
+    assert sealed(1) != VALUE and not damage_of_value(VALUE, SEALER.name(name(1)))
+    assert opens(VALUE, 2) == "corrupt" and damage_of_value(VALUE, SEALER.name(name(2))) == "value-checksum"
     assert SEALER.open(key(1)._replace(parent=name(5)), VALUE, memoryview(buffer)) == "mismatch"
     assert SEALER.open(key(1)._replace(tokens=key(2).tokens), VALUE, memoryview(buffer)) == "mismatch"
 
 
 def test_of_ten_thousand_harmed_values_none_is_opened() -> None:
     rng = random.Random(1)
-    foreign = [sealed(1, Sealer(SECRET[::-1], SHAPE)), sealed(2)]
+    foreign = [sealed(1, BlockSealer(SECRET[::-1], SHAPE)), sealed(2)]
     for round_number in range(10_000):
         harmed = bytearray(VALUE if round_number % 10 else foreign[round_number % 20 // 10])
         match round_number % 4:
@@ -244,7 +244,7 @@ def test_harmed_values_of_a_real_server_are_misses_found_by_verify_and_written_a
         flipped[rng.randrange(len(flipped) - 16)] ^= 1 << rng.randrange(8)
         forms = [other, cut, rng.randbytes(len(other)), bytes(len(other) - 1) + b"x", b"", bytes(flipped)]
         direct.set(at, forms[place % len(forms)])
-    report = redis_link.verify_server(redis_link.inspect_link(server.url, None))
+    report = redis_link.verify_redis(redis_link.open_inspection_link(server.url, None))
     assert report.bad.total() == count and report.num_blocks == 0
     for number in numbers:
         assert load(store, keys(number)) == []
@@ -257,7 +257,7 @@ def test_what_is_distrusted_or_cleared_comes_back_in_no_process(opened: Open, po
     store, other = opened(), opened()
     pool.offer(store, 1, 2, 3)
     assert written(other, 1, 2, 3) and settled(store)
-    store.distrust(names(2))
+    store.discard_corrupt(names(2))
     assert not store.contains(name(2)) and until(lambda: len(stored_names(server)) == 2)
     assert load(other, keys(1, 2, 3)) == contents(1) and not other.contains(name(2))
     store.clear()
@@ -282,11 +282,11 @@ def test_blocks_expire_a_time_after_their_last_use(
     assert isinstance(tier, RedisTier)
     known = tier._known  # type: ignore[reportPrivateUsage]
     known[name(1)] = long_ago = known[name(1)] - TTL
-    store.touch(names(1))
+    store.mark_used(names(1))
     assert until(lambda: direct.ttl(one) > 100 and known[name(1)] > long_ago)  # the tier notes it after the server
     direct.delete(one)
     known[name(1)] = long_ago
-    store.touch(names(1))
+    store.mark_used(names(1))
     assert until(lambda: not store.contains(name(1))) and store.contains(name(2))
 
 
@@ -310,9 +310,9 @@ def test_a_server_killed_and_started_again_is_used_again(opened: Open, pool: Poo
     for _ in range(4):
         assert load(store, keys(1, 2)) == []
     assert store.stats().misses["io"] == 4 and "reading" in store.stats().degraded
-    assert store.expected_seconds(1) == float("inf")
+    assert store.expected_load_seconds(1) == float("inf")
     server.start()
-    assert until(lambda: store.expected_seconds(1) != float("inf"))
+    assert until(lambda: store.expected_load_seconds(1) != float("inf"))
     pool.offer(store, 3)
     assert written(store, 3) and load(store, keys(3)) == contents(3) and load(store, keys(1)) == []
 
@@ -372,16 +372,16 @@ def test_the_engine_never_waits_for_a_slow_or_lying_server(
         "claims much": lambda data: b"*1\r\n$999999999999\r\n" + data,
     }[kind]
     for number in range(9, 40):
-        load_id = store.load(keys(*range(1, 9)))
+        load_id = store.begin_load(keys(*range(1, 9)))
         pool.offer(store, number)
-        store.touch(names(1, number))
-        assert store.poll() == [] or kind == "hangs" or all(not loaded.data for loaded in store.poll())
-        store.cancel(load_id, is_late=True)
+        store.mark_used(names(1, number))
+        assert store.poll_loads() == [] or kind == "hangs" or all(not loaded.data for loaded in store.poll_loads())
+        store.cancel_load(load_id, is_late=True)
         store.stats()
-    assert store.expected_seconds(1) > 0  # reached although the server still hangs
+    assert store.expected_load_seconds(1) > 0  # reached although the server still hangs
     gate.set()
     proxy.hurt = lambda data: data
-    assert until(lambda: store.expected_seconds(1) != float("inf"))
+    assert until(lambda: store.expected_load_seconds(1) != float("inf"))
     assert until(lambda: load(store, keys(1)) == contents(1))
     proxy.close()
 

@@ -9,15 +9,15 @@ from stored_blocks import SHAPE, chain, content_of, key_of, name_of, names
 
 from headstart.core.cache.block_store import BlockKey, Data
 from headstart.store import segment as segments
-from headstart.store.files import Files
-from headstart.store.format import HEADER_BYTES, Header, decode_header
-from headstart.store.segment import Segment, SegmentWriter, first_run, is_draft, segment_id
+from headstart.store.files import FileSystemCalls
+from headstart.store.format import HEADER_BYTES, SegmentHeader, decode_header
+from headstart.store.segment import Segment, SegmentWriter, is_headerless_segment, leading_adjacent_slots, segment_id
 
-HEADER = Header(SHAPE, 8, bytes(range(8)))
-FILES = Files()
+HEADER = SegmentHeader(SHAPE, 8, bytes(range(8)))
+FILES = FileSystemCalls()
 
 
-class Noting(Files):
+class Noting(FileSystemCalls):
     """Notes where is written."""
 
     def __init__(self) -> None:
@@ -51,10 +51,10 @@ def test_payloads_are_written_before_their_entries_and_in_one_call_each(tmp_path
 
 
 def test_a_file_has_its_name_only_with_a_header_in_it(tmp_path: Path) -> None:
-    class Watching(Files):
+    class Watching(FileSystemCalls):
         def rename(self, old: Path, new: Path) -> None:
             assert decode_header(old.read_bytes()[:HEADER_BYTES], HEADER.segment_id) == HEADER
-            assert is_draft(old.name) and segment_id(new.name) == HEADER.segment_id
+            assert is_headerless_segment(old.name) and segment_id(new.name) == HEADER.segment_id
             assert [path.name for path in tmp_path.iterdir()] == [old.name]
             super().rename(old, new)
 
@@ -63,7 +63,7 @@ def test_a_file_has_its_name_only_with_a_header_in_it(tmp_path: Path) -> None:
 
 
 def test_a_header_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
-    class Full(Files):
+    class Full(FileSystemCalls):
         def pwritev(self, fd: int, buffers: Sequence[Data], offset: int) -> int:
             raise OSError(errno.ENOSPC, "full")
 
@@ -73,7 +73,7 @@ def test_a_header_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_after_an_entry_that_could_not_be_written_nothing_more_fits(tmp_path: Path) -> None:
-    class Torn(Files):
+    class Torn(FileSystemCalls):
         is_torn = False
 
         def pwritev(self, fd: int, buffers: Sequence[Data], offset: int) -> int:
@@ -95,7 +95,7 @@ def test_after_an_entry_that_could_not_be_written_nothing_more_fits(tmp_path: Pa
 
 
 def test_a_payload_that_could_not_be_written_is_written_again_in_its_place(tmp_path: Path) -> None:
-    class Full(Files):
+    class Full(FileSystemCalls):
         is_full = False
 
         def pwritev(self, fd: int, buffers: Sequence[Data], offset: int) -> int:
@@ -154,7 +154,7 @@ def test_a_payload_without_an_entry_is_no_block_and_no_damage(tmp_path: Path) ->
         file.write(content_of(2))
     segment = known(writer)
     assert segments.read_all_block_hashes(FILES, segment) == 0 and segment.block_hashes == names(chain(2))
-    assert not segments.is_cut(FILES, segment)
+    assert not segments.is_truncated(FILES, segment)
     writer.close()
 
 
@@ -164,7 +164,7 @@ def test_a_file_is_cut_if_a_payload_is_missing_that_has_an_entry(tmp_path: Path,
     writer.append(chain(2))
     with writer.path.open("r+b") as file:
         file.truncate(length)
-    assert segments.is_cut(FILES, known(writer)) is is_cut
+    assert segments.is_truncated(FILES, known(writer)) is is_cut
     writer.close()
 
 
@@ -176,13 +176,13 @@ def test_blocks_are_read_until_one_is_not_what_it_should_be(tmp_path: Path) -> N
     keys = [key for key, _ in chain(5)]
 
     def read(keys: Sequence[BlockKey], slot: int = 0) -> tuple[int, str | None]:
-        return segments.read_blocks(FILES, segment, slot, keys, memoryview(buffer))[:2]
+        return segments.read_and_verify_blocks(FILES, segment, slot, keys, memoryview(buffer))[:2]
 
     assert read(keys) == (5, None) and bytes(buffer) == b"".join(content for _, content in chain(5))
     assert read([keys[0], keys[2]]) == (1, "mismatch")
     assert read(keys[1:], 1) == (4, None)
     assert read([*keys, key_of(5)][4:], 4) == (1, "corrupt")  # there is no entry, though the index said so
-    segments.discard_entry(FILES, segment, 3)
+    segments.mark_entry_discarded(FILES, segment, 3)
     assert read(keys) == (3, "gone")
     content = bytearray(writer.path.read_bytes())
     content[HEADER.payload_offset(1)] ^= 1
@@ -199,21 +199,25 @@ def test_stored_blocks_are_read_without_knowing_what_they_are(tmp_path: Path) ->
     writer.append(chain(5))
     writer.close()
     segment, buffer = known(writer), memoryview(bytearray(5 * 64))
-    keys, found = segments.read_stored(FILES, segment, range(1, 4), buffer)
+    keys, found = segments.read_stored_blocks(FILES, segment, range(1, 4), buffer)
     assert (keys, found.num_blocks, found.miss) == ([key for key, _ in chain(3, first=1)], 3, None)
-    segments.discard_entry(FILES, segment, 2)
-    segments.discard_entry(FILES, segment, 2)
-    keys, found = segments.read_stored(FILES, segment, range(1, 4), buffer)
+    segments.mark_entry_discarded(FILES, segment, 2)
+    segments.mark_entry_discarded(FILES, segment, 2)
+    keys, found = segments.read_stored_blocks(FILES, segment, range(1, 4), buffer)
     assert (keys, found.num_blocks, found.miss) == ([key_of(1)], 1, "gone")
 
 
 def test_runs_of_slots() -> None:
-    assert first_run([4, 5, 6, 8], 10) == range(4, 7)
-    assert first_run([4, 5, 6, 8], 2) == range(4, 6)
-    assert first_run([8], 1) == range(8, 9)
+    assert leading_adjacent_slots([4, 5, 6, 8], 10) == range(4, 7)
+    assert leading_adjacent_slots([4, 5, 6, 8], 2) == range(4, 6)
+    assert leading_adjacent_slots([8], 1) == range(8, 9)
 
 
 @pytest.mark.parametrize("name", ["0123456789abcdef", "0123456789ABCDEF.kv", "0123456789abcde.kv", "x.kv", "", ".kv"])
 def test_other_files_are_no_segments(name: str) -> None:
     assert segment_id(name) is None and segment_id("0123456789abcdef.kv") == bytes.fromhex("0123456789abcdef")
-    assert not is_draft(name) and is_draft(".0123456789abcdef.tmp") and not is_draft(f".{name}.tmp.tmp")
+    assert (
+        not is_headerless_segment(name)
+        and is_headerless_segment(".0123456789abcdef.tmp")
+        and not is_headerless_segment(f".{name}.tmp.tmp")
+    )

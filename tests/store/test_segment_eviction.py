@@ -10,8 +10,8 @@ from stored_blocks import SHAPE, SMALL, Block, FakeClock, age, chain, fill, name
 
 from headstart.core.cache.block_store import Data
 from headstart.core.cache.hashing import BlockHash
-from headstart.store.catalog import Catalog
-from headstart.store.files import Files, Space
+from headstart.store.catalog import SegmentCatalog
+from headstart.store.files import DiskSpace, FileSystemCalls
 from headstart.store.format import BlockShape
 
 PER_SEGMENT = 66
@@ -24,7 +24,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def write(catalog: Catalog, blocks: Sequence[Block], kept: frozenset[BlockHash] = NOTHING, at_once: int = 10) -> int:
+def write(
+    catalog: SegmentCatalog, blocks: Sequence[Block], kept: frozenset[BlockHash] = NOTHING, at_once: int = 10
+) -> int:
     """As the writer does: makes room, then appends. Returns how many blocks were given up."""
     given_up = 0
     for first in range(0, len(blocks), at_once):
@@ -171,17 +173,17 @@ def test_a_file_from_the_future_is_neither_first_nor_for_ever(folder: Path) -> N
     age(paths[0], -86_400)
     catalog = opened(folder)
     write(catalog, chain(10, seed=9))
-    assert paths[0].exists() and paths[0].stat().st_mtime < Files().now() + 10
+    assert paths[0].exists() and paths[0].stat().st_mtime < FileSystemCalls().now() + 10
 
 
-class Disk(Files):
+class Disk(FileSystemCalls):
     """A disk of its own, of which the folder's files take what they take. Bytes."""
 
     def __init__(self, folder: Path, total: int) -> None:
         self.folder, self.total = folder, total
 
-    def space(self, folder: Path) -> Space:
-        return Space(max(0, self.total - bytes_of(self.folder)), self.total)
+    def space(self, folder: Path) -> DiskSpace:
+        return DiskSpace(max(0, self.total - bytes_of(self.folder)), self.total)
 
     def pwritev(self, fd: int, buffers: Sequence[Data], offset: int) -> int:
         if self.space(self.folder).free < sum(len(buffer) for buffer in buffers):
@@ -215,7 +217,7 @@ def test_a_process_that_makes_room_for_ever_is_not_waited_for(folder: Path) -> N
     catalog = opened(folder)
     filled(folder)
     catalog.refresh()
-    lock = Files().lock(folder / "lock")
+    lock = FileSystemCalls().lock(folder / "lock")
     assert lock is not None
     with pytest.raises(OSError, match="another process") as raised:
         catalog.make_room(640, kept=())
@@ -225,7 +227,7 @@ def test_a_process_that_makes_room_for_ever_is_not_waited_for(folder: Path) -> N
 
 
 def test_room_that_another_process_makes_meanwhile_will_do(folder: Path) -> None:
-    class Busy(Files):
+    class Busy(FileSystemCalls):
         """Another has the lock, and has deleted a segment by the time that we ask again."""
 
         def lock(self, path: Path) -> int | None:
@@ -250,7 +252,7 @@ def test_files_of_writers_that_were_killed_at_birth_are_swept(folder: Path) -> N
 
 
 def test_a_victim_that_cannot_be_read_is_deleted_without_its_blocks(folder: Path) -> None:
-    class Unreadable(Files):
+    class Unreadable(FileSystemCalls):
         def preadv(self, fd: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
             raise OSError(errno.EIO, "bad sector")
 
@@ -262,7 +264,7 @@ def test_a_victim_that_cannot_be_read_is_deleted_without_its_blocks(folder: Path
 
 
 def test_a_victim_that_cannot_be_deleted_raises(folder: Path) -> None:
-    class ReadOnly(Files):
+    class ReadOnly(FileSystemCalls):
         def unlink(self, path: Path) -> None:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 

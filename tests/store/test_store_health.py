@@ -2,7 +2,7 @@
 
 import errno
 
-from headstart.store.store_health import SideHealth, reason_of
+from headstart.store.store_health import SideHealth, describe_error
 
 
 class Told(list[str]):
@@ -18,7 +18,7 @@ def pauses(health: SideHealth, now: float, num: int) -> list[float]:
     for _ in range(num):
         health.failed("no", now)
         wait = health.seconds_to_retry(now)
-        assert wait is not None and not health.may_try(now + wait * 0.99) and health.may_try(now + wait)
+        assert wait is not None and not health.may_attempt(now + wait * 0.99) and health.may_attempt(now + wait)
         found.append(wait)
         now += wait
     return found
@@ -35,7 +35,7 @@ def test_it_is_told_once_when_it_stops_and_once_when_it_works_again() -> None:
         health.failed("No space left on device (ENOSPC)", now)
     assert health.text == "writing: No space left on device (ENOSPC)"
     for now in (8.0, 9.0):
-        health.worked(now)
+        health.record_success(now)
     assert (health.text, health.num_degraded, health.seconds_to_retry(9.0)) == ("", 1, None)
     assert len(told) == 2 and "ENOSPC" in told[0] and told[1] == "writing works again"
 
@@ -46,22 +46,22 @@ def test_single_errors_between_successes_do_not_pause_it() -> None:
     for _ in range(5):
         health.failed("no", 1.0)
         health.failed("no", 1.0)
-        health.worked(1.0)
-    assert health.may_try(1.0) and not told
+        health.record_success(1.0)
+    assert health.may_attempt(1.0) and not told
     for _ in range(3):
         health.failed("no", 1.0)
-    assert not health.may_try(1.0) and health.num_degraded == 1
+    assert not health.may_attempt(1.0) and health.num_degraded == 1
 
 
 def test_one_that_flutters_is_paused_ever_longer_and_one_that_held_is_not() -> None:
     health = Told().health()
     assert pauses(health, 0.0, 3) == [1, 2, 4]
-    health.worked(7.0)
+    health.record_success(7.0)
     assert pauses(health, 8.0, 1) == [8]
-    health.worked(16.0)
+    health.record_success(16.0)
     assert pauses(health, 100.0, 1) == [1]
 
 
 def test_reasons_name_the_symbol() -> None:
-    assert reason_of(OSError(errno.EROFS, "Read-only file system")) == "Read-only file system (EROFS)"
-    assert reason_of(ValueError("odd")) == "ValueError: odd" and reason_of(KeyError()) == "KeyError"
+    assert describe_error(OSError(errno.EROFS, "Read-only file system")) == "Read-only file system (EROFS)"
+    assert describe_error(ValueError("odd")) == "ValueError: odd" and describe_error(KeyError()) == "KeyError"

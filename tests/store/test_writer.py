@@ -10,8 +10,8 @@ import pytest
 from stored import BLOCK_BYTES, MAX_BYTES, SHAPE, Clock, Disk, Pool, key, name, names
 
 from headstart.store import writer
-from headstart.store.catalog import Catalog
-from headstart.store.writer import LOST, Offer, Writer
+from headstart.store.catalog import SegmentCatalog
+from headstart.store.writer import LOST, BlockOffer, BlockWriter
 
 
 class Bench:
@@ -19,13 +19,13 @@ class Bench:
 
     def __init__(self, folder: Path, max_bytes: int = MAX_BYTES) -> None:
         self.files, self.clock, self.pool = Disk(), Clock(), Pool()
-        self.catalog = Catalog(folder, SHAPE, max_bytes, self.files, self.clock)
-        self.writer = Writer(self.catalog, BLOCK_BYTES, self.clock)
+        self.catalog = SegmentCatalog(folder, SHAPE, max_bytes, self.files, self.clock)
+        self.writer = BlockWriter(self.catalog, BLOCK_BYTES, self.clock)
         self.writer.source = self.pool
 
     def offer(self, *numbers: int) -> None:
         for number in numbers:
-            self.writer.offer(Offer(number, self.pool.versions.get(number, 1), key(number)))
+            self.writer.offer(BlockOffer(number, self.pool.versions.get(number, 1), key(number)))
 
     def has(self, *numbers: int) -> bool:
         return all(self.catalog.contains(name(number)) for number in numbers)
@@ -251,7 +251,7 @@ def test_how_long_the_first_in_line_waits_is_told(bench: Bench, monkeypatch: pyt
     monkeypatch.setattr(bench.writer, "_run_blocks", 1)
     assert waits() == 0.0
     for number in (1, 2):
-        bench.writer.offer(Offer(number, 1, key(number), bench.clock.now))
+        bench.writer.offer(BlockOffer(number, 1, key(number), bench.clock.now))
         bench.clock.now += 3.0
     assert waits() == 6.0  # also before the thread has seen them
     bench.writer.touch(names(2))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from server.harness import Server, parse_events, spawn
 
-from headstart.model.weights.init_model import init_model
+from headstart.model.weights.init_model import write_random_model
 
 TOOL = {
     "type": "function",
@@ -29,11 +29,15 @@ TOOL = {
 
 @pytest.fixture(
     scope="module",
-    params=["hermes", "pythonic", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama3_json", "mistral"))],
+    params=[
+        "hermes",
+        "pythonic",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("llama3_json", "mistral")),
+    ],
 )
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("real")
-    model = init_model("tiny", folder / "tiny", std=0.2, dtype="float32", progress=False)
+    model = write_random_model("tiny", folder / "tiny", std=0.2, dtype="float32", progress=False)
     options = ["--port", "0", "--num-blocks", "256", "--max-model-len", "1024", "--heartbeat-timeout", "600"]
     options += ["--tool-call-parser", request.param, "--enable-auto-tool-choice"]
     with spawn([sys.executable, "-m", "headstart", "serve", str(model), *options], folder / "log") as running:

@@ -12,22 +12,27 @@ from typing import NamedTuple
 import pytest
 import tokenizer_folders
 
-from headstart.openai.chat.chat_delta import ChatDelta, joined
+from headstart.openai.chat.chat_delta import ChatDelta, join_deltas
 from headstart.openai.text.detokenizer import Detokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.parsers import text_reader
-from headstart.openai.tools.parsers.call_writer import CallRules
+from headstart.openai.tools.parsers.call_writer import ToolCallRules
 from headstart.openai.tools.parsers.chat_parser import ChatParser, ReadCalls
-from headstart.openai.tools.parsers.tool_formats import read_hermes, read_llama3_json, read_mistral, read_pythonic
-from headstart.openai.tools.parsers.xml_calls import read_glm45, read_qwen3_coder
+from headstart.openai.tools.parsers.tool_formats import (
+    read_hermes_calls,
+    read_llama3_json_calls,
+    read_mistral_calls,
+    read_pythonic_calls,
+)
+from headstart.openai.tools.parsers.xml_calls import read_glm45_calls, read_qwen3_coder_calls
 
 READERS: dict[str, ReadCalls | None] = {
-    "hermes": read_hermes,
-    "llama3_json": read_llama3_json,
-    "mistral": read_mistral,
-    "pythonic": read_pythonic,
-    "qwen3_coder": read_qwen3_coder,
-    "glm45": read_glm45,
+    "hermes": read_hermes_calls,
+    "llama3_json": read_llama3_json_calls,
+    "mistral": read_mistral_calls,
+    "pythonic": read_pythonic_calls,
+    "qwen3_coder": read_qwen3_coder_calls,
+    "glm45": read_glm45_calls,
     "none": None,
 }
 SPECIAL = {"llama3_json": ("<|python_tag|>",), "pythonic": ("<|python_start|>", "<|python_end|>")}
@@ -108,7 +113,7 @@ class Answer:
         known = {tokenizer.vocabulary.token_bytes(token): token for token in range(450)}
         self.tokens = [known[bytes((byte,))] for byte in (reasoning.before + text).encode()]
         self._tokenizer = tokenizer
-        rules = CallRules(frozenset("fg"), lambda: "id", special=SPECIAL.get(family, ()))
+        rules = ToolCallRules(frozenset("fg"), lambda: "id", special=SPECIAL.get(family, ()))
         self._parser = partial(
             ChatParser, READERS[family], rules, is_reasoning=reasoning.is_reasoning, is_open=reasoning.is_open
         )
@@ -119,7 +124,7 @@ class Answer:
         deltas: list[ChatDelta] = []
         for start, end in pairwise((0, *cuts, len(self.tokens))):
             deltas.append(parser.feed("".join(map(detokenizer.push, self.tokens[start:end]))))
-        return joined(*deltas, parser.feed(detokenizer.finish()), parser.finish())
+        return join_deltas(*deltas, parser.feed(detokenizer.finish()), parser.finish())
 
     @property
     def places(self) -> range:
@@ -191,7 +196,7 @@ def test_of_blanks_little_is_kept_so_that_a_piece_costs_no_more_than_itself(fami
         "qwen3_coder": "<function=f><parameter=l></parameter>",
         "glm45": "f<arg_key>l</arg_key><arg_value></arg_value>",
     }.get(family) or '{"name":"f","arguments":{}}'
-    rules = CallRules(frozenset("fg"), lambda: "id", special=SPECIAL.get(family, ()))
+    rules = ToolCallRules(frozenset("fg"), lambda: "id", special=SPECIAL.get(family, ()))
     parser = ChatParser(READERS[family], rules, is_reasoning=True)
     parser.feed(before.format(open=opener, call=opener + call))
     kept = 0
@@ -226,9 +231,9 @@ def test_a_long_text_is_read_in_pieces_so_that_what_is_unread_is_not_copied_for_
         ("glm45", argument + "</arg_value>\n" * 4000),
         ("glm45", (argument + "</arg_value>") * 1000),
     ):
-        rules = CallRules(frozenset("fg"), lambda: "id", special=SPECIAL.get(family, ()))
+        rules = ToolCallRules(frozenset("fg"), lambda: "id", special=SPECIAL.get(family, ()))
         parser = ChatParser(READERS[family], rules)
-        joined(parser.feed(text), parser.finish())
+        join_deltas(parser.feed(text), parser.finish())
         num_chars += len(text)
     assert copied < 200 * num_chars
 

@@ -19,26 +19,26 @@ from real.smollm2 import UnreachableError
 from server.harness import inside
 from tools.scripted_engine import PROMPT, SCRIPT, build_scripted
 
-from headstart.anthropic.message_events import CacheMarks, MessageEvents
-from headstart.anthropic.messages_request import MessagesRequest, read_body
-from headstart.ollama.ollama_answers import Durations, OllamaAnswer
+from headstart.anthropic.message_events import CacheBreakpoints, MessageEventBuilder
+from headstart.anthropic.messages_request import MessagesRequest, translate_messages_body
+from headstart.ollama.ollama_answers import OllamaAnswerBuilder, RequestDurations
 from headstart.ollama.ollama_request import read_chat
-from headstart.openai.bounds import Bounds
-from headstart.openai.chat.chat_delta import ChatDelta, joined
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.chat.chat_delta import ChatDelta, join_deltas
 from headstart.openai.request_bodies import parse_chat
 from headstart.openai.responses import CACHE_SOURCES
-from headstart.openai.responses_api.response_events import ResponseEvents
-from headstart.openai.responses_api.response_objects import ResponseShape
+from headstart.openai.responses_api.response_events import ResponseEventBuilder
+from headstart.openai.responses_api.response_objects import ResponseTemplate
 from headstart.openai.responses_api.responses_request import parse_responses, translate_responses
-from headstart.openai.text.generation import Delta
+from headstart.openai.text.generation import OutputDelta
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.tools.call_arguments import call_arguments
+from headstart.openai.tools.call_arguments import parse_call_arguments
 from headstart.openai.tools.chat_format import TOOL_FAMILIES
-from headstart.openai.tools.parsers.call_writer import CallRules
+from headstart.openai.tools.parsers.call_writer import ToolCallRules
 from headstart.openai.tools.parsers.chat_parser import ChatParser
-from headstart.server.apis.choice_apis import message_parts
+from headstart.server.apis.choice_apis import message_fields
 
-BOUNDS = Bounds(10**6, 4096)
+BOUNDS = RequestBounds(10**6, 4096)
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
 CITY = json.dumps({"city": 'Pär"ís', "days": [1, 2.5], "deep": {"x": None, "ok": True}}, ensure_ascii=False)
 NAMED, PARAMETERS = f'{{"name": "weather", "arguments": {CITY}}}', f'{{"name": "weather", "parameters": {CITY}}}'
@@ -83,15 +83,15 @@ Read = Callable[[ChatDelta, list[str]], list[dict[str, Any]]]
 def parsed(family: str, text: str, *, is_forced: bool = False, step: int = 7) -> ChatDelta:
     """Return the answer that is cut behind `text`."""
     ids = (f"id{number:07d}" for number in count())
-    rules = CallRules(frozenset(("weather",)), lambda: next(ids), is_forced=is_forced)
+    rules = ToolCallRules(frozenset(("weather",)), lambda: next(ids), is_forced=is_forced)
     parser = ChatParser(TOOL_FAMILIES[family].read_calls, rules, is_reasoning=True)
     deltas = [parser.feed(text[at : at + step]) for at in range(0, len(text), step)]
-    return joined(*deltas, parser.finish(is_cut=True))
+    return join_deltas(*deltas, parser.finish(is_cut=True))
 
 
 def of_chat(answer: ChatDelta, texts: list[str]) -> list[dict[str, Any]]:
     """Return the conversation that a client of the chat API continues."""
-    message = {"role": "assistant", "content": answer.content, **message_parts(answer)}
+    message = {"role": "assistant", "content": answer.content, **message_fields(answer)}
     results = [
         {"role": "tool", "tool_call_id": call["id"], "content": text}
         for call, text in zip(message.get("tool_calls", ()), texts, strict=False)
@@ -102,8 +102,8 @@ def of_chat(answer: ChatDelta, texts: list[str]) -> list[dict[str, Any]]:
 
 def of_responses(answer: ChatDelta, texts: list[str]) -> list[dict[str, Any]]:
     """Return the conversation that a client of the Responses API continues, with a stored response or items."""
-    events = ResponseEvents(ResponseShape("resp_1", 1, "m", {}), generates=True)
-    events.parts.add(Delta(text="x", token_ids=(1,), finish_reason="length", chat=answer))
+    events = ResponseEventBuilder(ResponseTemplate("resp_1", 1, "m", {}), generates=True)
+    events.parts.add(OutputDelta(text="x", token_ids=(1,), finish_reason="length", chat=answer))
     output = msgspec.json.decode(msgspec.json.encode(events.response(USAGE)["output"]))
     calls = [item for item in output if item["type"] == "function_call"]
     results = [
@@ -117,8 +117,8 @@ def of_responses(answer: ChatDelta, texts: list[str]) -> list[dict[str, Any]]:
 
 def of_messages(answer: ChatDelta, texts: list[str]) -> list[dict[str, Any]]:
     """Return the conversation that a client of the Messages API continues."""
-    events = MessageEvents("msg_1", "m", CacheMarks())
-    events.parts.add(Delta(text="x", token_ids=(1,), finish_reason="length", chat=answer))
+    events = MessageEventBuilder("msg_1", "m", CacheBreakpoints())
+    events.parts.add(OutputDelta(text="x", token_ids=(1,), finish_reason="length", chat=answer))
     message = msgspec.json.decode(msgspec.json.encode(events.message(USAGE)))
     calls = [block for block in message["content"] if block["type"] == "tool_use"]
     results = [
@@ -130,14 +130,18 @@ def of_messages(answer: ChatDelta, texts: list[str]) -> list[dict[str, Any]]:
         {"role": "assistant", "content": message["content"]},
         {"role": "user", "content": [*results, {"type": "text", "text": "Go on."}]},
     ]
-    return read_body(MessagesRequest, {"messages": sent, "max_tokens": 1}, BOUNDS).chat.parse(BOUNDS).messages
+    return (
+        translate_messages_body(MessagesRequest, {"messages": sent, "max_tokens": 1}, BOUNDS)
+        .chat.parse(BOUNDS)
+        .messages
+    )
 
 
 def of_ollama(answer: ChatDelta, texts: list[str]) -> list[dict[str, Any]]:
     """Return the conversation that a client of Ollama's API continues."""
-    events = OllamaAnswer("m", 0, is_chat=True)
-    events.add(Delta(text="x", token_ids=(1,), finish_reason="length", chat=answer))
-    message = msgspec.json.decode(msgspec.json.encode(events.whole(USAGE, Durations(0, 0, 0))["message"]))
+    events = OllamaAnswerBuilder("m", 0, is_chat=True)
+    events.add(OutputDelta(text="x", token_ids=(1,), finish_reason="length", chat=answer))
+    message = msgspec.json.decode(msgspec.json.encode(events.whole(USAGE, RequestDurations(0, 0, 0))["message"]))
     results = [
         {"role": "tool", "tool_name": "weather", "content": text}
         for _, text in zip(message.get("tool_calls", ()), texts, strict=False)
@@ -273,7 +277,7 @@ def test_what_only_looks_like_a_call_stays_content() -> None:
     ],
 )
 def test_arguments_of_any_form_are_an_object(text: Any, expected: dict[str, Any]) -> None:
-    assert call_arguments(text) == expected
+    assert parse_call_arguments(text) == expected
 
 
 VALUES = st.recursive(
@@ -287,7 +291,7 @@ VALUES = st.recursive(
 @given(VALUES, st.integers(0, 200))
 @example("\ud800", 200)
 def test_arguments_cut_anywhere_are_plain_json_and_whole_ones_stay(value: Any, end: int) -> None:
-    found = call_arguments(json.dumps(value)[:end])
+    found = parse_call_arguments(json.dumps(value)[:end])
     json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     if isinstance(value, dict) and "NaN" not in repr(found) and len(json.dumps(value)) <= end:
         assert found.keys() == {key.encode("utf-8", "replace").decode() for key in value}
@@ -348,7 +352,7 @@ def test_a_call_with_any_arguments_is_rendered(name: str, arguments: Any) -> Non
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_answer_with_reasoning_only_is_history(name: str) -> None:
-    message = {"role": "assistant", "content": "", **message_parts(ChatDelta(reasoning="Hm."))}
+    message = {"role": "assistant", "content": "", **message_fields(ChatDelta(reasoning="Hm."))}
     assert message["content"] is None
     sent = [{"role": "user", "content": QUESTION}, message, {"role": "user", "content": "Go on."}]
     assert "Go on." in template(name).render(parse_chat({"messages": sent}, BOUNDS).messages)
@@ -358,13 +362,13 @@ def test_an_answer_with_reasoning_only_is_history(name: str) -> None:
 def test_messages_take_any_input_of_a_call(value: Any) -> None:
     block = {"type": "tool_use", "id": "c1", "name": "weather", "input": value}
     sent = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [block]}]
-    read = read_body(MessagesRequest, {"messages": sent, "max_tokens": 1}, BOUNDS).chat.parse(BOUNDS)
+    read = translate_messages_body(MessagesRequest, {"messages": sent, "max_tokens": 1}, BOUNDS).chat.parse(BOUNDS)
     assert isinstance(read.messages[1]["tool_calls"][0]["function"]["arguments"], dict)
 
 
 def test_a_message_keeps_the_arguments_of_a_call_that_was_cut() -> None:
-    events = MessageEvents("msg_1", "m", CacheMarks())
-    events.parts.add(Delta(finish_reason="length", chat=parsed("hermes", HERMES[: HERMES.index("ís")])))
+    events = MessageEventBuilder("msg_1", "m", CacheBreakpoints())
+    events.parts.add(OutputDelta(finish_reason="length", chat=parsed("hermes", HERMES[: HERMES.index("ís")])))
     assert events.message(USAGE)["content"][0]["input"] == {"city": 'Pär"'}
 
 

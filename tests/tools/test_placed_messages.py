@@ -12,9 +12,9 @@ from real.smollm2 import UnreachableError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.chat.template_forms import ONE_TEXT, decoded_forms, encoded_forms
-from headstart.openai.engine_requests import check_shown, skip_lost_reasoning
-from headstart.openai.forms.skipped import Skipped
+from headstart.openai.chat.template_forms import ONE_TEXT, decode_content_forms, encode_content_forms
+from headstart.openai.engine_requests import check_rendered_messages, note_dropped_reasoning
+from headstart.openai.forms.skipped import SkippedNames
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
 NUM_ALL = 70
@@ -67,15 +67,15 @@ def check_random_conversations(shown: Shown, count: int) -> None:
         prompt = shown.render(messages)
         assert (lost(sent, prompt), misplaced_reasoning(sent, prompt)) == ([], []), (shown.name, seed)
         assert named_reasoning(messages, prompt) == num_without_reasoning(sent, prompt), (shown.name, seed)
-        quiet = shown.forms.reasoning_key != "reasoning_content" or not shown.forms.shows("object arguments")
-        if not placed.counts and not quiet and shown.forms.shows("empty answer"):
+        quiet = shown.forms.reasoning_key != "reasoning_content" or not shown.forms.shows_probe("object arguments")
+        if not placed.counts and not quiet and shown.forms.shows_probe("empty answer"):
             assert placed.messages == messages
 
 
 def named_reasoning(messages: Sequence[dict[str, Any]], prompt: str) -> int:
     """Return the number of reasonings that the header names as left out of a prompt."""
-    skipped = Skipped()
-    skip_lost_reasoning(messages, prompt, replace(BOUNDS, skipped=skipped))
+    skipped = SkippedNames()
+    note_dropped_reasoning(messages, prompt, replace(BOUNDS, skipped=skipped))
     return dict(skipped.counts()).get("item.reasoning", 0)
 
 
@@ -170,10 +170,10 @@ def test_ids_that_a_template_refuses_become_short_ones_that_stay_the_same() -> N
 
 
 def test_without_knowledge_of_a_template_messages_stay() -> None:
-    assert ONE_TEXT.shows("anything")
-    assert decoded_forms(encoded_forms(ONE_TEXT)) == ONE_TEXT
+    assert ONE_TEXT.shows_probe("anything")
+    assert decode_content_forms(encode_content_forms(ONE_TEXT)) == ONE_TEXT
     forms = template("google-gemma-2-2b-it").forms
-    assert decoded_forms(encoded_forms(forms)) == forms and not forms.shows("system")
+    assert decode_content_forms(encode_content_forms(forms)) == forms and not forms.shows_probe("system")
 
 
 @pytest.mark.long
@@ -208,7 +208,7 @@ def check_against_transformers(shown: Shown, count: int) -> None:
         if shown.place(messages).messages != messages:
             continue
         has_form = all(message["role"] in shown.forms.separators for message in sent if is_list(message["content"]))
-        tools = None if shown.forms.shows("no tools") else []
+        tools = None if shown.forms.shows_probe("no tools") else []
         (expected,), _ = render_jinja_template(
             [sent if has_form and has_null(sent) <= has_null(messages) else messages],
             tools,
@@ -226,10 +226,10 @@ def test_what_needs_no_placement_is_rendered_as_transformers_does(name: str) -> 
 
 def test_a_message_that_is_dropped_after_all_is_refused_by_name() -> None:
     sent = [user("Hello there"), answer("Yes"), user("secret words")]
-    check_shown(sent, "<user>Hello there<user>secret words")
+    check_rendered_messages(sent, "<user>Hello there<user>secret words")
     with pytest.raises(
         InvalidRequestError, match=r"messages\[2\]\.content is dropped by the model's chat template"
     ) as caught:
-        check_shown(sent, "<user>Hello there<assistant>Yes")
+        check_rendered_messages(sent, "<user>Hello there<assistant>Yes")
     assert caught.value.param == "messages[2].content"
-    check_shown([user("..."), user(""), user("Hi"), user("Hi")], "... Hi")
+    check_rendered_messages([user("..."), user(""), user("Hi"), user("Hi")], "... Hi")

@@ -12,9 +12,9 @@ import tokenizer_folders
 from server.harness import inside, parse_events
 
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.bounds import Bounds
-from headstart.openai.engine_requests import shown_chat, with_chat_output
-from headstart.openai.generation_params import Kind, parse_params
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.engine_requests import chat_for_template, with_chat_output
+from headstart.openai.generation_params import ParamsKind, parse_params
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 WEATHER = {
@@ -317,7 +317,7 @@ def test_a_template_without_tools_gets_them_in_a_system_message_if_a_parser_is_c
 )
 def test_invalid_tools_are_refused(tools: Any, part: str) -> None:
     with pytest.raises(InvalidRequestError, match=part) as caught:
-        parse_params({"tools": tools}, Bounds(100, 100), Kind.CHAT)
+        parse_params({"tools": tools}, RequestBounds(100, 100), ParamsKind.CHAT)
     assert (caught.value.param or "").startswith("tools")
 
 
@@ -327,12 +327,12 @@ def test_a_model_may_be_known_to_write_calls_that_its_template_does_not_mention(
     backend = tokenizer_folders.build(tokenizer_folders.BYTE_LEVEL)
     known = Tokenizer(backend, chat_template=template, tool_call_parser="hermes")
     plain = Tokenizer(backend, chat_template=template)
-    bounds = Bounds(1000, 1000)
-    params = parse_params({"tools": TOOLS, "tool_choice": "required"}, bounds, Kind.CHAT)
-    messages, tools, _ = shown_chat([{"role": "user", "content": "go"}], params.tools, known, bounds)
+    bounds = RequestBounds(1000, 1000)
+    params = parse_params({"tools": TOOLS, "tool_choice": "required"}, bounds, ParamsKind.CHAT)
+    messages, tools, _ = chat_for_template([{"role": "user", "content": "go"}], params.tools, known, bounds)
     assert not tools and "<tool_call>" in messages[0]["content"] and "weather" in messages[0]["content"]
     chat = with_chat_output(params, known.encode("go"), known, bounds).chat
     assert chat is not None and chat.family is not None and chat.family.name == "hermes"
     for tokenizer, own in ((plain, bounds), (known, replace(bounds, tool_call_parser="none"))):
         with pytest.raises(InvalidRequestError, match="--tool-call-parser hermes"):
-            shown_chat([{"role": "user", "content": "go"}], params.tools, tokenizer, own)
+            chat_for_template([{"role": "user", "content": "go"}], params.tools, tokenizer, own)

@@ -8,19 +8,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta, joined
-from headstart.openai.tools.parsers.call_writer import CallRules
+from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta, join_deltas
+from headstart.openai.tools.parsers.call_writer import ToolCallRules
 from headstart.openai.tools.parsers.chat_parser import ChatParser, ReadCalls
-from headstart.openai.tools.parsers.tool_formats import read_hermes, read_llama3_json, read_mistral, read_pythonic
-from headstart.openai.tools.parsers.xml_calls import read_glm45, read_qwen3_coder
+from headstart.openai.tools.parsers.tool_formats import (
+    read_hermes_calls,
+    read_llama3_json_calls,
+    read_mistral_calls,
+    read_pythonic_calls,
+)
+from headstart.openai.tools.parsers.xml_calls import read_glm45_calls, read_qwen3_coder_calls
 
 READERS: dict[str, ReadCalls] = {
-    "hermes": read_hermes,
-    "llama3_json": read_llama3_json,
-    "mistral": read_mistral,
-    "pythonic": read_pythonic,
-    "qwen3_coder": read_qwen3_coder,
-    "glm45": read_glm45,
+    "hermes": read_hermes_calls,
+    "llama3_json": read_llama3_json_calls,
+    "mistral": read_mistral_calls,
+    "pythonic": read_pythonic_calls,
+    "qwen3_coder": read_qwen3_coder_calls,
+    "glm45": read_glm45_calls,
 }
 NAMES = frozenset(("f", "g"))
 TYPES = {
@@ -40,9 +45,9 @@ TYPES = {
 def parse(
     family: str, pieces: list[str], *, first_only: bool = False, is_cut: bool = False, **reasoning: Any
 ) -> ChatDelta:
-    rules = CallRules(NAMES, lambda: "id", first_only=first_only, parameters=TYPES)
+    rules = ToolCallRules(NAMES, lambda: "id", first_only=first_only, parameters=TYPES)
     parser = ChatParser(READERS[family], rules, **reasoning)
-    return joined(*(parser.feed(piece) for piece in pieces), parser.finish(is_cut=is_cut))
+    return join_deltas(*(parser.feed(piece) for piece in pieces), parser.finish(is_cut=is_cut))
 
 
 def elements(**texts: str) -> str:
@@ -178,7 +183,7 @@ def test_only_the_first_call_is_kept_without_parallel_calls() -> None:
 
 
 def test_arguments_arrive_while_the_model_writes_them() -> None:
-    parser = ChatParser(read_hermes, CallRules(NAMES, lambda: "id"))
+    parser = ChatParser(read_hermes_calls, ToolCallRules(NAMES, lambda: "id"))
     assert parser.feed('<tool_call>{"name": "f", "arguments": ') == ChatDelta()
     assert parser.feed('{"a": "b') == ChatDelta(tool_calls=(ToolCallDelta(0, "id", "f", '{"a": "b'),))
     assert parser.feed(' c"}') == ChatDelta(tool_calls=(ToolCallDelta(0, arguments=' c"}'),))
@@ -186,8 +191,8 @@ def test_arguments_arrive_while_the_model_writes_them() -> None:
 
 
 def test_strings_arrive_while_the_model_writes_them_and_other_values_when_they_are_complete() -> None:
-    rules = CallRules(NAMES, lambda: "id", parameters=TYPES)
-    parser = ChatParser(read_qwen3_coder, rules)
+    rules = ToolCallRules(NAMES, lambda: "id", parameters=TYPES)
+    parser = ChatParser(read_qwen3_coder_calls, rules)
     assert parser.feed("<tool_call>\n<function=f>\n<parameter=a>\nb") == ChatDelta(
         tool_calls=(ToolCallDelta(0, "id", "f", '{"a": "b'),)
     )
@@ -231,14 +236,14 @@ def test_text_that_is_cut_stays_content(family: str) -> None:
 def test_a_forced_call_that_is_cut_has_no_content() -> None:
     for family, text in WHOLE.items():
         for end in range(1, 20):
-            parser = ChatParser(READERS[family], CallRules(NAMES, lambda: "id", is_forced=True))
-            assert joined(parser.feed(text[:end]), parser.finish(is_cut=True)).content == ""
+            parser = ChatParser(READERS[family], ToolCallRules(NAMES, lambda: "id", is_forced=True))
+            assert join_deltas(parser.feed(text[:end]), parser.finish(is_cut=True)).content == ""
 
 
 def test_special_tokens_of_the_format_are_never_content() -> None:
-    rules = CallRules(NAMES, lambda: "id", special=("<|python_tag|>",))
-    parser = ChatParser(read_llama3_json, rules)
-    assert joined(parser.feed("a <|python_tag|>search(x)"), parser.finish()).content == "a search(x)"
+    rules = ToolCallRules(NAMES, lambda: "id", special=("<|python_tag|>",))
+    parser = ChatParser(read_llama3_json_calls, rules)
+    assert join_deltas(parser.feed("a <|python_tag|>search(x)"), parser.finish()).content == "a search(x)"
 
 
 # ------------------------------------------------------------------------------------------------------------ reasoning

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from headstart.openai.bounds import Bounds
-from headstart.openai.chat.chat_delta import joined
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.chat.chat_delta import join_deltas
 from headstart.openai.chat.chat_renderer import ChatRenderer
 from headstart.openai.chat.chat_template import ChatTemplate
 from headstart.openai.request_bodies import parse_chat
-from headstart.openai.tools.chat_format import TOOL_FAMILIES, chat_format, reasoning_at_end
-from headstart.openai.tools.default_prompt import calls_text
-from headstart.openai.tools.parsers.call_writer import CallRules
+from headstart.openai.tools.chat_format import TOOL_FAMILIES, find_chat_format, is_reasoning_open_at_end
+from headstart.openai.tools.default_prompt import tool_calls_as_text
+from headstart.openai.tools.parsers.call_writer import ToolCallRules
 from headstart.openai.tools.parsers.chat_parser import ChatParser
 
 FOLDER = Path(__file__).parents[1] / "data" / "chat_templates"
@@ -72,7 +72,7 @@ def source(name: str) -> str:
 
 
 def render(name: str, messages: list[dict[str, Any]], **options: Any) -> str:
-    body = parse_chat({"messages": messages, "tools": [TOOL]}, Bounds(1000, 1000))
+    body = parse_chat({"messages": messages, "tools": [TOOL]}, RequestBounds(1000, 1000))
     assert body.params.tools is not None
     template = ChatTemplate(source(name), NAMED_TOKENS)
     return template.render(body.messages, tools=body.params.tools.definitions, **options)
@@ -84,12 +84,14 @@ def test_every_template_has_an_expected_family() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_formats_of_a_model_follow_from_its_template(name: str) -> None:
-    form = chat_format(source(name), "auto", "auto")
+    form = find_chat_format(source(name), "auto", "auto")
     assert (form.family.name if form.family else None) == FAMILIES[name]
     assert (form.reasoning == "qwen3") is (name in REASONING)
     assert form.shows_tools is (FAMILIES[name] is not None)
     assert (
-        chat_format(source(name), "none", "none").family is chat_format(source(name), "none", "none").reasoning is None
+        find_chat_format(source(name), "none", "none").family
+        is find_chat_format(source(name), "none", "none").reasoning
+        is None
     )
 
 
@@ -99,13 +101,13 @@ def test_the_call_that_a_template_renders_is_parsed_back(name: str) -> None:
     assert "weather" in before and "Tells the weather." in before
     text = render(name, MESSAGES[:2], add_generation_prompt=False)
     assert text.startswith(before.removesuffix("<think>\n")[: len(before) // 2])
-    form = chat_format(source(name), "auto", "auto")
+    form = find_chat_format(source(name), "auto", "auto")
     assert form.family is not None
     called = text[text.index("How is the weather?") + len("How is the weather?") :]
     pieces = re.split(r"<\|eot_id\|>|<\|im_end\|>|</s>|<\|end_header_id\|>", called)
     called = next(piece for piece in pieces if "weather" in piece)
-    parser = ChatParser(form.family.read_calls, CallRules(frozenset(("weather",)), form.family.new_id))
-    found = joined(parser.feed(called), parser.finish())
+    parser = ChatParser(form.family.read_calls, ToolCallRules(frozenset(("weather",)), form.family.new_id))
+    found = join_deltas(parser.feed(called), parser.finish())
     assert [(call.name, json.loads(call.arguments)) for call in found.tool_calls] == [("weather", ARGUMENTS)], called
 
 
@@ -117,11 +119,11 @@ def test_a_conversation_with_tool_messages_is_rendered(name: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(TOOL_FAMILIES))
 def test_calls_in_a_default_prompt_are_parsed_back(family: str) -> None:
-    body = parse_chat({"messages": MESSAGES}, Bounds(1000, 1000))
-    chosen = chat_format("", family, "auto").family
+    body = parse_chat({"messages": MESSAGES}, RequestBounds(1000, 1000))
+    chosen = find_chat_format("", family, "auto").family
     assert chosen is not None
-    parser = ChatParser(chosen.read_calls, CallRules(frozenset(("weather",)), chosen.new_id))
-    found = joined(parser.feed(calls_text(body.messages[1]["tool_calls"], chosen)), parser.finish())
+    parser = ChatParser(chosen.read_calls, ToolCallRules(frozenset(("weather",)), chosen.new_id))
+    found = join_deltas(parser.feed(tool_calls_as_text(body.messages[1]["tool_calls"], chosen)), parser.finish())
     assert [(call.name, json.loads(call.arguments)) for call in found.tool_calls] == [("weather", ARGUMENTS)]
 
 
@@ -139,7 +141,7 @@ def test_the_prompt_tells_whether_reasoning_has_begun() -> None:
     deepseek = ChatTemplate(source("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"), NAMED_TOKENS)
     qwen = ChatTemplate(source("Qwen-Qwen3-0.6B"), NAMED_TOKENS)
     opening = ChatTemplate(source("Qwen-QwQ-32B"), NAMED_TOKENS)
-    assert reasoning_at_end(opening.render(MESSAGES[:1], options={"enable_thinking": True})) is True
-    assert reasoning_at_end(deepseek.render(MESSAGES[:1])) is False
-    assert reasoning_at_end(qwen.render(MESSAGES[:1])) is None
-    assert reasoning_at_end(qwen.render(MESSAGES[:1], options={"enable_thinking": False})) is False
+    assert is_reasoning_open_at_end(opening.render(MESSAGES[:1], options={"enable_thinking": True})) is True
+    assert is_reasoning_open_at_end(deepseek.render(MESSAGES[:1])) is False
+    assert is_reasoning_open_at_end(qwen.render(MESSAGES[:1])) is None
+    assert is_reasoning_open_at_end(qwen.render(MESSAGES[:1], options={"enable_thinking": False})) is False

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from headstart.core.errors import ConfigError
 from headstart.sim.profile import SERIAL
-from headstart.sim.sim_request import from_trace
-from headstart.sim.sweep import Simulation
-from headstart.workload.block_paths import block_paths, overlapped
-from headstart.workload.recorded.agent_sessions import IdRuns, SessionReader
+from headstart.sim.sim_request import requests_from_trace
+from headstart.sim.sweep import SimulationConfig
+from headstart.workload.block_paths import overlap_sessions, trace_block_paths
+from headstart.workload.recorded.agent_sessions import ConsecutiveIdRuns, SessionReader
 from headstart.workload.recorded.trace_files import TraceOptions, read_trace_file
 from headstart.workload.traces import Trace, TracedRequest
 
@@ -110,9 +110,9 @@ def test_a_request_that_overlaps_another_does_not_wait_for_it() -> None:
 
 def test_ids_are_local_to_a_session_unless_it_says_otherwise() -> None:
     trace = read_sessions([session("x", [call(0, [1, 2])]), session("y", [call(0, [1, 2])])])
-    assert block_paths(trace).num_distinct == 4
+    assert trace_block_paths(trace).num_distinct == 4
     shared = [session(name, [call(0, [1, 2])], hash_id_scope="global") for name in "xy"]
-    assert block_paths(read_sessions(shared)).num_distinct == 2
+    assert trace_block_paths(read_sessions(shared)).num_distinct == 2
 
 
 def test_tokens_behind_the_last_full_block_are_shared_with_no_other_request() -> None:
@@ -127,7 +127,7 @@ def test_runs_are_the_ids_by_other_names(paths: list[list[int]]) -> None:
     found = [one.hash_ids for one in read_sessions([session("s", rows)]).requests]
     numbers: dict[int, int] = {}
     for ids, path in zip(found, paths, strict=True):
-        assert isinstance(ids, IdRuns) and len(ids) == len(path) + 1
+        assert isinstance(ids, ConsecutiveIdRuns) and len(ids) == len(path) + 1
         assert list(ids)[:-1] == [numbers.setdefault(name, len(numbers)) for name in path]
         assert [ids[index] for index in range(-len(ids), len(ids))] == 2 * list(ids)
         assert all(list(ids[:count]) == list(ids)[:count] for count in range(len(ids) + 2))
@@ -213,7 +213,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
 
 
 def test_sessions_one_at_a_time_follow_one_another() -> None:
-    trace = overlapped(read_sessions([{**MADE, "id": name} for name in "xyz"]), 2)
+    trace = overlap_sessions(read_sessions([{**MADE, "id": name} for name in "xyz"]), 2)
     starts = {name: requests[0] for name, requests in by_session(trace).items() if "/" not in name}
     assert [starts[name].at for name in "xyz"] == [0, 0, 200]
     last = by_session(trace)["x"][-1]
@@ -222,22 +222,22 @@ def test_sessions_one_at_a_time_follow_one_another() -> None:
 
 def test_whole_sessions_are_left_out_if_one_prompt_is_too_long() -> None:
     long = session("long", [call(0, [1]), subagent(1, "a", [call(2, [1, 2, 3, 4, 5, 6])])])
-    trace = read_sessions([MADE, long]).up_to(330)
+    trace = read_sessions([MADE, long]).up_to_length(330)
     assert {one.root for one in trace.requests} == {"made"} and trace.num_dropped == 2
 
 
 def test_a_simulated_request_comes_when_the_answers_it_needs_have_ended() -> None:
     trace = read_sessions([MADE])
-    requests = from_trace(trace.divided(16))
+    requests = requests_from_trace(trace.with_divided_lengths(16))
     profile = SERIAL
-    records = Simulation(profile, 1).run(requests).records
+    records = SimulationConfig(profile, 1).run(requests).records
     found = {int(one.record.request_id): one.record for one in records}
     assert len(found) == 8 and not any(one.error for one in found.values())
     for index, request in enumerate(requests):
         if request.after:
             ends = [found[before].finish or 0.0 for before in request.after]
             assert found[index].arrival == pytest.approx(max(ends) + request.pause)
-    faster = Simulation(profile, 1).run(from_trace(trace, speed=2.0)).records
+    faster = SimulationConfig(profile, 1).run(requests_from_trace(trace, speed=2.0)).records
     assert max(one.record.arrival for one in faster) < max(one.arrival for one in found.values())
 
 
@@ -248,9 +248,9 @@ def test_recorded_sessions_are_read_whole() -> None:
     trace = options.read(RECORDED)
     assert len(trace.requests) == 3530 and len({one.root for one in trace.requests}) == 59
     assert len({one.session for one in trace.requests}) == 63 and trace.block_size == 4
-    prompts = block_paths(read_trace_file(RECORDED))
+    prompts = trace_block_paths(read_trace_file(RECORDED))
     hits = 1 - prompts.num_distinct / sum(map(len, prompts.paths))
     assert 0.955 < hits < 0.97  # published: 96 % of prompt blocks come back
-    part = from_trace(trace.first(300))
-    records = Simulation(SERIAL, 2).run(part).records
+    part = requests_from_trace(trace.first(300))
+    records = SimulationConfig(SERIAL, 2).run(part).records
     assert len(records) == 300 and not any(one.record.error for one in records)

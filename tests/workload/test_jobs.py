@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.workload.jobs import ideal_tokens, make_jobs
+from headstart.workload.jobs import make_jobs, perfect_cache_tokens
 
 
 def by_trie(prompts: list[list[int]]) -> int:
@@ -22,7 +22,7 @@ def by_trie(prompts: list[list[int]]) -> int:
 
 
 def ideal(*prompts: list[int]) -> int:
-    return ideal_tokens([array("i", prompt) for prompt in prompts])
+    return perfect_cache_tokens([array("i", prompt) for prompt in prompts])
 
 
 def test_every_distinct_prefix_counts_once_and_a_repeat_one_token() -> None:

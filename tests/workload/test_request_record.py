@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.workload.request_record import RequestRecord, median, percentile, percentiles, summarize
+from headstart.workload.request_record import RequestRecord, median, percentile, percentiles, summarize_records
 
 VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50)
 
@@ -64,7 +64,7 @@ def test_one_output_token_has_no_time_per_output_token() -> None:
 
 def test_failed_requests_count_as_errors_and_in_no_distribution() -> None:
     failed = make_record(arrival=1.0, error="boom", finish=None, first_token=None, output_tokens=0)
-    summary = summarize([make_record(), make_record(arrival=3.0), failed])
+    summary = summarize_records([make_record(), make_record(arrival=3.0), failed])
     assert (summary.requests, summary.errors) == (3, 1)
     assert (summary.prompt_tokens, summary.cached_tokens, summary.output_tokens) == (20, 8, 10)
     assert summary.seconds == 8.0 and summary.output_rate == 10 / 8
@@ -74,7 +74,7 @@ def test_failed_requests_count_as_errors_and_in_no_distribution() -> None:
 
 
 def test_summary_of_nothing_is_all_zero() -> None:
-    summary = summarize([])
+    summary = summarize_records([])
     assert (summary.requests, summary.seconds, summary.ttft, summary.cached_share, summary.output_rate) == (
         0,
         0.0,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.workload.request_record import RequestRecord
-from headstart.workload.slo import Slo, TooManyLate
+from headstart.workload.slo import LateRequestStop, Slo
 
 
 def record(ttft: float, e2e: float, tokens: int = 11, arrival: float = 0.0, error: str | None = None) -> RequestRecord:
@@ -40,6 +40,6 @@ def test_a_rate_holds_when_the_90th_percentile_of_every_latency_does() -> None:
 @given(st.lists(st.floats(0.1, 3.0), min_size=1, max_size=40), st.floats(0.1, 3.0))
 def test_what_is_called_sure_to_miss_does_miss(latencies: list[float], limit: float) -> None:
     records, slo = [record(0.05, e2e) for e2e in latencies], Slo(e2e=limit)
-    watch = TooManyLate(len(records), slo)
+    watch = LateRequestStop(len(records), slo)
     if any([watch(found) for found in records]):
         assert not slo.holds(records)

@@ -10,11 +10,11 @@ from headstart.workload.synthetic import (
     INTENT,
     RequestShape,
     poisson_arrivals,
+    prompts_with_prefix,
     random_tokens,
     rotations,
     shared_prefix,
-    unit_arrivals,
-    with_prefix,
+    unit_rate_arrivals,
 )
 
 
@@ -52,7 +52,7 @@ def test_prompts_of_a_group_share_exactly_the_prefix() -> None:
 
 def test_a_given_prefix_is_not_changed() -> None:
     prefix = array("i", [1, 2])
-    assert [prompt[:2].tolist() for prompt in with_prefix(prefix, 2, 3, 10, Random(0))] == [[1, 2], [1, 2]]
+    assert [prompt[:2].tolist() for prompt in prompts_with_prefix(prefix, 2, 3, 10, Random(0))] == [[1, 2], [1, 2]]
     assert prefix.tolist() == [1, 2]
 
 
@@ -70,7 +70,7 @@ def test_poisson_arrivals_come_at_the_rate_with_exponential_gaps(rate: float) ->
 
 
 def test_a_longer_draw_starts_with_the_shorter_one() -> None:
-    assert unit_arrivals(5, Random(1)) == unit_arrivals(9, Random(1))[:5]
+    assert unit_rate_arrivals(5, Random(1)) == unit_rate_arrivals(9, Random(1))[:5]
 
 
 def test_a_rate_of_zero_is_refused() -> None:

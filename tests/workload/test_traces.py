@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.core.errors import ConfigError
-from headstart.workload.jobs import ideal_tokens
+from headstart.workload.jobs import perfect_cache_tokens
 from headstart.workload.traces import Trace, TracedRequest, read_trace
 
 RECORDED = Path(__file__).parents[3] / "shared" / "traces"
@@ -66,7 +66,7 @@ def test_azure_has_lengths_and_shares_nothing() -> None:
     assert trace.kind == "azure"
     assert [(len(job.prompt), job.output) for job in jobs] == [(374, 44), (96, 9)]
     assert jobs[1].at == pytest.approx(4.21941)
-    assert ideal_tokens([job.prompt for job in jobs]) == 374 + 96
+    assert perfect_cache_tokens([job.prompt for job in jobs]) == 374 + 96
 
 
 def test_another_seed_shares_the_same_way_and_nothing_with_the_first() -> None:
@@ -74,8 +74,8 @@ def test_another_seed_shares_the_same_way_and_nothing_with_the_first() -> None:
         trace = read_trace(lines(rows))
         one, again, other = (trace.jobs(32_000, seed) for seed in (1, 1, 2))
         assert one == again
-        assert [ideal_tokens([job.prompt for job in jobs]) for jobs in (one, other)] == [
-            ideal_tokens([job.prompt for job in one])
+        assert [perfect_cache_tokens([job.prompt for job in jobs]) for jobs in (one, other)] == [
+            perfect_cache_tokens([job.prompt for job in one])
         ] * 2
         assert common(one[0].prompt, other[0].prompt) == 0
 
@@ -88,10 +88,10 @@ def test_the_first_requests_are_those_that_came_first() -> None:
 
 def test_long_prompts_can_be_left_out() -> None:
     trace = read_trace(lines(MOONCAKE))
-    assert [request.length for request in trace.up_to(1000).requests] == [1000, 600]
-    assert trace.up_to(0) == trace
+    assert [request.length for request in trace.up_to_length(1000).requests] == [1000, 600]
+    assert trace.up_to_length(0) == trace
     with pytest.raises(ConfigError, match="no prompt of the trace has 599"):
-        trace.up_to(599)
+        trace.up_to_length(599)
 
 
 @pytest.mark.parametrize(
@@ -152,4 +152,4 @@ def test_recorded_traces_are_read_whole(name: str, kind: str, requests: int) -> 
     assert max(len(job.prompt) for job in jobs) <= 501 and all(job.prompt for job in jobs)
     if kind != "azure":
         prompts = [job.prompt for job in jobs]
-        assert ideal_tokens(prompts) < 0.98 * sum(len(prompt) for prompt in prompts)
+        assert perfect_cache_tokens(prompts) < 0.98 * sum(len(prompt) for prompt in prompts)

@@ -24,7 +24,7 @@ import grpc.aio
 import uvloop
 
 from headstart.gateway.picker import ext_proc_pb2 as pb
-from headstart.gateway.picker.envoy_config import SOCKET, EnvoySettings, write_bootstrap, write_replicas
+from headstart.gateway.picker.envoy_config import SOCKET, EnvoySettings, write_envoy_config, write_envoy_endpoints
 from headstart.gateway.picker.envoy_process import EnvoyProcess
 from headstart.gateway.picker.ext_proc_messages import (
     ANSWER_HEADERS,
@@ -32,13 +32,13 @@ from headstart.gateway.picker.ext_proc_messages import (
     DESTINATION,
     LB,
     header_mutation,
-    replacement,
+    replaced_body_response,
 )
 from headstart.gateway.picker.grpc_connection import GrpcConnection
 from headstart.gateway.picker.grpc_stream import GrpcStream
 from headstart.gateway.picker.picker_fronts import HEALTH, SERVICE
 from headstart.http.answer_report import REPORT_HEADER
-from headstart.http.logs import Log
+from headstart.http.logs import ServerLog
 
 MAX_BODY_BYTES = 1 << 20
 _SERVING = 1
@@ -67,7 +67,7 @@ class NullPicker:
         pieces.append(request.request_body.body)
         if not request.request_body.end_of_stream:
             return []
-        return [self._head, *[replacement(piece).SerializeToString() for piece in pieces]]
+        return [self._head, *[replaced_body_response(piece).SerializeToString() for piece in pieces]]
 
 
 async def serve_frames(picker: NullPicker, path: str) -> object:
@@ -162,8 +162,8 @@ async def serve(envoy: Path, port: int, folder: Path, kind: str, replicas: list[
         max_body_bytes=MAX_BODY_BYTES,
         max_connections=10_000,
     )
-    config = write_bootstrap(settings)
-    write_replicas(folder, replicas)
+    config = write_envoy_config(settings)
+    write_envoy_endpoints(folder, replicas)
     picker = NullPicker(replicas[0])
     served: object = None
     if kind == "none":
@@ -171,7 +171,7 @@ async def serve(envoy: Path, port: int, folder: Path, kind: str, replicas: list[
     else:
         start = {"frames": serve_frames, "aio": serve_aio, "threads": serve_threads}[kind]
         served = await start(picker, str(folder / SOCKET))
-    process = EnvoyProcess(envoy, config, Log())
+    process = EnvoyProcess(envoy, config, ServerLog())
     await process.ended.wait()
     del served
 

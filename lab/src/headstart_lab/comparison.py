@@ -1,25 +1,25 @@
 """The rows by which engines are compared: scenarios and the figures read from them. All engines share one definition.
 
 `measure_row(name, runner, seed)` is one repetition, on prompts that no server has seen. Figures are in seconds, or per
-second where `Row.is_rate`.
+second where `RowResult.is_rate`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from headstart.bench.measure import Measured, PhaseResult, measure
-from headstart.bench.rate_report import DEFAULTS, RateConfig, behind_prefix, search_rate
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.runner import Runner
+from headstart.bench.measure import PhaseResult, ScenarioResult, measure_scenario
+from headstart.bench.rate_report import DEFAULTS, RateConfig, cached_prefix_load, measure_highest_rate
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.runner import JobRunner
 from headstart.workload import scenarios
-from headstart.workload.jobs import GREEDY, Sampling
+from headstart.workload.jobs import GREEDY, JobSampling
 from headstart.workload.request_record import median
-from headstart.workload.scenarios import Scenario
+from headstart.workload.scenarios import WorkloadScenario
 from headstart.workload.slo import Slo
 from headstart.workload.synthetic import INTENT, RequestShape
 
-Build = Callable[[int, Random], Scenario]  # (vocabulary size, rng) -> one repetition
+Build = Callable[[int, Random], WorkloadScenario]  # (vocabulary size, rng) -> one repetition
 Figure = Callable[[PhaseResult], float | None]
 
 
@@ -72,22 +72,22 @@ def decode_rate(result: PhaseResult) -> float | None:
     return result.trial.decode_rate
 
 
-def _decode(is_shared: bool, sampling: Sampling = GREEDY) -> Build:
+def _decode(is_shared: bool, sampling: JobSampling = GREEDY) -> Build:
     return lambda vocab_size, rng: scenarios.decode(vocab_size, rng, is_shared=is_shared, sampling=sampling)
 
 
 SAMPLED = {
-    "decode_temperature": Sampling(temperature=1.0),
-    "decode_top_p": Sampling(temperature=1.0, top_p=0.95),
-    "decode_top_k": Sampling(temperature=1.0, top_p=0.8, top_k=20),
+    "decode_temperature": JobSampling(temperature=1.0),
+    "decode_top_p": JobSampling(temperature=1.0, top_p=0.95),
+    "decode_top_k": JobSampling(temperature=1.0, top_p=0.8, top_k=20),
 }
 """Rows that are `decode_shared` with sampled tokens."""
 
 
 ROWS: dict[str, Row] = {
-    "single_stream": Row(scenarios.single_stream, (Part("single_stream", "alone", tpot),)),
-    "warm_ttft": Row(scenarios.warm_ttft, (Part("warm_ttft", "warm", ttft),)),
-    "cold_ttft": Row(scenarios.cold_ttft, (Part("cold_ttft", "cold", ttft),)),
+    "single_stream": Row(scenarios.single_stream_scenario, (Part("single_stream", "alone", tpot),)),
+    "warm_ttft": Row(scenarios.warm_ttft_scenario, (Part("warm_ttft", "warm", ttft),)),
+    "cold_ttft": Row(scenarios.cold_ttft_scenario, (Part("cold_ttft", "cold", ttft),)),
     "rotations": Row(
         lambda vocab_size, rng: scenarios.rotations(vocab_size, rng, passes=3),
         (Part("rotations_cold", "cold", seconds), Part("rotations_warm", "warm", seconds)),
@@ -99,22 +99,22 @@ ROWS: dict[str, Row] = {
         for name, sampling in SAMPLED.items()
     },
     "shared_prefix": Row(scenarios.shared_prefix, (Part("shared_prefix", "cold", seconds),)),
-    "twins": Row(scenarios.twins, (Part("twins", "cold", seconds),)),
+    "twins": Row(scenarios.shared_burst_scenario, (Part("twins", "cold", seconds),)),
 }
-"""All rows except `poisson`, which is a search (`measure_poisson`)."""
+"""All rows except `poisson_intent_scenario`, which is a search (`measure_poisson`)."""
 
 
-def measure_row(name: str, runner: Runner, seed: int | str, bar: Bar = QUIET) -> Outcome:
+def measure_row(name: str, runner: JobRunner, seed: int | str, bar: ProgressBar = QUIET) -> Outcome:
     """Measure one repetition of one of ROWS. Each repetition needs a different `seed`. Raises KeyError."""
     row = ROWS[name]
-    return read_off(row.parts, measure(runner, row.build(runner.vocab_size, Random(f"{seed}/{name}")), bar))
+    return read_off(row.parts, measure_scenario(runner, row.build(runner.vocab_size, Random(f"{seed}/{name}")), bar))
 
 
 def measure_poisson(
-    runner: Runner,
+    runner: JobRunner,
     slo_seconds: float | None,
     config: RateConfig = DEFAULTS,
-    bar: Bar = QUIET,
+    bar: ProgressBar = QUIET,
     *,
     shape: RequestShape = INTENT,
 ) -> tuple[Outcome, float | None]:
@@ -126,7 +126,7 @@ def measure_poisson(
     if alone is None:
         return Outcome({"poisson": None}, {}, {}, {}, ("no request alone came through",)), None
     slo = Slo(e2e=slo_seconds or 4 * alone)
-    found = search_rate(runner, behind_prefix(shape), slo, alone, config, bar)
+    found = measure_highest_rate(runner, cached_prefix_load(shape), slo, alone, config, bar)
     held = [point.result for point in found.points if point.holds and point.rate == found.rate]
     return Outcome(
         {"poisson": found.rate},
@@ -138,16 +138,16 @@ def measure_poisson(
 
 
 def unloaded_e2e(
-    runner: Runner, seed: int | str, bar: Bar = QUIET, *, shape: RequestShape = INTENT, requests: int = 8
+    runner: JobRunner, seed: int | str, bar: ProgressBar = QUIET, *, shape: RequestShape = INTENT, requests: int = 8
 ) -> float | None:
     """Return the median seconds of an unloaded request behind a cached prefix; None if none succeeded."""
     rng = Random(f"{seed}/unloaded")
-    found = measure(runner, scenarios.intent(runner.vocab_size, rng, shape=shape, requests=requests), bar)
+    found = measure_scenario(runner, scenarios.intent(runner.vocab_size, rng, shape=shape, requests=requests), bar)
     known = [record.e2e for record in found["alone"].trial.records if record.e2e is not None]
     return median(known) if known else None
 
 
-def read_off(parts: tuple[Part, ...], found: Measured) -> Outcome:
+def read_off(parts: tuple[Part, ...], found: ScenarioResult) -> Outcome:
     """Return the figures of a measured scenario. Phases of the same name count as repetitions of each other."""
     figures: dict[str, float | None] = {}
     redundancy: dict[str, float | None] = {}

@@ -195,7 +195,7 @@ def check_a_tier_that_is_slower_than_computing_is_not_read() -> None:
     engine = Engine(filled("slower"))
     request, copies = make_request("x", sessions()[0]), engine.worker._worker
     keys = [engine.planner._key(request, place) for place in range(2)]
-    copies._store.expected_seconds = lambda num, first=None: 1.0 if first == keys[0].block_hash else 0.0
+    copies._store.expected_load_seconds = lambda num, first=None: 1.0 if first == keys[0].block_hash else 0.0
     for computing, failed in (0.5, {7, 9}), (2.0, set[int]()):
         metadata = StoreMetadata(loads=[BlockLoad("x", keys, [7, 9], computing)])
         copies.begin_loads(metadata)

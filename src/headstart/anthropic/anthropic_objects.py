@@ -50,7 +50,7 @@ def anthropic_model(model: Json) -> Json:
     }
 
 
-def model_page(models: Iterable[Json]) -> Json:
+def model_list_page(models: Iterable[Json]) -> Json:
     """Return the list of models: one page with all of them."""
     data = [anthropic_model(model) for model in models]
     ids = [model["id"] for model in data]

@@ -10,12 +10,19 @@ from typing import Any
 
 import msgspec
 
-from headstart.openai.bounds import Bounds
-from headstart.openai.forms.carried_text import carried_text, part_text, result_content
-from headstart.openai.forms.treatments import UNREADABLE, ApiName, Place, Treatment, treatment
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.forms.carried_text import item_text, part_text, tool_result_content
+from headstart.openai.forms.treatments import UNREADABLE, ApiName, NamePlace, NameTreatment, find_treatment
 from headstart.openai.responses import Json
-from headstart.openai.tools.call_arguments import call_arguments
-from headstart.openai.value_checks import bad_value, check_list, check_string, check_text, missing, shown
+from headstart.openai.tools.call_arguments import parse_call_arguments
+from headstart.openai.value_checks import (
+    check_list,
+    check_string,
+    check_text,
+    missing_parameter_error,
+    raise_invalid_value,
+    safe_repr,
+)
 
 MAX_MESSAGES = 100_000
 MAX_BLOCKS = 4096
@@ -23,7 +30,7 @@ TTL_SECONDS = {"5m": 300.0, "1h": 3600.0}
 
 
 @dataclass(slots=True)
-class ReadConversation:
+class ConversationBuilder:
     """Messages of a chat, the field that each comes from, and the cache breakpoints.
 
     `last_breakpoint`: the number of messages up to and including the one of the last breakpoint, and the number of
@@ -40,16 +47,16 @@ class ReadConversation:
         self.messages.append(message)
         self.names.append(name)
 
-    def mark(self, block: Mapping[str, Any]) -> None:
+    def note_cache_breakpoint(self, block: Mapping[str, Any]) -> None:
         """Note the breakpoint behind the block that was added last, if it has one."""
-        ttl = cache_ttl(block.get("cache_control"))
+        ttl = cache_control_ttl(block.get("cache_control"))
         if ttl:
             self.ttl = max(self.ttl, ttl)
             content = self.messages[-1]["content"] if self.messages else ""
             self.last_breakpoint = (len(self.messages), len(content) if isinstance(content, list) else 1)
 
 
-def cache_ttl(mark: object) -> float:
+def cache_control_ttl(mark: object) -> float:
     """Return the lifetime that a cache_control requests, in seconds; 0 without one, the shortest in an unknown form."""
     if mark is None:
         return 0.0
@@ -57,7 +64,7 @@ def cache_ttl(mark: object) -> float:
     return TTL_SECONDS["1h" if ttl == "1h" else "5m"]
 
 
-def read_system(value: object, into: ReadConversation, bounds: Bounds) -> None:
+def read_system(value: object, into: ConversationBuilder, bounds: RequestBounds) -> None:
     """Add the system prompt: a text, or text blocks. Raises InvalidRequestError."""
     if isinstance(value, str):
         into.append("system", {"role": "system", "content": check_text("system", value)})
@@ -69,23 +76,23 @@ def read_system(value: object, into: ReadConversation, bounds: Bounds) -> None:
     for index, block in enumerate(blocks):
         name = f"system[{index}]"
         _add_text(parts, _text_of(name, block, bounds))
-        into.mark(block)
+        into.note_cache_breakpoint(block)
 
 
-def read_messages(value: object, into: ReadConversation, bounds: Bounds) -> None:
+def read_messages(value: object, into: ConversationBuilder, bounds: RequestBounds) -> None:
     """Add the messages. Raises InvalidRequestError."""
     if value is None:
-        raise missing("messages")
+        raise missing_parameter_error("messages")
     messages = check_list("messages", value, MAX_MESSAGES, "messages")
     if not messages:
-        bad_value("messages", "is empty", "send at least one message")
+        raise_invalid_value("messages", "is empty", "send at least one message")
     for index, message in enumerate(messages):
         name = f"messages[{index}]"
         if not isinstance(message, Mapping):
-            bad_value(name, f"is {shown(message)}", "it must be an object with role and content")
+            raise_invalid_value(name, f"is {safe_repr(message)}", "it must be an object with role and content")
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
-            bad_value(f"{name}.role", f"is {shown(role)}", "it must be user or assistant")
+            raise_invalid_value(f"{name}.role", f"is {safe_repr(role)}", "it must be user or assistant")
         if isinstance(content, str):
             into.append(name, {"role": role, "content": check_text(f"{name}.content", content)})
             continue
@@ -97,7 +104,7 @@ def read_messages(value: object, into: ReadConversation, bounds: Bounds) -> None
 
 
 def _read_user(
-    name: str, role: str, blocks: "list[Any] | tuple[Any, ...]", into: ReadConversation, bounds: Bounds
+    name: str, role: str, blocks: "list[Any] | tuple[Any, ...]", into: ConversationBuilder, bounds: RequestBounds
 ) -> None:
     parts: list[Json] | None = None  # of the user message that is open
     if not blocks:
@@ -116,10 +123,12 @@ def _read_user(
             call_id = check_string(f"{at}.tool_use_id", block.get("tool_use_id"))
             into.append(name, {"role": "tool", "tool_call_id": call_id, "content": _result(at, block, into, bounds)})
             parts = None
-        into.mark(block)
+        into.note_cache_breakpoint(block)
 
 
-def _read_assistant(name: str, blocks: "list[Any] | tuple[Any, ...]", into: ReadConversation, bounds: Bounds) -> None:
+def _read_assistant(
+    name: str, blocks: "list[Any] | tuple[Any, ...]", into: ConversationBuilder, bounds: RequestBounds
+) -> None:
     message: Json = {"role": "assistant", "content": (parts := list[Json]())}
     into.append(name, message)
     for index, item in enumerate(blocks):
@@ -133,13 +142,13 @@ def _read_assistant(name: str, blocks: "list[Any] | tuple[Any, ...]", into: Read
                 message.setdefault("tool_calls", []).append(_call(at, block))
             case _:
                 _add_text(parts, _text_of(at, block, bounds))
-        into.mark(block)
+        into.note_cache_breakpoint(block)
     if not parts:
         message["content"] = None if "tool_calls" in message else ""
 
 
 def _call(name: str, block: Mapping[str, Any]) -> Json:
-    arguments = call_arguments(block.get("input"))
+    arguments = parse_call_arguments(block.get("input"))
     return {
         "id": check_string(f"{name}.id", block.get("id")),
         "type": "function",
@@ -150,9 +159,9 @@ def _call(name: str, block: Mapping[str, Any]) -> Json:
     }
 
 
-def _result(name: str, block: Mapping[str, Any], into: ReadConversation, bounds: Bounds) -> str | list[Json]:
+def _result(name: str, block: Mapping[str, Any], into: ConversationBuilder, bounds: RequestBounds) -> str | list[Json]:
     """Return the content of a tool result, a text or text parts. Breakpoints inside of it count as one behind it."""
-    content = result_content(block.get("content"))
+    content = tool_result_content(block.get("content"))
     if isinstance(content, str):
         return check_text(f"{name}.content", content)
     parts: list[Json] = []
@@ -160,32 +169,34 @@ def _result(name: str, block: Mapping[str, Any], into: ReadConversation, bounds:
         at = f"{name}.content[{index}]"
         inner = _typed(at, item)
         _add_text(parts, _text_of(at, inner, bounds))
-        into.ttl = max(into.ttl, cache_ttl(inner.get("cache_control")))
+        into.ttl = max(into.ttl, cache_control_ttl(inner.get("cache_control")))
     return parts if len(parts) > 1 else "".join(part["text"] for part in parts)
 
 
 def _typed(name: str, block: object) -> Mapping[str, Any]:
     """Return a block with a type. Raises InvalidRequestError."""
     if not isinstance(block, Mapping):
-        bad_value(name, f"is {shown(block)}", 'it must be an object such as {"type": "text", "text": "..."}')
+        raise_invalid_value(
+            name, f"is {safe_repr(block)}", 'it must be an object such as {"type": "text", "text": "..."}'
+        )
     if not isinstance(block.get("type"), str):
-        bad_value(f"{name}.type", f"is {shown(block.get('type'))}", 'it must be a string such as "text"')
+        raise_invalid_value(f"{name}.type", f"is {safe_repr(block.get('type'))}", 'it must be a string such as "text"')
     return block
 
 
-def _text_of(name: str, block: object, bounds: Bounds) -> str | None:
+def _text_of(name: str, block: object, bounds: RequestBounds) -> str | None:
     """Return the text of a block, that of other types by the table; None if it is skipped, which is noted."""
     block = _typed(name, block)
     kind = block["type"]
     if kind == "text":
         return _text(name, block)
-    row = treatment(ApiName.MESSAGES, Place.ITEM, kind)
-    if row is None or row.treatment is not Treatment.SKIPPED:
+    row = find_treatment(ApiName.MESSAGES, NamePlace.ITEM, kind)
+    if row is None or row.treatment is not NameTreatment.SKIPPED:
         is_part = kind in UNREADABLE or kind == "document"
-        text = (part_text if is_part else carried_text)(name, block, bounds)
+        text = (part_text if is_part else item_text)(name, block, bounds)
         if text:
             return text
-    bounds.skip(Place.ITEM, kind)
+    bounds.skip(NamePlace.ITEM, kind)
     return None
 
 

@@ -1,41 +1,42 @@
-"""MessageEvents: the output of one request of the Messages API, as a whole message and as the events of a stream."""
+"""MessageEventBuilder: the output of one request of the Messages API, as a whole message and as the events of a
+stream."""
 
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from headstart.openai.chat.chat_parts import ChatPart, ChatParts, PartKind, PartStep
+from headstart.openai.chat.chat_parts import ChatPart, ChatPartKind, ChatParts, ChatPartUpdate
 from headstart.openai.responses import Json
-from headstart.openai.text.generation import Delta
-from headstart.openai.tools.call_arguments import call_arguments
+from headstart.openai.text.generation import OutputDelta
+from headstart.openai.tools.call_arguments import parse_call_arguments
 
 
 @dataclass(frozen=True, slots=True)
-class CacheMarks:
+class CacheBreakpoints:
     """The cache breakpoints of a prompt. `num_tokens` up to the last one, whole blocks only; 0 without any."""
 
     num_tokens: int = 0
     is_long: bool = False  # the longest lifetime is an hour
 
 
-class MessageEvents:
+class MessageEventBuilder:
     """Builder of one message.
 
     `marks`: the cache breakpoints of its prompt. `fills_context`: fewer tokens than max_tokens fit into the context.
     """
 
-    def __init__(self, message_id: str, model: str, marks: CacheMarks, *, fills_context: bool = False) -> None:
+    def __init__(self, message_id: str, model: str, marks: CacheBreakpoints, *, fills_context: bool = False) -> None:
         self.parts = ChatParts()
         self._message_id = message_id
         self._model = model
         self._marks = marks
         self._cut_reason = "model_context_window_exceeded" if fills_context else "max_tokens"
 
-    def opening(self, usage: Json) -> list[Json]:
+    def opening_events(self, usage: Json) -> list[Json]:
         """Return the event that begins a stream; `usage` as of a chat."""
         return [{"type": "message_start", "message": self._message([], None, None, usage)}]
 
-    def add(self, delta: Delta) -> list[Json]:
+    def add(self, delta: OutputDelta) -> list[Json]:
         """Process a delta and return its events."""
         return [event for step in self.parts.add(delta) for event in self._of_step(step)]
 
@@ -94,7 +95,7 @@ class MessageEvents:
             return "stop_sequence", parts.stop_reason
         return "end_turn", None
 
-    def _of_step(self, step: PartStep) -> Iterator[Json]:
+    def _of_step(self, step: ChatPartUpdate) -> Iterator[Json]:
         part = step.part
         if step.closed is not None:
             yield from _end_of(step.closed)
@@ -105,7 +106,7 @@ class MessageEvents:
 
 
 def _end_of(part: ChatPart) -> Iterator[Json]:
-    if part.kind is PartKind.REASONING:
+    if part.kind is ChatPartKind.REASONING:
         delta = {"type": "signature_delta", "signature": _signature(part.text)}
         yield {"type": "content_block_delta", "index": part.index, "delta": delta}
     yield {"type": "content_block_stop", "index": part.index}
@@ -116,13 +117,13 @@ def _signature(thinking: str) -> str:
     return hashlib.sha256(thinking.encode()).hexdigest()
 
 
-def _delta(kind: PartKind, text: str) -> Json:
+def _delta(kind: ChatPartKind, text: str) -> Json:
     match kind:
-        case PartKind.TOOL_CALL:
+        case ChatPartKind.TOOL_CALL:
             return {"type": "input_json_delta", "partial_json": text}
-        case PartKind.REASONING:
+        case ChatPartKind.REASONING:
             return {"type": "thinking_delta", "thinking": text}
-        case PartKind.CONTENT:
+        case ChatPartKind.CONTENT:
             return {"type": "text_delta", "text": text}
 
 
@@ -130,10 +131,15 @@ def _block(part: ChatPart, *, is_empty: bool = False) -> Json:
     """Return the content block of a part; `is_empty`: as it is before any text."""
     text = "" if is_empty else part.text
     match part.kind:
-        case PartKind.TOOL_CALL:
+        case ChatPartKind.TOOL_CALL:
             assert part.call is not None
-            return {"type": "tool_use", "id": part.call.call_id, "name": part.call.name, "input": call_arguments(text)}
-        case PartKind.REASONING:
+            return {
+                "type": "tool_use",
+                "id": part.call.call_id,
+                "name": part.call.name,
+                "input": parse_call_arguments(text),
+            }
+        case ChatPartKind.REASONING:
             return {"type": "thinking", "thinking": text, "signature": "" if is_empty else _signature(text)}
-        case PartKind.CONTENT:
+        case ChatPartKind.CONTENT:
             return {"type": "text", "text": text, "citations": None}

@@ -9,21 +9,27 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from headstart.anthropic.anthropic_objects import THREAD_NOT_FOUND
-from headstart.anthropic.content_blocks import MAX_BLOCKS, ReadConversation, cache_ttl, read_messages, read_system
+from headstart.anthropic.content_blocks import (
+    MAX_BLOCKS,
+    ConversationBuilder,
+    cache_control_ttl,
+    read_messages,
+    read_system,
+)
 from headstart.common_prefix import common_prefix_length
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.bounds import INT31_MAX, Bounds
+from headstart.openai.bounds import INT31_MAX, RequestBounds
 from headstart.openai.cache_params import MAX_ID_CHARS
-from headstart.openai.chat.chat_translation import ChatTranslation, passed_on, template_variables
+from headstart.openai.chat.chat_translation import ChatTranslation, passthrough_params, template_variables
 from headstart.openai.engine_requests import encode_chat
-from headstart.openai.forms.fields import check_fields
-from headstart.openai.forms.treatments import ApiName, Place, Treatment, treatment, unversioned
-from headstart.openai.generation_fields import Model, SamplingFields, StopTexts, check_stops
-from headstart.openai.request_model import SentMessages, SentObjects, checked, validated
+from headstart.openai.forms.fields import check_request_fields
+from headstart.openai.forms.treatments import ApiName, NamePlace, NameTreatment, find_treatment, strip_version_date
+from headstart.openai.generation_fields import Model, SamplingFields, StopTexts, check_stop_strings
+from headstart.openai.request_model import SentMessages, SentObjects, custom_validator, validate_as
 from headstart.openai.responses import Json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.tools.tool_fields import MAX_TOOLS, known_effort
-from headstart.openai.value_checks import bad_value, check_list, check_mapping, shown
+from headstart.openai.tools.tool_fields import MAX_TOOLS, read_reasoning_effort
+from headstart.openai.value_checks import check_list, check_mapping, raise_invalid_value, safe_repr
 
 _RENAMES = (
     (re.compile(r"\bmax_completion_tokens\b"), "max_tokens"),
@@ -33,7 +39,9 @@ _RENAMES = (
     (re.compile(r"\bresponse_format(\.json_schema)?\b"), "output_config.format"),
     (re.compile(r", or send strict: false\Z"), ""),
 )
-StopSequences = Annotated[tuple[str, ...], checked(lambda value, _: check_stops("stop_sequences", value), StopTexts)]
+StopSequences = Annotated[
+    tuple[str, ...], custom_validator(lambda value, _: check_stop_strings("stop_sequences", value), StopTexts)
+]
 _THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 # Tools that a client executes although their schemas are the vendor's: models not trained on them need the schema.
 _TEXT: Json = {"type": "string"}
@@ -73,7 +81,7 @@ _SCHEMAS: Mapping[str, tuple[str, Json, tuple[str, ...]]] = {  # description, pr
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
+class ChatTools:
     """Tools in the form of a chat, the field of each, and the longest lifetime of their breakpoints in seconds."""
 
     tools: list[Json]
@@ -100,26 +108,26 @@ class PromptFields(SamplingFields):
 
     model: Model = None
     system: Annotated[
-        ReadConversation | None, checked(lambda value, bounds: _system(value, bounds), str | SentObjects)
+        ConversationBuilder | None, custom_validator(lambda value, bounds: _system(value, bounds), str | SentObjects)
     ] = None
     messages: SentMessages
-    tools: Annotated[Tools, checked(lambda value, bounds: _tools(value, bounds), SentObjects)] = Field(
-        Tools([]), description="Tools of the client"
+    tools: Annotated[ChatTools, custom_validator(lambda value, bounds: _tools(value, bounds), SentObjects)] = Field(
+        ChatTools([]), description="Tools of the client"
     )
-    tool_choice: Annotated[ChatToolChoice, checked(lambda value, _: _tool_choice(value), dict[str, Any])] = Field(
-        ChatToolChoice(), description="auto, any, tool or none, with disable_parallel_tool_use perhaps"
+    tool_choice: Annotated[ChatToolChoice, custom_validator(lambda value, _: _tool_choice(value), dict[str, Any])] = (
+        Field(ChatToolChoice(), description="auto, any, tool or none, with disable_parallel_tool_use perhaps")
     )
-    thinking: Annotated[bool | None, checked(lambda value, bounds: _thinking(value, bounds), dict[str, Any])] = Field(
-        None, description="Passed to the chat template as enable_thinking; budget_tokens is not enforced"
-    )
+    thinking: Annotated[
+        bool | None, custom_validator(lambda value, bounds: _thinking(value, bounds), dict[str, Any])
+    ] = Field(None, description="Passed to the chat template as enable_thinking; budget_tokens is not enforced")
     output_config: Annotated[
-        OutputConfig, checked(lambda value, bounds: _output_config(value, bounds), dict[str, Any])
+        OutputConfig, custom_validator(lambda value, bounds: _output_config(value, bounds), dict[str, Any])
     ] = Field(OutputConfig(), description="format: a JSON schema; effort: passed to the chat template")
-    output_format: Annotated[Json | None, checked(lambda value, _: _format("output_format", value), dict[str, Any])] = (
-        Field(None, description="The older name of output_config.format")
-    )
-    cache_control: Annotated[float, checked(lambda value, _: cache_ttl(value), dict[str, Any])] = Field(
-        0.0, description="A cache breakpoint behind the whole prompt"
+    output_format: Annotated[
+        Json | None, custom_validator(lambda value, _: _format("output_format", value), dict[str, Any])
+    ] = Field(None, description="The older name of output_config.format")
+    cache_control: Annotated[float, custom_validator(lambda value, _: cache_control_ttl(value), dict[str, Any])] = (
+        Field(0.0, description="A cache breakpoint behind the whole prompt")
     )
 
 
@@ -127,11 +135,11 @@ class MessagesRequest(PromptFields):
     """A /v1/messages body."""
 
     max_tokens: int = Field(ge=0, le=INT31_MAX, description="0: compute and cache the prompt, generate nothing")
-    diagnostics: Annotated[str | None, checked(lambda value, _: _diagnostics(value), dict[str, Any])] = Field(
+    diagnostics: Annotated[str | None, custom_validator(lambda value, _: _diagnostics(value), dict[str, Any])] = Field(
         None, description="previous_message_id: report what ended the reuse of that message's prompt"
     )
     stop_sequences: StopSequences = Field((), description="Texts before which the output ends")
-    metadata: Annotated[str | None, checked(lambda value, _: _metadata(value), dict[str, Any])] = Field(
+    metadata: Annotated[str | None, custom_validator(lambda value, _: _metadata(value), dict[str, Any])] = Field(
         None, description="user_id"
     )
 
@@ -141,26 +149,26 @@ class CountTokensRequest(PromptFields):
 
 
 @dataclass(frozen=True, slots=True)
-class ReadMessages:
+class TranslatedMessages:
     """A body as a chat request, and where its cache breakpoints are."""
 
     chat: ChatTranslation
-    last_breakpoint: tuple[int, int] | None = None  # as in ReadConversation
+    last_breakpoint: tuple[int, int] | None = None  # as in ConversationBuilder
     marks_all: bool = False  # there is one behind the whole prompt
     ttl: float = 0.0  # seconds; the longest of all breakpoints
 
 
-def read_body(
-    model: type[MessagesRequest] | type[CountTokensRequest], values: Mapping[str, Any], bounds: Bounds
-) -> ReadMessages:
+def translate_messages_body(
+    model: type[MessagesRequest] | type[CountTokensRequest], values: Mapping[str, Any], bounds: RequestBounds
+) -> TranslatedMessages:
     """Return a validated body as a chat request. Raises InvalidRequestError."""
-    check_fields(ApiName.MESSAGES, values, bounds)
+    check_request_fields(ApiName.MESSAGES, values, bounds)
     thread = values.get("thread")
     if isinstance(thread, Mapping) and thread.get("type") == "continue":
         message = "thread: no earlier messages of it are here; send all messages"
         raise InvalidRequestError(message, param="thread", code=THREAD_NOT_FOUND)
-    fields = validated(model, values, bounds)
-    conversation = fields.system or ReadConversation()
+    fields = validate_as(model, values, bounds)
+    conversation = fields.system or ConversationBuilder()
     read_messages(fields.messages, conversation, bounds)
     ttl = max(conversation.ttl, fields.tools.ttl, fields.cache_control)
     chat = _chat_values(fields, values, conversation, ttl)
@@ -170,10 +178,12 @@ def read_body(
     if last is None and fields.tools.ttl:  # templates place tools before or behind the system prompt
         last = (sum(message["role"] == "system" for message in conversation.messages[:1]), MAX_BLOCKS)
     translation = ChatTranslation(chat, "messages", conversation.names, _RENAMES, tool_names=fields.tools.names)
-    return ReadMessages(translation, last, marks_all=bool(fields.cache_control), ttl=ttl)
+    return TranslatedMessages(translation, last, marks_all=bool(fields.cache_control), ttl=ttl)
 
 
-def num_marked_tokens(read: ReadMessages, prompt: "array[int]", tokenizer: Tokenizer, bounds: Bounds) -> int:
+def num_tokens_to_cache_breakpoint(
+    read: TranslatedMessages, prompt: "array[int]", tokenizer: Tokenizer, bounds: RequestBounds
+) -> int:
     """Return the number of prompt tokens up to the last cache breakpoint; 0 without one. Slow: renders a second chat.
 
     The prompt is compared with that of the same conversation with other text behind the breakpoint, so the position is
@@ -217,10 +227,12 @@ def _other(text: str) -> str:
     return ("b" if text.startswith("a") else "a") + text
 
 
-def _chat_values(fields: PromptFields, values: Mapping[str, Any], conversation: ReadConversation, ttl: float) -> Json:
+def _chat_values(
+    fields: PromptFields, values: Mapping[str, Any], conversation: ConversationBuilder, ttl: float
+) -> Json:
     config = fields.output_config
     chat: Json = {
-        **passed_on(values, MessagesRequest.model_fields),
+        **passthrough_params(values, MessagesRequest.model_fields),
         **template_variables(values, enable_thinking=fields.thinking, reasoning_effort=config.effort),
         "model": fields.model,
         "messages": conversation.messages,
@@ -240,7 +252,7 @@ def _chat_values(fields: PromptFields, values: Mapping[str, Any], conversation: 
     return chat
 
 
-def _generation_values(fields: MessagesRequest, values: Mapping[str, Any], ttl: float, bounds: Bounds) -> Json:
+def _generation_values(fields: MessagesRequest, values: Mapping[str, Any], ttl: float, bounds: RequestBounds) -> Json:
     chat: Json = {"max_completion_tokens": max(min(fields.max_tokens, bounds.max_model_len), 1)}
     options: Json = {"prewarm": True} if fields.max_tokens == 0 else {}
     if fields.diagnostics is not None:
@@ -248,7 +260,7 @@ def _generation_values(fields: MessagesRequest, values: Mapping[str, Any], ttl: 
     if options:
         chat["prompt_cache_options"] = {**(values.get("prompt_cache_options") or {"ttl": ttl or None}), **options}
     if fields.stop_sequences and fields.stop:
-        bad_value("stop", "is set beside stop_sequences", "send only one of them")
+        raise_invalid_value("stop", "is set beside stop_sequences", "send only one of them")
     if fields.stop_sequences:
         chat["stop"] = list(fields.stop_sequences)
     if fields.metadata is not None and fields.user is None:
@@ -256,71 +268,75 @@ def _generation_values(fields: MessagesRequest, values: Mapping[str, Any], ttl: 
     return chat
 
 
-def _system(value: object, bounds: Bounds) -> ReadConversation:
-    read = ReadConversation()
+def _system(value: object, bounds: RequestBounds) -> ConversationBuilder:
+    read = ConversationBuilder()
     read_system(value, read, bounds)
     return read
 
 
-def _tools(value: object, bounds: Bounds) -> Tools:
+def _tools(value: object, bounds: RequestBounds) -> ChatTools:
     read: list[Json] = []
     names: list[str] = []
     ttl = 0.0
     for index, sent in enumerate(check_list("tools", value, MAX_TOOLS, "tools")):
         name = f"tools[{index}]"
         if not isinstance(sent, Mapping):
-            bad_value(name, f"is {shown(sent)}", "it must be an object with name and input_schema")
-        ttl = max(ttl, cache_ttl(sent.get("cache_control")))
+            raise_invalid_value(name, f"is {safe_repr(sent)}", "it must be an object with name and input_schema")
+        ttl = max(ttl, cache_control_ttl(sent.get("cache_control")))
         tool = _as_client_tool(sent)
         if tool is None:
-            bounds.skip(Place.TOOL, sent.get("type"))
+            bounds.skip(NamePlace.TOOL, sent.get("type"))
             continue
         for key, kind in (("name", str), ("input_schema", Mapping)):
             if not isinstance(tool.get(key), kind):
                 remedy = "it must be a string" if kind is str else "it must be a JSON schema"
-                bad_value(f"{name}.{key}", f"is {shown(tool.get(key))}", remedy)
+                raise_invalid_value(f"{name}.{key}", f"is {safe_repr(tool.get(key))}", remedy)
         function = {"name": tool["name"], "parameters": tool["input_schema"]}
         function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
         read.append({"type": "function", "function": function})
         names.append(name)
-    return Tools(read, tuple(names), ttl)
+    return ChatTools(read, tuple(names), ttl)
 
 
 def _tool_choice(value: object) -> ChatToolChoice:
     sent = check_mapping("tool_choice", value, 16)
     kind, single = sent.get("type"), sent.get("disable_parallel_tool_use") or False
     if not isinstance(single, bool):
-        bad_value("tool_choice.disable_parallel_tool_use", f"is {shown(single)}", "it must be true or false")
+        raise_invalid_value(
+            "tool_choice.disable_parallel_tool_use", f"is {safe_repr(single)}", "it must be true or false"
+        )
     if kind == "tool":
         if not isinstance(sent.get("name"), str):
-            bad_value("tool_choice.name", f"is {shown(sent.get('name'))}", "it must be the name of a tool")
+            raise_invalid_value(
+                "tool_choice.name", f"is {safe_repr(sent.get('name'))}", "it must be the name of a tool"
+            )
         return ChatToolChoice({"type": "function", "function": {"name": sent["name"]}}, not single)
     choices = {"auto": "auto", "any": "required", "none": "none"}
     if not isinstance(kind, str) or kind not in choices:
-        bad_value("tool_choice.type", f"is {shown(kind)}", "it must be one of auto, any, tool, none")
+        raise_invalid_value("tool_choice.type", f"is {safe_repr(kind)}", "it must be one of auto, any, tool, none")
     return ChatToolChoice(choices[kind], not single)
 
 
-def _thinking(value: object, bounds: Bounds) -> bool | None:
-    kind = known_effort(check_mapping("thinking", value, 16).get("type"), bounds, "thinking", _THINKING)
+def _thinking(value: object, bounds: RequestBounds) -> bool | None:
+    kind = read_reasoning_effort(check_mapping("thinking", value, 16).get("type"), bounds, "thinking", _THINKING)
     return None if kind is None else kind != "disabled"
 
 
-def _output_config(value: object, bounds: Bounds) -> OutputConfig:
+def _output_config(value: object, bounds: RequestBounds) -> OutputConfig:
     sent = check_mapping("output_config", value, 16)
     chosen, shape = sent.get("effort"), sent.get("format")
     return OutputConfig(
         None if shape is None else _format("output_config.format", shape),
-        None if chosen is None else known_effort(chosen, bounds),
+        None if chosen is None else read_reasoning_effort(chosen, bounds),
     )
 
 
 def _format(name: str, value: object) -> Json:
     sent = check_mapping(name, value, 16)
     if sent.get("type") != "json_schema":
-        bad_value(f"{name}.type", f"is {shown(sent.get('type'))}", "it must be json_schema")
+        raise_invalid_value(f"{name}.type", f"is {safe_repr(sent.get('type'))}", "it must be json_schema")
     if not isinstance(sent.get("schema"), Mapping):
-        bad_value(f"{name}.schema", f"is {shown(sent.get('schema'))}", "it must be a JSON schema")
+        raise_invalid_value(f"{name}.schema", f"is {safe_repr(sent.get('schema'))}", "it must be a JSON schema")
     return sent["schema"]
 
 
@@ -328,7 +344,9 @@ def _diagnostics(value: object) -> str | None:
     previous = check_mapping("diagnostics", value, 16).get("previous_message_id")
     if previous is not None and (not isinstance(previous, str) or len(previous) > MAX_ID_CHARS):
         name = "diagnostics.previous_message_id"
-        bad_value(name, f"is {shown(previous)}", f"it must be a string of at most {MAX_ID_CHARS} characters")
+        raise_invalid_value(
+            name, f"is {safe_repr(previous)}", f"it must be a string of at most {MAX_ID_CHARS} characters"
+        )
     return previous
 
 
@@ -342,12 +360,12 @@ def _as_client_tool(tool: Mapping[str, Any]) -> Mapping[str, Any] | None:
     kind = tool.get("type")
     if kind is None or kind == "custom":
         return tool
-    row = treatment(ApiName.MESSAGES, Place.TOOL, kind)
+    row = find_treatment(ApiName.MESSAGES, NamePlace.TOOL, kind)
     if row is None:
         return tool if "name" in tool and "input_schema" in tool else None
-    if row.treatment is Treatment.SKIPPED:
+    if row.treatment is NameTreatment.SKIPPED:
         return None
-    description, properties, required = _SCHEMAS[unversioned(kind)]
+    description, properties, required = _SCHEMAS[strip_version_date(kind)]
     schema = {"type": "object", "properties": properties, "required": list(required)}
-    name = tool.get("name", unversioned(kind))
+    name = tool.get("name", strip_version_date(kind))
     return {"description": description, **tool, "name": name, "input_schema": schema}

@@ -8,66 +8,66 @@ LIST: Schema = {"items": {}, "type": "array"}
 OBJECT: Schema = {"additionalProperties": True, "type": "object"}
 
 
-class Optional(dict[str, Any]):
+class OptionalProperty(dict[str, Any]):
     """The schema of a property that may be absent."""
 
 
-def object_of(description: str, /, **properties: Schema) -> Schema:
+def object_schema(description: str, /, **properties: Schema) -> Schema:
     """Return the schema of an object. All properties are required that are not Optional; clients accept others."""
-    required = [name for name, schema in properties.items() if not isinstance(schema, Optional)]
+    required = [name for name, schema in properties.items() if not isinstance(schema, OptionalProperty)]
     more = {"required": required} if required else {}
     return {"description": description, "properties": properties, **more, "type": "object"}
 
 
-def list_of(items: Schema) -> Schema:
+def list_schema(items: Schema) -> Schema:
     """Return the schema of a list."""
     return {"items": items, "type": "array"}
 
 
-def map_of(values: Schema) -> Schema:
+def map_schema(values: Schema) -> Schema:
     """Return the schema of an object whose properties have names that are not known beforehand."""
     return {"additionalProperties": values, "type": "object"}
 
 
-def any_of(*schemas: Schema) -> Schema:
+def any_of_schema(*schemas: Schema) -> Schema:
     """Return the schema of a value of one of several kinds."""
     return {"anyOf": list(schemas)}
 
 
-def maybe(schema: Schema) -> Schema:
+def nullable_schema(schema: Schema) -> Schema:
     """Return the schema of a value that may be null."""
-    return any_of(*schema.get("anyOf", [schema]), NULL)
+    return any_of_schema(*schema.get("anyOf", [schema]), NULL)
 
 
-def optional(schema: Schema) -> Optional:
+def optional_property(schema: Schema) -> OptionalProperty:
     """Return the schema of a property that is absent where it would be null."""
-    return Optional(maybe(schema))
+    return OptionalProperty(nullable_schema(schema))
 
 
-def one_of(first: str | bool, *others: str) -> Schema:
+def constants_schema(first: str | bool, *others: str) -> Schema:
     """Return the schema of one of these constants."""
     kind = "boolean" if isinstance(first, bool) else "string"
     return {"enum": [first, *others], "type": kind} if others else {"const": first, "type": kind}
 
 
-def ints(names: str) -> dict[str, Schema]:
+def integer_properties(names: str) -> dict[str, Schema]:
     """Return properties that are integers."""
     return dict.fromkeys(names.split(), INTEGER)
 
 
 # --------------------------------------------------------------------------------------------------------- shared parts
 
-_ERROR_DETAIL = object_of(
+_ERROR_DETAIL = object_schema(
     "A description of the error: `code` is stable, `param` names the field at fault.",
     message=STRING,
     type=STRING,
-    param=maybe(STRING),
-    code=maybe(STRING),
+    param=nullable_schema(STRING),
+    code=nullable_schema(STRING),
 )
-ERROR = object_of("OpenAI's error object.", error=_ERROR_DETAIL)
+ERROR = object_schema("OpenAI's error object.", error=_ERROR_DETAIL)
 
 
-class Answers(NamedTuple):
+class ResponseSchemas(NamedTuple):
     """The schemas of a route's responses: a success (None: text), an event if it is streamed, any other status."""
 
     success: Schema | None
@@ -76,27 +76,27 @@ class Answers(NamedTuple):
     status: int = 200
 
 
-STATUS = object_of("The answer of a probe, and of an action without result.", status=one_of("ok"))
-VERSION = object_of("The version of the server.", version=STRING)
-_SOURCES = ints("cached_tokens pinned_tokens shared_tokens store_tokens followed_tokens")
-_WRITTEN_TOKENS = object_of(
+STATUS = object_schema("The answer of a probe, and of an action without result.", status=constants_schema("ok"))
+VERSION = object_schema("The version of the server.", version=STRING)
+_SOURCES = integer_properties("cached_tokens pinned_tokens shared_tokens store_tokens followed_tokens")
+_WRITTEN_TOKENS = object_schema(
     "Cached prompt tokens by source, and those that were computed and published in the cache.",
     **_SOURCES,
     cache_write_tokens=INTEGER,
 )
-_USAGE = object_of(
+_USAGE = object_schema(
     "Numbers of tokens of a request, over all its prompts and choices.",
-    **ints("prompt_tokens completion_tokens total_tokens"),
+    **integer_properties("prompt_tokens completion_tokens total_tokens"),
     prompt_tokens_details=_WRITTEN_TOKENS,
 )
-_CACHE_DIAGNOSTICS = object_of(
+_CACHE_DIAGNOSTICS = object_schema(
     "The end of the reuse of an earlier prompt, in numbers and names only; tokens.",
     compared_id=STRING,
-    result=one_of("hit", "miss", "not_found"),
-    cause=maybe(STRING),
-    field=maybe(STRING),
-    **ints("compared_tokens common_tokens reusable_tokens cached_tokens evicted_tokens"),
-    rules=map_of(INTEGER),
+    result=constants_schema("hit", "miss", "not_found"),
+    cause=nullable_schema(STRING),
+    field=nullable_schema(STRING),
+    **integer_properties("compared_tokens common_tokens reusable_tokens cached_tokens evicted_tokens"),
+    rules=map_schema(INTEGER),
 )
 
 # ----------------------------------------------------------------------------------------------- completions and chats
@@ -106,105 +106,121 @@ _HEAD = {
     "created": INTEGER,  # seconds since 1970
     "model": STRING,
     "system_fingerprint": NULL,
-    "cache_diagnostics": optional(_CACHE_DIAGNOSTICS),
+    "cache_diagnostics": optional_property(_CACHE_DIAGNOSTICS),
 }
-_PROMPT_TOKEN = object_of("A token at one position of the prompt.", logprob=maybe(NUMBER), decoded_token=STRING)
+_PROMPT_TOKEN = object_schema(
+    "A token at one position of the prompt.", logprob=nullable_schema(NUMBER), decoded_token=STRING
+)
 _CHOICE = {
     "index": INTEGER,
-    "finish_reason": maybe(one_of("stop", "length", "tool_calls", "error", "abort")),
-    "stop_reason": optional(any_of(STRING, INTEGER)),
-    "token_ids": optional(list_of(INTEGER)),
-    "prompt_logprobs": optional(list_of(maybe(map_of(_PROMPT_TOKEN)))),  # by token id; null for the first token
+    "finish_reason": nullable_schema(constants_schema("stop", "length", "tool_calls", "error", "abort")),
+    "stop_reason": optional_property(any_of_schema(STRING, INTEGER)),
+    "token_ids": optional_property(list_schema(INTEGER)),
+    "prompt_logprobs": optional_property(
+        list_schema(nullable_schema(map_schema(_PROMPT_TOKEN)))
+    ),  # by token id; null for the first token
 }
-_COMPLETION_LOGPROBS = object_of(
+_COMPLETION_LOGPROBS = object_schema(
     "One item per token; an echoed prompt comes first.",
-    tokens=list_of(STRING),
-    token_logprobs=list_of(maybe(NUMBER)),
-    top_logprobs=list_of(maybe(map_of(NUMBER))),
-    text_offset=list_of(INTEGER),
+    tokens=list_schema(STRING),
+    token_logprobs=list_schema(nullable_schema(NUMBER)),
+    top_logprobs=list_schema(nullable_schema(map_schema(NUMBER))),
+    text_offset=list_schema(INTEGER),
 )
-_COMPLETION_CHOICE = object_of(
-    "One completion, or its next part.", **_CHOICE, text=STRING, logprobs=maybe(_COMPLETION_LOGPROBS)
+_COMPLETION_CHOICE = object_schema(
+    "One completion, or its next part.", **_CHOICE, text=STRING, logprobs=nullable_schema(_COMPLETION_LOGPROBS)
 )
-_COMPLETION: Schema = {**_HEAD, "object": one_of("text_completion"), "choices": list_of(_COMPLETION_CHOICE)}
-COMPLETION = object_of("A whole completion.", **_COMPLETION, usage=_USAGE)
-COMPLETION_CHUNK = object_of(
+_COMPLETION: Schema = {
+    **_HEAD,
+    "object": constants_schema("text_completion"),
+    "choices": list_schema(_COMPLETION_CHOICE),
+}
+COMPLETION = object_schema("A whole completion.", **_COMPLETION, usage=_USAGE)
+COMPLETION_CHUNK = object_schema(
     "An event of a streamed completion; the usage is in the last one, if it was requested.",
     **_COMPLETION,
-    usage=maybe(_USAGE),
+    usage=nullable_schema(_USAGE),
 )
-COMPLETIONS = Answers(COMPLETION, COMPLETION_CHUNK)
-_TOKEN: Schema = {"token": STRING, "logprob": maybe(NUMBER), "bytes": list_of(INTEGER)}
-_CHAT_TOKEN = object_of(
+COMPLETIONS = ResponseSchemas(COMPLETION, COMPLETION_CHUNK)
+_TOKEN: Schema = {"token": STRING, "logprob": nullable_schema(NUMBER), "bytes": list_schema(INTEGER)}
+_CHAT_TOKEN = object_schema(
     "A generated token and its best alternatives.",
     **_TOKEN,
-    top_logprobs=list_of(object_of("A token and its log-probability.", **_TOKEN)),
+    top_logprobs=list_schema(object_schema("A token and its log-probability.", **_TOKEN)),
 )
-_CHAT_LOGPROBS = object_of("Log-probabilities of a chat message.", content=list_of(_CHAT_TOKEN), refusal=NULL)
-_FUNCTION = object_of("The name of a function, and its arguments as JSON text.", name=STRING, arguments=STRING)
-_TOOL_CALL = object_of("A call of a tool.", id=STRING, type=one_of("function"), function=_FUNCTION)
-_CHAT_MESSAGE = object_of(
+_CHAT_LOGPROBS = object_schema("Log-probabilities of a chat message.", content=list_schema(_CHAT_TOKEN), refusal=NULL)
+_FUNCTION = object_schema("The name of a function, and its arguments as JSON text.", name=STRING, arguments=STRING)
+_TOOL_CALL = object_schema("A call of a tool.", id=STRING, type=constants_schema("function"), function=_FUNCTION)
+_CHAT_MESSAGE = object_schema(
     "The generated message. Reasoning has two names, as in vLLM.",
-    role=one_of("assistant"),
-    content=maybe(STRING),
+    role=constants_schema("assistant"),
+    content=nullable_schema(STRING),
     refusal=NULL,
-    reasoning=optional(STRING),
-    reasoning_content=optional(STRING),
-    tool_calls=optional(list_of(_TOOL_CALL)),
+    reasoning=optional_property(STRING),
+    reasoning_content=optional_property(STRING),
+    tool_calls=optional_property(list_schema(_TOOL_CALL)),
 )
-_CHAT_CHOICE = object_of("One generated message.", **_CHOICE, message=_CHAT_MESSAGE, logprobs=maybe(_CHAT_LOGPROBS))
-CHAT_COMPLETION = object_of(
-    "A whole chat response.", **_HEAD, object=one_of("chat.completion"), choices=list_of(_CHAT_CHOICE), usage=_USAGE
+_CHAT_CHOICE = object_schema(
+    "One generated message.", **_CHOICE, message=_CHAT_MESSAGE, logprobs=nullable_schema(_CHAT_LOGPROBS)
 )
-_FUNCTION_DELTA = object_of(
-    "The next part of a function call; the name is in the first one.", name=optional(STRING), arguments=STRING
+CHAT_COMPLETION = object_schema(
+    "A whole chat response.",
+    **_HEAD,
+    object=constants_schema("chat.completion"),
+    choices=list_schema(_CHAT_CHOICE),
+    usage=_USAGE,
 )
-_TOOL_CALL_DELTA = object_of(
+_FUNCTION_DELTA = object_schema(
+    "The next part of a function call; the name is in the first one.", name=optional_property(STRING), arguments=STRING
+)
+_TOOL_CALL_DELTA = object_schema(
     "The next part of a tool call; id and type are in the first one.",
     index=INTEGER,
-    id=optional(STRING),
-    type=optional(one_of("function")),
+    id=optional_property(STRING),
+    type=optional_property(constants_schema("function")),
     function=_FUNCTION_DELTA,
 )
-_MESSAGE_DELTA = object_of(
+_MESSAGE_DELTA = object_schema(
     "The new parts of a message.",
-    role=optional(one_of("assistant")),
-    content=optional(STRING),
-    reasoning=optional(STRING),
-    reasoning_content=optional(STRING),
-    tool_calls=optional(list_of(_TOOL_CALL_DELTA)),
+    role=optional_property(constants_schema("assistant")),
+    content=optional_property(STRING),
+    reasoning=optional_property(STRING),
+    reasoning_content=optional_property(STRING),
+    tool_calls=optional_property(list_schema(_TOOL_CALL_DELTA)),
 )
-_CHUNK_CHOICE = object_of(
-    "The next part of one message.", **_CHOICE, delta=_MESSAGE_DELTA, logprobs=maybe(_CHAT_LOGPROBS)
+_CHUNK_CHOICE = object_schema(
+    "The next part of one message.", **_CHOICE, delta=_MESSAGE_DELTA, logprobs=nullable_schema(_CHAT_LOGPROBS)
 )
-CHAT_CHUNK = object_of(
+CHAT_CHUNK = object_schema(
     "An event of a streamed chat response; the usage is in the last one, if it was requested.",
     **_HEAD,
-    object=one_of("chat.completion.chunk"),
-    choices=list_of(_CHUNK_CHOICE),
-    usage=maybe(_USAGE),
+    object=constants_schema("chat.completion.chunk"),
+    choices=list_schema(_CHUNK_CHOICE),
+    usage=nullable_schema(_USAGE),
 )
-CHATS = Answers(CHAT_COMPLETION, CHAT_CHUNK)
+CHATS = ResponseSchemas(CHAT_COMPLETION, CHAT_CHUNK)
 
 # ----------------------------------------------------------------------------------------------------------- responses
 
-_ITEM_STATUS = one_of("in_progress", "completed", "incomplete")
-_TEXT_PART = object_of("Text of a message.", type=one_of("output_text"), text=STRING, annotations=LIST, logprobs=LIST)
-_REASONING_PART = object_of("Text of the reasoning.", type=one_of("reasoning_text"), text=STRING)
+_ITEM_STATUS = constants_schema("in_progress", "completed", "incomplete")
+_TEXT_PART = object_schema(
+    "Text of a message.", type=constants_schema("output_text"), text=STRING, annotations=LIST, logprobs=LIST
+)
+_REASONING_PART = object_schema("Text of the reasoning.", type=constants_schema("reasoning_text"), text=STRING)
 
 
 def _item(description: str, *kinds: str, **properties: Schema) -> Schema:
-    return object_of(description, id=STRING, type=one_of(*kinds), status=_ITEM_STATUS, **properties)
+    return object_schema(description, id=STRING, type=constants_schema(*kinds), status=_ITEM_STATUS, **properties)
 
 
-_CALL: Schema = {"call_id": STRING, "name": STRING, "namespace": optional(STRING)}
-_OUTPUT_ITEM = any_of(
-    _item("A message of the output.", "message", role=one_of("assistant"), content=list_of(_TEXT_PART)),
+_CALL: Schema = {"call_id": STRING, "name": STRING, "namespace": optional_property(STRING)}
+_OUTPUT_ITEM = any_of_schema(
+    _item("A message of the output.", "message", role=constants_schema("assistant"), content=list_schema(_TEXT_PART)),
     _item(
         "The reasoning before a message; its summary is always empty.",
         "reasoning",
         summary=LIST,
-        content=list_of(_REASONING_PART),
+        content=list_schema(_REASONING_PART),
     ),
     _item("A call of a tool; `arguments` is JSON text.", "function_call", **_CALL, arguments=STRING),
     _item("A call of a custom tool; `input` is plain text.", "custom_tool_call", **_CALL, input=STRING),
@@ -212,193 +228,202 @@ _OUTPUT_ITEM = any_of(
         "A call of a tool with a type of its own, which the client executes. It has one of the last three fields.",
         *("local_shell_call", "shell_call", "apply_patch_call", "tool_search_call"),
         call_id=STRING,
-        execution=optional(one_of("client")),
-        action=optional(OBJECT),
-        operation=optional(OBJECT),
-        arguments=optional(OBJECT),
+        execution=optional_property(constants_schema("client")),
+        action=optional_property(OBJECT),
+        operation=optional_property(OBJECT),
+        arguments=optional_property(OBJECT),
     ),
 )
-_CACHE_OPTIONS = object_of(
+_CACHE_OPTIONS = object_schema(
     "The options of the prompt cache in force.",
-    mode=one_of("implicit", "explicit"),
+    mode=constants_schema("implicit", "explicit"),
     ttl=STRING,
-    comparison_response_id=maybe(STRING),
+    comparison_response_id=nullable_schema(STRING),
 )
-_PROMPT_CACHE_DIAGNOSTICS = object_of(
+_PROMPT_CACHE_DIAGNOSTICS = object_schema(
     "The comparison with an earlier response; the other fields are those of a miss.",
-    type=one_of("cache_hit", "cache_miss", "comparison_response_not_found", "unavailable"),
-    reason=optional(one_of("tools_changed", "reasoning_effort_changed", "context_compacted", "input_changed")),
-    cache_missed_tokens=optional(INTEGER),
-    comparison_reusable_tokens=optional(INTEGER),
+    type=constants_schema("cache_hit", "cache_miss", "comparison_response_not_found", "unavailable"),
+    reason=optional_property(
+        constants_schema("tools_changed", "reasoning_effort_changed", "context_compacted", "input_changed")
+    ),
+    cache_missed_tokens=optional_property(INTEGER),
+    comparison_reusable_tokens=optional_property(INTEGER),
 )
-_RESPONSE_USAGE = object_of(
+_RESPONSE_USAGE = object_schema(
     "Numbers of tokens.",
     input_tokens=INTEGER,
     input_tokens_details=_WRITTEN_TOKENS,
     output_tokens=INTEGER,
-    output_tokens_details=object_of("Tokens of the output by kind.", reasoning_tokens=INTEGER),
+    output_tokens_details=object_schema("Tokens of the output by kind.", reasoning_tokens=INTEGER),
     total_tokens=INTEGER,
 )
-RESPONSE = object_of(
+RESPONSE = object_schema(
     "A response. The fields after `output` repeat the request.",
     id=STRING,
-    object=one_of("response"),
+    object=constants_schema("response"),
     created_at=INTEGER,  # seconds since 1970
-    status=one_of("in_progress", "completed", "incomplete", "failed"),
-    background=one_of(False),
-    error=maybe(OBJECT),
-    incomplete_details=maybe(map_of(STRING)),
+    status=constants_schema("in_progress", "completed", "incomplete", "failed"),
+    background=constants_schema(False),
+    error=nullable_schema(OBJECT),
+    incomplete_details=nullable_schema(map_schema(STRING)),
     model=STRING,
-    output=list_of(_OUTPUT_ITEM),
-    instructions=maybe(STRING),
-    max_output_tokens=maybe(INTEGER),
+    output=list_schema(_OUTPUT_ITEM),
+    instructions=nullable_schema(STRING),
+    max_output_tokens=nullable_schema(INTEGER),
     max_tool_calls=NULL,
-    metadata=map_of(STRING),
+    metadata=map_schema(STRING),
     parallel_tool_calls=BOOLEAN,
-    previous_response_id=maybe(STRING),
-    prompt_cache_diagnostics=maybe(_PROMPT_CACHE_DIAGNOSTICS),
-    prompt_cache_key=maybe(STRING),
+    previous_response_id=nullable_schema(STRING),
+    prompt_cache_diagnostics=nullable_schema(_PROMPT_CACHE_DIAGNOSTICS),
+    prompt_cache_key=nullable_schema(STRING),
     prompt_cache_options=_CACHE_OPTIONS,
-    reasoning=map_of(maybe(STRING)),
-    safety_identifier=maybe(STRING),
-    service_tier=one_of("default"),
+    reasoning=map_schema(nullable_schema(STRING)),
+    safety_identifier=nullable_schema(STRING),
+    service_tier=constants_schema("default"),
     store=BOOLEAN,
     temperature=NUMBER,
     text=OBJECT,
-    tool_choice=any_of(STRING, OBJECT),
-    tools=list_of(OBJECT),
+    tool_choice=any_of_schema(STRING, OBJECT),
+    tools=list_schema(OBJECT),
     top_logprobs=INTEGER,
     top_p=NUMBER,
-    truncation=one_of("disabled"),
-    user=maybe(STRING),
-    cache_diagnostics=optional(_CACHE_DIAGNOSTICS),
-    usage=maybe(_RESPONSE_USAGE),
+    truncation=constants_schema("disabled"),
+    user=nullable_schema(STRING),
+    cache_diagnostics=optional_property(_CACHE_DIAGNOSTICS),
+    usage=nullable_schema(_RESPONSE_USAGE),
 )
-RESPONSE_EVENT = object_of(
+RESPONSE_EVENT = object_schema(
     "An event of a streamed response; which fields it has depends on `type`.",
     type=STRING,
     sequence_number=INTEGER,
-    response=optional(RESPONSE),
-    item=optional(_OUTPUT_ITEM),
-    item_id=optional(STRING),
-    output_index=optional(INTEGER),
-    content_index=optional(INTEGER),
-    part=optional(any_of(_TEXT_PART, _REASONING_PART)),
-    **dict.fromkeys(("delta", "text", "name", "arguments", "input"), optional(STRING)),
-    logprobs=optional(LIST),
+    response=optional_property(RESPONSE),
+    item=optional_property(_OUTPUT_ITEM),
+    item_id=optional_property(STRING),
+    output_index=optional_property(INTEGER),
+    content_index=optional_property(INTEGER),
+    part=optional_property(any_of_schema(_TEXT_PART, _REASONING_PART)),
+    **dict.fromkeys(("delta", "text", "name", "arguments", "input"), optional_property(STRING)),
+    logprobs=optional_property(LIST),
 )
-RESPONSES = Answers(RESPONSE, RESPONSE_EVENT)
-INPUT_ITEMS = object_of(
+RESPONSES = ResponseSchemas(RESPONSE, RESPONSE_EVENT)
+INPUT_ITEMS = object_schema(
     "The input items of a stored response, in the shape in which they were sent, with id and status.",
-    object=one_of("list"),
-    data=list_of(OBJECT),
+    object=constants_schema("list"),
+    data=list_schema(OBJECT),
     first_id=STRING,
     last_id=STRING,
     has_more=BOOLEAN,
 )
-DELETED_RESPONSE = object_of(
-    "The answer to the deletion of a stored response.", id=STRING, object=one_of("response"), deleted=one_of(True)
+DELETED_RESPONSE = object_schema(
+    "The answer to the deletion of a stored response.",
+    id=STRING,
+    object=constants_schema("response"),
+    deleted=constants_schema(True),
 )
 
 # ------------------------------------------------------------------------------------------------------------ messages
 
-_BLOCK = any_of(
-    object_of("Text of a message.", type=one_of("text"), text=STRING, citations=NULL),
-    object_of(
+_BLOCK = any_of_schema(
+    object_schema("Text of a message.", type=constants_schema("text"), text=STRING, citations=NULL),
+    object_schema(
         "The reasoning before a message; the signature is empty.",
-        type=one_of("thinking"),
+        type=constants_schema("thinking"),
         thinking=STRING,
         signature=STRING,
     ),
-    object_of("A call of a tool.", type=one_of("tool_use"), id=STRING, name=STRING, input=OBJECT),
+    object_schema("A call of a tool.", type=constants_schema("tool_use"), id=STRING, name=STRING, input=OBJECT),
 )
-_MESSAGE_USAGE = object_of(
+_MESSAGE_USAGE = object_schema(
     "Numbers of tokens; the three counts of input tokens add up to those of the prompt.",
-    **ints("input_tokens cache_creation_input_tokens cache_read_input_tokens"),
-    cache_creation=object_of(
+    **integer_properties("input_tokens cache_creation_input_tokens cache_read_input_tokens"),
+    cache_creation=object_schema(
         "Tokens written to the cache, by the lifetime that was requested.",
-        **ints("ephemeral_5m_input_tokens ephemeral_1h_input_tokens"),
+        **integer_properties("ephemeral_5m_input_tokens ephemeral_1h_input_tokens"),
     ),
     output_tokens=INTEGER,
-    output_tokens_details=object_of("Tokens of the output by kind.", thinking_tokens=INTEGER),
+    output_tokens_details=object_schema("Tokens of the output by kind.", thinking_tokens=INTEGER),
 )
-_CACHE_MISS_REASON = object_of(
+_CACHE_MISS_REASON = object_schema(
     "The difference from the prompt of the earlier message; the number is that of a change.",
-    type=one_of("system_changed", "tools_changed", "messages_changed", "previous_message_not_found", "unavailable"),
-    cache_missed_input_tokens=optional(INTEGER),
+    type=constants_schema(
+        "system_changed", "tools_changed", "messages_changed", "previous_message_not_found", "unavailable"
+    ),
+    cache_missed_input_tokens=optional_property(INTEGER),
 )
-MESSAGE = object_of(
+MESSAGE = object_schema(
     "The generated message.",
     id=STRING,
-    type=one_of("message"),
-    role=one_of("assistant"),
+    type=constants_schema("message"),
+    role=constants_schema("assistant"),
     model=STRING,
-    content=list_of(_BLOCK),
-    stop_reason=maybe(one_of("end_turn", "max_tokens", "stop_sequence", "tool_use")),
-    stop_sequence=maybe(STRING),
-    diagnostics=optional(
-        object_of("The comparison with the prompt of an earlier message.", cache_miss_reason=_CACHE_MISS_REASON)
+    content=list_schema(_BLOCK),
+    stop_reason=nullable_schema(constants_schema("end_turn", "max_tokens", "stop_sequence", "tool_use")),
+    stop_sequence=nullable_schema(STRING),
+    diagnostics=optional_property(
+        object_schema("The comparison with the prompt of an earlier message.", cache_miss_reason=_CACHE_MISS_REASON)
     ),
-    cache_diagnostics=optional(_CACHE_DIAGNOSTICS),
+    cache_diagnostics=optional_property(_CACHE_DIAGNOSTICS),
     usage=_MESSAGE_USAGE,
 )
-MESSAGE_EVENT = object_of(
+MESSAGE_EVENT = object_schema(
     "An event of a streamed message; which fields it has depends on `type`.",
     type=STRING,
-    message=optional(MESSAGE),
-    index=optional(INTEGER),
-    content_block=optional(_BLOCK),
-    delta=optional(OBJECT),
-    usage=optional(_MESSAGE_USAGE),
-    error=optional(OBJECT),
+    message=optional_property(MESSAGE),
+    index=optional_property(INTEGER),
+    content_block=optional_property(_BLOCK),
+    delta=optional_property(OBJECT),
+    usage=optional_property(_MESSAGE_USAGE),
+    error=optional_property(OBJECT),
 )
-_MESSAGES_ERROR_DETAIL = object_of(
+_MESSAGES_ERROR_DETAIL = object_schema(
     "A description of the error; `code` and `param` are beyond Anthropic's API.",
     type=STRING,
     message=STRING,
-    code=maybe(STRING),
-    param=maybe(STRING),
+    code=nullable_schema(STRING),
+    param=nullable_schema(STRING),
 )
-MESSAGES_ERROR = object_of(
-    "Anthropic's error object.", type=one_of("error"), error=_MESSAGES_ERROR_DETAIL, request_id=STRING
+MESSAGES_ERROR = object_schema(
+    "Anthropic's error object.", type=constants_schema("error"), error=_MESSAGES_ERROR_DETAIL, request_id=STRING
 )
-MESSAGES = Answers(MESSAGE, MESSAGE_EVENT, MESSAGES_ERROR)
-TOKEN_COUNT = Answers(object_of("The number of tokens of a conversation.", input_tokens=INTEGER), error=MESSAGES_ERROR)
+MESSAGES = ResponseSchemas(MESSAGE, MESSAGE_EVENT, MESSAGES_ERROR)
+TOKEN_COUNT = ResponseSchemas(
+    object_schema("The number of tokens of a conversation.", input_tokens=INTEGER), error=MESSAGES_ERROR
+)
 
 # -------------------------------------------------------------------------------------------- the model, its tokenizer
 
-MODEL = object_of(
+MODEL = object_schema(
     "The served model. `max_model_len` in tokens; the KV cache has `num_gpu_blocks` x `block_size`.\n\n"
     "`max_num_batched_tokens` is the most that a step computes; `tokenizer` a digest, for routers.",
     id=STRING,
-    object=one_of("model"),
+    object=constants_schema("model"),
     created=INTEGER,  # seconds since 1970
     owned_by=STRING,
     root=STRING,
     parent=NULL,
-    **ints("max_model_len block_size num_gpu_blocks max_num_batched_tokens"),
+    **integer_properties("max_model_len block_size num_gpu_blocks max_num_batched_tokens"),
     tokenizer=STRING,
     default_sampling_params=OBJECT,
-    exact_reuse=object_of(
+    exact_reuse=object_schema(
         "Whether logits are a function of the prefix alone, bit for bit (docs/invariants.md, 15), "
         "and what prevents it.",
         holds=BOOLEAN,
-        exceptions=list_of(STRING),
+        exceptions=list_schema(STRING),
     ),
 )
-MODEL_LIST = object_of("The models of a server: one.", object=one_of("list"), data=list_of(MODEL))
-TOKENS = object_of(
+MODEL_LIST = object_schema("The models of a server: one.", object=constants_schema("list"), data=list_schema(MODEL))
+TOKENS = object_schema(
     "The tokens of a text or of a conversation.",
-    **ints("count max_model_len"),
-    tokens=list_of(INTEGER),
-    token_strs=maybe(list_of(STRING)),
+    **integer_properties("count max_model_len"),
+    tokens=list_schema(INTEGER),
+    token_strs=nullable_schema(list_schema(STRING)),
 )
-SERVER_LOAD = object_of("The number of requests in flight.", server_load=INTEGER)
+SERVER_LOAD = object_schema("The number of requests in flight.", server_load=INTEGER)
 _NAMED_TOKENS = "bos_token eos_token unk_token pad_token sep_token cls_token mask_token chat_template"
-TOKENIZER_INFO = object_of(
+TOKENIZER_INFO = object_schema(
     "The special tokens of the tokenizer, null without one, its chat template, and the model's context in tokens.",
     tokenizer_class=STRING,
-    **dict.fromkeys(_NAMED_TOKENS.split(), maybe(STRING)),
+    **dict.fromkeys(_NAMED_TOKENS.split(), nullable_schema(STRING)),
     model_max_length=INTEGER,
 )
-TEXT = object_of("The text of token ids.", prompt=STRING)
+TEXT = object_schema("The text of token ids.", prompt=STRING)

@@ -7,25 +7,26 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headstart.http.http_errors import ApiRules, rendered
+from headstart.http.http_errors import ApiHttpRules, error_status_and_body
 from headstart.http.sse import DONE, PING
-from headstart.openai.bounds import Bounds
-from headstart.openai.responses import Json, encode
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.json_pieces import encode_json
+from headstart.openai.responses import Json
 
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 OBJECT_BEGINNING = re.compile(rb'\s*\{\s*"')
 
 
-class AnyObject(msgspec.Struct):
+class AnyJsonObject(msgspec.Struct):
     """An answer that is a JSON object."""
 
 
-def content_type(media_type: str) -> str:
+def stream_content_type(media_type: str) -> str:
     """Return the Content-Type of a stream; JSON has no parameter for its charset."""
     return f"{media_type}; charset=utf-8" if media_type == EVENTS else media_type
 
 
-class UsedResponse(NamedTuple):
+class ReferencedResponse(NamedTuple):
     """A stored response that a request needs, and the field of the request that names it."""
 
     response_id: str
@@ -33,7 +34,7 @@ class UsedResponse(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StreamEnd:
+class StreamEnding:
     """The end of a stream of events.
 
     `last`: finds the last event. `failed` and `refused` return the events that end a stream with an error: with status
@@ -49,29 +50,29 @@ class StreamEnd:
     ping: bytes = PING  # keeps a stream alive that has begun
 
     @property
-    def content_type(self) -> str:
+    def content_type_header(self) -> str:
         """The header of a stream."""
-        return content_type(self.media_type)
+        return stream_content_type(self.media_type)
 
 
 def _done_after_error(status: int, body: Json, request_id: str, num_events: int) -> bytes:
-    return b"event: error\ndata: " + encode(body) + b"\n\n" + DONE
+    return b"event: error\ndata: " + encode_json(body) + b"\n\n" + DONE
 
 
 def _done_after_refusal(status: int, body: bytes, request_id: str, num_events: int) -> bytes:
-    return refusal_event(body) + DONE
+    return refusal_as_event(body) + DONE
 
 
-def refusal_event(body: bytes) -> bytes:
+def refusal_as_event(body: bytes) -> bytes:
     """Return a replica's error object as an event."""
     return b"event: error\ndata: " + body.replace(b"\n", b" ") + b"\n\n"
 
 
-OPENAI_END = StreamEnd(re.compile(rb"^data:\s*\[DONE\]", re.MULTILINE), _done_after_error, _done_after_refusal)
+OPENAI_END = StreamEnding(re.compile(rb"^data:\s*\[DONE\]", re.MULTILINE), _done_after_error, _done_after_refusal)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Api(ApiRules):
+class Api(ApiHttpRules):
     """One generation API.
 
     `chat_values` returns the values of a chat request for a body, and raises InvalidRequestError; None: its prompts are
@@ -82,14 +83,14 @@ class Api(ApiRules):
     get_paths: tuple[str, ...] = ()  # its GET routes, which a router answers itself
     answer: "msgspec.json.Decoder[Any]"  # of the fields that a whole answer must have
     beginning: re.Pattern[bytes] = OBJECT_BEGINNING  # of an answer, or of the data of an event
-    chat_values: Callable[[Mapping[str, Any], Bounds], Mapping[str, Any]] | None = None
-    used_response: Callable[[Mapping[str, Any]], UsedResponse | None] = lambda values: None
-    end: StreamEnd = OPENAI_END
+    chat_values: Callable[[Mapping[str, Any], RequestBounds], Mapping[str, Any]] | None = None
+    used_response: Callable[[Mapping[str, Any]], ReferencedResponse | None] = lambda values: None
+    end: StreamEnding = OPENAI_END
     default_max_tokens: int | None = None  # of an answer whose request sets no limit; None: what the context leaves
     streams_by_default: bool = False
     is_stored: bool = False  # its answers can be continued by their ids
 
-    def error_ending(self, error: Exception, request_id: str, num_events: int) -> bytes:
+    def stream_error_events(self, error: Exception, request_id: str, num_events: int) -> bytes:
         """Return the events that end a stream with an error; `num_events` were sent before."""
-        status, body, _ = rendered(error)
+        status, body, _ = error_status_and_body(error)
         return self.end.failed(status, body, request_id, num_events)

@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 
 from headstart.anthropic.anthropic_objects import anthropic_error
-from headstart.anthropic.messages_request import MessagesRequest, read_body
-from headstart.apis.api import OPENAI_END, AnyObject, Api, StreamEnd, UsedResponse, refusal_event
+from headstart.anthropic.messages_request import MessagesRequest, translate_messages_body
+from headstart.apis.api import OPENAI_END, AnyJsonObject, Api, ReferencedResponse, StreamEnding, refusal_as_event
 from headstart.apis.ollama_api import OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_TREE
-from headstart.http.sse import named_event
-from headstart.openai.request_json import json_value
+from headstart.http.sse import encode_named_event
+from headstart.openai.request_json import decode_json_text
 from headstart.openai.responses import Json, error_object
 from headstart.openai.responses_api.input_items import first_referenced_response
-from headstart.openai.responses_api.response_events import error_data
+from headstart.openai.responses_api.response_events import error_event_data
 from headstart.openai.responses_api.responses_request import parse_responses, translate_responses
 
 _CHOICES = re.compile(rb'\s*\{[^{}]{0,2048}"choices"\s*:\s*\[\s*\{')
@@ -28,22 +28,22 @@ def _with_list(field: str) -> "msgspec.json.Decoder[Any]":
     return msgspec.json.Decoder(msgspec.defstruct("Answer", [(field, list[msgspec.Raw])]))
 
 
-def _response_used(values: Mapping[str, Any]) -> UsedResponse | None:
+def _response_used(values: Mapping[str, Any]) -> ReferencedResponse | None:
     previous = values.get("previous_response_id")
     if isinstance(previous, str):
-        return UsedResponse(previous, "previous_response_id")
+        return ReferencedResponse(previous, "previous_response_id")
     referenced = first_referenced_response(values.get("input"))
-    return None if referenced is None else UsedResponse(referenced, "input")
+    return None if referenced is None else ReferencedResponse(referenced, "input")
 
 
 def _response_failed(status: int, body: Json, request_id: str, num_events: int) -> bytes:
-    return named_event(error_data(body, num_events))
+    return encode_named_event(error_event_data(body, num_events))
 
 
 def _response_refused(status: int, body: bytes, request_id: str, num_events: int) -> bytes:
     """Return the event for a replica's error object with all its fields."""
     try:
-        error = json_value(body)
+        error = decode_json_text(body)
         error = error.get("error", error)
         message, code, param = (error.get(name) for name in ("message", "code", "param"))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError):
@@ -52,12 +52,12 @@ def _response_refused(status: int, body: bytes, request_id: str, num_events: int
     return _response_failed(status, told, request_id, num_events)
 
 
-_MESSAGES_END = StreamEnd(
+_MESSAGES_END = StreamEnding(
     _LAST_NAMED,
-    failed=lambda status, body, request_id, num_events: named_event(anthropic_error(status, body, request_id)),
-    refused=lambda status, body, request_id, num_events: refusal_event(body),
+    failed=lambda status, body, request_id, num_events: encode_named_event(anthropic_error(status, body, request_id)),
+    refused=lambda status, body, request_id, num_events: refusal_as_event(body),
     is_named=True,
-    ping=named_event({"type": "ping"}),
+    ping=encode_named_event({"type": "ping"}),
 )
 COMPLETIONS = Api(
     path="/v1/completions",
@@ -77,14 +77,14 @@ RESPONSES = Api(
     answer=_with_list("output"),
     chat_values=lambda values, bounds: translate_responses(parse_responses(values, bounds), values).values,
     used_response=_response_used,
-    end=StreamEnd(_LAST_NAMED, _response_failed, _response_refused, is_named=True),
+    end=StreamEnding(_LAST_NAMED, _response_failed, _response_refused, is_named=True),
     is_stored=True,
 )
 MESSAGES = Api(
     path="/v1/messages",
     other_paths=("/v1/messages/count_tokens",),
     answer=_with_list("content"),
-    chat_values=lambda values, bounds: read_body(MessagesRequest, values, bounds).chat.values,
+    chat_values=lambda values, bounds: translate_messages_body(MessagesRequest, values, bounds).chat.values,
     error_body=anthropic_error,
     end=_MESSAGES_END,
     takes_x_api_key=True,
@@ -95,7 +95,7 @@ OTHER = Api(
     path="",
     operation="",
     other_paths=("/tokenize", "/detokenize"),
-    answer=msgspec.json.Decoder(AnyObject),
+    answer=msgspec.json.Decoder(AnyJsonObject),
     end=OPENAI_END,
 )
 """Of all other routes, also of routes that only a router's replicas have: errors and streams are OpenAI's."""
@@ -105,11 +105,11 @@ UNCACHED = frozenset(path for api in (*APIS, OTHER) for path in api.other_paths)
 """Routes that neither use nor fill a cache: any replica will do."""
 
 
-def api_of(path: str) -> Api:
+def api_of_path(path: str) -> Api:
     """Return the API that a path belongs to, else OTHER."""
     return _BY_PATH.get(path, OLLAMA_CHAT if path.startswith(OLLAMA_TREE) else OTHER)
 
 
-def generation_api(path: str) -> Api:
+def generation_api_of_path(path: str) -> Api:
     """Return the API whose generation route this path is, else OTHER."""
     return _GENERATION.get(path, OTHER)

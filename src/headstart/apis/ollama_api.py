@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from headstart.apis.api import LINES, AnyObject, Api, StreamEnd
-from headstart.ollama.ollama_answers import encoded, error_body
-from headstart.ollama.ollama_request import is_raw, read_chat, read_generate
-from headstart.openai.bounds import Bounds
+from headstart.apis.api import LINES, AnyJsonObject, Api, StreamEnding
+from headstart.ollama.ollama_answers import encode_json_lines, ollama_error_body
+from headstart.ollama.ollama_request import is_raw_completion, read_chat, read_generate
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.responses import Json
 
 OLLAMA_TREE = "/api/"
@@ -17,27 +17,27 @@ LATEST = ":latest"  # a tag that clients of Ollama add to the name of a model
 
 
 def _failed(status: int, body: Json, request_id: str, num_events: int) -> bytes:
-    return encoded([error_body(status, body, request_id)])
+    return encode_json_lines([ollama_error_body(status, body, request_id)])
 
 
 def _refused(status: int, body: bytes, request_id: str, num_events: int) -> bytes:
     return body.replace(b"\n", b" ") + b"\n"
 
 
-def _generate(values: Mapping[str, Any], bounds: Bounds) -> Mapping[str, Any]:
+def _generate(values: Mapping[str, Any], bounds: RequestBounds) -> Mapping[str, Any]:
     """Return the chat of a body; a raw prompt is the text of a chat whose template adds nothing."""
-    return read_generate({**values, "raw": False} if is_raw(values) else values, bounds).values
+    return read_generate({**values, "raw": False} if is_raw_completion(values) else values, bounds).values
 
 
-_END = StreamEnd(re.compile(rb'"done"\s*:\s*true|^\s*\{\s*"error"'), _failed, _refused, media_type=LINES, ping=b"")
-_ANSWER = msgspec.json.Decoder(AnyObject)
+_END = StreamEnding(re.compile(rb'"done"\s*:\s*true|^\s*\{\s*"error"'), _failed, _refused, media_type=LINES, ping=b"")
+_ANSWER = msgspec.json.Decoder(AnyJsonObject)
 OLLAMA_CHAT = Api(
     path="/api/chat",
     other_paths=("/api/show", "/api/embed", "/api/embeddings"),
     get_paths=("/api/tags", "/api/ps", "/api/version"),
     answer=_ANSWER,
     chat_values=lambda values, bounds: read_chat(values, bounds).values,
-    error_body=error_body,
+    error_body=ollama_error_body,
     end=_END,
     streams_by_default=True,
 )
@@ -46,7 +46,7 @@ OLLAMA_GENERATE = Api(
     operation="text_completion",
     answer=_ANSWER,
     chat_values=_generate,
-    error_body=error_body,
+    error_body=ollama_error_body,
     end=_END,
     streams_by_default=True,
 )

@@ -4,13 +4,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.apis.answer_schemas import Answers, Schema
+from headstart.apis.answer_schemas import ResponseSchemas, Schema
 from headstart.openai.request_model import RequestModel
 
 _NULL: Schema = {"type": "null"}
 
 
-def request_body(*models: type[RequestModel]) -> Schema:
+def request_body_schema(*models: type[RequestModel]) -> Schema:
     """Return the OpenAPI description of a body that is one of `models`."""
     schemas = [_inlined(schema := model.model_json_schema(), schema.get("$defs", {})) for model in models]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
@@ -18,29 +18,29 @@ def request_body(*models: type[RequestModel]) -> Schema:
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class RouteOperation:
     """A route as /openapi.json describes it; the body is one of `bodies`."""
 
     method: str
     path: str
     operation_id: str
     summary: str
-    answers: Answers
+    answers: ResponseSchemas
     bodies: tuple[type[RequestModel], ...] = ()
 
 
-def document(title: str, version: str, operations: Iterable[Operation]) -> Schema:
+def openapi_document(title: str, version: str, operations: Iterable[RouteOperation]) -> Schema:
     """Return the OpenAPI document of these operations."""
     paths: Schema = {}
     for operation in operations:
         described: Schema = {"summary": operation.summary, "description": operation.summary}
-        described |= {"operationId": operation.operation_id, "responses": responses_of(operation.answers)}
-        described |= request_body(*operation.bodies) if operation.bodies else {}
+        described |= {"operationId": operation.operation_id, "responses": response_descriptions(operation.answers)}
+        described |= request_body_schema(*operation.bodies) if operation.bodies else {}
         paths.setdefault(operation.path.replace(":path}", "}"), {})[operation.method.lower()] = described
     return {"openapi": "3.1.0", "info": {"title": title, "version": version}, "paths": paths}
 
 
-def responses_of(answers: Answers) -> dict[str, Schema]:
+def response_descriptions(answers: ResponseSchemas) -> dict[str, Schema]:
     """Return the OpenAPI description of a route's responses."""
     success = answers.success or {"type": "string", "description": "Text."}
     content: Schema = {"text/plain": {"schema": {"type": "string"}}}

@@ -15,20 +15,20 @@ import aiohttp
 
 from headstart.bench.streamed_request import (
     FAILURES,
-    Call,
+    EndpointTarget,
     RefusedError,
-    Reply,
+    StreamedCall,
+    StreamedReply,
     StreamFailedError,
-    Target,
-    body_of,
-    check_answer,
+    check_streamed_answer,
     open_session,
-    send,
+    request_body_of_job,
+    send_streamed_request,
 )
 from headstart.core.errors import ConfigError
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.runner import Trial
-from headstart.workload.jobs import Job, Waits
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.runner import JobsResult
+from headstart.workload.jobs import Job, JobDependencies
 from headstart.workload.request_record import RequestRecord
 from headstart.workload.synthetic import random_tokens
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 class EndpointRunner:
     """A runner that sends jobs over HTTP. Made by `connect`, which checks that the server can be measured."""
 
-    def __init__(self, target: Target, vocab_size: int) -> None:
+    def __init__(self, target: EndpointTarget, vocab_size: int) -> None:
         self.target = target
         self.label = urlsplit(target.url).netloc
         self.vocab_size = vocab_size
@@ -55,7 +55,7 @@ class EndpointRunner:
         self._runs = 0
 
     @classmethod
-    def connect(cls, target: Target, vocab_size: int, rng: Random) -> "EndpointRunner":
+    def connect(cls, target: EndpointTarget, vocab_size: int, rng: Random) -> "EndpointRunner":
         """Return a runner of a reachable server that accepts the requests of the suite.
 
         Sends a small prompt, twice if the first response does not report cached tokens. Raises ConfigError.
@@ -78,16 +78,19 @@ class EndpointRunner:
         jobs: Sequence[Job],
         *,
         concurrency: int = 0,
-        bar: Bar = QUIET,
+        bar: ProgressBar = QUIET,
         give_up: GiveUp | None = None,
-    ) -> Trial:
+    ) -> JobsResult:
         self._runs += 1
-        calls = [Call(f"run{self._runs}-{i}", job, body_of(job, self.model)) for i, job in enumerate(jobs)]
+        calls = [
+            StreamedCall(f"run{self._runs}-{i}", job, request_body_of_job(job, self.model))
+            for i, job in enumerate(jobs)
+        ]
         replies, is_cut = self._wait(self._serve(calls, concurrency, bar, give_up))
         records = [reply.record for reply in replies]
         self.reports_cached = self.reports_cached or any(reply.cached_tokens is not None for reply in replies)
         seconds = max((record.finish for record in records if record.finish is not None), default=0.0)
-        return Trial(records, seconds, is_cut, self.reports_cached)
+        return JobsResult(records, seconds, is_cut, self.reports_cached)
 
     def close(self) -> None:
         session, self._session = self._session, None
@@ -99,28 +102,28 @@ class EndpointRunner:
         return self._loop.run(work)
 
     async def _serve(
-        self, calls: Sequence[Call], concurrency: int, bar: Bar, give_up: GiveUp | None
-    ) -> tuple[list[Reply], bool]:
+        self, calls: Sequence[StreamedCall], concurrency: int, bar: ProgressBar, give_up: GiveUp | None
+    ) -> tuple[list[StreamedReply], bool]:
         """Return (replies in call order, whether the run ended early). An early end leaves out open requests."""
         session, start = self._session, time.perf_counter()
         assert session is not None, "connect() first"
         slots = asyncio.Semaphore(concurrency) if concurrency else None
-        replies: dict[int, Reply] = {}
+        replies: dict[int, StreamedReply] = {}
         enough = asyncio.Event()
-        waits = Waits([call.job for call in calls])
+        waits = JobDependencies([call.job for call in calls])
         due: list[asyncio.Future[float]] = [asyncio.get_running_loop().create_future() for _ in calls]
         for call, future in zip(calls, due, strict=True):
             if not call.job.after:
                 future.set_result(call.job.at)
 
-        async def serve(index: int, call: Call) -> None:
+        async def serve(index: int, call: StreamedCall) -> None:
             if slots is None:
                 at = await due[index]
                 await asyncio.sleep(max(start + at - time.perf_counter(), 0.0))
-                reply = await send(session, self.target, call, at, start)
+                reply = await send_streamed_request(session, self.target, call, at, start)
             else:
                 async with slots:
-                    reply = await send(session, self.target, call, time.perf_counter() - start, start)
+                    reply = await send_streamed_request(session, self.target, call, time.perf_counter() - start, start)
             replies[index] = reply
             bar.advance()
             for at, waiting in waits.ended(index, time.perf_counter() - start):
@@ -175,7 +178,7 @@ class EndpointRunner:
     async def _probe(self, session: aiohttp.ClientSession, job: Job) -> int | None:
         """Return the cached tokens reported by one response. Raises ConfigError that names what the server rejects."""
         try:
-            return await check_answer(session, self.target, body_of(job, self.model))
+            return await check_streamed_answer(session, self.target, request_body_of_job(job, self.model))
         except RefusedError as error:
             reason = await self._reason(session, job, error.status)
             raise ConfigError(f"{self.target.base}/completions refused a request: {error}. {reason}") from error
@@ -204,7 +207,7 @@ class EndpointRunner:
 
     async def _takes(self, session: aiohttp.ClientSession, job: Job, **changes: object) -> bool:
         try:
-            await check_answer(session, self.target, body_of(job, self.model, **changes))
+            await check_streamed_answer(session, self.target, request_body_of_job(job, self.model, **changes))
         except (*FAILURES, StreamFailedError):
             return False
         return True

@@ -11,19 +11,19 @@ from math import ceil
 from random import Random
 from typing import Any
 
-from headstart.bench.rate_report import LEAST_LOAD, START_LOAD, highest_rate
+from headstart.bench.rate_report import LEAST_LOAD, START_LOAD, search_highest_rate
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.request import SamplingParams
-from headstart.measurement.inprocess import Run, drive, make_requests
-from headstart.measurement.machine import ContentionLog, uncontended
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Chart, Report, Sheet, spread
-from headstart.measurement.runner import BUNDLED, Setup, describe
-from headstart.workload.request_record import RequestRecord, Summary, median, percentile, summarize
-from headstart.workload.slo import Slo, TooManyLate
-from headstart.workload.synthetic import INTENT, RequestShape, random_tokens, unit_arrivals, with_prefix
+from headstart.measurement.inprocess import RunResult, make_requests, run_requests
+from headstart.measurement.machine import ContentionLog, measure_uncontended
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
+from headstart.measurement.runner import BUNDLED, EngineSetup, describe_engine
+from headstart.workload.request_record import RequestRecord, Summary, median, percentile, summarize_records
+from headstart.workload.slo import LateRequestStop, Slo
+from headstart.workload.synthetic import INTENT, RequestShape, prompts_with_prefix, random_tokens, unit_rate_arrivals
 
-AddAccuracy = Callable[[Report, Bar], None]
+AddAccuracy = Callable[[BenchmarkReport, ProgressBar], None]
 """Measures the bundled model's answers, and adds its figures, problems and table to a report."""
 Pair = dict[str, Any]  # side ("off", "on") -> figure
 NUM_BLOCKS = 4224
@@ -49,7 +49,7 @@ QUICK = IntentConfig(runs=2, requests=4, seconds=5.0, min_requests=10, precision
 
 
 @dataclass(slots=True)
-class Side:
+class CachingSide:
     """One engine, caching off or on, with its own stream of new prompts: the two streams are equal."""
 
     name: str
@@ -60,18 +60,20 @@ class Side:
     rng: Random
     served: int = 0
 
-    def run(self, count: int, *, bar: Bar = QUIET, due: list[float] | None = None, limit: float | None = None) -> Run:
+    def run(
+        self, count: int, *, bar: ProgressBar = QUIET, due: list[float] | None = None, limit: float | None = None
+    ) -> RunResult:
         """Serve `count` new requests. Ends early once the p90 latency is certain to exceed `limit` seconds."""
-        prompts = with_prefix(self.prefix, count, self.shape.own, self.vocab_size, self.rng)
+        prompts = prompts_with_prefix(self.prefix, count, self.shape.own, self.vocab_size, self.rng)
         sampling = SamplingParams(max_tokens=self.shape.output, temperature=0.0)
         requests = make_requests(prompts, sampling, f"{self.name}{self.served}")
         self.served += count
-        watch = None if limit is None else TooManyLate(count, Slo(e2e=limit))
-        return drive(self.engine, requests, due=due, bar=bar, give_up=watch)
+        watch = None if limit is None else LateRequestStop(count, Slo(e2e=limit))
+        return run_requests(self.engine, requests, due=due, bar=bar, give_up=watch)
 
 
 @dataclass(frozen=True, slots=True)
-class IntentPoint:
+class IntentRatePoint:
     """One side at one rate of one draw."""
 
     side: str
@@ -83,27 +85,27 @@ class IntentPoint:
     summary: Summary
 
 
-def _by_side() -> dict[str, list[IntentPoint]]:
+def _by_side() -> dict[str, list[IntentRatePoint]]:
     return {"off": [], "on": []}
 
 
 class IntentBench:
     """A running experiment. After `run()` its fields hold all measurements."""
 
-    def __init__(self, setup: Setup, config: IntentConfig, bar: Bar) -> None:
+    def __init__(self, setup: EngineSetup, config: IntentConfig, bar: ProgressBar) -> None:
         self.setup, self.config, self.bar = setup, config, bar
         self.log = ContentionLog.new()
         self.problems: list[str] = []
         self.unloaded: dict[str, list[RequestRecord]] = {"off": [], "on": []}
-        self.loaded: dict[str, list[IntentPoint]] = _by_side()  # at load_rate
-        self.searched: dict[str, list[IntentPoint]] = _by_side()
+        self.loaded: dict[str, list[IntentRatePoint]] = _by_side()  # at load_rate
+        self.searched: dict[str, list[IntentRatePoint]] = _by_side()
         self.qps: dict[str, list[float]] = {"off": [], "on": []}  # one per draw
         bar.stage("loading the model twice", None)
         engines = {name: self._build(caching=name == "on") for name in ("off", "on")}
         self.info: EngineInfo = engines["on"][1]
         prefix = random_tokens(config.shape.shared, self.info.vocab_size, Random(f"{setup.seed}/prefix"))
         self.sides = {
-            name: Side(name, engine, prefix, info.vocab_size, config.shape, Random(f"{setup.seed}/own"))
+            name: CachingSide(name, engine, prefix, info.vocab_size, config.shape, Random(f"{setup.seed}/own"))
             for name, (engine, info) in engines.items()
         }
 
@@ -120,7 +122,7 @@ class IntentBench:
 
     def latency(self, side: str) -> float:
         """Return the median seconds of an unloaded request."""
-        return median(latencies(self.unloaded[side]))
+        return median(e2e_latencies(self.unloaded[side]))
 
     @property
     def limit(self) -> float:
@@ -141,23 +143,23 @@ class IntentBench:
             side.run(1)
             side.run(1)
 
-        def one_round() -> list[tuple[str, Run]]:
+        def one_round() -> list[tuple[str, RunResult]]:
             self.bar.stage("one request at a time, caching off and on in turn", 2 * self.config.requests)
             turns = [name for _ in range(self.config.requests) for name in self.sides]
             return [(name, self.sides[name].run(1, bar=self.bar)) for name in turns]
 
         for _ in range(self.config.runs):
-            for name, run in uncontended(one_round, self.log):
+            for name, run in measure_uncontended(one_round, self.log):
                 self._check(run, name, "unloaded")
                 self.unloaded[name] += run.records
 
-    def misses_alone(self, name: str) -> bool:
+    def misses_limit_unloaded(self, name: str) -> bool:
         """Return whether unloaded requests of the side exceed the limit, so that no rate can hold."""
         return self.latency(name) > self.limit
 
     def _search(self, name: str, draw: int) -> float:
         """Return the highest rate of one draw at which the side's p90 latency is within the limit; 0 if none is."""
-        if self.misses_alone(name):
+        if self.misses_limit_unloaded(name):
             return 0.0
 
         def holds(rate: float) -> bool:
@@ -167,27 +169,27 @@ class IntentBench:
 
         earlier = self.qps[name][-1] if self.qps[name] else 0.0
         alone = self.latency(name)
-        return highest_rate(
+        return search_highest_rate(
             holds, earlier or START_LOAD / alone, precision=self.config.precision, least=LEAST_LOAD / alone
         )
 
-    def _measure_point(self, name: str, rate: float, draw: int, *, limit: float | None = None) -> IntentPoint:
+    def _measure_point(self, name: str, rate: float, draw: int, *, limit: float | None = None) -> IntentRatePoint:
         """Measure one side under Poisson arrivals. Both sides and all rates use the same draw, scaled in time."""
         count = max(self.config.min_requests, ceil(rate * self.config.seconds))
-        arrivals = unit_arrivals(count, Random(f"{self.setup.seed}/arrivals/{draw}"))
+        arrivals = unit_rate_arrivals(count, Random(f"{self.setup.seed}/arrivals/{draw}"))
         due = [time / rate for time in arrivals]
 
-        def measure() -> Run:
+        def measure() -> RunResult:
             self.bar.stage(f"caching {name}, {rate:.2f} requests/s", count)
             return self.sides[name].run(count, bar=self.bar, due=due, limit=limit)
 
-        run = uncontended(measure, self.log)
+        run = measure_uncontended(measure, self.log)
         self._check(run, name, f"{rate:.2f} requests/s")
         whole = not run.given_up and not run.errors
-        holds = whole and percentile(latencies(run.records), 90) <= self.limit
-        return IntentPoint(name, draw, rate, count, holds, run.given_up, summarize(run.records))
+        holds = whole and percentile(e2e_latencies(run.records), 90) <= self.limit
+        return IntentRatePoint(name, draw, rate, count, holds, run.given_up, summarize_records(run.records))
 
-    def _check(self, run: Run, name: str, label: str) -> None:
+    def _check(self, run: RunResult, name: str, label: str) -> None:
         """Record every problem that invalidates the figures."""
         label = f"caching {name}, {label}"
         self.problems += run.problems(label)
@@ -198,17 +200,21 @@ class IntentBench:
             self.problems.append(f"{label}: outputs of {sorted(wrong)} tokens instead of {self.config.shape.output}")
 
 
-def latencies(records: list[RequestRecord]) -> list[float]:
+def e2e_latencies(records: list[RequestRecord]) -> list[float]:
     """Return the end-to-end seconds of the successful requests."""
     return [record.e2e for record in records if record.e2e is not None]
 
 
 def run_intent(
-    setup: Setup, config: IntentConfig | None, bar: Bar = QUIET, *, add_accuracy: AddAccuracy | None = None
-) -> Report:
+    setup: EngineSetup,
+    config: IntentConfig | None,
+    bar: ProgressBar = QUIET,
+    *,
+    add_accuracy: AddAccuracy | None = None,
+) -> BenchmarkReport:
     """Measure load on `setup`'s model if `config` is given, and the bundled one's answers by `add_accuracy`."""
     if config is None:
-        report = Report("intent", {}, model=BUNDLED, seed=setup.seed, runs=1, threads=setup.threads)
+        report = BenchmarkReport("intent", {}, model=BUNDLED, seed=setup.seed, runs=1, threads=setup.threads)
     else:
         bench = IntentBench(setup, config, bar)
         bench.run()
@@ -218,14 +224,16 @@ def run_intent(
     return report
 
 
-def _failed(bench: IntentBench) -> Report:
+def _failed(bench: IntentBench) -> BenchmarkReport:
     """Return a report without figures: single requests failed already."""
     setup = bench.setup
     problems = list(dict.fromkeys(bench.problems))
-    return Report("intent", {}, model=setup.label, seed=setup.seed, runs=0, threads=setup.threads, problems=problems)
+    return BenchmarkReport(
+        "intent", {}, model=setup.label, seed=setup.seed, runs=0, threads=setup.threads, problems=problems
+    )
 
 
-def _report(bench: IntentBench) -> Report:
+def _report(bench: IntentBench) -> BenchmarkReport:
     """Return the report: medians over rounds and draws, in ms and requests per second."""
     setup, config = bench.setup, bench.config
     ttft = {side: _ttfts(records) for side, records in bench.unloaded.items()}
@@ -242,10 +250,10 @@ def _report(bench: IntentBench) -> Report:
         "qps_ratio": _ratio(median(bench.qps["on"]), median(bench.qps["off"])),
         "limit_ms": 1e3 * bench.limit,
         **{f"unloaded_{side}_ms": 1e3 * bench.latency(side) for side in ("off", "on")},
-        "cached_share_load": summarize(bench.unloaded["on"]).cached_share,
+        "cached_share_load": summarize_records(bench.unloaded["on"]).cached_share,
         "points": [_point_values(point) for side in ("off", "on") for point in bench.searched[side]],
     }
-    report = Report(
+    report = BenchmarkReport(
         "intent",
         values,
         model=setup.label,
@@ -253,9 +261,9 @@ def _report(bench: IntentBench) -> Report:
         runs=config.runs,
         threads=bench.info.threads,
         spread={
-            **{f"ttft_{side}_ms": spread(found) for side, found in ttft.items()},
-            **{f"tpot_p90_{side}_ms": spread(found) for side, found in tpot.items()},
-            **{f"qps_{side}": spread(found) for side, found in bench.qps.items()},
+            **{f"ttft_{side}_ms": min_and_max(found) for side, found in ttft.items()},
+            **{f"tpot_p90_{side}_ms": min_and_max(found) for side, found in tpot.items()},
+            **{f"qps_{side}": min_and_max(found) for side, found in bench.qps.items()},
         },
         setup={
             "shared_tokens": config.shape.shared,
@@ -268,7 +276,7 @@ def _report(bench: IntentBench) -> Report:
             "limit_factor": config.limit_factor,
             "search_precision": config.precision,
             "kv_blocks": NUM_BLOCKS,
-            **describe(bench.info),
+            **describe_engine(bench.info),
         },
         contention=bench.log.as_dict(),
         problems=list(dict.fromkeys(bench.problems)),
@@ -292,12 +300,12 @@ def _ttfts(records: list[RequestRecord]) -> list[float]:
     return [1e3 * record.ttft for record in records if record.ttft is not None]
 
 
-def _p90(point: IntentPoint, field: str) -> float:
+def _p90(point: IntentRatePoint, field: str) -> float:
     found = getattr(point.summary, field)
     return found.p90 if found is not None else float("nan")
 
 
-def _point_values(point: IntentPoint) -> dict[str, Any]:
+def _point_values(point: IntentRatePoint) -> dict[str, Any]:
     e2e = point.summary.e2e
     return {
         "side": point.side,
@@ -313,7 +321,7 @@ def _point_values(point: IntentPoint) -> dict[str, Any]:
     }
 
 
-def _figures(report: Report) -> Sheet:
+def _figures(report: BenchmarkReport) -> ReportTable:
     setup, values = report.setup, report.values
     load = f"at {values['load_rate_qps']:.2f} requests/s"
     rows = (
@@ -323,14 +331,14 @@ def _figures(report: Report) -> Sheet:
         (f"highest requests/s, p90 latency <= {values['limit_ms']:.0f} ms", "qps_{}", "qps_ratio"),
         ("latency, alone, ms", "unloaded_{}_ms", ""),
     )
-    return Sheet(
+    return ReportTable(
         f"{setup['shared_tokens']} shared + {setup['own_tokens']} own tokens in, {setup['output_tokens']} out",
         ("figure", "caching off", "caching on", "ratio"),
         tuple((name, values[key.format("off")], values[key.format("on")], values.get(r)) for name, key, r in rows),
     )
 
 
-def _points(bench: IntentBench) -> Sheet:
+def _points(bench: IntentBench) -> ReportTable:
     points = sorted(
         (point for found in bench.searched.values() for point in found), key=lambda point: (point.side, point.rate)
     )
@@ -340,18 +348,20 @@ def _points(bench: IntentBench) -> Sheet:
     alone = tuple(
         (name, "alone", len(found), f"{1e3 * bench.latency(name):.0f} (median)", "no")
         for name, found in bench.unloaded.items()
-        if bench.misses_alone(name)
+        if bench.misses_limit_unloaded(name)
     )
-    return Sheet("points of the search", ("caching", "requests/s", "requests", "latency p90 ms", "holds"), alone + rows)
+    return ReportTable(
+        "points of the search", ("caching", "requests/s", "requests", "latency p90 ms", "holds"), alone + rows
+    )
 
 
-def _e2e_text(point: IntentPoint) -> str:
+def _e2e_text(point: IntentRatePoint) -> str:
     if point.given_up or point.summary.e2e is None:
         return "given up: sure to miss"
     return f"{1e3 * point.summary.e2e.p90:.0f}"
 
 
-def _chart(bench: IntentBench) -> Chart:
+def _chart(bench: IntentBench) -> ReportChart:
     """Return the chart of p90 latency by rate, for every point that was not ended early."""
     found = {
         (side, point.rate): 1e3 * point.summary.e2e.p90
@@ -362,4 +372,4 @@ def _chart(bench: IntentBench) -> Chart:
     rates = tuple(sorted({rate for _, rate in found}))
     series = {f"caching {side}": tuple(found.get((side, rate)) for rate in rates) for side in bench.searched}
     series["limit"] = tuple(1e3 * bench.limit for _ in rates)
-    return Chart("Intent recognition under load", "requests/s", "latency p90, ms", rates, series)
+    return ReportChart("Intent recognition under load", "requests/s", "latency p90, ms", rates, series)

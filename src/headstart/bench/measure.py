@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.runner import Runner, Trial
-from headstart.workload.jobs import ideal_tokens
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.runner import JobRunner, JobsResult
+from headstart.workload.jobs import perfect_cache_tokens
 from headstart.workload.request_record import RequestRecord
-from headstart.workload.scenarios import Phase, Scenario
+from headstart.workload.scenarios import WorkloadPhase, WorkloadScenario
 
 GiveUp = Callable[[RequestRecord], bool]
 
@@ -23,8 +23,8 @@ GiveUp = Callable[[RequestRecord], bool]
 class PhaseResult:
     """The result of one phase."""
 
-    phase: Phase
-    trial: Trial
+    phase: WorkloadPhase
+    trial: JobsResult
     ideal: int  # prompt tokens that a perfect, infinite cache computes in this phase
 
     @property
@@ -55,10 +55,10 @@ class PhaseResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ScenarioResult:
     """The result of a scenario. `phases` excludes the phases that only prepare, which are in `prepared`."""
 
-    scenario: Scenario
+    scenario: WorkloadScenario
     phases: tuple[PhaseResult, ...]
     prepared: tuple[PhaseResult, ...]
     was_reset: bool  # the runner cleared its prefix cache before; prompts are new in both cases
@@ -75,7 +75,9 @@ class Measured:
         return [problem for result in (*self.prepared, *self.phases) for problem in result.problems]
 
 
-def measure(runner: Runner, scenario: Scenario, bar: Bar = QUIET, give_up: GiveUp | None = None) -> Measured:
+def measure_scenario(
+    runner: JobRunner, scenario: WorkloadScenario, bar: ProgressBar = QUIET, give_up: GiveUp | None = None
+) -> ScenarioResult:
     """Serve all phases in turn; `give_up` may end the measured ones early.
 
     Clears the prefix cache first, where the runner can. Continues after a failed phase and reports its problems.
@@ -87,7 +89,7 @@ def measure(runner: Runner, scenario: Scenario, bar: Bar = QUIET, give_up: GiveU
         watch = give_up if phase.is_measured else None
         trial = runner.run(phase.jobs, concurrency=phase.concurrency, bar=bar, give_up=watch)
         results.append(PhaseResult(phase, trial, ideal))
-    return Measured(
+    return ScenarioResult(
         scenario,
         phases=tuple(result for result in results if result.phase.is_measured),
         prepared=tuple(result for result in results if not result.phase.is_measured),
@@ -95,11 +97,11 @@ def measure(runner: Runner, scenario: Scenario, bar: Bar = QUIET, give_up: GiveU
     )
 
 
-def _ideals(scenario: Scenario) -> list[int]:
+def _ideals(scenario: WorkloadScenario) -> list[int]:
     """Return the least prompt tokens to compute in each phase, given all earlier phases."""
     totals = [0]
     prompts = [job.prompt for job in scenario.phases[0].jobs[:0]]
     for phase in scenario.phases:
         prompts += [job.prompt for job in phase.jobs]
-        totals.append(ideal_tokens(prompts))
+        totals.append(perfect_cache_tokens(prompts))
     return [after - before for before, after in pairwise(totals)]

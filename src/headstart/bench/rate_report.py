@@ -11,28 +11,34 @@ from math import ceil, sqrt
 from random import Random
 from typing import Any
 
-from headstart.bench.measure import Measured, PhaseResult, measure
-from headstart.bench.suite import by_phase, check_lengths, latencies, redundancy_sheet, redundancy_text
-from headstart.measurement.machine import ContentionLog, uncontended
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Chart, Report, Sheet
-from headstart.measurement.runner import Runner
+from headstart.bench.measure import PhaseResult, ScenarioResult, measure_scenario
+from headstart.bench.suite import (
+    check_request_lengths,
+    group_by_phase,
+    latency_table,
+    redundancy_table,
+    redundancy_text,
+)
+from headstart.measurement.machine import ContentionLog, measure_uncontended
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable
+from headstart.measurement.runner import JobRunner
 from headstart.workload import scenarios
-from headstart.workload.request_record import median, summarize
-from headstart.workload.scenarios import Scenario
-from headstart.workload.slo import Slo, TooManyLate
-from headstart.workload.synthetic import INTENT, RequestShape, random_tokens, unit_arrivals
+from headstart.workload.request_record import median, summarize_records
+from headstart.workload.scenarios import WorkloadScenario
+from headstart.workload.slo import LateRequestStop, Slo
+from headstart.workload.synthetic import INTENT, RequestShape, random_tokens, unit_rate_arrivals
 
 LIMIT_FACTOR = 4
 """Default limit: this factor times the unloaded latency, unless limits are given."""
-Load = Callable[[int, Random, Sequence[float]], Scenario]
+Load = Callable[[int, Random, Sequence[float]], WorkloadScenario]
 """(vocabulary size, rng, arrival time of each request) -> a scenario whose last phase is the load."""
 # Shares of the rate of requests one after the other: where a search begins, and below which it gives up. Rates far
 # below are hardly other than single requests, and take minutes each.
 START_LOAD, LEAST_LOAD = 0.5, 0.2
 
 
-def highest_rate(
+def search_highest_rate(
     holds: Callable[[float], bool],
     start: float,
     *,
@@ -87,7 +93,7 @@ class RatePoint:
 
 
 @dataclass(frozen=True, slots=True)
-class RateSearch:
+class RateSearchResult:
     """The result of a search: the highest rate that holds (0: none), and all measured rates, in order."""
 
     rate: float
@@ -103,19 +109,19 @@ class RateSearch:
 DEFAULTS = RateConfig()
 
 
-def behind_prefix(shape: RequestShape = INTENT) -> Load:
+def cached_prefix_load(shape: RequestShape = INTENT) -> Load:
     """Return the load of PrefixCacheManager (blog): requests behind one prefix that is already cached."""
 
-    def build(vocab_size: int, rng: Random, due: Sequence[float]) -> Scenario:
+    def build(vocab_size: int, rng: Random, due: Sequence[float]) -> WorkloadScenario:
         prefix = random_tokens(shape.shared, vocab_size, rng)
-        return scenarios.poisson(vocab_size, rng, due=due, prefix=prefix, shape=shape)
+        return scenarios.poisson_intent_scenario(vocab_size, rng, due=due, prefix=prefix, shape=shape)
 
     return build
 
 
-def search_rate(
-    runner: Runner, load: Load, slo: Slo, alone: float, config: RateConfig = DEFAULTS, bar: Bar = QUIET
-) -> RateSearch:
+def measure_highest_rate(
+    runner: JobRunner, load: Load, slo: Slo, alone: float, config: RateConfig = DEFAULTS, bar: ProgressBar = QUIET
+) -> RateSearchResult:
     """Measure rates until the highest one that holds is known to `config.precision`.
 
     `alone`: seconds of an unloaded request.
@@ -126,18 +132,18 @@ def search_rate(
         points.append(measure_rate(runner, load, slo, rate, config, bar))
         return points[-1].holds
 
-    found = highest_rate(holds, START_LOAD / alone, precision=config.precision, least=LEAST_LOAD / alone)
-    return RateSearch(found, tuple(points), slo)
+    found = search_highest_rate(holds, START_LOAD / alone, precision=config.precision, least=LEAST_LOAD / alone)
+    return RateSearchResult(found, tuple(points), slo)
 
 
 def measure_rate(
-    runner: Runner, load: Load, slo: Slo, rate: float, config: RateConfig = DEFAULTS, bar: Bar = QUIET
+    runner: JobRunner, load: Load, slo: Slo, rate: float, config: RateConfig = DEFAULTS, bar: ProgressBar = QUIET
 ) -> RatePoint:
     """Measure one rate. The run ends early once it is certain to miss `slo`, unless `slo` has no limits."""
     count = max(config.min_requests, ceil(rate * config.seconds))
-    due = [at / rate for at in unit_arrivals(count, Random(f"{config.seed}/arrivals"))]
+    due = [at / rate for at in unit_rate_arrivals(count, Random(f"{config.seed}/arrivals"))]
     scenario = load(runner.vocab_size, Random(f"{config.seed}/{rate}"), due)
-    result = measure(runner, scenario, bar, TooManyLate(count, slo) if slo else None).phases[-1]
+    result = measure_scenario(runner, scenario, bar, LateRequestStop(count, slo) if slo else None).phases[-1]
     whole = not result.trial.is_cut and len(result.trial.records) == count
     return RatePoint(rate, result, whole and slo.holds(result.trial.records))
 
@@ -156,36 +162,40 @@ class RatePlan:
     setup: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-def run_rate_search(runner: Runner, plan: RatePlan, bar: Bar = QUIET) -> Report:
+def run_rate_search(runner: JobRunner, plan: RatePlan, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Measure unloaded requests, then search the highest rate. Raises ConfigError for requests that do not fit."""
     scenario = _alone(plan, runner.vocab_size)
-    check_lengths(runner, scenario)
+    check_request_lengths(runner, scenario)
     log = ContentionLog.new()
-    alone = uncontended(lambda: measure(runner, scenario, bar), log, retries=int(plan.is_guarded))
+    alone = measure_uncontended(lambda: measure_scenario(runner, scenario, bar), log, retries=int(plan.is_guarded))
     known = [record.e2e for record in alone["alone"].trial.records if record.ok and record.e2e is not None]
     if not known or alone.problems:
         return _report(runner, plan, alone, None)
     slo = plan.slo or Slo(e2e=LIMIT_FACTOR * median(known))
     if not slo.holds(alone["alone"].trial.records, share=50):  # then no rate can hold
-        return _report(runner, plan, alone, RateSearch(0.0, (), slo))
+        return _report(runner, plan, alone, RateSearchResult(0.0, (), slo))
     config = replace(plan.config, seed=plan.seed)
-    found = uncontended(lambda: search_rate(runner, plan.load, slo, median(known), config, bar), log, retries=0)
+    found = measure_uncontended(
+        lambda: measure_highest_rate(runner, plan.load, slo, median(known), config, bar), log, retries=0
+    )
     report = _report(runner, plan, alone, found)
     if plan.is_guarded:
         report.contention = log.as_dict()
     return report
 
 
-def _alone(plan: RatePlan, vocab_size: int) -> Scenario:
+def _alone(plan: RatePlan, vocab_size: int) -> WorkloadScenario:
     """Return the load's scenario with one request at a time."""
     found = plan.load(vocab_size, Random(f"{plan.seed}/alone"), [0.0] * plan.alone)
     last = replace(found.phases[-1], name="alone", concurrency=1)
     return replace(found, name=plan.name, phases=(*found.phases[:-1], last))
 
 
-def _report(runner: Runner, plan: RatePlan, alone: Measured, search: RateSearch | None) -> Report:
-    values = {phase.name: phase.values(search.slo if search else plan.slo) for phase in by_phase([alone])}
-    report = Report(
+def _report(
+    runner: JobRunner, plan: RatePlan, alone: ScenarioResult, search: RateSearchResult | None
+) -> BenchmarkReport:
+    values = {phase.name: phase.values(search.slo if search else plan.slo) for phase in group_by_phase([alone])}
+    report = BenchmarkReport(
         plan.name,
         {"highest_rate": None, "redundancy": values["alone"]["redundancy"], "phases": values},
         model=runner.about.get("model"),
@@ -194,7 +204,7 @@ def _report(runner: Runner, plan: RatePlan, alone: Measured, search: RateSearch 
         setup={**plan.setup, **runner.about, "seconds_per_rate": plan.config.seconds},
         problems=alone.problems,
     )
-    report.sheets += [redundancy_sheet(values), latencies(values)]
+    report.sheets += [redundancy_table(values), latency_table(values)]
     if search is None:
         return report
     points = [_values(point, search.slo) for point in search.points]
@@ -216,7 +226,7 @@ def _report(runner: Runner, plan: RatePlan, alone: Measured, search: RateSearch 
 
 def _values(point: RatePoint, slo: Slo) -> dict[str, Any]:
     trial = point.result.trial
-    summary = summarize(trial.records)
+    summary = summarize_records(trial.records)
     shown = {"ttft": summary.ttft, "tpot": summary.tpot, "e2e": summary.e2e}
     return {
         "rate": point.rate,
@@ -231,7 +241,7 @@ def _values(point: RatePoint, slo: Slo) -> dict[str, Any]:
     }
 
 
-def _points_sheet(search: RateSearch, points: list[dict[str, Any]]) -> Sheet:
+def _points_sheet(search: RateSearchResult, points: list[dict[str, Any]]) -> ReportTable:
     limits = ", ".join(f"{name} <= {1e3 * limit:.0f} ms" for name, limit in search.slo.limits)
     keys = ("rate", "requests", "ttft_p90_ms", "tpot_p90_ms", "e2e_p90_ms", "goodput")
     columns = ("req/s", "sent", "TTFT p90", "TPOT p90", "e2e p90", "goodput")
@@ -246,10 +256,10 @@ def _points_sheet(search: RateSearch, points: list[dict[str, Any]]) -> Sheet:
     title = f"highest rate with p90 of {limits}: {search.rate:.3g} requests/s (ms; -: given up, sure to miss)"
     if not points:
         title = f"highest rate with p90 of {limits}: 0 requests/s, since requests alone miss that"
-    return Sheet(title, (*columns, "redundancy", "holds"), rows)
+    return ReportTable(title, (*columns, "redundancy", "holds"), rows)
 
 
-def _chart(search: RateSearch, points: list[dict[str, Any]]) -> Chart:
+def _chart(search: RateSearchResult, points: list[dict[str, Any]]) -> ReportChart:
     """Return the chart of p90 / limit for every limited latency, by rate; a rate holds below 1."""
     ordered = sorted((found for found in points if not found["given_up"]), key=lambda found: found["rate"])
     series: dict[str, tuple[float | None, ...]] = {}
@@ -258,4 +268,4 @@ def _chart(search: RateSearch, points: list[dict[str, Any]]) -> Chart:
             None if found[f"{name}_p90_ms"] is None else found[f"{name}_p90_ms"] / (1e3 * limit) for found in ordered
         )
     series["limit"] = tuple(1.0 for _ in ordered)
-    return Chart("load", "requests/s", "p90 / limit", tuple(found["rate"] for found in ordered), series)
+    return ReportChart("load", "requests/s", "p90 / limit", tuple(found["rate"] for found in ordered), series)

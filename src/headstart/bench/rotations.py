@@ -11,15 +11,15 @@ from math import nan
 from random import Random
 from typing import Any
 
-from headstart.core.cache.kv_cache import NO_HIT, Hit
+from headstart.core.cache.kv_cache import NO_HIT, PrefixHit
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.request import SamplingParams, Sequence
 from headstart.core.sched.scheduler import Scheduler
-from headstart.measurement.inprocess import Run, Step, Tokens, drive, make_requests
-from headstart.measurement.machine import ContentionLog, uncontended
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Chart, Report, Sheet, spread
-from headstart.measurement.runner import Setup, describe
+from headstart.measurement.inprocess import RunResult, TimedStep, Tokens, make_requests, run_requests
+from headstart.measurement.machine import ContentionLog, measure_uncontended
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
+from headstart.measurement.runner import EngineSetup, describe_engine
 from headstart.workload.request_record import median
 from headstart.workload.synthetic import random_tokens, rotations
 
@@ -43,24 +43,24 @@ class RotationsConfig:
 class _Passes:
     """All runs and steps measured."""
 
-    cold: list[Run] = field(default_factory=list[Run])
-    warm: list[Run] = field(default_factory=list[Run])
-    unaware: list[Run] = field(default_factory=list[Run])
-    one_token: list[Step] = field(default_factory=list[Step])
-    decode: list[Step] = field(default_factory=list[Step])
+    cold: list[RunResult] = field(default_factory=list[RunResult])
+    warm: list[RunResult] = field(default_factory=list[RunResult])
+    unaware: list[RunResult] = field(default_factory=list[RunResult])
+    one_token: list[TimedStep] = field(default_factory=list[TimedStep])
+    decode: list[TimedStep] = field(default_factory=list[TimedStep])
 
 
 class CacheUnawareScheduler(Scheduler):
     """A scheduler as in vLLM #3402 before its fix: cached tokens and blocks cost as if they had to be computed."""
 
-    def _charge_for(self, hit: Hit) -> int:
+    def _charge_for(self, hit: PrefixHit) -> int:
         return hit.num_tokens
 
-    def _fits(self, seq: Sequence, hit: Hit, reserved: int) -> bool:
+    def _fits(self, seq: Sequence, hit: PrefixHit, reserved: int) -> bool:
         return super()._fits(seq, NO_HIT, reserved)
 
 
-def run_rotations(setup: Setup, config: RotationsConfig, bar: Bar = QUIET) -> Report:
+def run_rotations(setup: EngineSetup, config: RotationsConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Measure two engines of one model: cold, warm, and warm with cache-unaware accounting."""
     bar.stage("loading the model twice", None)
     options = setup.options(num_blocks=_pool_blocks(config), max_batched_tokens=BUDGET)
@@ -89,22 +89,22 @@ def _measure_passes(
     config: RotationsConfig,
     passes: _Passes,
     log: ContentionLog,
-    bar: Bar,
+    bar: ProgressBar,
 ) -> None:
     """Run cold, then warm and unaware in turn, so that noise on the machine affects both."""
     names = _names()
 
-    def one_pass(target: Engine, label: str, *, cold: bool = False) -> Run:
-        def measure() -> Run:
+    def one_pass(target: Engine, label: str, *, cold: bool = False) -> RunResult:
+        def measure() -> RunResult:
             if cold:
                 assert target.reset_prefix_cache(), "an idle engine did not clear its prefix cache"
             bar.stage(label, len(prompts))
-            return drive(target, make_requests(prompts, _greedy(1), next(names)), bar=bar)
+            return run_requests(target, make_requests(prompts, _greedy(1), next(names)), bar=bar)
 
-        return uncontended(measure, log)
+        return measure_uncontended(measure, log)
 
     bar.stage("filling the second engine", len(prompts))
-    drive(unaware, make_requests(prompts, _greedy(1), next(names)), bar=bar)
+    run_requests(unaware, make_requests(prompts, _greedy(1), next(names)), bar=bar)
     for number in range(1, config.runs + 1):
         passes.cold.append(one_pass(engine, f"cold {number}/{config.runs}", cold=True))
         for _ in range(config.warm_passes):
@@ -113,14 +113,14 @@ def _measure_passes(
 
 
 def _measure_one_token(
-    engine: Engine, prompts: "list[array[int]]", config: RotationsConfig, passes: _Passes, bar: Bar
+    engine: Engine, prompts: "list[array[int]]", config: RotationsConfig, passes: _Passes, bar: ProgressBar
 ) -> None:
     """Measure steps with one uncached token per row, each followed by decode steps of the same batch."""
     bar.stage("one uncached token against a decode", len(prompts) * config.decode_rounds)
     names = _names()
     for number in range(config.decode_rounds + 1):
         requests = make_requests(prompts, _greedy(config.decode_steps + 1), "t" + next(names))
-        run = drive(engine, requests, bar=bar if number else QUIET)
+        run = run_requests(engine, requests, bar=bar if number else QUIET)
         steps = [step for step in run.steps if step.computed_tokens == len(prompts)]
         if number and len(steps) > 1:  # the first round is a warm-up; failed rounds have no such steps
             passes.one_token.append(steps[0])
@@ -134,7 +134,9 @@ def _names() -> Iterator[str]:
         number += 1
 
 
-def _report(setup: Setup, config: RotationsConfig, info: EngineInfo, passes: _Passes, log: ContentionLog) -> Report:
+def _report(
+    setup: EngineSetup, config: RotationsConfig, info: EngineInfo, passes: _Passes, log: ContentionLog
+) -> BenchmarkReport:
     series = {
         "cold_s": [run.seconds for run in passes.cold],
         "warm_s": [run.seconds for run in passes.warm],
@@ -164,14 +166,14 @@ def _report(setup: Setup, config: RotationsConfig, info: EngineInfo, passes: _Pa
         "cold_tokens_computed": passes.cold[0].computed_tokens,
         "differing_tokens": differing,
     }
-    report = Report(
+    report = BenchmarkReport(
         "rotations",
         values,
         model=setup.label,
         seed=setup.seed,
         runs=config.runs,
         threads=info.threads,
-        spread={key: spread(found) for key, found in series.items() if found},
+        spread={key: min_and_max(found) for key, found in series.items() if found},
         setup={
             "requests": config.requests,
             "prompt_tokens": config.length,
@@ -179,7 +181,7 @@ def _report(setup: Setup, config: RotationsConfig, info: EngineInfo, passes: _Pa
             "max_num_batched_tokens": BUDGET,
             "warm_passes": len(passes.warm),
             "decode_rounds": config.decode_rounds,
-            **describe(info),
+            **describe_engine(info),
         },
         contention=log.as_dict(),
     )
@@ -211,7 +213,7 @@ def _differing(expected: list[Tokens], found: list[Tokens]) -> int:
     return sum(a != b for a, b in zip(expected, found, strict=True))
 
 
-def _add_views(report: Report, passes: _Passes) -> None:
+def _add_views(report: BenchmarkReport, passes: _Passes) -> None:
     """Add the tables and the chart."""
     kinds = {
         "cold": (report.values["cold_s"], passes.cold[0]),
@@ -220,18 +222,18 @@ def _add_views(report: Report, passes: _Passes) -> None:
     }
     rows = tuple((name, seconds, len(run.steps), run.computed_tokens) for name, (seconds, run) in kinds.items())
     report.sheets.append(
-        Sheet(
+        ReportTable(
             f"{report.setup['requests']} rotations of {report.setup['prompt_tokens']} tokens, one output token",
             ("pass", "seconds", "steps", "tokens computed"),
             rows,
         )
     )
     report.sheets.append(
-        Sheet(
+        ReportTable(
             "one uncached token per row against a decode step of the same batch",
             ("one token s", "decode s", "ratio", "ratio without scheduling"),
             (tuple(report.values[key] for key in _ONE_TOKEN),),
         )
     )
     series = {"seconds": tuple(seconds for seconds, _ in kinds.values())}
-    report.charts.append(Chart(report.sheets[0].title, "pass", "seconds", tuple(kinds), series, log_y=True))
+    report.charts.append(ReportChart(report.sheets[0].title, "pass", "seconds", tuple(kinds), series, log_y=True))

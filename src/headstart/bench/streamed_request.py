@@ -21,7 +21,7 @@ FAILURES = (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError,
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class EndpointTarget:
     """The server to measure."""
 
     url: str  # with or without /v1
@@ -51,7 +51,7 @@ class RefusedError(StreamFailedError):
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class StreamedReply:
     """The result of one request. `cached_tokens`: None if its usage does not include them."""
 
     record: RequestRecord
@@ -91,14 +91,14 @@ def read_event(line: bytes) -> dict[str, Any] | None:
     return event
 
 
-def cached_tokens(usage: dict[str, Any]) -> int | None:
+def cached_tokens_in_usage(usage: dict[str, Any]) -> int | None:
     """Return the cached prompt tokens of a usage object, in OpenAI's form or DeepSeek's; None: not included."""
     details = usage.get("prompt_tokens_details") or {}
     found = details.get("cached_tokens", usage.get("prompt_cache_hit_tokens"))
     return None if found is None else int(found)
 
 
-def body_of(job: Job, model: str, **changes: object) -> bytes:
+def request_body_of_job(job: Job, model: str, **changes: object) -> bytes:
     """Return the JSON of one streamed completion of `job.output` tokens; `changes`: fields to set, None to omit."""
     body = {
         "model": model,
@@ -116,7 +116,7 @@ def body_of(job: Job, model: str, **changes: object) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class StreamedCall:
     """One request before it is sent. `body` is made in advance, so that sending is cheap."""
 
     request_id: str
@@ -124,7 +124,9 @@ class Call:
     body: bytes
 
 
-async def send(session: aiohttp.ClientSession, target: Target, call: Call, arrival: float, start: float) -> Reply:
+async def send_streamed_request(
+    session: aiohttp.ClientSession, target: EndpointTarget, call: StreamedCall, arrival: float, start: float
+) -> StreamedReply:
     """Run one request to completion; a failure becomes the record's error.
 
     `arrival` and the times of the record are seconds after `start`, which is on the clock of `time.perf_counter`.
@@ -138,7 +140,7 @@ async def send(session: aiohttp.ClientSession, target: Target, call: Call, arriv
             usage = event.get("usage") or usage
             if event.get("choices"):  # also without text: a token may produce none
                 times.append(time.perf_counter() - start)
-        cached = cached_tokens(usage)
+        cached = cached_tokens_in_usage(usage)
         _check(call.job, usage, cached, times)
     except (*FAILURES, StreamFailedError) as failure:
         error = str(failure) or type(failure).__name__
@@ -153,20 +155,20 @@ async def send(session: aiohttp.ClientSession, target: Target, call: Call, arriv
         max((b - a for a, b in pairwise(times)), default=0.0),
         error,
     )
-    return Reply(record, cached)
+    return StreamedReply(record, cached)
 
 
-async def check_answer(session: aiohttp.ClientSession, target: Target, body: bytes) -> int | None:
+async def check_streamed_answer(session: aiohttp.ClientSession, target: EndpointTarget, body: bytes) -> int | None:
     """Send one completion and return its reported cached tokens. Raises StreamFailedError and FAILURES."""
     usage: dict[str, Any] = {}
     async for event in _events(session, target, body):
         usage = event.get("usage") or usage
     if "prompt_tokens" not in usage:
         raise StreamFailedError("the stream has no usage, although stream_options.include_usage asked for it")
-    return cached_tokens(usage)
+    return cached_tokens_in_usage(usage)
 
 
-async def _events(session: aiohttp.ClientSession, target: Target, body: bytes) -> AsyncIterator[dict[str, Any]]:
+async def _events(session: aiohttp.ClientSession, target: EndpointTarget, body: bytes) -> AsyncIterator[dict[str, Any]]:
     """Yield the JSON events of one streamed completion, up to `[DONE]`. Raises StreamFailedError if it breaks off."""
     headers = {"Content-Type": "application/json"}
     async with session.post(f"{target.base}/completions", data=body, headers=headers) as response:

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from headstart.bench.measure import Measured, PhaseResult, measure
+from headstart.bench.measure import PhaseResult, ScenarioResult, measure_scenario
 from headstart.core.errors import ConfigError
-from headstart.measurement.machine import ContentionLog, uncontended
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Chart, Report, Sheet, spread
-from headstart.measurement.runner import Runner
-from headstart.workload.request_record import Percentiles, RequestRecord, Summary, median, percentile, summarize
-from headstart.workload.scenarios import Scenario
+from headstart.measurement.machine import ContentionLog, measure_uncontended
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
+from headstart.measurement.runner import JobRunner
+from headstart.workload.request_record import Percentiles, RequestRecord, Summary, median, percentile, summarize_records
+from headstart.workload.scenarios import WorkloadScenario
 from headstart.workload.slo import Slo
 
-Build = Callable[[int, Random], Scenario]  # (vocabulary size, rng) -> one repetition
+Build = Callable[[int, Random], WorkloadScenario]  # (vocabulary size, rng) -> one repetition
 SHARES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 NO_LIMITS = Slo()
 
@@ -66,7 +66,7 @@ class PhaseFigures:
 
     def values(self, slo: Slo) -> dict[str, Any]:
         """Return the keys of the JSON object; latencies in ms."""
-        summary, worst = summarize(self.records), self.worst
+        summary, worst = summarize_records(self.records), self.worst
         seconds, each = median(self.seconds), len(self.results)
         reported = all(result.trial.reports_cached for result in self.results)
         found: dict[str, Any] = {
@@ -83,31 +83,31 @@ class PhaseFigures:
             "ideal": worst.ideal,
             "redundancy": worst.redundancy,
             "reports_cached": reported,
-            **{f"{name}_ms": in_ms(values) for name, values in distributions(summary).items()},
+            **{f"{name}_ms": percentiles_in_ms(values) for name, values in latency_distributions(summary).items()},
         }
         return found | (_goodput(self, slo) if slo else {})
 
 
-def run_suite(runner: Runner, plan: SuitePlan, bar: Bar = QUIET) -> Report:
+def run_suite(runner: JobRunner, plan: SuitePlan, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Serve the workload `plan.runs` times. Raises ConfigError for requests longer than the runner's context."""
-    check_lengths(runner, plan.build(runner.vocab_size, Random(0)))
-    log, found = ContentionLog.new(), list[Measured]()
+    check_request_lengths(runner, plan.build(runner.vocab_size, Random(0)))
+    log, found = ContentionLog.new(), list[ScenarioResult]()
     for number in range(plan.runs):
         tries = 0
 
-        def once(number: int = number) -> Measured:
+        def once(number: int = number) -> ScenarioResult:
             nonlocal tries
             tries += 1  # a repeated run also needs new prompts
-            return measure(runner, plan.build(runner.vocab_size, Random(f"{plan.seed}/{number}/{tries}")), bar)
+            return measure_scenario(runner, plan.build(runner.vocab_size, Random(f"{plan.seed}/{number}/{tries}")), bar)
 
-        found.append(uncontended(once, log) if plan.is_guarded else once())
-    report = report_on(runner, plan, found)
+        found.append(measure_uncontended(once, log) if plan.is_guarded else once())
+    report = suite_report(runner, plan, found)
     if plan.is_guarded:
         report.contention = log.as_dict()
     return report
 
 
-def check_lengths(runner: Runner, scenario: Scenario) -> None:
+def check_request_lengths(runner: JobRunner, scenario: WorkloadScenario) -> None:
     """Raise ConfigError if a request is longer than the runner's context, where that is known."""
     limit = runner.about.get("max_model_len")
     if limit is not None and scenario.longest > limit:
@@ -117,23 +117,23 @@ def check_lengths(runner: Runner, scenario: Scenario) -> None:
         )
 
 
-def report_on(runner: Runner, plan: SuitePlan, found: Sequence[Measured]) -> Report:
+def suite_report(runner: JobRunner, plan: SuitePlan, found: Sequence[ScenarioResult]) -> BenchmarkReport:
     """Return the report. Figures of the last phase are at the top level of the document, all phases under `phases`."""
-    phases = by_phase(found)
+    phases = group_by_phase(found)
     values = {phase.name: phase.values(plan.slo) for phase in phases}
     last = phases[-1]
-    report = Report(
+    report = BenchmarkReport(
         plan.name,
         {**values[last.name], "phases": values},
         model=runner.about.get("model"),
         seed=plan.seed,
         runs=plan.runs,
         threads=runner.about.get("settings", {}).get("threads"),
-        spread={f"{phase.name}.seconds": spread(phase.seconds) for phase in phases},
+        spread={f"{phase.name}.seconds": min_and_max(phase.seconds) for phase in phases},
         setup={**plan.setup, **runner.about, "was_reset": all(one.was_reset for one in found)},
         problems=list(dict.fromkeys(problem for one in found for problem in one.problems)),
     )
-    report.sheets += [speed_sheet(plan.name, values), redundancy_sheet(values), latencies(values)]
+    report.sheets += [speed_table(plan.name, values), redundancy_table(values), latency_table(values)]
     if plan.slo:
         report.sheets.append(_slo_sheet(plan.slo, values))
     report.charts += [tokens_chart(phases), latency_chart(last)]
@@ -142,7 +142,7 @@ def report_on(runner: Runner, plan: SuitePlan, found: Sequence[Measured]) -> Rep
     return report
 
 
-def by_phase(found: Sequence[Measured]) -> list[PhaseFigures]:
+def group_by_phase(found: Sequence[ScenarioResult]) -> list[PhaseFigures]:
     """Return the measured phases by name, in order; a phase that is served several times has several results."""
     results: dict[str, list[PhaseResult]] = {}
     for measured in found:
@@ -151,14 +151,14 @@ def by_phase(found: Sequence[Measured]) -> list[PhaseFigures]:
     return [PhaseFigures(name, tuple(several)) for name, several in results.items()]
 
 
-def speed_sheet(title: str, values: dict[str, dict[str, Any]]) -> Sheet:
+def speed_table(title: str, values: dict[str, dict[str, Any]]) -> ReportTable:
     """Return the speed table: one row per phase, medians over the repetitions."""
     keys = ("requests", "seconds", "request_rate", "output_tokens_per_s", "decode_tokens_per_s")
     columns = ("phase", "requests", "seconds", "requests/s", "tokens/s", "all decoding")
-    return Sheet(title, columns, tuple((name, *(found[key] for key in keys)) for name, found in values.items()))
+    return ReportTable(title, columns, tuple((name, *(found[key] for key in keys)) for name, found in values.items()))
 
 
-def redundancy_sheet(values: dict[str, dict[str, Any]]) -> Sheet:
+def redundancy_table(values: dict[str, dict[str, Any]]) -> ReportTable:
     """Return the redundancy table: prompt tokens computed in the worst repetition, beside the median TTFT."""
     rows = tuple(
         (
@@ -168,7 +168,7 @@ def redundancy_sheet(values: dict[str, dict[str, Any]]) -> Sheet:
         for name, found in values.items()
     )
     columns = ("phase", "TTFT p50, ms", "prompt tokens computed", "least possible", "redundancy")
-    return Sheet("prefill redundancy, counted by the client", columns, rows)
+    return ReportTable("prefill redundancy, counted by the client", columns, rows)
 
 
 def redundancy_text(found: dict[str, Any]) -> str | None:
@@ -178,7 +178,7 @@ def redundancy_text(found: dict[str, Any]) -> str | None:
     return None if found["reports_cached"] else "not reported"
 
 
-def latencies(values: dict[str, dict[str, Any]]) -> Sheet:
+def latency_table(values: dict[str, dict[str, Any]]) -> ReportTable:
     """Return the table of all latency distributions of all phases."""
     rows = tuple(
         (f"{name}: {key}", *found[f"{key}_ms"].values())
@@ -186,18 +186,18 @@ def latencies(values: dict[str, dict[str, Any]]) -> Sheet:
         for key in ("ttft", "tpot", "e2e", "longest_gap")
         if found[f"{key}_ms"] is not None
     )
-    return Sheet("latencies, ms", ("phase", *Percentiles._fields), rows)
+    return ReportTable("latencies, ms", ("phase", *Percentiles._fields), rows)
 
 
-def distributions(summary: Summary) -> dict[str, Percentiles | None]:
+def latency_distributions(summary: Summary) -> dict[str, Percentiles | None]:
     return {"ttft": summary.ttft, "tpot": summary.tpot, "e2e": summary.e2e, "longest_gap": summary.longest_gap}
 
 
-def in_ms(found: Percentiles | None) -> dict[str, float] | None:
+def percentiles_in_ms(found: Percentiles | None) -> dict[str, float] | None:
     return None if found is None else {name: 1e3 * value for name, value in found._asdict().items()}
 
 
-def tokens_chart(phases: Sequence[PhaseFigures]) -> Chart:
+def tokens_chart(phases: Sequence[PhaseFigures]) -> ReportChart:
     """Return the chart of prompt tokens per phase, in one repetition: sent, computed, and least possible."""
     worst = [phase.worst for phase in phases]
     series: dict[str, tuple[float | None, ...]] = {
@@ -205,16 +205,16 @@ def tokens_chart(phases: Sequence[PhaseFigures]) -> Chart:
         "computed": tuple(result.computed for result in worst),
         "least possible": tuple(result.ideal for result in worst),
     }
-    return Chart("prompt tokens", "phase", "tokens", tuple(phase.name for phase in phases), series)
+    return ReportChart("prompt tokens", "phase", "tokens", tuple(phase.name for phase in phases), series)
 
 
-def decode_chart(values: dict[str, dict[str, Any]]) -> Chart:
+def decode_chart(values: dict[str, dict[str, Any]]) -> ReportChart:
     """Return the chart of tokens per second while all streams decode."""
     series = {"median": tuple(found["decode_tokens_per_s"] for found in values.values())}
-    return Chart("decode", "phase", "tokens/s while all decode", tuple(values), series)
+    return ReportChart("decode", "phase", "tokens/s while all decode", tuple(values), series)
 
 
-def latency_chart(phase: PhaseFigures) -> Chart:
+def latency_chart(phase: PhaseFigures) -> ReportChart:
     """Return the percentiles of the time to the first and to the last token."""
     known = {
         "first token": [record.ttft for record in phase.records if record.ok and record.ttft is not None],
@@ -224,7 +224,7 @@ def latency_chart(phase: PhaseFigures) -> Chart:
         name: tuple(1e3 * percentile(found, share) if found else None for share in SHARES)
         for name, found in known.items()
     }
-    return Chart(f"latency, {phase.name}", "percentile", "ms", SHARES, series)
+    return ReportChart(f"latency, {phase.name}", "percentile", "ms", SHARES, series)
 
 
 def _goodput(phase: PhaseFigures, slo: Slo) -> dict[str, Any]:
@@ -233,9 +233,9 @@ def _goodput(phase: PhaseFigures, slo: Slo) -> dict[str, Any]:
     return {"goodput": median(rates), "slo_attained": slo.attained(phase.records)}
 
 
-def _slo_sheet(slo: Slo, values: dict[str, dict[str, Any]]) -> Sheet:
+def _slo_sheet(slo: Slo, values: dict[str, dict[str, Any]]) -> ReportTable:
     limits = ", ".join(f"{name} <= {1e3 * limit:g} ms" for name, limit in slo.limits)
     rows = tuple(
         (name, found["request_rate"], found["goodput"], found["slo_attained"]) for name, found in values.items()
     )
-    return Sheet(f"goodput: {limits}", ("phase", "requests/s", "of those within limits", "share within"), rows)
+    return ReportTable(f"goodput: {limits}", ("phase", "requests/s", "of those within limits", "share within"), rows)

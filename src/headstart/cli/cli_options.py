@@ -15,13 +15,13 @@ from headstart import __version__
 from headstart.config.config_file import (
     CONFIG_VARIABLE,
     FILE_NAME,
-    all_fields,
-    plain_type,
+    all_option_fields,
+    is_multi_valued,
+    option_value_type,
+    read_config_file,
     read_environment,
-    read_file,
-    takes_several,
 )
-from headstart.config.options import OptionClass, flag_fields, flag_of
+from headstart.config.options import OptionClass, flag_fields, flag_name
 from headstart.gguf.gguf_reader import is_gguf
 
 Sources = tuple[Mapping[str, Any], ...]
@@ -40,13 +40,13 @@ _CONFIG = Annotated[
 ]
 
 
-def say_starting() -> None:
+def print_starting_line() -> None:
     """Print a line on a terminal, since the imports that follow take seconds."""
     if sys.stderr.isatty():
         print(f"Headstart {__version__} is starting", file=sys.stderr, flush=True)
 
 
-def takes_options(
+def add_option_flags(
     *classes: OptionClass, skip: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds a flag per field of `classes` to a verb and passes their values as `sources`."""
@@ -75,7 +75,9 @@ def expand_switches(arguments: list[str], flags: Collection[str]) -> list[str]:
     Only options in `flags` are expanded.
     """
     switches = {
-        flag_of(f.name): f.metadata for f in all_fields() if "switch" in f.metadata and flag_of(f.name) in flags
+        flag_name(f.name): f.metadata
+        for f in all_option_fields()
+        if "switch" in f.metadata and flag_name(f.name) in flags
     }
     off = {f"--no-{flag.removeprefix('--')}": flag for flag in switches}
     expanded: list[str] = []
@@ -97,17 +99,17 @@ def _surroundings(config: Path | None) -> Sources:
     for warning in warnings:
         print(f"headstart: warning: {warning}", file=sys.stderr)
     named = os.environ.get(CONFIG_VARIABLE)
-    return environment, read_file(config or (Path(named) if named else None), Path.cwd())
+    return environment, read_config_file(config or (Path(named) if named else None), Path.cwd())
 
 
 def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
     """Return the parameter for typer. Its default is None, to distinguish a flag that was not given."""
-    plain, metadata = plain_type(field), field.metadata
-    flags = [flag_of(field.name)]
+    plain, metadata = option_value_type(field), field.metadata
+    flags = [flag_name(field.name)]
     if "alias" in metadata:
         flags.append("--" + metadata["alias"])
     if plain is bool:
-        flags = [f"{flags[0]}/{flag_of('no_' + field.name)}"]
+        flags = [f"{flags[0]}/{flag_name('no_' + field.name)}"]
     metavar, text = None if plain is bool else _METAVARS[plain], metadata["help"]
     if "choices" in metadata:
         metavar = "|".join(metadata["choices"])
@@ -121,13 +123,13 @@ def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
         show_default=False,
         autocompletion=_completion(metadata["choices"]) if "choices" in metadata else None,
     )
-    annotation: Any = list[str] if takes_several(field) else plain
+    annotation: Any = list[str] if is_multi_valued(field) else plain
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation | None, option]
     )
 
 
-def complete_model(incomplete: str) -> list[str]:
+def complete_model_path(incomplete: str) -> list[str]:
     """Return completions of a folder or GGUF file for zsh and fish; bash completes files itself if none are offered."""
     if os.environ.get(COMPLETION_VARIABLE, "").endswith("bash"):
         return []

@@ -16,7 +16,7 @@ KEY_VARIABLES = ("HEADSTART_ADMIN_API_KEY", "HEADSTART_API_KEY")  # the first ke
 TIMEOUT = 60.0  # seconds
 
 
-def key_from(environ: Mapping[str, str]) -> str | None:
+def api_key_from_environ(environ: Mapping[str, str]) -> str | None:
     """Return the API key from the environment, None if unset. Not from argv, which every user of a machine can read."""
     values = (environ.get(variable, "").split(",")[0].strip() for variable in KEY_VARIABLES)
     return next((value for value in values if value), None)
@@ -37,10 +37,10 @@ def call_server(
     """
     address = url.rstrip("/").removesuffix("/v1")
     headers = {"content-type": "application/json"}
-    if key := key_from(os.environ):
+    if key := api_key_from_environ(os.environ):
         headers["authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
-    proxy = proxy_of(address)
+    proxy = proxy_for_address(address)
     opener = build_opener() if proxy else build_opener(ProxyHandler({}))
     through = f" through the proxy {proxy}, which the environment names" if proxy else ""
     try:
@@ -60,7 +60,7 @@ def call_server(
         raise HeadstartError(f"{address} is not a headstart server, or not an address ({error}){through}") from error
 
 
-def proxy_of(address: str) -> str | None:
+def proxy_for_address(address: str) -> str | None:
     """Return the proxy of the environment for an address, without its password; None for this machine."""
     parts = urlsplit(address)
     host = parts.hostname or ""

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from headstart.engine.engine_checks import check_installed
-from headstart.model.setup.threads import prepare_threads
+from headstart.engine.engine_checks import check_engine_installed
+from headstart.model.setup.threads import choose_num_threads
 
 
 def doctor(
@@ -16,9 +16,9 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")] = False,
 ) -> None:
     """Show the resources of this machine, and problems with them."""
-    check_installed()
-    prepare_threads(threads)
-    from headstart.model.setup.doctor import report
+    check_engine_installed()
+    choose_num_threads(threads)
+    from headstart.model.setup.doctor import make_doctor_report
 
-    found = report(threads)
+    found = make_doctor_report(threads)
     print(json.dumps(found.as_dict()) if as_json else found.text())

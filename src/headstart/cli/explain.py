@@ -11,7 +11,7 @@ import typer
 
 from headstart.cli.client_request import DEFAULT_URL, call_server
 from headstart.core.errors import ConfigError
-from headstart.http.logs import printable
+from headstart.http.logs import escape_unprintable
 
 EXAMPLES = """Examples:
   headstart explain chatcmpl-5f0c9a                 the id that an answer came with
@@ -48,10 +48,10 @@ def explain(
         answer = call_server(
             url, "POST", "/v1/cache/explain", _body(prompt if prompt is not None else _read(file), chat)
         )
-    print(json.dumps(answer) if as_json else wrapped(printable(answer["message"], "\n")))
+    print(json.dumps(answer) if as_json else wrap_first_paragraph(escape_unprintable(answer["message"], "\n")))
 
 
-def wrapped(message: str) -> str:
+def wrap_first_paragraph(message: str) -> str:
     """Return the message with its first paragraph wrapped to a readable width; the lines below stay unchanged."""
     paragraph, *rest = message.split("\n")
     return "\n".join([textwrap.fill(paragraph, _WIDTH, break_long_words=False, break_on_hyphens=False), *rest])

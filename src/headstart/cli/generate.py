@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from headstart.cli.cli_options import Sources, say_starting, takes_options
-from headstart.config.config_file import settle
+from headstart.cli.cli_options import Sources, add_option_flags, print_starting_line
+from headstart.config.config_file import merge_option_sources
 from headstart.config.options import EngineOptions
 from headstart.core.errors import ConfigError, HeadstartError
 
@@ -19,7 +19,7 @@ EXAMPLES = """Examples:
   headstart generate "wake me at seven" --json-schema answer.schema.json"""
 
 
-@takes_options(EngineOptions)
+@add_option_flags(EngineOptions)
 def generate(
     *,
     prompts: Annotated[
@@ -54,7 +54,7 @@ def generate(
     sources: Sources,
 ) -> None:
     """Generate text once, without a server. Text on stdout, progress on stderr."""
-    options = settle(EngineOptions, *sources)
+    options = merge_option_sources(EngineOptions, *sources)
     if system is not None and not chat:
         raise ConfigError("--system needs --chat: without a chat template there are no roles")
     texts = _prompts(prompts or [], lines=lines)
@@ -63,10 +63,10 @@ def generate(
     wishes["guided_grammar"] = _read(grammar)
     sampling = {name: value for name, value in wishes.items() if value is not None}
     before = [{"role": "system", "content": _system(system)}] if system is not None else []
-    from headstart.engine.engine_checks import check_engine
+    from headstart.engine.engine_checks import check_engine_can_start
 
-    check_engine(options)  # before torch is imported
-    say_starting()
+    check_engine_can_start(options)  # before torch is imported
+    print_starting_line()
     from headstart.engine.llm import LLM
 
     with LLM(**{name: getattr(options, name) for name in EngineOptions.__dataclass_fields__}) as llm:

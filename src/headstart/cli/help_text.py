@@ -15,14 +15,14 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from headstart.cli.cli_options import expand_switches
-from headstart.config.option_hints import hint_of, is_harmless, takes_value
+from headstart.config.option_hints import does_flag_take_value, hint_for_unknown_flag, is_harmless_flag
 
 _FLAGS_WIDTH = 34
 _NAMES = "--served-model-name"  # takes several values after one flag, as in vLLM
 _UsageError: Any = typer.BadParameter.__mro__[1]  # base class of all usage errors
 
 
-class GroupedCommand(TyperCommand):
+class PanelHelpCommand(TyperCommand):
     """A command whose help lists the options by panel, in the order of their definition."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -58,9 +58,9 @@ class GroupedCommand(TyperCommand):
                 list(islice(words, len(names)))
             elif flag in has_value:
                 kept += [word, *(value for _, value in islice(words, int(has_value[flag] and not joined)))]
-            elif is_harmless(flag):
-                print(f"headstart: {flag} is left out: {hint_of(flag)}", file=sys.stderr)
-                if takes_value(flag) and not joined:
+            elif is_harmless_flag(flag):
+                print(f"headstart: {flag} is left out: {hint_for_unknown_flag(flag)}", file=sys.stderr)
+                if does_flag_take_value(flag) and not joined:
                     next(words, None)
             else:
                 kept.append(word)
@@ -68,7 +68,7 @@ class GroupedCommand(TyperCommand):
         if len(unknown) > 1:
             root = ctx.find_root().command
             raise _UsageError(f"No such options: {'; '.join(_with_hint(flag, root) for flag in unknown)}", ctx=ctx)
-        if unknown and (hint := hint_of(unknown[0])):  # before the parser reads -hf as -h and -f
+        if unknown and (hint := hint_for_unknown_flag(unknown[0])):  # before the parser reads -hf as -h and -f
             raise _UsageError(f"No such option: {unknown[0]}; {hint}", ctx=ctx)
         return kept
 
@@ -92,13 +92,13 @@ class GroupedCommand(TyperCommand):
             formatter.write(f"\n{self.epilog}\n")
 
 
-class GroupedVerb(TyperGroup):
+class PanelHelpGroup(TyperGroup):
     """A verb with many options and with verbs of its own, in the same form of help."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help of a command, and its verbs before the examples."""
         epilog, self.epilog = self.epilog, None
-        GroupedCommand.format_help(self, ctx, formatter)  # type: ignore[arg-type]  # needs only what both have
+        PanelHelpCommand.format_help(self, ctx, formatter)  # type: ignore[arg-type]  # needs only what both have
         self.epilog = epilog
         formatter.write("\nVerbs:\n")
         for name in self.list_commands(ctx):
@@ -149,7 +149,7 @@ def usage_message(error: Any, argv: Sequence[str]) -> str:
 def _hint(flag: str, root: Any) -> str | None:
     """Return the hint for an unknown flag, or the verbs that have it."""
     owners = _owners(root, flag)
-    return hint_of(flag) or (f"it is an option of {' and '.join(owners)}" if owners else None)
+    return hint_for_unknown_flag(flag) or (f"it is an option of {' and '.join(owners)}" if owners else None)
 
 
 def _with_hint(flag: str, root: Any) -> str:

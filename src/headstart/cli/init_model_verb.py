@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from headstart.engine.engine_checks import check_installed
-from headstart.model.setup.threads import prepare_threads
-from headstart.model.weights.shapes import SHAPES, check_weights
+from headstart.engine.engine_checks import check_engine_installed
+from headstart.model.setup.threads import choose_num_threads
+from headstart.model.weights.shapes import SHAPES, check_random_weights
 
 EXAMPLES = """Example:
   headstart init-model --shape llama-100m models/m100 && headstart serve models/m100"""
@@ -33,9 +33,9 @@ def init_model(
 
     It has the shape of a real architecture, which determines speed and memory, and needs no download.
     """
-    check_installed()
-    check_weights(shape, std=std, dtype=dtype)
-    prepare_threads()
-    from headstart.model.weights.init_model import init_model as write_model
+    check_engine_installed()
+    check_random_weights(shape, std=std, dtype=dtype)
+    choose_num_threads()
+    from headstart.model.weights.init_model import write_random_model as write_model
 
     print(write_model(shape, out, std=std, seed=seed, dtype=dtype, overwrite=overwrite))

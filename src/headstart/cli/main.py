@@ -15,13 +15,13 @@ import typer
 from typer.core import TyperGroup
 
 from headstart import __version__
-from headstart.cli.help_text import GroupedCommand, usage_message
+from headstart.cli.help_text import PanelHelpCommand, usage_message
 from headstart.config.config_file import DEBUG_VARIABLE
 from headstart.core.errors import HeadstartError
-from headstart.http.logs import printable
+from headstart.http.logs import escape_unprintable
 
 
-class Verb(NamedTuple):
+class LazyVerb(NamedTuple):
     """Where a verb is defined: a function, or `app`, a group of verbs. Imported when the verb is looked up."""
 
     module: str
@@ -34,7 +34,7 @@ class Verb(NamedTuple):
         found = getattr(module, self.name)
         if self.name != "app":
             alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-            alone.command(verb, cls=GroupedCommand, epilog=getattr(module, "EXAMPLES", None))(found)
+            alone.command(verb, cls=PanelHelpCommand, epilog=getattr(module, "EXAMPLES", None))(found)
             return typer.main.get_command(alone)
         group = typer.main.get_group(found)
         group.name, group.short_help = verb, self.short_help
@@ -42,22 +42,22 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "serve": Verb("headstart.cli.serve", "serve"),
-    "route": Verb("headstart.cli.route", "route"),
-    "generate": Verb("headstart.cli.generate", "generate"),
-    "doctor": Verb("headstart.cli.doctor_verb", "doctor"),
-    "init-model": Verb("headstart.cli.init_model_verb", "init_model"),
-    "explain": Verb("headstart.cli.explain", "explain"),
-    "top": Verb("headstart.cli.live.top_verb", "top"),
-    "ps": Verb("headstart.cli.live.ps_verb", "ps"),
-    "lint": Verb("headstart.cli.lint.lint_verb", "lint"),
-    "plan": Verb("headstart.cli.simulation.plan_verb", "plan"),
-    "simulate": Verb(
+    "serve": LazyVerb("headstart.cli.serve", "serve"),
+    "route": LazyVerb("headstart.cli.route", "route"),
+    "generate": LazyVerb("headstart.cli.generate", "generate"),
+    "doctor": LazyVerb("headstart.cli.doctor_verb", "doctor"),
+    "init-model": LazyVerb("headstart.cli.init_model_verb", "init_model"),
+    "explain": LazyVerb("headstart.cli.explain", "explain"),
+    "top": LazyVerb("headstart.cli.live.top_verb", "top"),
+    "ps": LazyVerb("headstart.cli.live.ps_verb", "ps"),
+    "lint": LazyVerb("headstart.cli.lint.lint_verb", "lint"),
+    "plan": LazyVerb("headstart.cli.simulation.plan_verb", "plan"),
+    "simulate": LazyVerb(
         "headstart.cli.simulation.simulate_verb", short_help="Simulate a fleet in virtual time, on recorded traffic."
     ),
-    "bench": Verb("headstart.bench.cli.bench_cli"),
-    "prefix": Verb("headstart.cli.prefix", short_help="Show and change the pinned prefixes of a running server."),
-    "store": Verb("headstart.cli.store"),
+    "bench": LazyVerb("headstart.bench.cli.bench_cli"),
+    "prefix": LazyVerb("headstart.cli.prefix", short_help="Show and change the pinned prefixes of a running server."),
+    "store": LazyVerb("headstart.cli.store"),
 }
 
 
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    shown = printable(message, "\n")  # it may quote a server
+    shown = escape_unprintable(message, "\n")  # it may quote a server
     print(f"headstart: {shown}", file=sys.stderr)
     return code
 

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from headstart.cli.client_request import DEFAULT_URL, call_server
-from headstart.cli.help_text import GroupedCommand
+from headstart.cli.help_text import PanelHelpCommand
 from headstart.core.errors import ConfigError, HeadstartError
-from headstart.http.logs import printable
+from headstart.http.logs import escape_unprintable
 
 POLL_SECONDS = 0.2
 _ROUTE = "/v1/prefixes"
@@ -35,14 +35,14 @@ Url = Annotated[str, typer.Option("--url", metavar="URL", help="Address of the s
 AsJson = Annotated[bool, typer.Option("--json", help="The server's answer as JSON.")]
 
 
-@app.command("list", cls=GroupedCommand)
+@app.command("list", cls=PanelHelpCommand)
 def list_prefixes(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """List the pinned prefixes with their hits and saved tokens."""
     answer = call_server(url, "GET", _ROUTE)
     _show(answer, answer["data"], as_json)
 
 
-@app.command(cls=GroupedCommand, epilog=_ADD_EXAMPLES)
+@app.command(cls=PanelHelpCommand, epilog=_ADD_EXAMPLES)
 def add(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Up to 64 letters, digits, '.', '_' and '-'.")],
     text: Annotated[str | None, typer.Argument(metavar="TEXT", help="The prefix itself; '-': all of stdin.")] = None,
@@ -70,7 +70,7 @@ def add(
     _show(answer, [answer], as_json)
 
 
-@app.command(cls=GroupedCommand)
+@app.command(cls=PanelHelpCommand)
 def remove(
     name: Annotated[str, typer.Argument(metavar="NAME", help="As `headstart prefix list` shows it.")],
     url: Url = DEFAULT_URL,
@@ -104,15 +104,17 @@ def _show(answer: dict[str, Any], prefixes: list[dict[str, Any]], as_json: bool)
         table.add_column(column, justify="right")
     for entry in prefixes:
         counts = (f"{entry[key]:,}" for key in ("tokens", "blocks", "hits", "tokens_saved"))
-        texts = (Text(printable(text)) for text in (entry["name"], entry["tenant"] or "public", entry["state"]))
-        table.add_row(*texts, *counts, ago(entry["last_used"]))
+        texts = (
+            Text(escape_unprintable(text)) for text in (entry["name"], entry["tenant"] or "public", entry["state"])
+        )
+        table.add_row(*texts, *counts, format_age(entry["last_used"]))
     Console().print(table if prefixes else "no prefix is pinned; headstart prefix add NAME --file FILE pins one")
     for entry in prefixes:
         if entry["error"]:
-            print(printable(f"{entry['name']}: {entry['error']}"))
+            print(escape_unprintable(f"{entry['name']}: {entry['error']}"))
 
 
-def ago(used: float | None) -> str:
+def format_age(used: float | None) -> str:
     """Return a time (seconds since 1970) as text relative to now; "never" for None."""
     if used is None:
         return "never"

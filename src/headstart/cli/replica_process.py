@@ -16,7 +16,7 @@ import msgspec
 from headstart.cli.build_engine import build_engine
 from headstart.config.options import EngineOptions
 from headstart.gateway.replicas.replica_child import ReplicaOptions
-from headstart.http.logs import Log
+from headstart.http.logs import ServerLog
 from headstart.model.setup.gpus import count_gpus
 from headstart.model.setup.sizes import cpu_memory
 from headstart.server.run_server import serve
@@ -25,7 +25,7 @@ _STDIN = 0
 ORPHAN_SECONDS = 30.0  # for a graceful shutdown after the parent is gone; then SIGKILL
 
 
-def read_options() -> ReplicaOptions:
+def read_replica_options() -> ReplicaOptions:
     """Return the options from the first line of stdin; later, the end of stdin ends this process. Raises EOFError."""
     line = b""
     while not line.endswith(b"\n"):
@@ -47,8 +47,8 @@ def _end_with_parent() -> None:
 
 def main() -> int:
     """Serve until SIGTERM or the end of stdin; return the exit code of server.run_server.serve."""
-    options = read_options()
-    log = Log(is_terminal=options.on_terminal)
+    options = read_replica_options()
+    log = ServerLog(is_terminal=options.on_terminal)
     num_shares = options.num_replicas + 1  # the router holds requests, too
     engine = options.engine
     if options.memory_share < 1:

@@ -7,28 +7,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from headstart.cli.route import fronts_of
+from headstart.cli.route import envoy_fronts_of_options
 from headstart.config.options import EngineOptions, RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
 from headstart.gateway.replicas.replica_child import (
-    Launch,
+    ReplicaLaunch,
     ReplicaOptions,
-    encode_options,
-    environment,
+    encode_replica_options,
     replica_command,
+    replica_environment,
 )
 from headstart.gateway.replicas.subprocesses import LocalReplicas
-from headstart.gateway.run_gateway import route
+from headstart.gateway.run_gateway import run_router
 from headstart.gguf.gguf_reader import is_gguf
 from headstart.gguf.tokenizer_json import FILE_NAME
 from headstart.http.lifecycle import EXIT_INTERRUPTED
-from headstart.http.logs import Log
+from headstart.http.logs import ServerLog
 from headstart.http.web_pages import ANY, is_loopback
-from headstart.model.kernels.block_hashes import compiled_chain
-from headstart.model.kernels.compiled_pool import compiled_pools
-from headstart.model.setup.gpus import VISIBLE_GPUS, check_gpus, count_gpus, gpu_names
+from headstart.model.kernels.block_hashes import compiled_hash_chain
+from headstart.model.kernels.compiled_pool import compiled_pool_factory
+from headstart.model.setup.gpus import VISIBLE_GPUS, check_gpus, count_gpus, visible_gpu_names
 from headstart.model.setup.sizes import cpu_memory, format_bytes, parse_bytes
-from headstart.model.setup.threads import prepare_threads
+from headstart.model.setup.threads import choose_num_threads
 
 REPLICA_HOST = "127.0.0.1"
 
@@ -38,23 +38,25 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
 
     The router stops first, so that no admitted request is lost; then all replica processes are stopped.
     """
-    gpus = gpu_names(engine.device, count_gpus(engine.device), os.environ.get(VISIBLE_GPUS))
-    cores = prepare_threads(engine.threads, environ={**os.environ})
-    share = divided(engine, router.replicas, cores=cores, gpus=gpus)
-    command, variables = replica_command(), environment(share.threads)
+    gpus = visible_gpu_names(engine.device, count_gpus(engine.device), os.environ.get(VISIBLE_GPUS))
+    cores = choose_num_threads(engine.threads, environ={**os.environ})
+    share = replica_engine_options(engine, router.replicas, cores=cores, gpus=gpus)
+    command, variables = replica_command(), replica_environment(share.threads)
     with tempfile.TemporaryDirectory(prefix="headstart-") as folder:  # private: events contain prompts
 
-        def make_launch(name: str, slot: int) -> Launch:
+        def make_launch(name: str, slot: int) -> ReplicaLaunch:
             events, replay = (
                 (f"ipc://{folder}/{name}", f"ipc://{folder}/{name}-replay") if uses_kv_events(server) else (None, None)
             )
             options = ReplicaOptions(
-                publishing(share, events, replay),
-                behind_router(server, router.replicas),
-                Log().is_terminal,
+                with_kv_events(share, events, replay),
+                replica_server_options(server, router.replicas),
+                ServerLog().is_terminal,
                 router.replicas,
             )
-            return Launch(command, encode_options(options), variables | gpu_environment(gpus, slot), events, replay)
+            return ReplicaLaunch(
+                command, encode_replica_options(options), variables | gpu_environment(gpus, slot), events, replay
+            )
 
         fleet = LocalReplicas(
             make_launch,
@@ -63,12 +65,19 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
             drain_seconds=server.drain_timeout,
             overlaps=not gpus,  # a GPU has no memory for the old replica and the new one
         )
-        return _routed(fleet, with_tokenizer(router, engine), server)
+        return _routed(fleet, with_model_tokenizer(router, engine), server)
 
 
 def _routed(fleet: LocalReplicas, router: RouterOptions, server: ServerOptions) -> int:
     with fleet:
-        code = route(router, server, fleet, fronts_of(router, server), compiled_chain(), compiled_pools())
+        code = run_router(
+            router,
+            server,
+            fleet,
+            envoy_fronts_of_options(router, server),
+            compiled_hash_chain(),
+            compiled_pool_factory(),
+        )
         if code == EXIT_INTERRUPTED:  # by a second Ctrl-C: do not wait for the replicas
             fleet.kill()
         return code
@@ -79,7 +88,7 @@ def uses_kv_events(server: ServerOptions) -> bool:
     return not server.api_key and not server.tenants
 
 
-def publishing(engine: EngineOptions, events: str | None, replay: str | None) -> EngineOptions:
+def with_kv_events(engine: EngineOptions, events: str | None, replay: str | None) -> EngineOptions:
     """Return the engine options with KV events published at these ZMQ endpoints, unchanged if there are none."""
     if events is None:
         return engine
@@ -87,14 +96,14 @@ def publishing(engine: EngineOptions, events: str | None, replay: str | None) ->
     return replace(engine, kv_events_config=json.dumps(config))
 
 
-def with_tokenizer(router: RouterOptions, engine: EngineOptions) -> RouterOptions:
+def with_model_tokenizer(router: RouterOptions, engine: EngineOptions) -> RouterOptions:
     """Return the router options with the tokenizer of the model's folder or file; else it is found by its name."""
     path = Path(engine.model).expanduser()
     is_there = (path / FILE_NAME).is_file() or (is_gguf(path) and path.is_file())
     return replace(router, tokenizer=engine.model) if router.tokenizer == "auto" and is_there else router
 
 
-def behind_router(server: ServerOptions, replicas: int) -> ServerOptions:
+def replica_server_options(server: ServerOptions, replicas: int) -> ServerOptions:
     """Return the server options of a replica: local address, free port, no access lines (the router writes them).
 
     What a server remembers of requests is divided among the replicas. Where the router has no local address, an Envoy
@@ -114,7 +123,7 @@ def behind_router(server: ServerOptions, replicas: int) -> ServerOptions:
     )
 
 
-def divided(
+def replica_engine_options(
     engine: EngineOptions, replicas: int, *, cores: int, available: int | None = None, gpus: Sequence[str] = ()
 ) -> EngineOptions:
     """Return the options of one of several replicas, with its share of the cores and of the memory, or one of the GPUs.

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from headstart.cli.cli_options import Sources, say_starting, takes_options
-from headstart.config.config_file import settle
+from headstart.cli.cli_options import Sources, add_option_flags, print_starting_line
+from headstart.config.config_file import merge_option_sources
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headstart.gateway.http_front import Front
+    from headstart.gateway.http_front import RouterFront
 
 EXAMPLES = """Examples:
   headstart route --replica http://10.0.0.7:8000 --replica http://10.0.0.8:8000 --host 0.0.0.0
@@ -30,21 +30,23 @@ NOT_OF_A_ROUTER = (
 """Options that apply to replicas, not to a router."""
 
 
-@takes_options(RouterOptions, ServerOptions, skip=NOT_OF_A_ROUTER)
+@add_option_flags(RouterOptions, ServerOptions, skip=NOT_OF_A_ROUTER)
 def route(*, sources: Sources) -> None:
     """Route each request to the replica with the earliest expected first token.
 
     Replicas are servers with the OpenAI API: Headstart, vLLM, SGLang. Clients see one server.
     """
     _name_unread(sources[-1])
-    router, server = settle(RouterOptions, *sources), settle(ServerOptions, *sources)
-    say_starting()
-    from headstart.gateway.run_gateway import route as run_router
-    from headstart.model.kernels.block_hashes import compiled_chain
-    from headstart.model.kernels.compiled_pool import compiled_pools
+    router, server = merge_option_sources(RouterOptions, *sources), merge_option_sources(ServerOptions, *sources)
+    print_starting_line()
+    from headstart.gateway.run_gateway import run_router as run_router
+    from headstart.model.kernels.block_hashes import compiled_hash_chain
+    from headstart.model.kernels.compiled_pool import compiled_pool_factory
 
-    fronts = fronts_of(router, server)
-    raise typer.Exit(run_router(router, server, fronts=fronts, chain=compiled_chain(), pools=compiled_pools()))
+    fronts = envoy_fronts_of_options(router, server)
+    raise typer.Exit(
+        run_router(router, server, fronts=fronts, chain=compiled_hash_chain(), pools=compiled_pool_factory())
+    )
 
 
 def _name_unread(file: Mapping[str, Any]) -> None:
@@ -62,7 +64,7 @@ def _name_unread(file: Mapping[str, Any]) -> None:
         print(f"headstart: warning: of no effect on a router: {', '.join(unread)}", file=sys.stderr)
 
 
-def fronts_of(router: RouterOptions, server: ServerOptions) -> "Sequence[Front]":
+def envoy_fronts_of_options(router: RouterOptions, server: ServerOptions) -> "Sequence[RouterFront]":
     """Return the fronts that the options about Envoy ask for. Raises ConfigError."""
     if router.envoy == "none" and router.ext_proc is None:
         return ()
@@ -71,7 +73,7 @@ def fronts_of(router: RouterOptions, server: ServerOptions) -> "Sequence[Front]"
             "flow_control and queue_timeout need the router's own HTTP front: leave envoy and ext_proc out"
         )
     try:
-        from headstart.gateway.picker.picker_fronts import picker_fronts
+        from headstart.gateway.picker.picker_fronts import make_envoy_fronts
     except ImportError as error:
         raise ConfigError(f"Envoy's endpoint picker needs {error.name}: pip install 'headstart[envoy]'") from None
-    return picker_fronts(router, server)
+    return make_envoy_fronts(router, server)

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from headstart.cli.cli_options import Sources, complete_model, say_starting, takes_options
-from headstart.config.config_file import settle
-from headstart.config.options import EngineOptions, RouterOptions, ServerOptions, flag_fields, flag_of
+from headstart.cli.cli_options import Sources, add_option_flags, complete_model_path, print_starting_line
+from headstart.config.config_file import merge_option_sources
+from headstart.config.options import EngineOptions, RouterOptions, ServerOptions, flag_fields, flag_name
 from headstart.core.errors import ConfigError
 
 EXAMPLES = """Examples:
@@ -28,7 +28,7 @@ RAY_DEFAULTS = {
 """Settings of a Ray that is started here, unless they are set."""
 
 
-@takes_options(EngineOptions, ServerOptions, RouterOptions, skip=("model", *NOT_OF_A_SERVER))
+@add_option_flags(EngineOptions, ServerOptions, RouterOptions, skip=("model", *NOT_OF_A_SERVER))
 def serve(
     *,
     model: Annotated[
@@ -36,7 +36,7 @@ def serve(
         typer.Argument(
             metavar="MODEL",
             help="Folder, GGUF file or hub id; without one, the bundled intent model.",
-            autocompletion=complete_model,
+            autocompletion=complete_model_path,
         ),
     ] = None,
     sources: Sources,
@@ -47,13 +47,16 @@ def serve(
     Flags win over the environment, the environment over the file. Keep keys out of argv: others can see it.
     """
     named: Sources = () if model is None else ({"model": model},)
-    engine, server = settle(EngineOptions, *named, *sources), settle(ServerOptions, *sources)
-    router = settle(RouterOptions, *sources)
+    engine, server = (
+        merge_option_sources(EngineOptions, *named, *sources),
+        merge_option_sources(ServerOptions, *sources),
+    )
+    router = merge_option_sources(RouterOptions, *sources)
     _refuse_without_effect(sources[0], router)
-    from headstart.engine.engine_checks import check_engine
+    from headstart.engine.engine_checks import check_engine_can_start
 
-    check_engine(engine)  # before torch is imported
-    say_starting()
+    check_engine_can_start(engine)  # before torch is imported
+    print_starting_line()
     if router.on == "ray":
         raise typer.Exit(_serve_on_ray(engine, server, router))
     if router.replicas > 1:
@@ -78,7 +81,7 @@ def _refuse_without_effect(flags: Mapping[str, Any], router: RouterOptions) -> N
 
 
 def _refuse(flags: Mapping[str, Any], names: Sequence[str], remedy: str) -> None:
-    if given := [flag_of(name) for name in names if name in flags]:
+    if given := [flag_name(name) for name in names if name in flags]:
         raise ConfigError(f"{given[0]} has no effect here: it is an option of {remedy}, or leave it out")
 
 

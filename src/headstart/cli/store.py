@@ -14,12 +14,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headstart.cli.help_text import GroupedCommand
-from headstart.cli.prefix import ago
+from headstart.cli.help_text import PanelHelpCommand
+from headstart.cli.prefix import format_age
 from headstart.core.errors import ConfigError
 from headstart.measurement.progress_bar import progress_bar
 from headstart.store import inspect
-from headstart.store.tiers.tier import TierError, places
+from headstart.store.tiers.tier import TierError, parse_tier_places
 
 _MIB = 2**20
 _UNHARMED = frozenset({"version"})  # written by another version of Headstart, which can read it
@@ -57,7 +57,7 @@ Place = Annotated[str, typer.Argument(metavar="DIR|URL", help="The folder or the
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document.")]
 
 
-@app.command(cls=GroupedCommand)
+@app.command(cls=PanelHelpCommand)
 def stat(place: Place, as_json: AsJson = False) -> None:
     """Show the stored blocks by model.
 
@@ -68,7 +68,7 @@ def stat(place: Place, as_json: AsJson = False) -> None:
         _stat_server(place, as_json)
         return
     with _opened(place) as folder:
-        found = inspect.stat(folder)
+        found = inspect.stat_folder(folder)
     if as_json:
         models = [_model(shape) for shape in found.shapes]
         whole = {"folder": str(folder), "bytes": found.num_bytes, "files": found.num_files}
@@ -80,14 +80,16 @@ def stat(place: Place, as_json: AsJson = False) -> None:
     for shape in found.shapes:
         tokens = shape.shape.block_size
         counts = (f"{shape.num_blocks:,}", str(tokens), f"{shape.num_blocks * tokens:,}", _size(shape.num_bytes))
-        table.add_row(shape.shape.fingerprint.hex()[:12], *counts, f"{shape.num_segments:,}", ago(shape.newest_use))
+        table.add_row(
+            shape.shape.fingerprint.hex()[:12], *counts, f"{shape.num_segments:,}", format_age(shape.newest_use)
+        )
     Console().print(table if found.shapes else "no blocks are stored")
     print(f"{folder}: {_size(found.num_bytes)}, files: {found.num_files:,}")
     for reason, count in sorted(found.odd.items()):
         print(f"left aside: {count:,} x {_MEANINGS.get(reason, reason)}")
 
 
-@app.command(cls=GroupedCommand, epilog=_VERIFY_EXAMPLES)
+@app.command(cls=PanelHelpCommand, epilog=_VERIFY_EXAMPLES)
 def verify(place: Place, as_json: AsJson = False) -> None:
     """Read every block and check it. Exit code 1 if anything is damaged.
 
@@ -98,7 +100,7 @@ def verify(place: Place, as_json: AsJson = False) -> None:
         _verify_server(place, as_json)
         return
     with _opened(place) as folder, _bar(f"reading {folder}") as progress:
-        report = inspect.verify(folder, progress)
+        report = inspect.verify_folder(folder, progress)
     harmed = [name for name, counts in report.bad.items() if counts.keys() - _UNHARMED]
     if as_json:
         counts = {"blocks": report.num_good, "bytes": report.num_bytes, "bad": report.bad}
@@ -114,7 +116,7 @@ def verify(place: Place, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-@app.command(cls=GroupedCommand)
+@app.command(cls=PanelHelpCommand)
 def clear(
     place: Place,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
@@ -129,9 +131,9 @@ def clear(
         return
     with _opened(place) as folder:
         if not yes:
-            found = inspect.stat(folder)
+            found = inspect.stat_folder(folder)
             _confirm(f"remove {_size(found.num_bytes)} of blocks (files: {found.num_files:,}) from {folder}? [y/N]")
-        num_files, num_bytes = inspect.clear(folder)
+        num_files, num_bytes = inspect.clear_folder(folder)
     if as_json:
         print(json.dumps({"folder": str(folder), "files": num_files, "bytes": num_bytes}))
     else:
@@ -145,7 +147,7 @@ def _opened(place: str) -> Generator[Path]:
     try:
         if not folder.is_dir():
             raise ConfigError(f"{folder} is no folder; name the one that --kv-store names")
-        if not (folder / "secret").exists() and not inspect.stat(folder).num_files:
+        if not (folder / "secret").exists() and not inspect.stat_folder(folder).num_files:
             raise ConfigError(f"{folder} is no store: it holds neither blocks nor the secret of one")
         yield folder
     except OSError as error:
@@ -170,7 +172,7 @@ def _bar(label: str) -> Generator[Callable[[int, int], None]]:
 
 def _is_url(place: str) -> bool:
     """Return whether a server is meant. Raises ConfigError for both at once, and for an unusable URL."""
-    folder, url = places(place)
+    folder, url = parse_tier_places(place)
     if url is not None and folder is not None:
         raise ConfigError("name the folder or the URL, one at a time")
     return url is not None
@@ -180,7 +182,7 @@ def _is_url(place: str) -> bool:
 def _linked(url: str) -> "Generator[tuple[ModuleType, Any]]":
     """Yield the module redis_link and a link of it. Raises ConfigError for what the server does not do."""
     redis_link = import_module("headstart.store.tiers.redis_link")
-    link = redis_link.inspect_link(url, os.environ.get(PASSWORD_VARIABLE))
+    link = redis_link.open_inspection_link(url, os.environ.get(PASSWORD_VARIABLE))
     try:
         yield redis_link, link
     except TierError as error:
@@ -191,7 +193,7 @@ def _linked(url: str) -> "Generator[tuple[ModuleType, Any]]":
 
 def _stat_server(url: str, as_json: bool) -> None:
     with _linked(url) as (redis_link, link):
-        found = redis_link.stat_server(link)
+        found = redis_link.stat_redis(link)
     if as_json:
         models = [{"space": s.space, "blocks": s.num_blocks, "bytes": s.num_bytes} for s in found.spaces]
         print(json.dumps({"url": url, "bytes": found.num_bytes, "blocks": found.num_blocks, "models": models}))
@@ -204,7 +206,7 @@ def _stat_server(url: str, as_json: bool) -> None:
 def _verify_server(url: str, as_json: bool) -> None:
     with _linked(url) as (redis_link, link), progress_bar() as bar:
         bar.stage(f"reading {url}, keys", 1)
-        found = redis_link.verify_server(link)
+        found = redis_link.verify_redis(link)
         bar.advance(1)
     if as_json:
         counts = {"blocks": found.num_blocks, "bytes": found.num_bytes, "bad": found.bad}
@@ -220,9 +222,9 @@ def _verify_server(url: str, as_json: bool) -> None:
 def _clear_server(url: str, yes: bool, as_json: bool) -> None:
     with _linked(url) as (redis_link, link):
         if not yes:
-            found = redis_link.stat_server(link)
+            found = redis_link.stat_redis(link)
             _confirm(f"remove {_size(found.num_bytes)} of blocks ({found.num_blocks:,}) from {url}? [y/N]")
-        num_blocks = redis_link.clear_server(link)
+        num_blocks = redis_link.clear_redis(link)
     print(json.dumps({"url": url, "blocks": num_blocks}) if as_json else f"removed {num_blocks:,} blocks from {url}")
 
 

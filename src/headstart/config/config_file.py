@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 from headstart.config.interrupt import INTERRUPT_VARIABLE
-from headstart.config.option_hints import hint_of
+from headstart.config.option_hints import hint_for_unknown_flag
 from headstart.config.options import (
     EngineOptions,
     PrefixEntry,
     RouterOptions,
     ServerOptions,
     TenantEntry,
-    check_values,
+    check_option_values,
     flag_fields,
-    flag_of,
+    flag_name,
 )
 from headstart.core.errors import ConfigError
 
@@ -109,12 +109,12 @@ def _from_file(name: str, tenant: str, path: Path) -> PrefixEntry:
         return PrefixEntry(name, tenant, error=f"{path} is not valid UTF-8 at byte {error.start}")
 
 
-def all_fields() -> list[dataclasses.Field[Any]]:
+def all_option_fields() -> list[dataclasses.Field[Any]]:
     """Return every option that is a flag, the engine's first."""
     return [field for options in OPTION_CLASSES for field in flag_fields(options)]
 
 
-def read_file(path: Path | None, folder: Path) -> dict[str, Any]:
+def read_config_file(path: Path | None, folder: Path) -> dict[str, Any]:
     """Return the options in the file `path` by field name; without a path, those of `folder`/headstart.toml, if any.
 
     An invalid [[prefix]] is returned with its reason, since it must not stop a server. Raises ConfigError if a named
@@ -167,7 +167,7 @@ def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[s
     return values, warnings
 
 
-def read_texts(texts: Mapping[str, str]) -> dict[str, Any]:
+def parse_option_texts(texts: Mapping[str, str]) -> dict[str, Any]:
     """Return options given by name as text, by field name. Raises ConfigError for unknown names and wrong types."""
     known = _spellings()
     values: dict[str, Any] = {}
@@ -179,7 +179,7 @@ def read_texts(texts: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def settle(options: type[Options], *sources: Mapping[str, Any]) -> Options:
+def merge_option_sources(options: type[Options], *sources: Mapping[str, Any]) -> Options:
     """Return the options of one class; the first source with a value wins.
 
     Raises ConfigError for a value out of bounds. Names of other classes are skipped: the sources hold all options.
@@ -191,19 +191,19 @@ def settle(options: type[Options], *sources: Mapping[str, Any]) -> Options:
                 chosen[field.name] = source[field.name]
                 break
     settled = options(**chosen)
-    check_values(settled)
+    check_option_values(settled)
     return settled
 
 
-def plain_type(field: dataclasses.Field[Any]) -> type:
+def option_value_type(field: dataclasses.Field[Any]) -> type:
     """Return the type of the field's value, or of its items for a tuple: str, int, float or bool."""
     annotation: Any = field.type
     if get_origin(annotation) in (Union, types.UnionType):
         annotation = next(part for part in get_args(annotation) if part is not types.NoneType)
-    return get_args(annotation)[0] if takes_several(field) else annotation
+    return get_args(annotation)[0] if is_multi_valued(field) else annotation
 
 
-def takes_several(field: dataclasses.Field[Any]) -> bool:
+def is_multi_valued(field: dataclasses.Field[Any]) -> bool:
     """Return whether the option is a tuple of values."""
     return get_origin(field.type) is tuple
 
@@ -223,25 +223,25 @@ def _text(path: Path) -> str:
 
 def _spellings() -> dict[str, dataclasses.Field[Any]]:
     """Return all fields by name and alias, with underscores."""
-    known = {field.name: field for field in all_fields()}
-    return known | {f.metadata["alias"].replace("-", "_"): f for f in all_fields() if "alias" in f.metadata}
+    known = {field.name: field for field in all_option_fields()}
+    return known | {f.metadata["alias"].replace("-", "_"): f for f in all_option_fields() if "alias" in f.metadata}
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    hint = hint_of(flag_of(name.removeprefix(PREFIX).lower()))
+    hint = hint_for_unknown_flag(flag_name(name.removeprefix(PREFIX).lower()))
     if hint is not None:
         return f"; {hint}"
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else f"; {flag_of('help')} lists the options"
+    return f"; did you mean {near[0]}?" if near else f"; {flag_name('help')} lists the options"
 
 
 def _from_toml(field: dataclasses.Field[Any], value: Any, where: str) -> Any:
-    wanted, switch = plain_type(field), field.metadata.get("switch")
+    wanted, switch = option_value_type(field), field.metadata.get("switch")
     if switch is not None and isinstance(value, bool):
         return switch[0] if value else switch[1]
     if field.metadata.get("json") and isinstance(value, dict):
         return json.dumps(value, default=str)
-    if takes_several(field):
+    if is_multi_valued(field):
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
             raise ConfigError(f"{where} is {_shown(field, value)}; it must be a text or a list of texts")
@@ -254,10 +254,10 @@ def _from_toml(field: dataclasses.Field[Any], value: Any, where: str) -> Any:
 
 
 def _from_text(field: dataclasses.Field[Any], text: str, where: str) -> Any:
-    wanted, switch = plain_type(field), field.metadata.get("switch")
+    wanted, switch = option_value_type(field), field.metadata.get("switch")
     if switch is not None and text.lower() in _TRUE | _FALSE:
         return switch[0] if text.lower() in _TRUE else switch[1]
-    if takes_several(field):
+    if is_multi_valued(field):
         return tuple(item for part in text.split(",") if (item := part.strip()))
     if wanted is bool:
         if text.lower() not in _TRUE | _FALSE:

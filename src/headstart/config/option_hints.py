@@ -143,16 +143,16 @@ _WITH_VALUE = frozenset(
 """Flags without effect that take a value."""
 
 
-def is_harmless(flag: str) -> bool:
+def is_harmless_flag(flag: str) -> bool:
     """Return whether an unknown flag changes no answer and may be left out."""
-    return (hint_of(flag) or "").startswith("not needed")
+    return (hint_for_unknown_flag(flag) or "").startswith("not needed")
 
 
-def takes_value(flag: str) -> bool:
+def does_flag_take_value(flag: str) -> bool:
     """Return whether a harmless flag is followed by a value."""
     return flag.replace("_", "-") in _WITH_VALUE
 
 
-def hint_of(flag: str) -> str | None:
+def hint_for_unknown_flag(flag: str) -> str | None:
     """Return the hint for an unknown flag, None if there is none. Underscores count as hyphens, as in SGLang."""
     return HINTS.get(flag) or HINTS.get(flag.replace("_", "-"))

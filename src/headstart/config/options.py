@@ -475,12 +475,12 @@ def flag_fields(options: OptionClass) -> list[Field[Any]]:
     return [option for option in fields(options) if "table" not in option.metadata]
 
 
-def flag_of(name: str) -> str:
+def flag_name(name: str) -> str:
     """Return the command-line flag of a field."""
     return "--" + name.replace("_", "-")
 
 
-def check_values(options: EngineOptions | ServerOptions | RouterOptions) -> None:
+def check_option_values(options: EngineOptions | ServerOptions | RouterOptions) -> None:
     """Raise ConfigError for the first value outside its field's choices, minimum or maximum."""
     for option in fields(options):
         value, allowed = getattr(options, option.name), option.metadata

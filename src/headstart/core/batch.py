@@ -50,7 +50,7 @@ class Chunk(NamedTuple):
         return max(self.num_logits - 1, 0)
 
     @property
-    def num_known(self) -> int:
+    def num_known_tokens(self) -> int:
         """The number of its tokens before the drafts."""
         num = self.num_logits
         return len(self.token_ids) + 1 - num if num > 1 else len(self.token_ids)
@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
 
         The last of these does not count: it is to be computed for the logits behind it.
         """
-        drafts, num = self.token_ids[self.num_known :], 0
+        drafts, num = self.token_ids[self.num_known_tokens :], 0
         while num < min(len(drafts), len(sampled) - 1) and drafts[num] == sampled[num]:
             num += 1
         return num
@@ -96,7 +96,7 @@ class RowError(NamedTuple):
     message: str
 
 
-class Row(NamedTuple):
+class RowResult(NamedTuple):
     """The result of one chunk. A row fails alone: `error` is set and the other rows are valid.
 
     `token_ids` are empty without logits to sample, else the sampled token and those that the request's grammar forces
@@ -120,7 +120,7 @@ class StepResult(NamedTuple):
     without the time until that one ended.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[RowResult, ...]
     elapsed: float
 
 
@@ -139,7 +139,7 @@ class PromptTokenBreakdown(NamedTuple):
     computed: int = 0
 
     @property
-    def cached(self) -> int:
+    def num_cached(self) -> int:
         """Tokens reported to clients as cached_tokens."""
         return self.pinned + self.shared + self.store + self.followed
 
@@ -152,7 +152,7 @@ class PrefillChunk(NamedTuple):
     num_tokens: int
 
 
-class Output(NamedTuple):
+class RequestStepOutput(NamedTuple):
     """The result of one step for one request: tokens since the last Output, and the finish reason if it finished."""
 
     request_id: str

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from headstart.core.batch import Batch, Chunk, Output, StepResult
+from headstart.core.batch import Batch, Chunk, RequestStepOutput, StepResult
 from headstart.core.cache.block_store import BlockSource, BlockStore, Data, StoreStats
-from headstart.core.cache.events import EventLog, EventSink
+from headstart.core.cache.events import BlockEventLog, EventSink
 from headstart.core.cache.pinned_prefix import PrefixInfo, PrefixState
 from headstart.core.errors import InvalidRequestError
 from headstart.core.executor import Executor, is_async
@@ -19,7 +19,7 @@ from headstart.core.recent_requests import RecentRequests
 from headstart.core.request import NO_DEFAULTS, FinishReason, Request, SamplingDefaults
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.step_time import PrefillTimes
-from headstart.core.sched.token_accounting import Counters
+from headstart.core.sched.token_accounting import TokenCounters
 
 LONG_STEP_SECONDS = 1.0  # a step expected to take longer is announced before it begins
 LOAD_WAIT_SECONDS = 0.002  # wait for blocks being loaded when there is nothing else to do; then messages are read
@@ -75,20 +75,20 @@ class PoolStats(NamedTuple):
         return self.num_free - self.num_scratch
 
     @property
-    def evictions(self) -> dict[str, int]:
+    def evictions_by_cause(self) -> dict[str, int]:
         """Published blocks evicted or discarded since start, by cause."""
         return {"capacity": self.evictions_capacity, "failed": self.evictions_failed, "reset": self.evictions_reset}
 
     @property
     def total_evictions(self) -> int:
         """Published blocks evicted or discarded since start, for any cause."""
-        return sum(self.evictions.values())
+        return sum(self.evictions_by_cause.values())
 
 
 class EngineStats(NamedTuple):
     """A snapshot of an engine."""
 
-    counters: Counters = Counters()  # since start; a copy
+    counters: TokenCounters = TokenCounters()  # since start; a copy
     pool: PoolStats = PoolStats()
     store: StoreStats | None = None
     num_running: int = 0
@@ -138,12 +138,12 @@ class Engine:
         self._event_sink = event_sink
         self._store = store
         self._compiling = CompilingRequests(grammars)
-        self._event_log = EventLog(scheduler.block_size)
+        self._event_log = BlockEventLog(scheduler.block_size)
         if event_sink is not None:
             scheduler.pool.listeners.append(self._event_log)
             scheduler.cache.event_log = self._event_log
         if store is not None:
-            store.start(_source(scheduler, executor))
+            store.start_writing(_source(scheduler, executor))
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises RequestTooLargeError if it can never fit and ValueError for a request id in use.
@@ -153,25 +153,25 @@ class Engine:
         if request.request_id in self._compiling:
             raise ValueError(f"request id {request.request_id!r} is in use")
         if request.sampling.grammar is not None:
-            self.scheduler.check(request)
+            self.scheduler.check_request(request)
             self._compiling.add(request)
             return
         self._add(request)
 
     def _add(self, request: Request) -> None:
-        self.scheduler.add(request)
-        self.recent.queued(request.request_id)
+        self.scheduler.add_request(request)
+        self.recent.record_queued(request.request_id)
         self._prefills.add(request)
 
     def compile_grammar(self, grammar: str) -> None:
         """Compile a grammar and keep it for later requests; blocks. Raises InvalidRequestError."""
-        self._compiling.compile(grammar)
+        self._compiling.compile_now(grammar)
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and free its blocks at once; return False if there is none. No Output follows."""
         if self._compiling.remove(request_id):
             return True
-        self.recent.aborted(request_id)
+        self.recent.record_aborted(request_id)
         self._prefills.remove(request_id)
         return self.scheduler.abort(request_id)
 
@@ -180,7 +180,7 @@ class Engine:
         """Whether step() would do anything."""
         return self.scheduler.has_work or bool(self._begun) or bool(self._compiling)
 
-    def step(self, now: float = 0.0) -> list[Output]:
+    def step(self, now: float = 0.0) -> list[RequestStepOutput]:
         """Run one schedule-execute-update; return the outputs of its requests. Without work: nothing happens.
 
         If all work waits for the store, wait a moment for it. `now` in seconds, on any clock that does not go back: for
@@ -189,19 +189,19 @@ class Engine:
         refused = self._add_compiled() if self._compiling else []
         if not self.scheduler.has_work and not self._begun:
             if self._compiling and not refused:
-                self._compiling.wait()
+                self._compiling.wait_for_any()
             return refused
         return refused + self._step(now)
 
-    def _step(self, now: float) -> list[Output]:
+    def _step(self, now: float) -> list[RequestStepOutput]:
         """Begin the next step, and the one behind it if it can be planned ahead; end the oldest."""
-        self.scheduler.transfers.take_in(self.executor, now)
+        self.scheduler.transfers.publish_loaded(self.executor, now)
         max_begun = 2 if is_async(self.executor) else 1
         while len(self._begun) < max_begun and self._begin(now):
             pass
         if self._begun:
             return self._end()
-        self.scheduler.transfers.wait(LOAD_WAIT_SECONDS)
+        self.scheduler.transfers.wait_for_loads(LOAD_WAIT_SECONDS)
         self._publish_events()
         return []
 
@@ -211,7 +211,7 @@ class Engine:
         batch = scheduler.schedule(now)
         if not batch.chunks:
             return False
-        self.recent.planned(batch.chunks, scheduler.running, scheduler.pool, scheduler.block_size)
+        self.recent.record_planned(batch.chunks, scheduler.running, scheduler.pool, scheduler.block_size)
         dirty = scheduler.pool.take_blocks_to_zero()
         if dirty:
             executor.zero_blocks(dirty)
@@ -222,7 +222,7 @@ class Engine:
         self._begun.append(_Begun(handle, num_tokens, now, batch.chunks if self._prefills else ()))
         return True
 
-    def _end(self) -> list[Output]:
+    def _end(self) -> list[RequestStepOutput]:
         """Collect the oldest step and return the outputs of its requests."""
         handle, self._last_batch_tokens, now, chunks = self._begun.popleft()
         result = self.executor.collect(handle) if is_async(self.executor) else handle
@@ -231,9 +231,9 @@ class Engine:
         self._step_seconds += result.elapsed
         outputs = self.scheduler.update(result)
         if self._prefills:
-            outputs = self._prefills.reported(chunks, now, result.elapsed, outputs)
+            outputs = self._prefills.record_step(chunks, now, result.elapsed, outputs)
         self._publish_events()
-        self.recent.answered(outputs, num_later=len(self._begun))
+        self.recent.record_first_token(outputs, num_later=len(self._begun))
         return self._tend_prefixes(outputs)
 
     def reset_prefix_cache(self, *, pinned: bool = False, external: bool = False) -> bool:
@@ -264,7 +264,7 @@ class Engine:
         self.scheduler.prefixes.add(name, token_ids, tenant=tenant, domain=domain)
         self._keep_prefixes()
         self._warm_prefixes()
-        info = self.scheduler.prefixes.get(name)
+        info = self.scheduler.prefixes.get_prefix(name)
         assert info is not None
         if info.state is PrefixState.FAILED:
             self.remove_prefix(name)
@@ -282,31 +282,33 @@ class Engine:
 
     def list_prefixes(self) -> list[PrefixInfo]:
         """Return a snapshot of every pinned prefix, oldest first."""
-        return self.scheduler.prefixes.list()
+        return self.scheduler.prefixes.list_prefixes()
 
     def close(self) -> None:
         """Stop the store, which writes pending blocks within some seconds. Idempotent."""
         if self._store is not None:
             self._store.close()
 
-    def _add_compiled(self) -> list[Output]:
+    def _add_compiled(self) -> list[RequestStepOutput]:
         """Queue the requests whose grammars are compiled; return the outputs of those that cannot run."""
-        refused: list[Output] = []
-        for request, error in self._compiling.take():
+        refused: list[RequestStepOutput] = []
+        for request, error in self._compiling.take_compiled():
             try:
                 if error is not None:
                     raise InvalidRequestError(error)
                 self._add(request)
             except InvalidRequestError as reason:
                 refused.append(
-                    Output(request.request_id, finish_reason=FinishReason.ERROR, error=str(reason), is_invalid=True)
+                    RequestStepOutput(
+                        request.request_id, finish_reason=FinishReason.ERROR, error=str(reason), is_invalid=True
+                    )
                 )
         return refused
 
     def _announce(self, batch: Batch, num_tokens: int) -> None:
         """Announce a step that is expected to be long, before it begins."""
         num_single = sum(1 for chunk in batch.chunks if len(chunk.token_ids) == 1)
-        expected = self.scheduler.step_times.expected(num_tokens - num_single, num_single)
+        expected = self.scheduler.step_times.expected_seconds(num_tokens - num_single, num_single)
         if expected > LONG_STEP_SECONDS:
             assert self.on_long_step is not None
             self.on_long_step(expected)
@@ -316,12 +318,12 @@ class Engine:
         if events and self._event_sink is not None:
             self._event_sink(events)
 
-    def _tend_prefixes(self, outputs: list[Output]) -> list[Output]:
+    def _tend_prefixes(self, outputs: list[RequestStepOutput]) -> list[RequestStepOutput]:
         """Remove the outputs of prefix requests, and run prefix requests that are due."""
         prefixes = self.scheduler.prefixes
-        if not prefixes.is_active:
+        if not prefixes.has_pending_requests:
             return outputs
-        others = prefixes.sift(outputs)
+        others = prefixes.remove_own_outputs(outputs)
         if len(others) < len(outputs):
             self._keep_prefixes()
         self._warm_prefixes()
@@ -329,7 +331,7 @@ class Engine:
 
     def _keep_prefixes(self) -> None:
         """Make the store keep the pinned blocks, and offer it those that are published."""
-        self.scheduler.transfers.keep(self.scheduler.prefixes.block_hashes)
+        self.scheduler.transfers.set_pinned(self.scheduler.prefixes.block_hashes)
 
     def _warm_prefixes(self) -> None:
         prefixes = self.scheduler.prefixes
@@ -340,7 +342,7 @@ class Engine:
             try:
                 self.add_request(request)
             except InvalidRequestError as error:  # longer than the model's context
-                prefixes.fail(request.request_id, str(error))
+                prefixes.mark_failed(request.request_id, str(error))
 
     def stats(self) -> EngineStats:
         """Return a snapshot of counters and gauges. Changes nothing."""
@@ -374,9 +376,9 @@ def _source(scheduler: Scheduler, executor: Executor) -> BlockSource:
     pool = scheduler.pool
 
     def read(block: int, version: int) -> Data | None:
-        if pool.version(block) != version:
+        if pool.block_version(block) != version:
             return None
         data = executor.read_block(block)
-        return data if pool.version(block) == version else None  # else it was overwritten while it was read
+        return data if pool.block_version(block) == version else None  # else it was overwritten while it was read
 
     return read

@@ -35,7 +35,7 @@ class RequestTooLargeError(InvalidRequestError):
         super().__init__(message, param=param, code=code)
 
 
-def overflow_text(excess: str, max_tokens: int) -> str:
+def context_overflow_message(excess: str, max_tokens: int) -> str:
     """Return the message of a context overflow: `excess`, and the phrases by which clients recognise one.
 
     Clients compare the message rather than the code: LiteLLM, LangChain and agents that then shorten a conversation
@@ -47,13 +47,13 @@ def overflow_text(excess: str, max_tokens: int) -> str:
     )
 
 
-def prompt_overflow(num_tokens: int, max_tokens: int, remedy: str, *, counted: str = "") -> RequestTooLargeError:
+def prompt_too_long_error(num_tokens: int, max_tokens: int, remedy: str, *, counted: str = "") -> RequestTooLargeError:
     """Return the error of a prompt of `num_tokens` tokens, which leaves no token of `max_tokens` for the output.
 
     `counted` stands before the number if the prompt may have more.
     """
     excess = f"prompt is too long: {counted}{num_tokens} tokens > {max_tokens - 1} maximum"
-    return RequestTooLargeError(f"{overflow_text(excess, max_tokens)}: {remedy}", param="prompt")
+    return RequestTooLargeError(f"{context_overflow_message(excess, max_tokens)}: {remedy}", param="prompt")
 
 
 class QueueFullError(HeadstartError):

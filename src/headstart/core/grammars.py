@@ -40,7 +40,7 @@ class CompilingRequests:
         assert grammar is not None, f"{request.request_id} has no grammar"
         self._waiting[request.request_id] = request, self._future(grammar, request.tenant)
 
-    def compile(self, grammar: str) -> None:
+    def compile_now(self, grammar: str) -> None:
         """Compile a grammar now. Raises InvalidRequestError for an invalid one, and without a compiler."""
         self._future(grammar).result()
 
@@ -48,7 +48,7 @@ class CompilingRequests:
         """Forget a request; return False if it is not waiting here."""
         return self._waiting.pop(request_id, None) is not None
 
-    def take(self) -> "Iterable[tuple[Request, str | None]]":
+    def take_compiled(self) -> "Iterable[tuple[Request, str | None]]":
         """Remove and yield the requests whose grammars are compiled; with the reason if that has failed."""
         done = [request_id for request_id, (_, future) in self._waiting.items() if future.done()]
         for request_id in done:
@@ -63,6 +63,6 @@ class CompilingRequests:
             raise InvalidRequestError("this engine has no grammars: leave out the structured output parameters")
         return self._compiler.compile(grammar, tenant)
 
-    def wait(self) -> None:
+    def wait_for_any(self) -> None:
         """Wait a moment for any of them."""
         wait([future for _, future in self._waiting.values()], WAIT_SECONDS, "FIRST_COMPLETED")

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from headstart.core.batch import Chunk, Output, PromptTokenBreakdown
+from headstart.core.batch import Chunk, PromptTokenBreakdown, RequestStepOutput
 from headstart.core.cache.block_pool import BlockPool
-from headstart.core.cache.history import Evicted
+from headstart.core.cache.history import EvictionRecord
 from headstart.core.cache.pinned_prefixes import REQUEST_PREFIX
 from headstart.core.request import Sequence
 
@@ -30,9 +30,9 @@ class AdmittedRequest:
     order: int
     start: int  # first token computed at its first admission: where reuse stopped
     admitted: int
-    evicted: Evicted | None = None  # eviction, by then, of the block that contains that token
+    evicted: EvictionRecord | None = None  # eviction, by then, of the block that contains that token
     has_kv: bool = False  # whether that block was there, but no recurrent state to go on from
-    answered: int | None = None  # step of its first output token: the whole prompt is computed
+    record_first_token: int | None = None  # step of its first output token: the whole prompt is computed
     breakdown: PromptTokenBreakdown | None = None
 
     @property
@@ -65,11 +65,13 @@ class RecentRequests:
         """Return the request with that id; None if it was not admitted or has been dropped since."""
         return self._seen.get(request_id) or self._prefixes.get(request_id)
 
-    def queued(self, request_id: str) -> None:
+    def record_queued(self, request_id: str) -> None:
         """Record that a request was queued."""
         self._queued.add(request_id)
 
-    def planned(self, chunks: Iterable[Chunk], running: Iterable[Sequence], pool: BlockPool, block_size: int) -> None:
+    def record_planned(
+        self, chunks: Iterable[Chunk], running: Iterable[Sequence], pool: BlockPool, block_size: int
+    ) -> None:
         """Record the requests that are in a batch for the first time, before it is computed."""
         self._num_steps += 1
         if not self._queued:
@@ -81,10 +83,10 @@ class RecentRequests:
             start = starts.get(seq.request.request_id)
             if start is not None:
                 block_hashes, index = seq.block_hashes, start // block_size
-                self._add(seq, start, pool.eviction_of(block_hashes[index]) if index < len(block_hashes) else None)
+                self._add(seq, start, pool.find_eviction(block_hashes[index]) if index < len(block_hashes) else None)
                 self._open[seq.request_id].has_kv = seq.junction > index
 
-    def answered(self, outputs: Iterable[Output], *, num_later: int = 0) -> None:
+    def record_first_token(self, outputs: Iterable[RequestStepOutput], *, num_later: int = 0) -> None:
         """Record the prompt token breakdown of requests whose first token is among the outputs of a step.
 
         `num_later` steps have been planned since.
@@ -96,9 +98,9 @@ class RecentRequests:
                 continue
             seen = self._open.pop(output.request_id, None)
             if seen is not None and output.breakdown is not None:
-                seen.breakdown, seen.answered = output.breakdown, self._num_steps - num_later
+                seen.breakdown, seen.record_first_token = output.breakdown, self._num_steps - num_later
 
-    def aborted(self, request_id: str) -> None:
+    def record_aborted(self, request_id: str) -> None:
         """Record that a request was aborted; its entry stays."""
         self._queued.discard(request_id)
         self._open.pop(request_id, None)
@@ -108,7 +110,7 @@ class RecentRequests:
         for request_id in [other for other in self._prefixes if _prefix_name(other) == name]:
             del self._prefixes[request_id]
 
-    def _add(self, seq: Sequence, start: int, evicted: Evicted | None) -> None:
+    def _add(self, seq: Sequence, start: int, evicted: EvictionRecord | None) -> None:
         """Add a request, and drop the oldest ones beyond the limits."""
         request_id = seq.request.request_id
         self._forget(request_id)

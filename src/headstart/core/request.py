@@ -22,7 +22,7 @@ class FinishReason(Enum):
     STOP = "stop"  # an end-of-sequence or stop token, or (decided by the front end) a stop string
     LENGTH = "length"  # max_tokens, or the model's context is full
     ABORT = "abort"  # the client disconnected
-    ERROR = "error"  # this row failed alone; `Output.error` has the message
+    ERROR = "error"  # this row failed alone; `RequestStepOutput.error` has the message
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class SamplingDefaults:
 NO_DEFAULTS = SamplingDefaults()
 
 
-class Retention(NamedTuple):
+class RetentionHint(NamedTuple):
     """A retention hint for the blocks of a request; best effort, no guarantee.
 
     Of idle blocks those of lower `priority` (0 to 100) are evicted first; a block has the highest of its users'. With a
@@ -86,7 +86,7 @@ class Retention(NamedTuple):
     ttl: float = 0.0
 
 
-DEFAULT_RETENTION = Retention()
+DEFAULT_RETENTION = RetentionHint()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +102,17 @@ class Request:
     priority: int = 0  # smaller is more important, as in vLLM
     cache: CacheMode = CacheMode.READ_WRITE
     tenant: str = ""  # the tenant whose share its blocks count against; a tenant may have several domains
-    retention: Retention = DEFAULT_RETENTION
+    retention: RetentionHint = DEFAULT_RETENTION
     is_traced: bool = False  # its outputs report the chunks of its prompt
     boundary: int = 0  # tokens of the prompt that others are expected to begin with; 0: not known
 
 
-def empty_table() -> "array[int]":
+def empty_block_table() -> "array[int]":
     """Return an empty block table, packed int32."""
     return array("i")
 
 
-class Suspect(NamedTuple):
+class SuspectBlock(NamedTuple):
     """A published block that a failed sequence shared; it is the same one while hash, block and version agree."""
 
     block_hash: BlockHash
@@ -120,14 +120,14 @@ class Suspect(NamedTuple):
     version: int
 
 
-class Recompute(NamedTuple):
+class RecomputeRun(NamedTuple):
     """The second run of a sequence whose row was not finite, in private blocks; see trust.py."""
 
-    suspects: tuple[Suspect, ...]
+    suspects: tuple[SuspectBlock, ...]
     until: int  # tokens; if it computes this many, the suspects are corrupt
 
 
-class Status(Enum):
+class SequenceStatus(Enum):
     """The scheduling state of a sequence."""
 
     WAITING = "waiting"
@@ -148,7 +148,7 @@ class Sequence:
     root: BlockHash  # parent of its first block
     region: BlockHash  # parent of its first private block: model, adapter, isolation domain, and the public prefix
     order: int = 0  # arrival order
-    status: Status = Status.WAITING
+    status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0  # KV of token_ids[:this] is in block_ids
     num_scheduled_tokens: int = 0  # of its chunks in flight
     needs_host: bool = False  # to plan its next decode, the last sampled token must be known
@@ -166,12 +166,12 @@ class Sequence:
     evicted_by: str | None = None  # tenant for whose request the first of them was evicted; None: for no request
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # reported so far; not reported again after a preemption
-    block_ids: "array[int]" = field(default_factory=empty_table)  # block table, packed as an executor takes it
+    block_ids: "array[int]" = field(default_factory=empty_block_table)  # block table, packed as an executor takes it
     block_hashes: list[BlockHash] = field(default_factory=list[BlockHash])  # of full blocks, each computed once
     num_public_blocks: int = 0  # leading blocks of a public pinned prefix: shared by all domains
     num_published_blocks: int = 0  # leading blocks that are taken over, published, or equal to a published one
     taken: list[range] = field(default_factory=list[range])  # indices of the blocks taken over from others
-    recompute: Recompute | None = None  # its second run, waiting or running: it neither reads nor writes the cache
+    recompute: RecomputeRun | None = None  # its second run, waiting or running: it neither reads nor writes the cache
     state: tuple[int, ...] = ()  # acquired blocks that its next chunk reads its recurrent state from
     started_from: BlockHash | None = None  # of the checkpoint that it has read last
     junction: int = 0  # blocks that were published when it began from an earlier checkpoint

@@ -6,7 +6,7 @@ from headstart.core.batch import Batch, Chunk
 from headstart.core.executor import Executor
 from headstart.core.request import SamplingParams
 from headstart.core.sched.step_time import StepTimes
-from headstart.core.speculation.draft_length import DecodeCost
+from headstart.core.speculation.draft_length import DecodeCostModel
 
 PROMPT_TOKENS = 64
 NUM_DECODES = 3
@@ -17,7 +17,7 @@ DRAFT_SECONDS = 0.5  # after which no further round begins
 _NAME = "warm-up"
 
 
-def measure_steps(executor: Executor, times: StepTimes, *, max_tokens: int) -> None:
+def measure_step_times(executor: Executor, times: StepTimes, *, max_tokens: int) -> None:
     """Run a short prompt and some decodes on an executor not in use yet, and record their durations in `times`.
 
     `max_tokens` is the longest sequence. The blocks that are written are cleared again. Nothing is run in a pool
@@ -43,7 +43,7 @@ def measure_steps(executor: Executor, times: StepTimes, *, max_tokens: int) -> N
     executor.zero_blocks(list(blocks))  # in case it was not finite
 
 
-def measure_drafts(executor: Executor, cost: DecodeCost, *, max_tokens: int, state_pages: int = 0) -> None:
+def measure_draft_cost(executor: Executor, cost: DecodeCostModel, *, max_tokens: int, state_pages: int = 0) -> None:
     """Run decodes with drafts of several lengths on an executor not in use yet, and set `cost` from their durations.
 
     `max_tokens` is the longest sequence. The context, and a recurrent state of `state_pages` blocks, are zeros, not
@@ -75,7 +75,7 @@ def measure_drafts(executor: Executor, cost: DecodeCost, *, max_tokens: int, sta
     executor.zero_blocks(list(blocks))
 
 
-def profile_batches(
+def memory_profile_batches(
     max_batched_tokens: int, max_seqs: int, max_tokens: int, block_size: int
 ) -> tuple[list[Batch], int]:
     """Return two steps that need the most memory beside KV, and the number of blocks in a pool for them.

@@ -1,6 +1,6 @@
 """Construction of the engine from its options: model, KV pool, scheduler, runner, store, event publisher.
 
-Imports torch: call `prepare_threads` before importing this module.
+Imports torch: call `choose_num_threads` before importing this module.
 """
 
 import sys
@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from headstart.allocator import trim
+from headstart.allocator import trim_heap
 from headstart.bundled import BUNDLED_NAME
 from headstart.config.options import EngineOptions
 from headstart.core.cache.block_store import BlockStore
@@ -20,37 +20,37 @@ from headstart.core.executor import Executor
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.speculation.speculation_config import parse_speculative_config
-from headstart.core.warm_up import measure_drafts, measure_steps, profile_batches
-from headstart.engine.engine_checks import check_options, limits_of, model_folder, store_bytes
+from headstart.core.warm_up import measure_draft_cost, measure_step_times, memory_profile_batches
+from headstart.engine.engine_checks import check_engine_options, model_folder, parse_store_size, step_limits_of
 from headstart.engine.kv_event_publisher import KVEventPublisher, parse_kv_events_config
 from headstart.gguf.gguf_reader import is_gguf
 from headstart.measurement.progress_bar import progress_bar
-from headstart.model.grammar.grammar_compiler import CompiledGrammars
-from headstart.model.kernels.block_hashes import compiled_chain
-from headstart.model.kernels.compiled_blocks import compiled_ops
-from headstart.model.kernels.library import find, kernels
+from headstart.model.grammar.grammar_compiler import CachingGrammarCompiler
+from headstart.model.kernels.block_hashes import compiled_hash_chain
+from headstart.model.kernels.compiled_blocks import compiled_block_loops
+from headstart.model.kernels.library import find_kernels, loaded_kernels
 from headstart.model.model_runner import ModelRunner
-from headstart.model.setup.sizes import Memory, format_bytes, parse_bytes
+from headstart.model.setup.sizes import MemorySize, format_bytes, parse_bytes
 from headstart.model.setup.sizing import (
-    KVPlan,
+    KVPoolPlan,
     apply_threads,
     check_weights_fit,
     checkpoint_bytes,
+    device_memory,
     gpu_budget,
-    gpu_peak,
-    held_on_gpu,
-    memory,
-    out_of_memory_refused,
+    gpu_bytes_held,
+    measure_gpu_peak,
     plan_kv_pool,
+    refuse_out_of_memory,
 )
-from headstart.model.setup.threads import prepare_threads
+from headstart.model.setup.threads import choose_num_threads
 from headstart.model.weights.model_loader import LoadedModel, load_model, resolve_device, runs_on_cuda
 from headstart.openai.sampling_defaults import read_sampling_defaults
-from headstart.openai.structured.grammar_text import parser_limits
-from headstart.store.files import prepare_folder
+from headstart.openai.structured.grammar_text import grammar_parser_limits
+from headstart.store.files import create_store_folder
 from headstart.store.format import BlockShape
 from headstart.store.tiers.chained_store import open_store
-from headstart.store.tiers.tier import Places, places, read_shared_secrets
+from headstart.store.tiers.tier import TierPlaces, parse_tier_places, read_shared_secrets
 
 Profile = Callable[[LoadedModel, int], int]
 """Returns the bytes on a GPU that a step of so many tokens needs beside weights and pool."""
@@ -72,20 +72,20 @@ def build_engine(
     for options that cannot work, and for a GPU without enough memory.
     """
     if folder is None:
-        check_options(options)
-    threads = prepare_threads(options.threads)
+        check_engine_options(options)
+    threads = choose_num_threads(options.threads)
     apply_threads(threads)
     store_places = _store_places(options)  # before loading the model, so that an unusable folder is reported at once
     publisher = _event_publisher(options)
     folder = folder or model_folder(options)
     defaults = read_sampling_defaults(folder, options.generation_config)
     device = str(resolve_device(options.device))
-    with out_of_memory_refused(f"starting on {device}", "end other processes (nvidia-smi lists them)"):
-        found = memory(device)
+    with refuse_out_of_memory(f"starting on {device}", "end other processes (nvidia-smi lists them)"):
+        found = device_memory(device)
     loaded, plan, max_model_len = _load(options, folder, device, found, profile)
-    grammars = CompiledGrammars(folder, loaded.vocab_size, loaded.eos_token_ids, parser_limits())
+    grammars = CachingGrammarCompiler(folder, loaded.vocab_size, loaded.eos_token_ids, grammar_parser_limits())
     pool = f"allocating the KV pool of {format_bytes(plan.kv_bytes)}"
-    with out_of_memory_refused(pool, "end other processes, or lower --gpu-memory-utilization", found):
+    with refuse_out_of_memory(pool, "end other processes, or lower --gpu-memory-utilization", found):
         runner = _make_runner(options, loaded, plan.num_blocks, grammars)
     on_cpu = loaded.device.type == "cpu"
     store = _open_store(options, store_places, BlockShape(loaded.fingerprint, options.block_size, runner.block_bytes))
@@ -94,7 +94,7 @@ def build_engine(
     config = SchedulerConfig(
         num_blocks=plan.num_blocks,
         block_size=options.block_size,
-        limits=limits_of(options, max_model_len, on_cpu=on_cpu),
+        limits=step_limits_of(options, max_model_len, on_cpu=on_cpu),
         model=loaded.fingerprint,
         enable_prefix_caching=options.enable_prefix_caching,
         policy=options.scheduling_policy,
@@ -106,12 +106,12 @@ def build_engine(
         state_pages=state_pages,
         max_draft_tokens=speculation.num_speculative_tokens if speculation is not None and state_pages else 0,
     )
-    scheduler = scheduler_class(config, store=store, chain=compiled_chain(), ops=compiled_ops())
+    scheduler = scheduler_class(config, store=store, chain=compiled_hash_chain(), ops=compiled_block_loops())
     if on_cpu:
-        measure_steps(runner, scheduler.step_times, max_tokens=max_model_len)
+        measure_step_times(runner, scheduler.step_times, max_tokens=max_model_len)
         if scheduler.speculation is not None:
-            measure_drafts(runner, scheduler.speculation.cost, max_tokens=max_model_len, state_pages=state_pages)
-    trim()  # gives back what loading has freed: a third of a GiB for a model of 0.6B
+            measure_draft_cost(runner, scheduler.speculation.cost, max_tokens=max_model_len, state_pages=state_pages)
+    trim_heap()  # gives back what loading has freed: a third of a GiB for a model of 0.6B
     info = EngineInfo(
         model=str(folder),
         served_name=_served_name(options.model),
@@ -137,24 +137,29 @@ def build_engine(
 
 
 def _load(
-    options: EngineOptions, folder: Path, device: str, found: Memory, profile: Profile | None
-) -> tuple[LoadedModel, KVPlan, int]:
+    options: EngineOptions, folder: Path, device: str, found: MemorySize, profile: Profile | None
+) -> tuple[LoadedModel, KVPoolPlan, int]:
     """Return the model, the KV pool plan and max_model_len. Raises ConfigError before loading what cannot fit."""
     on_gpu = device.startswith("cuda")
     available = _available(options, found, on_gpu=on_gpu)
-    if device == "cpu" and kernels() is None:
-        print(f"Headstart has no CPU kernels here: {find().note}; torch is slower (headstart doctor)", file=sys.stderr)
-    packs = options.dtype != "float32" and device == "cpu" and kernels() is not None  # weights of less than 8 bits
+    if device == "cpu" and loaded_kernels() is None:
+        print(
+            f"Headstart has no CPU kernels here: {find_kernels().note}; torch is slower (headstart doctor)",
+            file=sys.stderr,
+        )
+    packs = (
+        options.dtype != "float32" and device == "cpu" and loaded_kernels() is not None
+    )  # weights of less than 8 bits
     unpacks = options.quantization == "int4" or (
-        options.dtype == "float32" and device == "cpu" and kernels() is not None
+        options.dtype == "float32" and device == "cpu" and loaded_kernels() is not None
     )
     quantization = "none" if unpacks and not packs else options.quantization
     blocks = packs and quantization == "none"
     expected = checkpoint_bytes(folder, dtype=options.dtype, quantization=quantization, blocks=blocks)
     check_weights_fit(expected, available, on_gpu=on_gpu)
-    held = held_on_gpu(device) if on_gpu else 0
+    held = gpu_bytes_held(device) if on_gpu else 0
     smaller = "end other processes, or use a smaller model or a lower --max-num-batched-tokens"
-    with out_of_memory_refused(f"loading {format_bytes(expected)} of weights", smaller, found):
+    with refuse_out_of_memory(f"loading {format_bytes(expected)} of weights", smaller, found):
         loaded = load_model(
             folder,
             dtype=options.dtype,
@@ -165,7 +170,7 @@ def _load(
             activation_bits=int(options.activation_bits),
             batch_invariant=options.batch_invariant,
         )
-        weight_bytes = max(loaded.weight_bytes, held_on_gpu(device) - held if on_gpu else 0)
+        weight_bytes = max(loaded.weight_bytes, gpu_bytes_held(device) - held if on_gpu else 0)
         left = available - weight_bytes
         profile = profile or partial(_run_profile, max_seqs=options.max_num_seqs, left=left)
         profile_bytes = profile(loaded, options.max_num_batched_tokens) if on_gpu else None
@@ -205,7 +210,7 @@ def _run_profile(loaded: LoadedModel, max_batched_tokens: int, *, max_seqs: int,
     Included are the graphs of a CudaRunner, or else a copy of one layer of the pool, since decodes of the reference
     attention gather their keys and values.
     """
-    batches, num_blocks = profile_batches(max_batched_tokens, max_seqs, loaded.max_model_len, PROFILE_BLOCK_SIZE)
+    batches, num_blocks = memory_profile_batches(max_batched_tokens, max_seqs, loaded.max_model_len, PROFILE_BLOCK_SIZE)
     if runs_on_cuda(loaded.model, loaded.device, loaded.attention_backend):
         cuda: Any = import_module(CUDA_RUNNER)
 
@@ -214,15 +219,17 @@ def _run_profile(loaded: LoadedModel, max_batched_tokens: int, *, max_seqs: int,
             for batch in batches:
                 runner.execute(batch)
 
-        return gpu_peak(run, str(loaded.device)) + cuda.GRAPHS_BYTES
+        return measure_gpu_peak(run, str(loaded.device)) + cuda.GRAPHS_BYTES
     runner = ModelRunner(loaded, num_blocks=num_blocks, block_size=PROFILE_BLOCK_SIZE)
-    peak = gpu_peak(lambda: [runner.execute(batch) for batch in batches], str(loaded.device))
+    peak = measure_gpu_peak(lambda: [runner.execute(batch) for batch in batches], str(loaded.device))
     if loaded.attention_backend != "reference":
         return peak
     return peak + max(left - peak, 0) // (loaded.kv_shape.num_layers + 1)
 
 
-def _make_runner(options: EngineOptions, loaded: LoadedModel, num_blocks: int, grammars: CompiledGrammars) -> Executor:
+def _make_runner(
+    options: EngineOptions, loaded: LoadedModel, num_blocks: int, grammars: CachingGrammarCompiler
+) -> Executor:
     """Return the executor of a loaded model; that of a GPU captures its graphs, with a progress bar."""
     given: dict[str, Any] = {
         "num_blocks": num_blocks, "block_size": options.block_size, "seed": options.seed, "grammars": grammars,
@@ -239,7 +246,7 @@ def _make_runner(options: EngineOptions, loaded: LoadedModel, num_blocks: int, g
     return runner
 
 
-def _available(options: EngineOptions, found: Memory, *, on_gpu: bool) -> int:
+def _available(options: EngineOptions, found: MemorySize, *, on_gpu: bool) -> int:
     """Return the bytes for the weights and all that is beside them. Raises ConfigError for a GPU that others use."""
     limit = None if options.memory_limit is None else parse_bytes(options.memory_limit)
     if not on_gpu:
@@ -248,23 +255,23 @@ def _available(options: EngineOptions, found: Memory, *, on_gpu: bool) -> int:
     return gpu_budget(found, options.gpu_memory_utilization, limit=limit, is_sized=is_sized)
 
 
-def _store_places(options: EngineOptions) -> Places:
+def _store_places(options: EngineOptions) -> TierPlaces:
     """Return the places of --kv-store, a folder ready for use, or none. Raises ConfigError."""
     if options.kv_store is None:
-        return Places(None, None)
-    found = places(options.kv_store)
+        return TierPlaces(None, None)
+    found = parse_tier_places(options.kv_store)
     if found.folder is not None:
-        prepare_folder(found.folder)
+        create_store_folder(found.folder)
     return found
 
 
-def _open_store(options: EngineOptions, found: Places, shape: BlockShape) -> BlockStore | None:
+def _open_store(options: EngineOptions, found: TierPlaces, shape: BlockShape) -> BlockStore | None:
     """Open the tiers of --kv-store. Raises ConfigError."""
     secrets = () if found.url is None else read_shared_secrets(options.kv_store_secret)
     given: dict[str, Any] = {
         "password": options.kv_store_password, "secrets": secrets, "ttl": options.kv_store_ttl,
     }  # fmt: skip
-    return open_store(found, shape, store_bytes(options), **given)
+    return open_store(found, shape, parse_store_size(options), **given)
 
 
 def _event_publisher(options: EngineOptions) -> KVEventPublisher | None:

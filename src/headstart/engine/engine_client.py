@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headstart.config.options import EngineOptions
-from headstart.core.batch import Output
+from headstart.core.batch import RequestStepOutput
 from headstart.core.engine import Engine, EngineInfo, EngineStats
 from headstart.core.errors import ConfigError, EngineDeadError, HeadstartError, InvalidRequestError, RequestFailedError
 from headstart.core.request import Request
@@ -30,12 +30,12 @@ from headstart.engine.wire import (
     FrameSplitter,
     LongStep,
     Message,
-    Outbox,
     Ready,
     Refused,
     Start,
     Stop,
     Submit,
+    UnsentRequests,
     decode_from_engine,
     encode_frame,
 )
@@ -47,7 +47,7 @@ STOP_SECONDS = 8.0  # for the running step, and for a store that writes nothing 
 WRITING_SECONDS = 60.0  # more, if blocks of the store are pending
 
 
-class Queued(NamedTuple):
+class QueuedTotals(NamedTuple):
     """The submitted requests of a tenant that have no first token yet."""
 
     num_requests: int = 0
@@ -58,11 +58,11 @@ class OutputStream:
     """The engine outputs of the requests of one client request, in order of arrival."""
 
     def __init__(self) -> None:
-        self._outputs: list[tuple[float, Output]] = []
+        self._outputs: list[tuple[float, RequestStepOutput]] = []
         self._error: Exception | None = None
         self._arrived = asyncio.Event()
 
-    async def batch(self, timeout: float) -> list[tuple[float, Output]]:
+    async def batch(self, timeout: float) -> list[tuple[float, RequestStepOutput]]:
         """Return the outputs since the last call, each with its monotonic time of arrival.
 
         Returns [] after `timeout` seconds without outputs. Raises the error passed to `fail`.
@@ -79,7 +79,7 @@ class OutputStream:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def push(self, output: Output, at: float) -> None:
+    def push(self, output: RequestStepOutput, at: float) -> None:
         """Add an output that arrived at monotonic time `at`."""
         self._outputs.append((at, output))
         self._arrived.set()
@@ -104,8 +104,8 @@ class EngineClient:
         self.recorder: RequestRecorder | None = None
         self._streams: dict[str, OutputStream] = {}
         self._waiting: dict[str, Request] = {}  # requests without a first token
-        self.queued: dict[str, Queued] = {}  # requests without a first token, of each tenant that has any
-        self._outbox = Outbox()
+        self.queued: dict[str, QueuedTotals] = {}  # requests without a first token, of each tenant that has any
+        self._outbox = UnsentRequests()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -140,7 +140,7 @@ class EngineClient:
         """Exit code of the engine process, None while it runs."""
         return None if self._process is None else self._process.returncode
 
-    def silent_seconds(self, now: float) -> float:
+    def seconds_since_heartbeat_due(self, now: float) -> float:
         """Return the seconds since a message was due; 0 during a long step that the engine announced."""
         return max(now - max(self.last_heard, self.expected_by), 0.0)
 
@@ -165,13 +165,13 @@ class EngineClient:
             self._waiting[request.request_id] = request
             self._count(request, 1)
         if self.recorder is not None and self.info is not None:
-            self.recorder.submitted(requests, self.info.block_size, time.monotonic())
+            self.recorder.record_submitted(requests, self.info.block_size, time.monotonic())
         for message in Submit.of(requests):
             self._outbox.push(message)
-        self.send_waiting()
+        self.send_queued_requests()
         return stream
 
-    def send_waiting(self) -> None:
+    def send_queued_requests(self) -> None:
         """Send requests until the socket has enough of them. Called again when the engine has read these."""
         assert self._transport is not None, "the engine process was never started"
         while self._transport.get_write_buffer_size() <= SEND_BYTES:
@@ -252,7 +252,7 @@ class EngineClient:
         """Mark the engine as dead. Called when the channel is closed, whether or not the engine reported an error."""
         self._die("the engine process ended unexpectedly")
 
-    def _take_news(self, outputs: list[Output], stats: EngineStats) -> None:
+    def _take_news(self, outputs: list[RequestStepOutput], stats: EngineStats) -> None:
         if self.on_step is not None and stats.num_steps > self.stats.num_steps:
             self.on_step(stats)
         self.stats = stats
@@ -297,8 +297,8 @@ class EngineClient:
 
     def _count(self, request: Request, sign: int) -> None:
         """Add a request to those that wait, or remove it."""
-        before = self.queued.get(request.tenant, Queued())
-        after = Queued(before.num_requests + sign, before.num_tokens + sign * len(request.prompt))
+        before = self.queued.get(request.tenant, QueuedTotals())
+        after = QueuedTotals(before.num_requests + sign, before.num_tokens + sign * len(request.prompt))
         if after.num_requests:
             self.queued[request.tenant] = after
         else:
@@ -314,7 +314,7 @@ class EngineClient:
         self._streams.clear()
         self._waiting.clear()
         self.queued.clear()
-        self._outbox = Outbox()
+        self._outbox = UnsentRequests()
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(self.dead)
@@ -350,7 +350,7 @@ class _Receiver(asyncio.Protocol):
             self._transport.close()  # the frame boundaries are lost
 
     def resume_writing(self) -> None:
-        self._client.send_waiting()
+        self._client.send_queued_requests()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._client.connection_lost()

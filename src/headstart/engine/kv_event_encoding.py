@@ -14,7 +14,7 @@ from headstart.core.cache.hashing import BlockHash
 BlockKey = bytes | int
 
 
-class BatchEncoder:
+class KVEventEncoder:
     """Encoder of events to msgpack, for one KV cache group of full attention and data parallel rank 0."""
 
     def __init__(self, medium: str, *, int_block_hashes: bool = False) -> None:

@@ -20,7 +20,7 @@ import zmq
 
 from headstart.core.cache.events import Event
 from headstart.core.errors import ConfigError
-from headstart.engine.kv_event_encoding import BatchEncoder
+from headstart.engine.kv_event_encoding import KVEventEncoder
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 REPLAY_POLL_SECONDS = 0.05
@@ -115,7 +115,7 @@ class _Sender:
     def __init__(self, config: KVEventsConfig, medium: str) -> None:
         self.num_failed = 0  # batches
         self._topic = config.topic.encode()
-        self._encoder = BatchEncoder(medium, int_block_hashes=config.int_block_hashes)
+        self._encoder = KVEventEncoder(medium, int_block_hashes=config.int_block_hashes)
         self._sent: deque[tuple[bytes, bytes, bytes]] = deque(maxlen=config.buffer_steps)  # the three frames
         self._context = zmq.Context()
         self._replay: zmq.Socket[bytes] | None = None

@@ -25,35 +25,35 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-from headstart.config.options import EngineOptions, check_values
+from headstart.config.options import EngineOptions, check_option_values
 from headstart.core.batch import TokenLogprob
 from headstart.core.cache.pinned_prefix import PrefixInfo, PrefixState
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import Request, SamplingParams
-from headstart.engine.engine_checks import check_installed
+from headstart.engine.engine_checks import check_engine_installed
 from headstart.measurement.progress_bar import GenerationProgress
-from headstart.model.setup.threads import prepare_threads
-from headstart.openai.bounds import Bounds, closes_objects
+from headstart.model.setup.threads import choose_num_threads
+from headstart.openai.bounds import RequestBounds, closes_json_objects
 from headstart.openai.chat.chat_delta import ToolCallDelta
 from headstart.openai.engine_requests import (
     ChatPrompt,
-    Origin,
+    RequestOrigin,
     build_requests,
-    chat_prompt,
     encode_completion,
+    render_chat_prompt,
     with_chat_output,
 )
 from headstart.openai.forms.carried_text import REFUSE
-from headstart.openai.generation_params import GenerationParams, Kind, parse_params
-from headstart.openai.prefix_tokens import encode_prefix, kind_of, parse_prefix
+from headstart.openai.generation_params import GenerationParams, ParamsKind, parse_params
+from headstart.openai.prefix_tokens import encode_prefix, parse_prefix, prefix_body_field
 from headstart.openai.request_bodies import ChatBody, CompletionBody, as_rendered, parse_messages, parse_prompts
-from headstart.openai.request_json import check_depth
-from headstart.openai.structured.dropped_keywords import dropped_header
-from headstart.openai.text.generation import Generation
+from headstart.openai.request_json import check_json_depth
+from headstart.openai.structured.dropped_keywords import dropped_keywords_header
+from headstart.openai.text.generation import GeneratedOutput
 from headstart.openai.text.logprob_table import TokenEntry
-from headstart.openai.text.shared_prompt import SharedPrompt
-from headstart.openai.text.stop_strings import StopPatterns
+from headstart.openai.text.shared_prompt import EchoedPrompt
+from headstart.openai.text.stop_strings import StopStringAutomata
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 Sampling = SamplingParams | Mapping[str, Any] | None
@@ -97,8 +97,8 @@ class LLM:
         Raises ConfigError for unknown options and for a model that cannot be served.
         """
         options = _engine_options(model, engine_options)
-        check_installed()
-        prepare_threads(options.threads)
+        check_engine_installed()
+        choose_num_threads(options.threads)
         engine, info = _build(options)
         self._adopt(engine, info, Tokenizer.from_folder(info.model))
 
@@ -114,7 +114,7 @@ class LLM:
         self.info = info
         self.tokenizer = tokenizer
         eos_token_ids = info.eos_token_ids or tokenizer.eos_token_ids
-        self._bounds = Bounds(
+        self._bounds = RequestBounds(
             info.vocab_size,
             info.max_sequence_len,
             eos_token_ids,
@@ -123,7 +123,7 @@ class LLM:
             defaults=info.sampling_defaults,
             content_forms=tokenizer.content_forms,
             min_boundary=info.checkpoint_tokens,
-            closes_objects=closes_objects(info),
+            closes_objects=closes_json_objects(info),
             unreadable_parts=REFUSE,  # no header could name what is lost
         )
         self._ids = (f"llm-{number}" for number in itertools.count())
@@ -169,7 +169,7 @@ class LLM:
         progress = progress and use_tqdm
         if prompts is None:
             raise InvalidRequestError("generate needs prompts")
-        params = self._params(sampling, Kind.COMPLETION)
+        params = self._params(sampling, ParamsKind.COMPLETION)
         body = CompletionBody(None, parse_prompts(prompts, self._bounds), params)
         prompts = encode_completion(body, self.tokenizer, self._bounds)
         return self._run(prompts, [params] * len(prompts), progress)
@@ -188,13 +188,13 @@ class LLM:
         defaults set max_tokens, the output is limited by the context only. `tools` are functions in OpenAI's form that
         the model may call: see `Completion.tool_calls`; `sampling` may contain tool_choice and the like.
         """
-        params = self._params(sampling, Kind.CHAT, tools)
+        params = self._params(sampling, ParamsKind.CHAT, tools)
         several = bool(messages) and isinstance(messages[0], list | tuple)
         prompts: list[ChatPrompt] = []
         for conversation in messages if several else [messages]:
-            check_depth(conversation)
+            check_json_depth(conversation)
             body = ChatBody(None, as_rendered(parse_messages(conversation, self._bounds), self._bounds), params)
-            prompts.append(chat_prompt(body, self.tokenizer, self._bounds))
+            prompts.append(render_chat_prompt(body, self.tokenizer, self._bounds))
         texts = [prompt.token_ids for prompt in prompts]
         outputs = [with_chat_output(params, text, self.tokenizer, self._bounds) for text in texts]
         return self._run(texts, outputs, progress, [prompt.boundary for prompt in prompts])
@@ -208,8 +208,8 @@ class LLM:
         pinned, in whole blocks. Raises InvalidRequestError if the prefix cannot be pinned; then nothing is kept.
         """
         self._check_open()
-        check_depth(prefix)
-        body = parse_prefix({"name": name, kind_of(prefix): prefix}, self._bounds)
+        check_json_depth(prefix)
+        body = parse_prefix({"name": name, prefix_body_field(prefix): prefix}, self._bounds)
         self.engine.add_prefix(name, encode_prefix(body, self.tokenizer, self._bounds))
         with GenerationProgress(1, show=progress, label="computing the prefix"), _interruptible() as interrupted:
             while (info := self._prefix(name)).state is PrefixState.WARMING and not interrupted():
@@ -245,12 +245,12 @@ class LLM:
             raise InvalidRequestError("this LLM is closed; build another one")
 
     def _params(
-        self, sampling: Sampling, kind: Kind, tools: Sequence[Mapping[str, Any]] | None = None
+        self, sampling: Sampling, kind: ParamsKind, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> GenerationParams:
         self._check_open()
         values = _plain_sampling(sampling, kind)
         if tools is not None:
-            check_depth(tools)
+            check_json_depth(tools)
             values = {**values, "tools": tools}
         params = parse_params(values, self._bounds, kind)
         if params.ignored:
@@ -279,16 +279,16 @@ class LLM:
         if not prompts:
             return []
         if dropped := params[0].dropped:
-            warnings.warn(f"answers may not keep to {dropped_header(dropped)}", stacklevel=3)
+            warnings.warn(f"answers may not keep to {dropped_keywords_header(dropped)}", stacklevel=3)
         n = params[0].n
-        requests = build_requests(prompts, params[0], self._bounds, Origin(next(self._ids)), boundaries)
-        stops = StopPatterns(params[0].stop)
-        shared = [SharedPrompt(self.tokenizer, *pair) for pair in zip(prompts, params, strict=True)]
-        generations: dict[str, Generation] = {}
+        requests = build_requests(prompts, params[0], self._bounds, RequestOrigin(next(self._ids)), boundaries)
+        stops = StopStringAutomata(params[0].stop)
+        shared = [EchoedPrompt(self.tokenizer, *pair) for pair in zip(prompts, params, strict=True)]
+        generations: dict[str, GeneratedOutput] = {}
         for index, request in enumerate(requests):
             own, prompt = params[index // n], shared[index // n]
             requests[index] = request = _with_grammar(request, own.sampling.grammar)
-            generations[request.request_id] = Generation(self.tokenizer, request, own, prompt=prompt, stops=stops)
+            generations[request.request_id] = GeneratedOutput(self.tokenizer, request, own, prompt=prompt, stops=stops)
         with GenerationProgress(len(requests), show=progress) as bar, _interruptible() as interrupted:
             self._finish_all(requests, generations, bar, interrupted)
         completions = [_completion(request, generations[request.request_id], params[0]) for request in requests]
@@ -300,7 +300,7 @@ class LLM:
     def _finish_all(
         self,
         requests: list[Request],
-        generations: dict[str, Generation],
+        generations: dict[str, GeneratedOutput],
         bar: GenerationProgress,
         interrupted: Callable[[], bool],
     ) -> None:
@@ -356,23 +356,23 @@ def _engine_options(model: str, values: Mapping[str, Any]) -> EngineOptions:
         if "choices" in field.metadata and type(value) is int:  # activation_bits=8
             named[field.name] = str(value)
     options = EngineOptions(**named)
-    check_values(options)
+    check_option_values(options)
     return options
 
 
-def _plain_sampling(sampling: object, kind: Kind) -> Mapping[str, Any]:
+def _plain_sampling(sampling: object, kind: ParamsKind) -> Mapping[str, Any]:
     """Return the sampling parameters as fields of a request body, so that a SamplingParams is validated like one."""
     if sampling is None:
         return {}
     if not isinstance(sampling, SamplingParams):
         if not isinstance(sampling, Mapping):
             raise InvalidRequestError("sampling must be a SamplingParams or a mapping of names to values")
-        check_depth(sampling)
+        check_json_depth(sampling)
         return sampling
     values = dataclasses.asdict(sampling)
     values["logit_bias"] = dict(sampling.logit_bias)
     del values["grammar"]
-    if kind is Kind.CHAT:
+    if kind is ParamsKind.CHAT:
         wanted = values.pop("logprobs")
         values |= {} if wanted is None else {"logprobs": True, "top_logprobs": wanted}
     return values
@@ -384,7 +384,7 @@ def _with_grammar(request: Request, grammar: str | None) -> Request:
     return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, grammar=grammar))
 
 
-def _completion(request: Request, generation: Generation, params: GenerationParams) -> Completion:
+def _completion(request: Request, generation: GeneratedOutput, params: GenerationParams) -> Completion:
     assert generation.finish_reason is not None
     chat = generation.chat
     of_prompt = None if params.sampling.prompt_logprobs is None else generation.prompt.logprobs

@@ -8,10 +8,10 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headstart.core.batch import Output
-from headstart.core.cache.hashing import BlockHash, extend_hashes, root_hash
+from headstart.core.batch import RequestStepOutput
+from headstart.core.cache.hashing import BlockHash, extend_block_hashes, root_hash
 from headstart.core.request import Request
-from headstart.router.decision_log import DecisionRecord, joined
+from headstart.router.decision_log import DecisionRecord, join_hashes
 
 
 @dataclass(slots=True, eq=False)
@@ -34,12 +34,12 @@ class RequestRecorder:
         self._key = secrets.token_bytes(32)
         self._open: dict[str, _Open] = {}
 
-    def submitted(self, requests: Sequence[Request], block_size: int, now: float) -> None:
+    def record_submitted(self, requests: Sequence[Request], block_size: int, now: float) -> None:
         """Note requests that are sent to the engine; `now` in seconds."""
         for request in requests:
             self._open[request.request_id] = _Open(request, block_size, now)
 
-    def output(self, output: Output, now: float) -> None:
+    def output(self, output: RequestStepOutput, now: float) -> None:
         """Note an output of the engine."""
         one = self._open.get(output.request_id)
         if one is None:
@@ -61,7 +61,7 @@ class RequestRecorder:
         request = one.request
         names: list[BlockHash] = []
         root = root_hash(self._key, adapter=request.adapter, domain=request.domain)
-        extend_hashes(names, request.prompt, one.block_size, root)
+        extend_block_hashes(names, request.prompt, one.block_size, root)
         return DecisionRecord(
             at=one.at,
             endpoint="",
@@ -70,7 +70,7 @@ class RequestRecorder:
             excluded={},
             prompt_tokens=len(request.prompt),
             block_size=one.block_size,
-            names=joined(names),
+            names=join_hashes(names),
             output_tokens=one.num_output,
             predicted_tokens=0,
             expected_ms=0.0,

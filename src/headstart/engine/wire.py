@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from headstart.config.options import EngineOptions
-from headstart.core.batch import Output
+from headstart.core.batch import RequestStepOutput
 from headstart.core.engine import EngineInfo, EngineStats
 from headstart.core.errors import HeadstartError
-from headstart.core.request import CacheMode, Request, Retention, SamplingParams
+from headstart.core.request import CacheMode, Request, RetentionHint, SamplingParams
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 _LENGTH = struct.Struct(">I")
@@ -60,7 +60,7 @@ class Submit(Message):
     priority: int
     cache: CacheMode
     tenant: str
-    retention: Retention
+    retention: RetentionHint
     is_traced: bool = False
     boundary: int = 0
 
@@ -158,7 +158,7 @@ class Refused(Message):
 class EngineUpdate(Message):
     """From the engine after every step and at least every second: a heartbeat with new outputs and statistics."""
 
-    outputs: list[Output]
+    outputs: list[RequestStepOutput]
     stats: EngineStats
 
 
@@ -198,13 +198,13 @@ class PeerGoneError(HeadstartError):
     """The process at the other end of the channel has ended."""
 
 
-def plain_stats(stats: EngineStats) -> list[Any]:
+def encode_stats(stats: EngineStats) -> list[Any]:
     """Return the fields of EngineStats as plain values, for a CallResult."""
     return msgspec.to_builtins(stats)
 
 
-def stats_of(values: list[Any]) -> EngineStats:
-    """Return EngineStats from the values of `plain_stats`."""
+def decode_stats(values: list[Any]) -> EngineStats:
+    """Return EngineStats from the values of `encode_stats`."""
     return msgspec.convert(values, EngineStats)
 
 
@@ -279,7 +279,7 @@ class _Letter:
         self.wanted = {choice.request_id for choice in message.choices}
 
 
-class Outbox:
+class UnsentRequests:
     """The requests that the engine process has not been sent yet, since it reads nothing during a step.
 
     Tenants take turns, and a request that is given up leaves nothing behind. So all that waits belongs to live

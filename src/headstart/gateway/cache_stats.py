@@ -16,11 +16,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from headstart.gateway.proxy.replies import check_head, read_answer, read_bounded
-from headstart.gateway.proxy.upstream import Answer, GarbledError, headers_on
+from headstart.gateway.proxy.replies import check_response_head, read_bounded_body, read_complete_answer
+from headstart.gateway.proxy.upstream import InvalidReplicaResponseError, ReplicaAnswer, forwarded_request_headers
 from headstart.http.http_errors import HttpError
-from headstart.http.web_pages import is_forwarding
-from headstart.openai.request_json import json_value
+from headstart.http.web_pages import is_forwarding_header
+from headstart.openai.request_json import decode_json_text
 from headstart.openai.responses import Json
 
 PATH = "/v1/cache/stats"
@@ -35,7 +35,7 @@ Counts = dict[str, int]
 FANOUT_SECONDS = 300.0  # a prefix is computed before its answer comes
 
 
-async def send_to_all(
+async def broadcast_request(
     session: aiohttp.ClientSession,
     urls: Sequence[str],
     method: str,
@@ -43,7 +43,7 @@ async def send_to_all(
     headers: list[tuple[bytes, bytes]],
     body: bytes,
     own: dict[str, str],
-) -> Answer:
+) -> ReplicaAnswer:
     """Send a request to all replicas at once and return the first answer that is an error, else the first answer.
 
     `target`: path and query. Raises HttpError 503 if there is no replica, and 502 if a replica gave no answer: then the
@@ -51,22 +51,22 @@ async def send_to_all(
     """
     if not urls:
         raise HttpError(503, "no replica is up", code="no_replicas", headers={"retry-after": "1"})
-    sent = headers_on([(name, value) for name, value in headers if not is_forwarding(name)], own)
+    sent = forwarded_request_headers([(name, value) for name, value in headers if not is_forwarding_header(name)], own)
 
-    async def send(url: str) -> Answer:
+    async def send(url: str) -> ReplicaAnswer:
         timeout = aiohttp.ClientTimeout(total=FANOUT_SECONDS)
         async with session.request(
             method, url + target, headers=sent, data=body, timeout=timeout, allow_redirects=False
         ) as response:
-            check_head(response, target.partition("?")[0])
-            return await read_answer(response, target.partition("?")[0])
+            check_response_head(response, target.partition("?")[0])
+            return await read_complete_answer(response, target.partition("?")[0])
 
     answers = await asyncio.gather(*map(send, urls), return_exceptions=True)
     silent = [url for url, answer in zip(urls, answers, strict=True) if isinstance(answer, BaseException)]
     if silent:
         message = f"{len(silent)} of {len(urls)} replicas gave no answer; ask again when all are up"
         raise HttpError(502, message, code="replica_unreachable")
-    found = [answer for answer in answers if isinstance(answer, Answer)]
+    found = [answer for answer in answers if isinstance(answer, ReplicaAnswer)]
     return next((answer for answer in found if answer.status >= 400), found[0])
 
 
@@ -134,11 +134,11 @@ async def fetch_replica_stats(
     if not urls:
         raise HttpError(503, "no replica is up", code="no_replicas", headers={"retry-after": "1"})
     kept = ("authorization", "x-request-id")
-    sent = [(name, value) for name, value in headers_on(headers, own) if name in (*kept, *own)]
+    sent = [(name, value) for name, value in forwarded_request_headers(headers, own) if name in (*kept, *own)]
     return list(await asyncio.gather(*(_fetch(session, url, sent) for url in urls)))
 
 
-def fleet_answer(found: Sequence[StatsReply], *, is_admin: bool, is_own_key: bool) -> Json:
+def fleet_stats_json(found: Sequence[StatsReply], *, is_admin: bool, is_own_key: bool) -> Json:
     """Return the JSON of a fleet's statistics: the sums and, for administrators, the statistics of each replica.
 
     `is_own_key`: replicas saw the caller's key and omitted what it may not see. Otherwise only administrators see the
@@ -164,14 +164,14 @@ async def _fetch(session: aiohttp.ClientSession, url: str, headers: list[tuple[s
     answer = StatsReply(url)
     try:
         async with session.get(url + PATH, headers=headers, timeout=timeout, allow_redirects=False) as response:
-            check_head(response, PATH)
-            body = await read_bounded(response, MAX_BYTES)
+            check_response_head(response, PATH)
+            body = await read_bounded_body(response, MAX_BYTES)
             answer.status = response.status
-    except (aiohttp.ClientError, TimeoutError, ConnectionError, GarbledError):
+    except (aiohttp.ClientError, TimeoutError, ConnectionError, InvalidReplicaResponseError):
         return answer
     if answer.status == 200:
         with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            answer.stats = msgspec.convert(json_value(body), ReplicaStats)
+            answer.stats = msgspec.convert(decode_json_text(body), ReplicaStats)
     return answer
 
 

@@ -11,28 +11,28 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headstart import __version__
-from headstart.anthropic.anthropic_objects import VERSION_HEADER, anthropic_model, model_page
-from headstart.apis.api_table import CHAT, COMPLETIONS, api_of, generation_api
+from headstart.anthropic.anthropic_objects import VERSION_HEADER, anthropic_model, model_list_page
+from headstart.apis.api_table import CHAT, COMPLETIONS, api_of_path, generation_api_of_path
 from headstart.core.errors import DrainingError, InvalidRequestError
-from headstart.gateway.gateway_routes import PROXIED, ROUTES, is_passed_on
+from headstart.gateway.gateway_routes import PROXIED, ROUTES, is_forwarded_path
 from headstart.gateway.gateway_state import GatewayState
-from headstart.gateway.held_bytes import ByteReservation, bytes_of
+from headstart.gateway.held_bytes import ByteReservation, parsed_request_bytes
 from headstart.gateway.proxy.proxied_call import ProxiedCall
-from headstart.gateway.proxy.replies import replica_gone
-from headstart.gateway.proxy.request_reader import ReadRequest, Sender
-from headstart.gateway.proxy.upstream import Answer
-from headstart.gateway.replicas.replica_address import server_of
-from headstart.http.access_record import record_of, tenant_of
+from headstart.gateway.proxy.replies import response_replica_gone_error
+from headstart.gateway.proxy.request_reader import ParsedRequest, RequestSender
+from headstart.gateway.proxy.upstream import ReplicaAnswer
+from headstart.gateway.replicas.replica_address import server_url_of
+from headstart.http.access_record import access_record_of_scope, tenant_of_scope
 from headstart.http.body_reader import SPOOL_BYTES
-from headstart.http.gate import Gate
+from headstart.http.gate import RequestGate
 from headstart.http.http_errors import ClientGoneError, HttpError, error_response, json_response
-from headstart.http.long_work import LongWork
-from headstart.http.packed_metrics import metrics_type
+from headstart.http.long_work import BlockingWorkRunner
+from headstart.http.packed_metrics import metrics_content_type
 from headstart.http.spooled_body import SpooledBody
-from headstart.ollama.ollama_answers import model_list as ollama_models
-from headstart.openai.request_json import parse_json
-from headstart.openai.responses import Json, model_list
-from headstart.openai.value_checks import shown
+from headstart.ollama.ollama_answers import ollama_model_list as ollama_models
+from headstart.openai.request_json import parse_json_object
+from headstart.openai.responses import Json, model_list_response
+from headstart.openai.value_checks import safe_repr
 from headstart.page.live_stream import MAX_FRAMES, LiveStreams
 from headstart.page.page_files import PageFiles
 
@@ -46,12 +46,12 @@ Forward = Callable[[ProxiedCall, Scope, Receive, Send], Awaitable[None]]
 """Has a request answered by a replica."""
 
 
-def build_front(state: GatewayState, forward: Forward | None = None) -> ASGIApp:
+def build_gateway_app(state: GatewayState, forward: Forward | None = None) -> ASGIApp:
     """Return the complete application of one router.
 
     `forward` None: the router's own proxy; else one of which the router does not read the answers.
     """
-    return Gate(_Front(state, forward), state, api_of, root_path=state.server_options.root_path)
+    return RequestGate(_Front(state, forward), state, api_of_path, root_path=state.server_options.root_path)
 
 
 class _Front:
@@ -63,7 +63,7 @@ class _Front:
         self._reads_answers = forward is None
         self._streams = LiveStreams()
         self._files = PageFiles(is_on=state.server_options.page)
-        self._long_work = LongWork(LONG_BODY_BYTES, SPOOL_BYTES)
+        self._long_work = BlockingWorkRunner(LONG_BODY_BYTES, SPOOL_BYTES)
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/models": ("GET", self._models),
             "/v1/fleet": ("GET", self._fleet),
@@ -85,7 +85,7 @@ class _Front:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record = record_of(scope)
+        record = access_record_of_scope(scope)
         try:
             await self._dispatch(scope, receive, send)
         except Exception as error:
@@ -94,7 +94,7 @@ class _Front:
                 if isinstance(error, ClientGoneError):
                     return
                 raise  # part of the answer has been sent: the connection must be cut
-            await error_response(error, api_of(record.path), record.request_id)(scope, receive, send)
+            await error_response(error, api_of_path(record.path), record.request_id)(scope, receive, send)
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
@@ -117,8 +117,8 @@ class _Front:
             allow = known[0] if known else "POST"
             message = f"this route does not take {method[:16]}; use {allow}"
             raise HttpError(405, message, code="method_not_allowed", headers={"allow": allow})
-        elif method == "POST" and is_passed_on(path, is_admin=(is_admin := self._is_admin(scope))):
-            with self._state.proxy.held.reserve(tenant_of(scope)) as reservation:
+        elif method == "POST" and is_forwarded_path(path, is_admin=(is_admin := self._is_admin(scope))):
+            with self._state.proxy.held.reserve(tenant_of_scope(scope)) as reservation:
                 await self._proxy(scope, receive, send, reservation, is_admin=is_admin)
         else:
             others = "other paths under /v1 are passed on for administrators only"
@@ -126,14 +126,14 @@ class _Front:
             raise HttpError(404, message, code="unknown_route")
 
     def _is_admin(self, scope: Scope) -> bool:
-        return self._state.auth.is_admin(record_of(scope).principal, scope)
+        return self._state.auth.is_admin(access_record_of_scope(scope).principal, scope)
 
     # ------------------------------------------------------------------------------------------------------- proxied
 
     async def _proxy(
         self, scope: Scope, receive: Receive, send: Send, reservation: ByteReservation, *, is_admin: bool
     ) -> None:
-        state, record = self._state, record_of(scope)
+        state, record = self._state, access_record_of_scope(scope)
         state.check_admission()
         state.proxy.check_queue(record.principal.tenant)
         path, headers = scope["path"], scope["headers"]
@@ -160,14 +160,14 @@ class _Front:
         )
         del reading  # the call frees what it no longer needs
         try:
-            reservation.set(bytes_of(call.reading))
+            reservation.set(parsed_request_bytes(call.reading))
             self._check_model(call.reading)
             used = call.reading.used
             if used is not None:
                 call.only = self._holder(used.response_id, principal.domain, used.param)
             call.reservation = reservation
             state.metrics.decide.observe(time.perf_counter() - start)
-            with state.under_way():
+            with state.count_in_flight():
                 try:
                     await self._forward(call, scope, receive, send)
                 finally:
@@ -179,10 +179,10 @@ class _Front:
         self,
         path: str,
         body: bytes | SpooledBody,
-        sender: Sender,
+        sender: RequestSender,
         reservation: ByteReservation,
         receive: Receive | None = None,
-    ) -> ReadRequest:
+    ) -> ParsedRequest:
         """Parse a body, unless the client is gone. If it is in a file and that fails, the file is closed."""
         reader, run = self._state.reader, partial(self._long_work.run, receive=receive)
         if isinstance(body, SpooledBody):
@@ -193,16 +193,18 @@ class _Front:
                 body.close()
                 raise
         reservation.set(len(body))  # other requests may be served while it is parsed
-        renders = generation_api(path).chat_values is not None and reader.tokenizer is not None
+        renders = generation_api_of_path(path).chat_values is not None and reader.tokenizer is not None
         return await run(len(body), lambda: reader.read(path, body, sender), waits=renders)
 
-    def _check_model(self, reading: ReadRequest) -> None:
+    def _check_model(self, reading: ParsedRequest) -> None:
         """Reject a model that no replica serves. Any model is accepted until all replicas have listed their models."""
         served, name = self._state.reader.served, reading.request.model
         if name and served and name not in served and self._state.members.knows_all_models:
             known = ", ".join(list(served)[:16])
             raise InvalidRequestError(
-                f"model {shown(name)} is served by no replica; there are {known}", param="model", code="model_not_found"
+                f"model {safe_repr(name)} is served by no replica; there are {known}",
+                param="model",
+                code="model_not_found",
             )
 
     def _holder(self, response_id: str, domain: bytes, param: str) -> str:
@@ -210,21 +212,21 @@ class _Front:
 
         Raises HttpError 404 if there is none, or the replica does not serve any more.
         """
-        url = server_of(self._state.proxy.relay.response_owners.find(response_id, domain, param))
-        if url not in self._state.urls_up:
-            raise replica_gone(response_id, param)
+        url = server_url_of(self._state.proxy.relay.response_owners.find(response_id, domain, param))
+        if url not in self._state.urls_of_up_replicas:
+            raise response_replica_gone_error(response_id, param)
         return url
 
     async def _stored_response(self, request: Request, response_id: str) -> Response:
         """Send the request to the replica that holds the response."""
         scope = request.scope
-        replica = self._holder(response_id, record_of(scope).principal.domain, "response_id")
+        replica = self._holder(response_id, access_record_of_scope(scope).principal.domain, "response_id")
         answer = await self._state.send([replica], request.method, _target(request), scope["headers"])
         return _response_of(answer)
 
     async def _administer(self, request: Request) -> Response:
         """Send the request to every replica. The gate has already rejected everyone but administrators."""
-        answer = await self._state.administer(
+        answer = await self._state.broadcast_admin_request(
             request.method, _target(request), request.scope["headers"], await self._state.bodies.read(request)
         )
         return _response_of(answer)
@@ -232,19 +234,21 @@ class _Front:
     # ------------------------------------------------------------------------------------------------------ answered
 
     async def _models(self, request: Request) -> Response:
-        models = [dict(card.fields) for card in self._state.members.cards()]
-        return json_response((model_page if VERSION_HEADER in request.headers else model_list)(models))
+        models = [dict(card.fields) for card in self._state.members.model_cards()]
+        return json_response((model_list_page if VERSION_HEADER in request.headers else model_list_response)(models))
 
     async def _ollama_models(self, request: Request) -> Response:
-        return json_response(ollama_models([card.fields for card in self._state.members.cards()]))
+        return json_response(ollama_models([card.fields for card in self._state.members.model_cards()]))
 
     def _model(self, name: str, scope: Scope) -> Response:
-        for card in self._state.members.cards():
+        for card in self._state.members.model_cards():
             if card.id == name:
                 model = dict(card.fields)
                 return json_response(anthropic_model(model) if VERSION_HEADER in Request(scope).headers else model)
         return error_response(
-            InvalidRequestError(f"model {shown(name)} is served by no replica", param="model", code="model_not_found")
+            InvalidRequestError(
+                f"model {safe_repr(name)} is served by no replica", param="model", code="model_not_found"
+            )
         )
 
     async def _fleet(self, request: Request) -> Response:
@@ -255,27 +259,27 @@ class _Front:
         if not 0 < len(request_id) <= MAX_ID_CHARS:
             message = f"give the id of an answer, at most {MAX_ID_CHARS} characters: ?request_id=chatcmpl-..."
             raise InvalidRequestError(message, param="request_id")
-        return json_response(self._state.memory.explain(request_id, record_of(request.scope).principal))
+        return json_response(self._state.memory.explain(request_id, access_record_of_scope(request.scope).principal))
 
     async def _explain_prompt(self, request: Request) -> Response:
-        state, principal = self._state, record_of(request.scope).principal
+        state, principal = self._state, access_record_of_scope(request.scope).principal
         body = await state.bodies.read(request)
-        path = (CHAT if "messages" in parse_json(body) else COMPLETIONS).path
+        path = (CHAT if "messages" in parse_json_object(body) else COMPLETIONS).path
         with state.proxy.held.reserve(principal.tenant) as reservation:
             reading = await self._read(path, body, state.sender(principal, request.scope["headers"]), reservation)
             reading.drop_body()
             return json_response(state.memory.explain_prompt(path, reading, principal))
 
     async def _cache_stats(self, request: Request) -> Response:
-        principal = record_of(request.scope).principal
+        principal = access_record_of_scope(request.scope).principal
         return json_response(await self._state.cache_stats(principal, request.scope["headers"]))
 
     async def _cache_tree(self, request: Request) -> Response:
         """Ask the replica that the query names, by default the first that is up."""
-        urls = self._state.urls_up
+        urls = self._state.urls_of_up_replicas
         chosen = request.query_params.get("replica", urls[0] if urls else "")
         if urls and chosen not in urls:
-            raise InvalidRequestError(f"replica {shown(chosen)} is not up; there are {len(urls)}", param="replica")
+            raise InvalidRequestError(f"replica {safe_repr(chosen)} is not up; there are {len(urls)}", param="replica")
         asked = urlencode({name: value for name, value in request.query_params.items() if name != "replica"})
         target = request.scope["path"] + (f"?{asked}" if asked else "")
         return _response_of(await self._state.send(urls and [chosen], "GET", target, request.scope["headers"]))
@@ -288,7 +292,9 @@ class _Front:
 
         # a front that does not read answers, Envoy's picker, sends them whole
         limit = MAX_FRAMES if self._reads_answers else 1
-        return await self._streams.answer(request, record_of(request.scope).principal.label, frame, max_frames=limit)
+        return await self._streams.answer(
+            request, access_record_of_scope(request.scope).principal.label, frame, max_frames=limit
+        )
 
     async def _page(self, request: Request) -> Response:
         return self._files.answer(request)
@@ -301,18 +307,18 @@ class _Front:
         return json_response({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        principal = record_of(request.scope).principal
+        principal = access_record_of_scope(request.scope).principal
         sees_all = principal.is_admin or not principal.tenant
         accept = request.headers.get("accept", "") if sees_all else ""  # exemplars are of single requests
         text = self._state.metrics.expose(accept, with_replicas=principal.is_admin)
-        return Response(text, media_type=metrics_type(accept))
+        return Response(text, media_type=metrics_content_type(accept))
 
     async def _load(self, request: Request) -> Response:
         return json_response({"server_load": self._state.num_in_flight})
 
     async def _tokenizer_info(self, request: Request) -> Response:
         """Ask a replica: replicas of one fleet have one tokenizer."""
-        replicas = list(self._state.urls_up)[:1]
+        replicas = list(self._state.urls_of_up_replicas)[:1]
         return _response_of(await self._state.send(replicas, "GET", _target(request), request.scope["headers"]))
 
     async def _version(self, request: Request) -> Response:
@@ -320,7 +326,7 @@ class _Front:
         return json_response(version)
 
 
-def _response_of(answer: Answer) -> Response:
+def _response_of(answer: ReplicaAnswer) -> Response:
     response = Response(answer.body, answer.status)
     response.raw_headers.extend(answer.headers)
     return response

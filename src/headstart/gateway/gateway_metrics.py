@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from headstart.gateway.proxy.proxied_call import ProxiedCall
-from headstart.http.packed_metrics import Histogram, expose, method_label
+from headstart.http.packed_metrics import Histogram, expose_metrics, method_label
 from headstart.http.tracing.tracer import SpanCounts, Tracer
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class GatewayMetrics:
         route = path if path in self._routes else "/v1/responses/{id}" if is_stored else "other"
         self._http.add((route, method_label(method), str(status)))
 
-    def routed(self, call: ProxiedCall) -> None:
+    def count_routed(self, call: ProxiedCall) -> None:
         """Count the attempts, failures and outcome of a request."""
         for failure in call.failures:
             self._failures.add((failure.value,))
@@ -74,7 +74,7 @@ class GatewayMetrics:
 
     def expose(self, accept: str = "", *, with_replicas: bool = True) -> bytes:
         """Return all metrics in a format of the Accept header; those by replica are for administrators only."""
-        return expose(accept, self._registry if with_replicas else _WithoutReplicas(self._registry))
+        return expose_metrics(accept, self._registry if with_replicas else _WithoutReplicas(self._registry))
 
     def _counter(self, name: str, text: str, *labels: str) -> "_Counts":
         counts = _Counts(f"headstart:{name}", text, labels)

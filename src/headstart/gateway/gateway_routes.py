@@ -4,7 +4,7 @@ The list of paths forwarded for all clients is closed: engines have administrati
 engines to sleep), and with a replica key every client would have that key's rights. All other paths under /v1 are
 forwarded for administrators.
 
-ClientKeys: isolation domains of clients whose keys the router forwards and only the replicas can check.
+ClientKeyDomains: isolation domains of clients whose keys the router forwards and only the replicas can check.
 
 The router's index must separate what the replicas separate, and must not reveal one client's prompts to another:
 
@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 
 from headstart.apis.api_table import APIS, OTHER
 from headstart.gateway.replicas.replica_monitor import MonitoredReplica
-from headstart.http.auth import ACCESS, Access
+from headstart.http.auth import ACCESS, AccessLevel
 
 PROXIED = frozenset(  # generation routes of Headstart, vLLM and SGLang; each takes a JSON object
     (
@@ -42,13 +42,13 @@ OWN = (
     *("/health", "/readyz", "/livez", "/metrics", "/version", "/ping", "/load", "/tokenizer_info"),
 )
 ROUTES = (*sorted(PROXIED), *OWN)
-ROUTER_ACCESS: Mapping[str, Access] = {
+ROUTER_ACCESS: Mapping[str, AccessLevel] = {
     **ACCESS,
-    "/metrics": Access.MONITOR,
-    "/load": Access.MONITOR,
-    "/v1/cache/stats": Access.MONITOR,  # as /metrics
-    "/v1/cache/tree": Access.ADMIN,  # a replica may take the router for an administrator
-    "/v1/cache/live": Access.ADMIN,  # as /v1/fleet
+    "/metrics": AccessLevel.MONITOR,
+    "/load": AccessLevel.MONITOR,
+    "/v1/cache/stats": AccessLevel.MONITOR,  # as /metrics
+    "/v1/cache/tree": AccessLevel.ADMIN,  # a replica may take the router for an administrator
+    "/v1/cache/live": AccessLevel.ADMIN,  # as /v1/fleet
 }
 _PLAIN = re.compile(r"/v1(/[A-Za-z0-9_-]+)+")  # no dots, nothing encoded: the replica sees exactly this path
 _REPLICAS_OWN = ("/v1/prefixes", "/v1/cache")  # a replica's administration, for which the router has its own routes
@@ -60,14 +60,14 @@ MAX_ANSWERED = 10_000  # keys remembered as valid; a forgotten key costs one pre
 GUARDED = "/v1/"  # vLLM checks keys under this path; an answer elsewhere says nothing about a key
 
 
-def is_passed_on(path: str, *, is_admin: bool) -> bool:
+def is_forwarded_path(path: str, *, is_admin: bool) -> bool:
     """Return whether a POST to `path` is forwarded to a replica unchanged. Changes nothing."""
     if path in PROXIED:
         return True
     return is_admin and _PLAIN.fullmatch(path) is not None and not path.startswith(_REPLICAS_OWN)
 
 
-class ClientKeys:
+class ClientKeyDomains:
     """Isolation domains by client key. Changes only its own state and `checks_keys` of `members`, the router's own."""
 
     def __init__(self, secret: bytes, members: Mapping[str, MonitoredReplica]) -> None:

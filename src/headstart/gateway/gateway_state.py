@@ -14,31 +14,31 @@ import aiohttp
 
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import DrainingError, HeadstartError
-from headstart.gateway.cache_stats import fetch_replica_stats, fleet_answer, send_to_all
+from headstart.gateway.cache_stats import broadcast_request, fetch_replica_stats, fleet_stats_json
 from headstart.gateway.gateway_metrics import GatewayMetrics
-from headstart.gateway.gateway_routes import ROUTER_ACCESS, ROUTES, ClientKeys
+from headstart.gateway.gateway_routes import ROUTER_ACCESS, ROUTES, ClientKeyDomains
 from headstart.gateway.held_bytes import MAX_HELD_BYTES
 from headstart.gateway.proxy.flow_control import FlowControl, RetryBudget
-from headstart.gateway.proxy.proxy import Placed, ProxiedCall, Proxy, placed_at_once
-from headstart.gateway.proxy.request_reader import RequestReader, Sender, session_of
-from headstart.gateway.proxy.upstream import Answer
-from headstart.gateway.replica_tokenizers import tokenizer_of
-from headstart.gateway.replicas.kv_event_subscriptions import ApproximateIndexes, KVEventSubscriptions
-from headstart.gateway.replicas.replica_address import server_of
+from headstart.gateway.proxy.proxy import Placed, ProxiedCall, ReplicaProxy, place_immediately
+from headstart.gateway.proxy.request_reader import RequestParser, RequestSender, session_from_headers
+from headstart.gateway.proxy.upstream import ReplicaAnswer
+from headstart.gateway.replica_tokenizers import find_tokenizer_of_models
+from headstart.gateway.replicas.kv_event_subscriptions import ApproximateIndexFactory, KVEventSubscriptions
+from headstart.gateway.replicas.replica_address import server_url_of
 from headstart.gateway.replicas.replica_monitor import MonitoredReplica, ReplicaMonitor
 from headstart.gateway.routing_explanation import RequestHistory
 from headstart.http.access_record import AccessRecord
 from headstart.http.auth import Authenticator, Principal
 from headstart.http.body_reader import BodyReader
 from headstart.http.decision_log_writer import DecisionLog
-from headstart.http.http_errors import ClientGoneError, HttpError, rendered
-from headstart.http.logs import Log
-from headstart.http.packed_metrics import quantile
+from headstart.http.http_errors import ClientGoneError, HttpError, error_status_and_body
+from headstart.http.logs import ServerLog
+from headstart.http.packed_metrics import histogram_quantile
 from headstart.http.tracing.request_trace import RequestTrace
 from headstart.http.tracing.tracer import make_tracer
-from headstart.http.web_pages import WebPages
+from headstart.http.web_pages import WebPageAccess
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
-from headstart.router.index.modelled_pool import ModelledPool, Pools
+from headstart.router.index.modelled_pool import ModelledPool, PoolFactory
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.policies.policy_table import make_policy
 from headstart.router.router import Router
@@ -55,22 +55,22 @@ class GatewayState:
         options: RouterOptions,
         server_options: ServerOptions,
         session: aiohttp.ClientSession,
-        reader: RequestReader,
-        log: Log,
+        reader: RequestParser,
+        log: ServerLog,
         decisions: DecisionLog | None = None,
-        placed: Placed = placed_at_once,
-        pools: Pools | None = None,
+        placed: Placed = place_immediately,
+        pools: PoolFactory | None = None,
     ) -> None:
         self.options = options
         self.server_options = server_options
         self.reader = reader
         self.log = log
         self._session = session
-        self._tokenizer_log: Log | None = None  # the tokenizer of the replicas is looked for if there is one
+        self._tokenizer_log: ServerLog | None = None  # the tokenizer of the replicas is looked for if there is one
         secret = _domain_secret(options.replica_api_key)
         admin_keys = server_options.admin_api_key
         self.tracer = make_tracer(server_options.otlp_endpoint, "headstart-router", log)
-        self.pages = WebPages(server_options)
+        self.pages = WebPageAccess(server_options)
         self.auth = Authenticator(
             server_options.api_key,
             admin_keys,
@@ -84,7 +84,7 @@ class GatewayState:
             make_policy(options.routing_policy),
             shadow_policies=[make_policy(name) for name in options.shadow_policy],
             log=None if decisions is None else decisions.write,
-            match_all=None if pools is None else pools.match_all,
+            match_all=None if pools is None else pools.match_in_all_pools,
             prices=None if pools is None else pools.prices,
         )
         of_tenants = (key for tenant in server_options.tenants for key in tenant.api_keys)
@@ -99,14 +99,16 @@ class GatewayState:
             scrape_interval=options.scrape_interval,
             headers={"authorization": f"Bearer {probe_key}"} if probe_key else {},
         )
-        self._indexes = ApproximateIndexes(log, at_pick=options.learn_at == "pick", make_pool=pools or ModelledPool)
-        self.client_keys = ClientKeys(secrets.token_bytes(32), self.members.members)
+        self._indexes = ApproximateIndexFactory(
+            log, at_pick=options.learn_at == "pick", make_pool=pools or ModelledPool
+        )
+        self.client_keys = ClientKeyDomains(secrets.token_bytes(32), self.members.members)
         self.listening = KVEventSubscriptions(
             self._indexes.make, lambda: options.tokenizer == "none" or reader.tokenizer is not None
         )
         self.budget = RetryBudget(options.retry_budget)
         max_pending = server_options.max_num_queued_reqs
-        self.proxy = Proxy(self.router, session, options, max_pending, self.budget, placed)
+        self.proxy = ReplicaProxy(self.router, session, options, max_pending, self.budget, placed)
         self.memory = RequestHistory(self.router, server_options.diagnostics_size)
         self.metrics = GatewayMetrics(ROUTES)
         self.metrics.watch(self)
@@ -140,7 +142,7 @@ class GatewayState:
 
     def check_admission(self) -> None:
         """Raise the same, but for a replica that has just left requests may wait."""
-        self._check(has_replicas=self._has_replicas or self.proxy.replica_wait.is_expected(time.monotonic()))
+        self._check(has_replicas=self._has_replicas or self.proxy.replica_wait.expects_a_replica(time.monotonic()))
 
     def _check(self, *, has_replicas: bool) -> None:
         if self.draining:
@@ -153,14 +155,16 @@ class GatewayState:
     def _has_replicas(self) -> bool:
         return any(member.state == "up" for member in self.members.members.values())
 
-    def sender(self, principal: Principal, headers: list[tuple[bytes, bytes]], *, reads_answer: bool = True) -> Sender:
+    def sender(
+        self, principal: Principal, headers: list[tuple[bytes, bytes]], *, reads_answer: bool = True
+    ) -> RequestSender:
         """Return the sender of a request. If replicas see one key only, a salt separates the tenants there too.
 
         If the router has no tenants and forwards keys, the client's key decides (client_keys.py).
         """
         is_salted = bool(principal.domain) and self.options.replica_api_key is not None
         domain = principal.domain or (self.client_keys.domain(headers) if self._passes_keys_on else b"")
-        return Sender(domain, is_salted, session_of(headers), reads_answer)
+        return RequestSender(domain, is_salted, session_from_headers(headers), reads_answer)
 
     @property
     def _passes_keys_on(self) -> bool:
@@ -168,7 +172,7 @@ class GatewayState:
         return self.options.replica_api_key is None
 
     @contextmanager
-    def under_way(self) -> Generator[None]:
+    def count_in_flight(self) -> Generator[None]:
         """Count an admitted request as in flight: shutdown waits until all have ended."""
         self.num_under_way += 1
         self.idle.clear()
@@ -185,9 +189,9 @@ class GatewayState:
         if call.outcome == "lost":
             record.error = "replica_lost"
         if call.first_token_at is not None:
-            trace_id = call.trace.hex_id if call.trace else ""
+            trace_id = call.trace.hex_trace_id if call.trace else ""
             self.metrics.ttft.observe(call.first_token_at - record.arrival, trace_id)
-        self.metrics.routed(call)
+        self.metrics.count_routed(call)
         if record.status not in (401, 403):  # otherwise any client could evict requests that tenants may explain
             self.memory.sent(call, record.principal)
         decision = call.in_flight
@@ -206,14 +210,16 @@ class GatewayState:
             if member is not None and self._passes_keys_on:
                 self.client_keys.answered(call.headers, call.path, record.status, member)
 
-    async def administer(self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes) -> Answer:
+    async def broadcast_admin_request(
+        self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> ReplicaAnswer:
         """Send an administrator's request to every replica that is up. Raises HttpError if one does not answer."""
-        urls = self.urls_up
+        urls = self.urls_of_up_replicas
         answer = await self.send(urls, method, target, headers, body)
         if target.startswith("/reset_prefix_cache") and answer.status == 200:
             for name, endpoint in self.router.endpoints.items():
-                if server_of(name) in urls:
-                    endpoint.index.cache_reset()
+                if server_url_of(name) in urls:
+                    endpoint.index.on_cache_reset()
         return answer
 
     async def cache_stats(self, principal: Principal, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
@@ -221,20 +227,20 @@ class GatewayState:
 
         Raises HttpError if there is no replica, or none reports statistics.
         """
-        found = await fetch_replica_stats(self._session, self.urls_up, headers, self._own_headers)
-        return fleet_answer(found, is_admin=principal.is_admin, is_own_key=self._passes_keys_on)
+        found = await fetch_replica_stats(self._session, self.urls_of_up_replicas, headers, self._own_headers)
+        return fleet_stats_json(found, is_admin=principal.is_admin, is_own_key=self._passes_keys_on)
 
     async def send(
         self, urls: list[str], method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes = b""
-    ) -> Answer:
+    ) -> ReplicaAnswer:
         """Send a client's request to replicas; see send_to_all."""
-        return await send_to_all(self._session, urls, method, target, headers, body, self._own_headers)
+        return await broadcast_request(self._session, urls, method, target, headers, body, self._own_headers)
 
     @property
-    def urls_up(self) -> list[str]:
+    def urls_of_up_replicas(self) -> list[str]:
         """The URLs of the servers whose replicas are up, each once."""
         up = [member.address.url for member in self.members.members.values() if member.state == "up"]
-        return list(dict.fromkeys(map(server_of, up)))
+        return list(dict.fromkeys(map(server_url_of, up)))
 
     @property
     def _own_headers(self) -> dict[str, str]:
@@ -251,7 +257,7 @@ class GatewayState:
 
     def note(self, record: AccessRecord, error: Exception) -> None:
         """Set `error` on the request's record, and log it with its traceback if it is an internal error."""
-        _, body, _ = rendered(error)
+        _, body, _ = error_status_and_body(error)
         record.error = body["error"]["code"]
         if not isinstance(error, HeadstartError | HttpError | ClientGoneError):
             self.log.failure("internal_error", error, record.request_id)
@@ -294,7 +300,7 @@ class GatewayState:
         self._ttft.append((now, ttft.counts))
         _, before = next((one for one in reversed(self._ttft) if now - one[0] >= TTFT_SECONDS), self._ttft[0])
         counts = [b - a for a, b in zip(before, ttft.counts, strict=True)]
-        times = {name: quantile(ttft.bounds, counts, share) for name, share in (("p50", 0.5), ("p95", 0.95))}
+        times = {name: histogram_quantile(ttft.bounds, counts, share) for name, share in (("p50", 0.5), ("p95", 0.95))}
         return {
             **self.describe(),
             "object": "fleet.figures",
@@ -333,7 +339,7 @@ class GatewayState:
         self.listening.on_probe(member)
         self.proxy.silence.on_probe(member)
         if member.state == "up":
-            self.proxy.replica_wait.on_up()
+            self.proxy.replica_wait.wake_waiting()
         self.proxy.flow.release()
 
     def removed(self, url: str) -> None:
@@ -343,21 +349,21 @@ class GatewayState:
         self.proxy.silence.removed(url)
         self.proxy.replica_wait.on_removed(url)
 
-    def models_changed(self) -> None:
+    def on_models_changed(self) -> None:
         """Map the model names that are served now, and load their tokenizer if that was requested."""
         self.reader.served = self.members.served()
         models = {served.model for served in self.reader.served.values()}
         self.reader.default_model = next(iter(models)) if len(models) == 1 else ""
         if self._tokenizer_log is not None and self.reader.tokenizer is None:
-            found = tokenizer_of(self.members.cards())
+            found = find_tokenizer_of_models(self.members.model_cards())
             if found is not None:
                 self.reader.tokenizer = SegmentedTokenizer(found)
                 self._tokenizer_log.line("headstart: prompts are counted in the replicas' own tokens")
 
-    def find_tokenizer(self, log: Log) -> None:
+    def load_tokenizer_when_known(self, log: ServerLog) -> None:
         """Load the replicas' tokenizer once they report their models, if it is on this machine, and log that."""
         self._tokenizer_log = log
-        self.models_changed()
+        self.on_models_changed()
 
 
 def _domain_secret(replica_api_key: str | None) -> bytes:

@@ -5,15 +5,15 @@ import socket
 from collections.abc import Sequence
 from typing import Protocol
 
-from headstart.gateway.gateway_app import build_front
+from headstart.gateway.gateway_app import build_gateway_app
 from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.proxy.proxy import FILES_PER_REQUEST
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.http.lifecycle import HttpServer, address_of, uvicorn_config
-from headstart.http.protocol.connections import MIN_CONNECTIONS, ConnectionTable, connection_cap
+from headstart.http.lifecycle import HttpServer, listener_address, uvicorn_config
+from headstart.http.protocol.connections import MIN_CONNECTIONS, ConnectionTable, max_server_connections
 
 
-class Front(Protocol):
+class RouterFront(Protocol):
     """One way into a router. `ended` is set if it stops by itself, after it has written why to the log."""
 
     ended: asyncio.Event
@@ -51,8 +51,8 @@ class HttpFront:
     @property
     def url(self) -> str:
         """The address of its clients."""
-        host, port, path = address_of(self._listener)
-        return "http://localhost" if path else url_of(host, port)
+        host, port, path = listener_address(self._listener)
+        return "http://localhost" if path else local_client_url(host, port)
 
     def changed(self, replicas: Sequence[ReplicaAddress]) -> None:
         """Change the cap on connections with the requests that may wait; those that are open stay open."""
@@ -63,7 +63,7 @@ class HttpFront:
         """Serve."""
         self._max_queued = state.server_options.max_num_queued_reqs
         self._set_cap()
-        self._http = HttpServer(uvicorn_config(build_front(state), self.connections))
+        self._http = HttpServer(uvicorn_config(build_gateway_app(state), self.connections))
         self._serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
 
     async def stop(self, *, at_once: bool) -> None:
@@ -76,10 +76,10 @@ class HttpFront:
 
     def _set_cap(self) -> None:
         max_queued = self._max_queued * self._num_replicas
-        self.connections.max_connections = connection_cap(max_queued, files_each=FILES_PER_REQUEST)
+        self.connections.max_connections = max_server_connections(max_queued, files_each=FILES_PER_REQUEST)
 
 
-def url_of(host: str, port: int) -> str:
+def local_client_url(host: str, port: int) -> str:
     """Return the URL by which a client on this machine reaches a server that listens at an address."""
     where = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"http://{where}:{port}"

@@ -44,12 +44,12 @@ class RoutedRequest:
     reported_at: float | None = None
 
     @property
-    def scope(self) -> tuple[bytes, str, str | None]:
+    def cache_scope(self) -> tuple[bytes, str, str | None]:
         """The scope of its cache: prompts of different scopes share no blocks, even if they are equal."""
         return self.domain, self.model, self.adapter
 
 
-class Nearest(NamedTuple):
+class NearestRequest(NamedTuple):
     """An earlier request and the number of leading characters (or token ids) in common."""
 
     seen: RoutedRequest
@@ -100,9 +100,9 @@ class RecentRoutings:
         found = self._seen.get(request_id)
         return found[1] if found is not None and tenant in (None, found[1].tenant) else None
 
-    def nearest(
+    def find_nearest(
         self, asked: RoutedRequest, *, scope: tuple[bytes, str, str | None] | None = None, endpoint: str | None = None
-    ) -> Nearest | None:
+    ) -> NearestRequest | None:
         """Return the same tenant's request with the longest common prefix; of equals the newest, the same scope first.
 
         Only earlier requests count if `asked` was added itself. None if no other request begins alike.
@@ -122,7 +122,7 @@ class RecentRoutings:
                 (number, seen)
                 for number, seen, _ in found
                 if number < order
-                and (scope is None or seen.scope == scope)
+                and (scope is None or seen.cache_scope == scope)
                 and (endpoint is None or seen.endpoint == endpoint)
             ]
 
@@ -141,9 +141,9 @@ class RecentRoutings:
             common = start + common_prefix_length(
                 asked.prompt[start : start + self.chunk], seen.prompt[start : start + self.chunk]
             )
-            if best is None or (common, seen.scope == asked.scope, number) > best[:3]:
-                best = (common, seen.scope == asked.scope, number, seen)
-        return Nearest(best[3], best[0]) if best is not None and best[0] else None
+            if best is None or (common, seen.cache_scope == asked.cache_scope, number) > best[:3]:
+                best = (common, seen.cache_scope == asked.cache_scope, number, seen)
+        return NearestRequest(best[3], best[0]) if best is not None and best[0] else None
 
     def check(self) -> None:
         """Assert that bounds and index hold; O(all), for tests."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import huggingface_hub
 
-from headstart.bundled import BUNDLED_NAME, bundled_model
-from headstart.bundled.packaged_models import present_model
+from headstart.bundled import BUNDLED_NAME, bundled_model_folder
+from headstart.bundled.packaged_models import find_local_packaged_model
 from headstart.core.errors import ConfigError
 from headstart.gateway.replicas.probes import ModelCard
 from headstart.gguf.gguf_reader import is_gguf
@@ -15,7 +15,7 @@ from headstart.gguf.tokenizer_json import FILE_NAME
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 
-def named_tokenizer(name: str) -> Tokenizer:
+def load_named_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer of a folder or GGUF, of a downloaded model, or of the bundled one. Raises ConfigError."""
     folder = _folder(name)
     if folder is None:
@@ -26,7 +26,7 @@ def named_tokenizer(name: str) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
 
-def tokenizer_of(cards: Iterable[ModelCard]) -> Tokenizer | None:
+def find_tokenizer_of_models(cards: Iterable[ModelCard]) -> Tokenizer | None:
     """Return the tokenizer of the one served model, if it is on this machine; None: prompts are counted in bytes.
 
     Engines name it as `root` (vLLM: a folder or hub id) or by the model's own id.
@@ -51,8 +51,8 @@ def _folder(name: str) -> Path | None:
         if name and ((path / FILE_NAME).is_file() or (is_gguf(path) and path.is_file())):
             return path
     if name == BUNDLED_NAME:
-        return bundled_model()
-    if (packaged := present_model(name)) is not None:
+        return bundled_model_folder()
+    if (packaged := find_local_packaged_model(name)) is not None:
         return packaged
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         return None

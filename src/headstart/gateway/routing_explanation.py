@@ -10,14 +10,14 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headstart.apis.api_table import generation_api
+from headstart.apis.api_table import generation_api_of_path
 from headstart.core.errors import NoReplicaError
 from headstart.gateway.proxy.proxied_call import ProxiedCall
-from headstart.gateway.proxy.request_reader import ReadRequest
-from headstart.gateway.recent_routings import MAX_REQUESTS, Nearest, RecentRoutings, RoutedRequest
+from headstart.gateway.proxy.request_reader import ParsedRequest
+from headstart.gateway.recent_routings import MAX_REQUESTS, NearestRequest, RecentRoutings, RoutedRequest
 from headstart.http.auth import Principal
 from headstart.http.http_errors import HttpError
-from headstart.reuse.causes import KINDS, kind_of, message_at, messages_of
+from headstart.reuse.causes import KINDS, classify_difference, message_index_at, split_into_messages
 from headstart.router.router import Router
 from headstart.router.routing_decision import RoutingDecision
 
@@ -64,7 +64,7 @@ class _Case:
     shows_replicas: bool
 
     def answer(self, request_id: str | None) -> Json:
-        seen, near = self.seen, self.recent.nearest(self.seen)
+        seen, near = self.seen, self.recent.find_nearest(self.seen)
         reason, other = self._reason(near)
         answer: Json = {
             "object": "route.explanation",
@@ -86,7 +86,7 @@ class _Case:
             for part in (answer, answer["near_match"], answer["other"]):
                 if part is not None:
                     part["endpoint"] = None
-        return answer | {"message": message(answer)}
+        return answer | {"message": routing_explanation_text(answer)}
 
     @property
     def _reused(self) -> int | None:
@@ -94,7 +94,7 @@ class _Case:
         seen = self.seen
         return seen.predicted_tokens if seen.cached_tokens is None else seen.cached_tokens
 
-    def _reason(self, near: Nearest | None) -> tuple[str, RoutedRequest | None]:
+    def _reason(self, near: NearestRequest | None) -> tuple[str, RoutedRequest | None]:
         """Return why no more was reused, and the request that shows it, if that is not the nearest one."""
         seen, reused = self.seen, self._reused
         if near is None:
@@ -103,10 +103,10 @@ class _Case:
             return "unreported", None
         if not self._had_more(near):
             return self._reason_of_nearest(near), None
-        own = self.recent.nearest(seen, scope=seen.scope)
+        own = self.recent.find_nearest(seen, scope=seen.cache_scope)
         if own is None or not self._had_more(own):
             return "isolated", near.seen
-        here = self.recent.nearest(seen, scope=seen.scope, endpoint=seen.endpoint) if seen.endpoint else own
+        here = self.recent.find_nearest(seen, scope=seen.cache_scope, endpoint=seen.endpoint) if seen.endpoint else own
         if here is None or not self._had_more(here):
             return "other_replica", own.seen
         done = here.seen.reported_at
@@ -114,7 +114,7 @@ class _Case:
             return "computing", here.seen
         return "evicted", here.seen
 
-    def _reason_of_nearest(self, near: Nearest) -> str:
+    def _reason_of_nearest(self, near: NearestRequest) -> str:
         """Return why no more was reused if no recent request had a longer reusable prefix."""
         if near.common == len(self.seen.prompt):
             return "complete"
@@ -127,7 +127,7 @@ class _Case:
         tokens = _tokens_of(self.seen, common)
         return max(min(tokens // self.seen.block_size * self.seen.block_size, _total(self.seen) - 1), 0)
 
-    def _had_more(self, near: Nearest) -> bool:
+    def _had_more(self, near: NearestRequest) -> bool:
         """Return whether that request had more reusable tokens than were reused, as far as can be determined."""
         tokens = self._reusable(near.common)
         slack = self.seen.block_size + int(SLACK_SHARE * tokens) if isinstance(self.seen.prompt, str) else 0
@@ -154,7 +154,7 @@ def _tokens_of(seen: RoutedRequest, common: int) -> int:
     return tokens if tokens <= common else min(tokens, len(prompt[:common].encode("utf-8", "surrogatepass")))
 
 
-def _near_match(seen: RoutedRequest, near: Nearest) -> Json:
+def _near_match(seen: RoutedRequest, near: NearestRequest) -> Json:
     this, that, at = seen.prompt, near.seen.prompt, near.common
     found: Json = {
         "request_id": near.seen.request_id,
@@ -169,7 +169,7 @@ def _near_match(seen: RoutedRequest, near: Nearest) -> Json:
     }
     if isinstance(this, str) and isinstance(that, str):
         is_chat = seen.is_chat and near.seen.is_chat
-        found["kind"] = kind_of(this, that, at, is_chat=is_chat)
+        found["kind"] = classify_difference(this, that, at, is_chat=is_chat)
         found["message"] = _message(this, at) if seen.is_chat else None
     return found
 
@@ -181,8 +181,8 @@ def _shown(prompt: Any, start: int, end: int) -> str:
 
 
 def _message(text: str, at: int) -> Json | None:
-    messages = messages_of(text)
-    index = message_at(messages, at)
+    messages = split_into_messages(text)
+    index = message_index_at(messages, at)
     if index is None:
         return None
     return {"index": index, "role": messages[index].role, "offset": max(at - messages[index].start, 0)}
@@ -201,7 +201,7 @@ def _other(other: RoutedRequest, now: float) -> Json:
 # --------------------------------------------------------------------------------------------------------- in words
 
 
-def message(answer: Json) -> str:
+def routing_explanation_text(answer: Json) -> str:
     """Return an answer as text: a paragraph, and the two texts below it where prompts diverge."""
     near = answer["near_match"]
     parts = [_account(answer)]
@@ -314,7 +314,7 @@ class RequestHistory:
         answer = explain(self._recent, known, tenant=tenant, now=time.monotonic(), shows_replicas=principal.is_admin)
         return answer | {"request_id": request_id}
 
-    def explain_prompt(self, path: str, reading: ReadRequest, principal: Principal) -> Json:
+    def explain_prompt(self, path: str, reading: ParsedRequest, principal: Principal) -> Json:
         """Return the same explanation for a prompt that is not sent."""
         now = time.monotonic()
         try:
@@ -326,7 +326,7 @@ class RequestHistory:
 
 
 def _seen(
-    request_id: str, path: str, reading: ReadRequest, principal: Principal, decision: RoutingDecision | None
+    request_id: str, path: str, reading: ParsedRequest, principal: Principal, decision: RoutingDecision | None
 ) -> RoutedRequest:
     prompt = reading.text if reading.text is not None else reading.request.prompt.token_ids
     exact = reading.request.prompt.exact
@@ -334,7 +334,7 @@ def _seen(
         request_id,
         principal.tenant,
         prompt,
-        is_chat=generation_api(path).chat_values is not None,
+        is_chat=generation_api_of_path(path).chat_values is not None,
         domain=reading.domain,
         model=reading.request.model,
         adapter=reading.request.adapter,

@@ -16,7 +16,7 @@ import uvloop
 from prometheus_client import disable_created_metrics
 
 from headstart import __version__
-from headstart.allocator import give_memory_back, trim_regularly
+from headstart.allocator import configure_malloc, trim_heap_regularly
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.cache.hashing import HashChain
 from headstart.core.errors import ConfigError
@@ -24,41 +24,41 @@ from headstart.gateway.discovery.discovery import Discovery, DnsDiscovery, FileD
 from headstart.gateway.discovery.kubernetes_discovery import KubernetesDiscovery
 from headstart.gateway.discovery.kubernetes_objects import parse_target
 from headstart.gateway.gateway_state import GatewayState
-from headstart.gateway.http_front import Front, HttpFront
-from headstart.gateway.proxy.replies import session_options
-from headstart.gateway.proxy.request_reader import RequestReader
-from headstart.gateway.replica_tokenizers import named_tokenizer
-from headstart.gateway.replicas.replica_address import ReplicaAddress, parse_address
+from headstart.gateway.http_front import HttpFront, RouterFront
+from headstart.gateway.proxy.replies import client_session_options
+from headstart.gateway.proxy.request_reader import RequestParser
+from headstart.gateway.replica_tokenizers import load_named_tokenizer
+from headstart.gateway.replicas.replica_address import ReplicaAddress, parse_replica_address
 from headstart.http.decision_log_writer import DecisionLog
 from headstart.http.lifecycle import (
     EXIT_BROKEN,
     EXIT_CONFIG,
     EXIT_INTERRUPTED,
     EXIT_OK,
-    Shutdown,
-    first_of,
-    listen,
-    unlink,
+    ShutdownSignals,
+    first_or_cancel,
+    open_listener,
+    unlink_socket_file,
 )
-from headstart.http.logs import Log
+from headstart.http.logs import ServerLog
 from headstart.http.web_pages import is_loopback
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.router.index.modelled_pool import Pools
+from headstart.router.index.modelled_pool import PoolFactory
 
 KEEPALIVE_SECONDS = 4.0  # of idle connections to replicas; vLLM closes them after 5
 FIRST_LOOK_SECONDS = 3.0  # the banner waits this long for the first probe of the replicas
-MAX_LINES = 1_000  # of a HeldLog; at this number they are written, with or without the banner
+MAX_LINES = 1_000  # of a BufferedLog; at this number they are written, with or without the banner
 _EXAMPLE = "file:replicas.txt, dns:replicas.default.svc:8000, or kubernetes:inferencepool/NAME"
 
 
-def route(
+def run_router(
     router_options: RouterOptions,
     server_options: ServerOptions,
     discovery: Discovery | None = None,
-    fronts: Sequence[Front] = (),
+    fronts: Sequence[RouterFront] = (),
     chain: HashChain | None = None,
-    pools: Pools | None = None,
+    pools: PoolFactory | None = None,
 ) -> int:
     """Run a router until SIGTERM or Ctrl-C; return the exit code. Replicas come from `discovery`, else the options.
 
@@ -68,16 +68,16 @@ def route(
     0: all admitted requests were answered. 1: requests were cut off at the end of the drain. 2: invalid options, with a
     message of one line. 130: stopped at once by a second Ctrl-C.
     """
-    log = Log()
-    give_memory_back()
+    log = ServerLog()
+    configure_malloc()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads wait busily; other requests need the cores
     try:
-        found = discovery or discovery_of(router_options)
+        found = discovery or discovery_from_options(router_options)
         rules = frozenset(server_options.prompt_rule)
-        reader = RequestReader(router_tokenizer(router_options.tokenizer), rules, chain)
+        reader = RequestParser(load_router_tokenizer(router_options.tokenizer), rules, chain)
         decisions = DecisionLog(Path(router_options.decision_log)) if router_options.decision_log else None
         is_own = not (fronts and fronts[0].url)
-        listener = listen(server_options.host, server_options.port, server_options.uds) if is_own else None
+        listener = open_listener(server_options.host, server_options.port, server_options.uds) if is_own else None
     except ConfigError as error:
         log.line(f"headstart: {error}")
         return EXIT_CONFIG
@@ -91,10 +91,10 @@ def route(
         if decisions is not None:
             decisions.close()
         if is_own:
-            unlink(server_options.uds)
+            unlink_socket_file(server_options.uds)
 
 
-def discovery_of(options: RouterOptions) -> Discovery:
+def discovery_from_options(options: RouterOptions) -> Discovery:
     """Return the discovery of the options. Raises ConfigError if they list no replicas."""
     if options.discover is not None and options.replica:
         raise ConfigError("give replicas by --replica or by --discover, not both")
@@ -102,13 +102,13 @@ def discovery_of(options: RouterOptions) -> Discovery:
         return make_discovery(options.discover, allow_loopback=options.allow_loopback_endpoints)
     if not options.replica:
         raise ConfigError("no replicas: name them, as in headstart route --replica http://127.0.0.1:8001")
-    addresses: Sequence[ReplicaAddress] = [parse_address(text) for text in options.replica]
+    addresses: Sequence[ReplicaAddress] = [parse_replica_address(text) for text in options.replica]
     return StaticDiscovery(addresses)
 
 
-def router_tokenizer(name: str) -> Tokenizer | None:
+def load_router_tokenizer(name: str) -> Tokenizer | None:
     """Return the tokenizer that the option names; None for one that is found later, and for none."""
-    return None if name in ("auto", "none") else SegmentedTokenizer(named_tokenizer(name))
+    return None if name in ("auto", "none") else SegmentedTokenizer(load_named_tokenizer(name))
 
 
 class _Life:
@@ -119,11 +119,11 @@ class _Life:
         router_options: RouterOptions,
         server_options: ServerOptions,
         discovery: Discovery,
-        reader: RequestReader,
+        reader: RequestParser,
         decisions: DecisionLog | None,
-        fronts: Sequence[Front],
-        log: Log,
-        pools: Pools | None,
+        fronts: Sequence[RouterFront],
+        log: ServerLog,
+        pools: PoolFactory | None,
     ) -> None:
         self._router_options = router_options
         self._options = server_options
@@ -133,13 +133,13 @@ class _Life:
         self._fronts = fronts  # the first one is that of the clients
         self._log = log
         self._pools = pools
-        self._held_log = HeldLog()  # for lines that contain addresses of replicas
+        self._held_log = BufferedLog()  # for lines that contain addresses of replicas
         self._listed = asyncio.Event()  # discovery has listed the replicas
 
     async def run(self) -> int:
         """Start everything, wait, and shut everything down; return the exit code."""
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ttl_dns_cache=10)
-        async with aiohttp.ClientSession(connector=connector, trust_env=False, **session_options()) as session:
+        async with aiohttp.ClientSession(connector=connector, trust_env=False, **client_session_options()) as session:
             try:
                 state = GatewayState(
                     self._router_options,
@@ -153,13 +153,13 @@ class _Life:
             except ConfigError as error:
                 self._log.line(f"headstart: {error}")
                 return EXIT_CONFIG
-            self._shutdown = Shutdown(
+            self._shutdown = ShutdownSignals(
                 self._options.drain_timeout,
                 self._log,
                 num_requests=lambda: state.num_under_way,
                 on_drain=state.drain,
             )
-            self._shutdown.install()
+            self._shutdown.install_handlers()
 
             def changed(addresses: Sequence[ReplicaAddress]) -> None:
                 if any(not isinstance(front, HttpFront) for front in self._fronts):
@@ -184,8 +184,8 @@ class _Life:
             self._log.line(f"headstart: {error}")
             return EXIT_CONFIG
         if self._router_options.tokenizer == "auto":
-            state.find_tokenizer(self._log)
-        trimming = asyncio.create_task(trim_regularly())
+            state.load_tokenizer_when_known(self._log)
+        trimming = asyncio.create_task(trim_heap_regularly())
         try:
             try:
                 for front in self._fronts:
@@ -225,7 +225,7 @@ class _Life:
     async def _drain(self, state: GatewayState) -> int:
         deadline = time.monotonic() + self._shutdown.drain_seconds
         while state.num_under_way and not self._shutdown.at_once.is_set() and time.monotonic() < deadline:
-            await first_of(state.idle.wait(), self._shutdown.at_once.wait(), timeout=0.5)
+            await first_or_cancel(state.idle.wait(), self._shutdown.at_once.wait(), timeout=0.5)
         if not state.num_under_way:
             return EXIT_OK
         self._log.line(f"headstart: {state.num_under_way} requests were cut off")
@@ -237,7 +237,7 @@ class _Life:
         up = sum(member.state == "up" for member in members)
         others = Counter("not reached" if m.state in ("new", "absent") else m.state for m in members if m.state != "up")
         waiting = f" ({', '.join(f'{count} {state}' for state, count in sorted(others.items()))})" if others else ""
-        names = sorted({card.id for card in state.members.cards()})
+        names = sorted({card.id for card in state.members.model_cards()})
         counting = "the replicas' own tokens" if state.reader.tokenizer is not None else "bytes (no tokenizer here)"
         lines = [
             f"Headstart {__version__} routes to {self._discovery.describe()} at {url}/v1",
@@ -274,7 +274,7 @@ def _keys(options: ServerOptions) -> str:
     return "NONE HERE: clients' keys are the replicas' business, and everyone can reach this address"
 
 
-class HeldLog(Log):
+class BufferedLog(ServerLog):
     """A log that buffers its lines until the banner, so that the first address on stderr is the router's.
 
     The states of replicas are known before the banner, and their lines contain the replicas' addresses.

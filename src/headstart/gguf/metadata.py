@@ -21,23 +21,23 @@ _TEXTS = {
 CONTROL = 3  # the type of a token that is no text, as in tokenizer.ggml.token_type
 
 
-def text_of(file: GGUFFile, key: str, default: Any = REQUIRED) -> Any:
+def read_string(file: GGUFFile, key: str, default: Any = REQUIRED) -> Any:
     """Return the text of `key`, or `default` if it is missing. Raises ConfigError."""
     return _typed(file, key, default, str, "a text")
 
 
-def integer_of(file: GGUFFile, key: str, default: Any = REQUIRED) -> Any:
+def read_int(file: GGUFFile, key: str, default: Any = REQUIRED) -> Any:
     """Return the whole number of `key`, or `default` if it is missing. Raises ConfigError."""
     return _typed(file, key, default, int, "a whole number")
 
 
-def number_of(file: GGUFFile, key: str, default: Any = REQUIRED) -> Any:
+def read_float(file: GGUFFile, key: str, default: Any = REQUIRED) -> Any:
     """Return the number of `key` as a float, or `default` if it is missing. Raises ConfigError."""
     found = _typed(file, key, default, (int, float), "a number")
     return float(found) if key in file.metadata else found
 
 
-def flag_of(file: GGUFFile, key: str, default: bool) -> bool:
+def read_bool(file: GGUFFile, key: str, default: bool) -> bool:
     """Return the truth value of `key`, or `default` if it is missing. Raises ConfigError."""
     found = file.metadata.get(key, default)
     if not isinstance(found, bool):
@@ -45,7 +45,7 @@ def flag_of(file: GGUFFile, key: str, default: bool) -> bool:
     return found
 
 
-def list_of(file: GGUFFile, key: str, kind: type | tuple[type, ...], default: Any = REQUIRED) -> Any:
+def read_list(file: GGUFFile, key: str, kind: type | tuple[type, ...], default: Any = REQUIRED) -> Any:
     """Return the list of `key`, or `default` if it is missing. Raises ConfigError unless all items are of `kind`."""
     found = _typed(file, key, default, list, "a list")
     if key in file.metadata and not all(isinstance(item, kind) for item in found):
@@ -53,21 +53,21 @@ def list_of(file: GGUFFile, key: str, kind: type | tuple[type, ...], default: An
     return found
 
 
-def tokens_of(file: GGUFFile) -> list[str]:
+def read_token_texts(file: GGUFFile) -> list[str]:
     """Return the texts of all tokens. Raises ConfigError."""
-    return list_of(file, "tokenizer.ggml.tokens", str)
+    return read_list(file, "tokenizer.ggml.tokens", str)
 
 
-def token_id_of(file: GGUFFile, name: str) -> int | None:
+def read_special_token_id(file: GGUFFile, name: str) -> int | None:
     """Return the id of a special token by its name in the metadata: bos, eos, eot, ...; None if there is none.
 
     Raises ConfigError for an id without a token.
     """
-    key, num_tokens = f"tokenizer.ggml.{name}_token_id", len(tokens_of(file))
+    key, num_tokens = f"tokenizer.ggml.{name}_token_id", len(read_token_texts(file))
     if key not in file.metadata and file.metadata.get("tokenizer.ggml.model") == "llama":
         implied = _SENTENCEPIECE_IDS.get(name)
         return implied if implied is None or implied < num_tokens else None
-    token_id = integer_of(file, key, None)
+    token_id = read_int(file, key, None)
     if name == "padding" and token_id is not None and not 0 <= token_id < num_tokens:
         return None  # as in llama.cpp: it is part of no prompt
     if token_id is not None and not 0 <= token_id < num_tokens:
@@ -86,11 +86,11 @@ def _typed(file: GGUFFile, key: str, default: Any, kind: type | tuple[type, ...]
     return found
 
 
-def end_token_ids(file: GGUFFile) -> tuple[int, ...]:
+def read_end_token_ids(file: GGUFFile) -> tuple[int, ...]:
     """Return the ids of all tokens that end an answer, the named ones first. Raises ConfigError."""
-    tokens = tokens_of(file)
-    found = {i: None for name in _NAMES if (i := token_id_of(file, name)) is not None}
-    types = list_of(file, "tokenizer.ggml.token_type", int, [])
+    tokens = read_token_texts(file)
+    found = {i: None for name in _NAMES if (i := read_special_token_id(file, name)) is not None}
+    types = read_list(file, "tokenizer.ggml.token_type", int, [])
     if any(types):
         found |= {
             i: None for i, kind in enumerate(types) if kind == CONTROL and i < len(tokens) and tokens[i] in _TEXTS

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from headstart.core.errors import ConfigError
 from headstart.gguf.gguf_reader import GGUFFile, is_gguf, read_gguf
-from headstart.gguf.metadata import CONTROL, flag_of, list_of, text_of, token_id_of, tokens_of
+from headstart.gguf.metadata import CONTROL, read_bool, read_list, read_special_token_id, read_string, read_token_texts
 
 FILE_NAME = "tokenizer.json"
 _UNKNOWN, _USER_DEFINED, _UNUSED = 2, 4, 5  # types of tokens, besides CONTROL
@@ -85,7 +85,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 }
 
 
-def tokenizer_json(model: Path) -> str | None:
+def model_tokenizer_json(model: Path) -> str | None:
     """Return the text of a model's `tokenizer.json`; None: its folder has none. Raises ConfigError."""
     if is_gguf(model):
         return json.dumps(gguf_tokenizer(read_gguf(model)), ensure_ascii=False)
@@ -95,22 +95,22 @@ def tokenizer_json(model: Path) -> str | None:
 
 def gguf_tokenizer(file: GGUFFile) -> dict[str, Any]:
     """Return the content of a `tokenizer.json` for a GGUF file. Raises ConfigError, with names, for unknown kinds."""
-    kind = text_of(file, "tokenizer.ggml.model")
+    kind = read_string(file, "tokenizer.ggml.model")
     if kind not in _KINDS:
         raise ConfigError(f"{file.path}: the tokenizer {kind!r:.80} is not supported; gpt2 (BPE) and llama (SPM) are")
     _refuse_unknown(file, kind)
-    tokens: list[str] = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens_of(file))]
-    types: list[int] = list_of(file, "tokenizer.ggml.token_type", int, []) or [1] * len(tokens)
+    tokens: list[str] = [token or f"[EMPTY_{i}]" for i, token in enumerate(read_token_texts(file))]
+    types: list[int] = read_list(file, "tokenizer.ggml.token_type", int, []) or [1] * len(tokens)
     if len(types) != len(tokens):
         raise ConfigError(f"{file.path}: {len(types)} types of tokens, but {len(tokens)} tokens")
     return _byte_level(file, tokens, types) if kind == "gpt2" else _sentencepiece(file, tokens, types)
 
 
-def named_tokens(file: GGUFFile) -> dict[str, str]:
+def special_tokens_by_name(file: GGUFFile) -> dict[str, str]:
     """Return the tokens that a file names, under the names that chat templates use: bos_token, eos_token, ..."""
-    tokens = tokens_of(file)
+    tokens = read_token_texts(file)
     named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    return {name: tokens[i] for name, key in named.items() if (i := token_id_of(file, key)) is not None}
+    return {name: tokens[i] for name, key in named.items() if (i := read_special_token_id(file, key)) is not None}
 
 
 def _refuse_unknown(file: GGUFFile, kind: str) -> None:
@@ -124,7 +124,7 @@ def _refuse_unknown(file: GGUFFile, kind: str) -> None:
 
 
 def _byte_level(file: GGUFFile, tokens: list[str], types: list[int]) -> dict[str, Any]:
-    name = text_of(file, "tokenizer.ggml.pre", "")
+    name = read_string(file, "tokenizer.ggml.pre", "")
     pre = PRE_TOKENIZERS.get(name)
     if pre is None:
         raise ConfigError(
@@ -132,7 +132,7 @@ def _byte_level(file: GGUFFile, tokens: list[str], types: list[int]) -> dict[str
         )
     vocab = _vocabulary(file, tokens, types)
     merges: list[list[str]] = []
-    for merge in list_of(file, "tokenizer.ggml.merges", str):
+    for merge in read_list(file, "tokenizer.ggml.merges", str):
         left, _, right = merge[1:].partition(" ")  # a token may begin with a space, and has none elsewhere
         pair = [merge[:1] + left, right]
         if not right or any(part not in vocab for part in (*pair, "".join(pair))):
@@ -152,11 +152,11 @@ def _byte_level(file: GGUFFile, tokens: list[str], types: list[int]) -> dict[str
 
 def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> dict[str, Any]:
     vocab = _vocabulary(file, tokens, types)
-    scores: list[float] = list_of(file, "tokenizer.ggml.scores", (int, float))
+    scores: list[float] = read_list(file, "tokenizer.ggml.scores", (int, float))
     if len(scores) != len(tokens):
         raise ConfigError(f"{file.path}: {len(scores)} scores of tokens, but {len(tokens)} tokens")
-    unknown = token_id_of(file, "unknown")
-    has_prefix = flag_of(file, "tokenizer.ggml.add_space_prefix", True)
+    unknown = read_special_token_id(file, "unknown")
+    has_prefix = read_bool(file, "tokenizer.ggml.add_space_prefix", True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepend = {"type": "Prepend", "prepend": _SPACE}
     decoders = [
@@ -232,8 +232,8 @@ def _post_processor(file: GGUFFile, tokens: list[str], *, add_bos: bool) -> dict
     text = {"Sequence": {"id": "A", "type_id": 0}}
     single, special = [text], dict[str, Any]()
     for name, default, at in (("bos", add_bos, 0), ("eos", False, 2)):
-        if flag_of(file, f"tokenizer.ggml.add_{name}_token", default):
-            token_id = token_id_of(file, name)
+        if read_bool(file, f"tokenizer.ggml.add_{name}_token", default):
+            token_id = read_special_token_id(file, name)
             if token_id is None:
                 raise ConfigError(
                     f"{file.path}: texts get {name} (add_{name}_token, or the default of the vocabulary), but "

@@ -44,7 +44,7 @@ class AccessRecord:
 
     @classmethod
     def of(cls, scope: Any) -> "AccessRecord":
-        """Return a record for a new request, and store it in the scope for `record_of`."""
+        """Return a record for a new request, and store it in the scope for `access_record_of_scope`."""
         label = dict(scope["headers"][::-1]).get(b"x-request-id", b"")  # the first of them
         cleaned = _UNSAFE.sub("", label[: 4 * _MAX_LABEL_CHARS].decode("latin-1"))[:_MAX_LABEL_CHARS] if label else ""
         record = cls(cleaned or f"req-{os.urandom(16).hex()}", scope["method"], scope["path"])
@@ -69,7 +69,7 @@ class AccessRecord:
         outcome = f"{self.method[:16]} {self.path[:_MAX_LABEL_CHARS]} {self.status or '-'} {self.error or ''}".rstrip()
         tokens = ""
         if self.num_prompt_tokens is not None:
-            cached = self.breakdown.cached if self.breakdown else 0
+            cached = self.breakdown.num_cached if self.breakdown else 0
             tokens = f", {self.num_prompt_tokens:,} prompt tokens ({cached:,} cached), {self.num_tokens or 0:,} output"
         return f"{outcome}{tokens}, {self._since_arrival(now):,} ms, {self.request_id}"
 
@@ -85,7 +85,7 @@ class AccessRecord:
             "status": self.status,
             "error": self.error,
             "prompt_tokens": self.num_prompt_tokens,
-            "cached_tokens": breakdown and breakdown.cached,
+            "cached_tokens": breakdown and breakdown.num_cached,
             **named,
             "completion_tokens": self.num_tokens,
             "finish_reason": self.finish_reason,
@@ -93,10 +93,10 @@ class AccessRecord:
             "queue_ms": self._since_arrival(self.scheduled_at),
             "ttft_ms": self._since_arrival(first),
             "e2e_ms": self._since_arrival(now),
-            "trace_id": (self.trace and self.trace.hex_id) or None,
+            "trace_id": (self.trace and self.trace.hex_trace_id) or None,
         }
 
-    def server_timing(self) -> str:
+    def server_timing_header(self) -> str:
         """Return the value of a Server-Timing header: the phases so far, in milliseconds."""
         parts: list[str] = []
         start: float | None = self.arrival
@@ -120,11 +120,11 @@ class AccessRecord:
         return None if at is None else round((at - self.arrival) * 1000, 1)
 
 
-def record_of(scope: Any) -> AccessRecord:
+def access_record_of_scope(scope: Any) -> AccessRecord:
     """Return the record that AccessRecord.of stored in the scope."""
     return scope[_SCOPE_KEY]
 
 
-def tenant_of(scope: Any) -> str:
+def tenant_of_scope(scope: Any) -> str:
     """Return the tenant of a request, "" before it is authorized."""
     return scope[_SCOPE_KEY].principal.tenant if _SCOPE_KEY in scope else ""

@@ -1,4 +1,5 @@
-"""AnswerReport: the header by which a Headstart server reports usage and prefill time before the body of an answer.
+"""UsageReportHeader: the header by which a Headstart server reports usage and prefill time before the body of an
+answer.
 
 A proxy that reads no bodies, such as Envoy with an endpoint picker, learns from it. A client gets it if it sends the
 header REPORT_HEADER with any value.
@@ -14,7 +15,7 @@ _FORM = re.compile(
 )
 
 
-class AnswerReport(NamedTuple):
+class UsageReportHeader(NamedTuple):
     """The report of one answer. `prefill_ms`: from the first turn in the engine to the first token."""
 
     answer_id: str
@@ -28,9 +29,9 @@ class AnswerReport(NamedTuple):
         return f"id={self.answer_id}; {usage}; prefill_ms={max(self.prefill_ms, 0.0):.3f}".encode("latin-1")
 
 
-def decode_report(headers: Iterable[tuple[bytes, bytes]]) -> AnswerReport | None:
+def decode_report_header(headers: Iterable[tuple[bytes, bytes]]) -> UsageReportHeader | None:
     """Return the report in a response's headers, names in lower case; None: there is none, or it is invalid."""
     for name, value in headers:
         if name == REPORT_HEADER and (found := _FORM.fullmatch(value)) is not None:
-            return AnswerReport(found[1].decode(), int(found[2]), int(found[3]), float(found[4]))
+            return UsageReportHeader(found[1].decode(), int(found[2]), int(found[3]), float(found[4]))
     return None

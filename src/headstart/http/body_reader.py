@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 from starlette.requests import Request
 
-from headstart.http.access_record import tenant_of
-from headstart.http.byte_budget import Budget, Lease
+from headstart.http.access_record import tenant_of_scope
+from headstart.http.byte_budget import ByteBudget, ByteLease
 from headstart.http.http_errors import ClientGoneError, HttpError
-from headstart.http.spooled_body import SpooledBody, in_memory, spooled
+from headstart.http.spooled_body import SpooledBody, body_bytes, spool_to_file
 
 BODY_SECONDS = 30.0  # limit between two pieces of a body; for the whole body plus size / MIN_BODY_RATE
 MIN_BODY_RATE = 16 * 1024  # bytes per second
@@ -31,8 +31,10 @@ class BodyReader:
     def __init__(self, max_bytes: int, held_bytes: int = HELD_BYTES) -> None:
         """`held_bytes`: the budget for all bodies that are being read or processed."""
         self._max_bytes = max_bytes
-        self._budget = Budget(max(held_bytes, 2 * max_bytes), "request bodies")
-        self._beyond: Lease | None = None  # of the one body that may exceed the budget, so that one always completes
+        self._budget = ByteBudget(max(held_bytes, 2 * max_bytes), "request bodies")
+        self._beyond: ByteLease | None = (
+            None  # of the one body that may exceed the budget, so that one always completes
+        )
         self._num_waiting = 0
 
     @property
@@ -43,7 +45,7 @@ class BodyReader:
     async def read(self, request: Request) -> bytes:
         """Return the body. Raises HttpError 413, 415, 408, QueueFullError, and ClientGoneError."""
         async with self.held(request) as body:
-            return in_memory(body)
+            return body_bytes(body)
 
     async def read_spooled(self, request: Request, max_memory: int = SPOOL_BYTES) -> bytes | SpooledBody:
         """Return the body, in a file if it has more than `max_memory` bytes. Raises as `read`.
@@ -61,7 +63,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def _collected(self, request: Request, max_memory: int) -> "AsyncGenerator[_Body]":
-        lease, body = self._budget.lease(tenant=tenant_of(request.scope)), _Body(max_memory)
+        lease, body = self._budget.lease(tenant=tenant_of_scope(request.scope)), _Body(max_memory)
         try:
             await self._collect(request, lease, body)
             yield body
@@ -69,7 +71,7 @@ class BodyReader:
             body.close()
             self._release(lease)
 
-    async def _collect(self, request: Request, lease: Lease, body: "_Body") -> None:
+    async def _collect(self, request: Request, lease: ByteLease, body: "_Body") -> None:
         _check_headers(request.scope["headers"], self._max_bytes)
         start, size, is_last = time.monotonic(), 0, False
         while not is_last:
@@ -80,7 +82,7 @@ class BodyReader:
             start += await self._hold(lease, len(piece))
             body.append(piece)
 
-    async def _hold(self, lease: Lease, more: int) -> float:
+    async def _hold(self, lease: ByteLease, more: int) -> float:
         """Wait until `more` bytes fit in the budget and hold them; return the seconds waited. Raises QueueFullError.
 
         Meanwhile nothing is read from the connection, so its client waits too.
@@ -101,7 +103,7 @@ class BodyReader:
         lease.grow(more)
         return time.monotonic() - began
 
-    def _release(self, lease: Lease) -> None:
+    def _release(self, lease: ByteLease) -> None:
         lease.release()
         if self._beyond is lease:
             self._beyond = None
@@ -128,7 +130,7 @@ class _Body:
         self._pieces.append(piece)
         self._num_bytes += len(piece)
         if self._num_bytes > self._max_memory:
-            self._file = spooled(self.in_memory())
+            self._file = spool_to_file(self.in_memory())
             self._max_memory = sys.maxsize
             if self._file is not None:
                 self._pieces.clear()

@@ -12,7 +12,7 @@ from headstart.core.errors import QueueFullError
 LENT = 3  # times the free bytes
 
 
-def has_share(total: int, own: int, more: int, limit: int, num_tenants: int) -> bool:
+def is_within_tenant_share(total: int, own: int, more: int, limit: int, num_tenants: int) -> bool:
     """Return whether a tenant that holds `own` of `total` may hold `more`: below the limit, or within its share of it.
 
     `num_tenants`: those that hold anything, it included. What is lent is not taken back, so with n tenants up to
@@ -21,7 +21,7 @@ def has_share(total: int, own: int, more: int, limit: int, num_tenants: int) -> 
     return total + more <= limit or own + more <= limit // num_tenants
 
 
-class Budget:
+class ByteBudget:
     """A limit on bytes shared by all requests; `what` names the bytes in error messages.
 
     `admits_one`: one request alone may hold any number of bytes, so that each can be served at some time.
@@ -35,14 +35,14 @@ class Budget:
         self._admits_one = admits_one
         self._held_by: dict[str, int] = {}  # tenant -> bytes; without keys there are no tenants
 
-    def lease(self, num_bytes: int = 0, tenant: str = "") -> "Lease":
+    def lease(self, num_bytes: int = 0, tenant: str = "") -> "ByteLease":
         """Return a lease of that size. Raises QueueFullError if that exceeds the limit."""
-        lease = Lease(self, tenant)
+        lease = ByteLease(self, tenant)
         if num_bytes:
             lease.grow(num_bytes)
         return lease
 
-    def has_room(self, more: int, lease: "Lease") -> bool:
+    def has_room(self, more: int, lease: "ByteLease") -> bool:
         """Return whether a request may hold `more` bytes."""
         free = self.max_bytes - self.held_bytes - more
         if free < 0:
@@ -50,7 +50,7 @@ class Budget:
         held = self._held_by.get(lease.tenant, 0)
         return held <= lease.num_bytes or held + more <= LENT * free
 
-    def check(self, more: int, lease: "Lease") -> None:
+    def check(self, more: int, lease: "ByteLease") -> None:
         """Raise QueueFullError unless `has_room`."""
         if not self.has_room(more, lease):
             self.num_refused += 1
@@ -68,12 +68,12 @@ class Budget:
                 del self._held_by[tenant]
 
 
-class Lease:
+class ByteLease:
     """The part of a Budget that one request holds, until it is released or its `with` statement ends."""
 
     __slots__ = ("_budget", "num_bytes", "tenant")
 
-    def __init__(self, budget: Budget, tenant: str = "") -> None:
+    def __init__(self, budget: ByteBudget, tenant: str = "") -> None:
         self._budget = budget
         self.tenant = tenant
         self.num_bytes = 0

@@ -8,18 +8,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart.http.access_record import AccessRecord
 from headstart.http.auth import Authenticator
-from headstart.http.http_errors import ApiRules, HttpError, error_response
-from headstart.http.logs import Log
+from headstart.http.http_errors import ApiHttpRules, HttpError, error_response
+from headstart.http.logs import ServerLog
 from headstart.http.tracing.tracer import Tracer
-from headstart.http.web_pages import WebPages
+from headstart.http.web_pages import WebPageAccess
 
 
-class Host(Protocol):
+class GateHost(Protocol):
     """The state that a gate needs, implemented by the server and the router."""
 
     auth: Authenticator
-    pages: WebPages
-    log: Log
+    pages: WebPageAccess
+    log: ServerLog
     tracer: Tracer | None
 
     def note(self, record: AccessRecord, error: Exception) -> None:
@@ -31,10 +31,12 @@ class Host(Protocol):
         ...
 
 
-class Gate:
+class RequestGate:
     """ASGI middleware: creates each request's record and id, checks its key, and writes its access line."""
 
-    def __init__(self, app: ASGIApp, state: Host, api_of: Callable[[str], ApiRules], *, root_path: str = "") -> None:
+    def __init__(
+        self, app: ASGIApp, state: GateHost, api_of: Callable[[str], ApiHttpRules], *, root_path: str = ""
+    ) -> None:
         """`api_of` returns the rules of the API that a path belongs to; `root_path` is taken off paths that have it."""
         self._app = app
         self._root = "/" + root_path.strip("/") if root_path.strip("/") else ""
@@ -48,7 +50,7 @@ class Gate:
             scope = {**scope, "path": scope["path"].removeprefix(self._root)}
         record = AccessRecord.of(scope)
         api = self._api_of(record.path)
-        own = [*identity_headers(api, record.request_id), *self._state.pages.cors(scope)]
+        own = [*request_id_headers(api, record.request_id), *self._state.pages.cors_headers(scope)]
 
         async def send_identified(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -61,10 +63,10 @@ class Gate:
         finally:
             self._settle(record)
 
-    async def _serve(self, api: ApiRules, record: AccessRecord, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, api: ApiHttpRules, record: AccessRecord, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._state.pages.check_host(scope)
-            preflight = self._state.pages.preflight(scope)
+            preflight = self._state.pages.answer_preflight(scope)
             if preflight is None:
                 record.principal = self._state.auth.authorise(scope, takes_x_api_key=api.takes_x_api_key)
         except HttpError as error:
@@ -97,7 +99,7 @@ class Gate:
             self._state.log.event("request", record.fields(now), text=record.text(now))
 
 
-def identity_headers(api: ApiRules, request_id: str) -> list[tuple[bytes, bytes]]:
+def request_id_headers(api: ApiHttpRules, request_id: str) -> list[tuple[bytes, bytes]]:
     """Return the headers by which every answer names its request."""
     value = request_id.encode("latin-1")
     named = [(b"x-request-id", value)]

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from starlette.responses import Response
 
 from headstart.core.errors import DrainingError, HeadstartError, QueueFullError, RequestFailedError
-from headstart.openai.responses import Json, encode, error_object, error_of
+from headstart.openai.json_pieces import encode_json
+from headstart.openai.responses import Json, error_object, error_object_of
 
 Headers = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ApiRules:
+class ApiHttpRules:
     """The rules of an API that hold before its requests are read.
 
     `error_body` returns the body of an error for status, OpenAI's error object and the request's id.
@@ -45,7 +46,7 @@ class ClientGoneError(Exception):
     """The client closed the connection."""
 
 
-def rendered(error: Exception) -> tuple[int, Json, Headers]:
+def error_status_and_body(error: Exception) -> tuple[int, Json, Headers]:
     """Return the HTTP status, error object and headers for any exception."""
     if isinstance(error, HttpError):
         body = error_object(str(error), status=error.status, code=error.code, param=error.param)
@@ -57,7 +58,7 @@ def rendered(error: Exception) -> tuple[int, Json, Headers]:
         return 499, error_object("the client closed the connection", status=499, code="client_closed"), {}
     if not isinstance(error, HeadstartError):
         error = HeadstartError("internal error")
-    status, body = error_of(error)
+    status, body = error_object_of(error)
     headers: Headers = {}
     if isinstance(error, QueueFullError):
         headers["retry-after"] = str(max(round(error.retry_after), 1))
@@ -70,11 +71,11 @@ def rendered(error: Exception) -> tuple[int, Json, Headers]:
 
 def json_response(value: object, status: int = 200, headers: Headers | None = None) -> Response:
     """Return a JSON response."""
-    return Response(encode(value), status, headers, media_type="application/json")
+    return Response(encode_json(value), status, headers, media_type="application/json")
 
 
-def error_response(error: Exception, api: ApiRules | None = None, request_id: str = "") -> Response:
+def error_response(error: Exception, api: ApiHttpRules | None = None, request_id: str = "") -> Response:
     """Return the error response for `error`, in the form of an API; None: OpenAI's."""
-    status, body, headers = rendered(error)
+    status, body, headers = error_status_and_body(error)
     body = body if api is None else api.error_body(status, body, request_id)
     return json_response(body, status, headers)

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from headstart.core.errors import ConfigError
-from headstart.http.logs import Log
+from headstart.http.logs import ServerLog
 from headstart.http.protocol.connections import MIN_CONNECTIONS, ConnectionTable
 from headstart.http.protocol.http_protocol import BoundedHttpProtocol
 
@@ -23,7 +23,7 @@ INTERRUPT_SECONDS = 10.0  # limit of the drain after Ctrl-C
 CUT_SECONDS = 3.0  # for connections that are still open when all requests are answered
 
 
-def listen(host: str, port: int, uds: str | None = None) -> socket.socket:
+def open_listener(host: str, port: int, uds: str | None = None) -> socket.socket:
     """Return a listening socket, at the path `uds` if given. Called before anything is loaded. Raises ConfigError."""
     if uds is not None:
         return _listen_at(Path(uds).expanduser())
@@ -47,13 +47,13 @@ def listen(host: str, port: int, uds: str | None = None) -> socket.socket:
     return listener
 
 
-def address_of(listener: socket.socket) -> tuple[str, int, str]:
+def listener_address(listener: socket.socket) -> tuple[str, int, str]:
     """Return host, port and path of a listening socket; the path is empty unless it is a Unix socket."""
     found = listener.getsockname()
     return ("localhost", 80, found) if isinstance(found, str) else (*found[:2], "")
 
 
-def unlink(uds: str | None) -> None:
+def unlink_socket_file(uds: str | None) -> None:
     """Remove the file of a Unix socket, if there is one, at the end of its process."""
     if uds is not None:
         Path(uds).expanduser().unlink(missing_ok=True)
@@ -84,11 +84,11 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-class Shutdown:
+class ShutdownSignals:
     """Shutdown signals of a process: SIGTERM drains, Ctrl-C drains for a shorter time, again Ctrl-C stops at once."""
 
     def __init__(
-        self, drain_seconds: float, log: Log, *, num_requests: Callable[[], int], on_drain: Callable[[], None]
+        self, drain_seconds: float, log: ServerLog, *, num_requests: Callable[[], int], on_drain: Callable[[], None]
     ) -> None:
         """`num_requests` returns the number of requests in flight; `on_drain` is called to stop admission."""
         self.begun = asyncio.Event()
@@ -98,7 +98,7 @@ class Shutdown:
         self._num_requests = num_requests
         self._on_drain = on_drain
 
-    def install(self) -> None:
+    def install_handlers(self) -> None:
         """Handle the signals of this process from now on, in the running event loop."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._terminate)
@@ -147,7 +147,7 @@ def uvicorn_config(app: ASGIApp, table: ConnectionTable | None = None) -> uvicor
     )
 
 
-async def first_of(*works: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
+async def first_or_cancel(*works: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
     """Return the result of `works[0]` if it ends first or together with others, else None; cancel the rest."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

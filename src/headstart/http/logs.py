@@ -13,7 +13,7 @@ from typing import TextIO
 _CLEAR = "\r\x1b[2K"  # moves to the first column and erases the line
 
 
-class Log:
+class ServerLog:
     """A log that writes to `stream`, by default to the current sys.stderr.
 
     `is_terminal` overrides the stream's isatty(), for pipes whose lines are passed on to a terminal.
@@ -40,7 +40,7 @@ class Log:
         On a terminal, write the local time and `text` instead, if `text` is given.
         """
         if text is not None and self.is_terminal:
-            self.line(f"{datetime.now():%H:%M:%S} {printable(text)}")
+            self.line(f"{datetime.now():%H:%M:%S} {escape_unprintable(text)}")
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         line: dict[str, object] = {"ts": now, "level": level, "event": name}
@@ -55,7 +55,7 @@ class Log:
 
     def line(self, text: str) -> None:
         """Write a line for people, above the status line if there is one."""
-        text = printable(text, "\n")
+        text = escape_unprintable(text, "\n")
         with self._lock:
             self._write(f"{_CLEAR}{text}\n{self._status}\r" if self._status else f"{text}\n")
 
@@ -75,7 +75,7 @@ class Log:
             stream.flush()
 
 
-def printable(text: str, kept: str = "") -> str:
+def escape_unprintable(text: str, kept: str = "") -> str:
     """Return `text` with non-printable characters escaped, but those in `kept`: others choose paths, labels, errors.
 
     So no escape sequence of a client, a server or a replica reaches a terminal.

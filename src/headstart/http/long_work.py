@@ -1,4 +1,5 @@
-"""LongWork: runs the parsing and tokenizing of large bodies on threads, and of the largest ones one at a time.
+"""BlockingWorkRunner: runs the parsing and tokenizing of large bodies on threads, and of the largest ones one at a
+time.
 
 Parsing JSON and tokenizing briefly need a multiple of a body's size: a text of 4 MB takes about 800 MB in the
 tokenizer. So the largest bodies are processed one after another; parsing holds the GIL anyway. Work that has not begun
@@ -24,7 +25,7 @@ NUM_THREADS = min(32, (os.cpu_count() or 1) + 4) - 2  # of asyncio's; two are le
 _Result = TypeVar("_Result")
 
 
-class TenantTurns:
+class TenantFairSlots:
     """Places for work, of which the waiting tenants get one in turn; within a tenant in order of arrival."""
 
     def __init__(self, num_places: int) -> None:
@@ -70,15 +71,15 @@ class TenantTurns:
         self._num_free += 1
 
 
-class LongWork:
+class BlockingWorkRunner:
     """A runner of blocking work: on the event loop or on a thread, by the size of the body."""
 
     def __init__(self, long_bytes: int = LONG_BODY_BYTES, huge_bytes: int = HUGE_BODY_BYTES) -> None:
         """Bodies above `long_bytes` go to a thread, those above `huge_bytes` one at a time."""
         self._long_bytes = long_bytes
         self._huge_bytes = huge_bytes
-        self._long = TenantTurns(NUM_THREADS)
-        self._huge = TenantTurns(1)
+        self._long = TenantFairSlots(NUM_THREADS)
+        self._huge = TenantFairSlots(1)
 
     async def run(
         self,
@@ -99,7 +100,7 @@ class LongWork:
         gone = asyncio.Event()
 
         async def watch(receive: Receive) -> None:
-            await until_gone(receive)
+            await wait_for_disconnect(receive)
             gone.set()
 
         watcher = None if receive is None else asyncio.create_task(watch(receive))
@@ -120,7 +121,7 @@ class LongWork:
         return result
 
 
-async def until_gone(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     """Return when the client of a request, whose body has been read, has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

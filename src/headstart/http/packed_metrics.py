@@ -32,12 +32,12 @@ def accepts_openmetrics(accept: str) -> bool:
     return "application/openmetrics-text" in accept
 
 
-def metrics_type(accept: str) -> str:
+def metrics_content_type(accept: str) -> str:
     """Return the content type of `expose`."""
     return openmetrics.CONTENT_TYPE_LATEST if accepts_openmetrics(accept) else CONTENT_TYPE
 
 
-def expose(accept: str, *parts: Collector) -> bytes:
+def expose_metrics(accept: str, *parts: Collector) -> bytes:
     """Return the metrics of all parts: in OpenMetrics' text format if `accept` names it, else in Prometheus' own."""
     whole = _Chain(parts)
     if accepts_openmetrics(accept):
@@ -92,7 +92,7 @@ class Histogram(Collector):
         yield family
 
 
-class Families(NamedTuple):
+class MetricFamilies(NamedTuple):
     """Constructors of metric families of one model with one sample, or one for each value of a label."""
 
     model: str
@@ -120,7 +120,7 @@ class Families(NamedTuple):
         return family
 
 
-def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
+def histogram_quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
     """Return the value below which that share of the counted values is, interpolated in its bucket; None without any.
 
     In the last bucket, which has no upper bound, it is the lower one.

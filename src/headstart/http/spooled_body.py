@@ -49,12 +49,12 @@ class SpooledBody:
         self._file.close()
 
 
-def in_memory(body: bytes | SpooledBody) -> bytes:
+def body_bytes(body: bytes | SpooledBody) -> bytes:
     """Return a body's bytes."""
     return body if isinstance(body, bytes) else body.read()
 
 
-def spooled(data: bytes | bytearray) -> SpooledBody | None:
+def spool_to_file(data: bytes | bytearray) -> SpooledBody | None:
     """Return the data in a file; None where no file can be written: then it is kept in memory."""
     try:
         return SpooledBody(data)

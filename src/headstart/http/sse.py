@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from headstart.http.http_errors import rendered
-from headstart.openai.json_pieces import texts
-from headstart.openai.responses import Json, encode
+from headstart.http.http_errors import error_status_and_body
+from headstart.openai.json_pieces import encode_json, json_fragments
+from headstart.openai.responses import Json
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"  # a comment: keeps the connection alive while the request waits
@@ -12,27 +12,27 @@ HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 WRITE_SECONDS = 60.0  # a client that reads nothing for this long is disconnected
 
 
-def event(value: object) -> bytes:
+def encode_event(value: object) -> bytes:
     """Return one event."""
-    return b"data: " + encode(value) + b"\n\n"
+    return b"data: " + encode_json(value) + b"\n\n"
 
 
-def long_event(value: object) -> Iterator[bytes]:
+def encode_long_event(value: object) -> Iterator[bytes]:
     """Yield the bytes of `event(value)`, each part built on demand."""
     yield b"data: "
-    yield from texts(value)
+    yield from json_fragments(value)
     yield b"\n\n"
 
 
-def named_event(value: Json) -> bytes:
+def encode_named_event(value: Json) -> bytes:
     """Return one event with its type as its name, as in the Responses and the Messages API."""
-    return b"event: " + value["type"].encode() + b"\ndata: " + encode(value) + b"\n\n"
+    return b"event: " + value["type"].encode() + b"\ndata: " + encode_json(value) + b"\n\n"
 
 
-def error_event(error: Exception) -> bytes:
+def encode_error_event(error: Exception) -> bytes:
     """Return the last event of a failed stream, before DONE.
 
     It has an event name and an error object, since some clients check the name and others the data.
     """
-    _, body, _ = rendered(error)
-    return b"event: error\ndata: " + encode(body) + b"\n\n"
+    _, body, _ = error_status_and_body(error)
+    return b"event: error\ndata: " + encode_json(body) + b"\n\n"

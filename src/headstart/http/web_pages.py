@@ -1,4 +1,4 @@
-"""WebPages: what pages in a browser on this machine may ask a server, and what they may read of its answers.
+"""WebPageAccess: what pages in a browser on this machine may ask a server, and what they may read of its answers.
 
 A page from anywhere may have its own host name resolve to 127.0.0.1 (DNS rebinding) and is of one origin with the
 server then. The Host header still has that name: a server that listens on loopback and has no keys serves loopback
@@ -29,7 +29,7 @@ _FORWARDING_PREFIXES = (b"x-forwarded-", b"cf-")
 Headers = list[tuple[bytes, bytes]]
 
 
-class WebPages:
+class WebPageAccess:
     """The rules of one server. Raises ConfigError for an origin that is none."""
 
     def __init__(self, options: ServerOptions) -> None:
@@ -53,10 +53,14 @@ class WebPages:
                 code="host_not_allowed",
             )
 
-    def preflight(self, scope: Any) -> Response | None:
+    def answer_preflight(self, scope: Any) -> Response | None:
         """Return the answer to a preflight request of a page that may read answers; None for any other request."""
         headers = dict(scope["headers"])
-        if scope["method"] != "OPTIONS" or b"access-control-request-method" not in headers or not self.cors(scope):
+        if (
+            scope["method"] != "OPTIONS"
+            or b"access-control-request-method" not in headers
+            or not self.cors_headers(scope)
+        ):
             return None
         names = headers.get(b"access-control-request-headers", b"")
         allowed = names if _HEADER_NAMES.fullmatch(names) else b""
@@ -68,7 +72,7 @@ class WebPages:
         ]
         return response
 
-    def cors(self, scope: Any) -> Headers:
+    def cors_headers(self, scope: Any) -> Headers:
         """Return the headers that let the page of a request read the answer; none unless its origin is listed."""
         origins = [value for name, value in scope["headers"] if name == b"origin"] if self._origins else []
         if len(origins) != 1 or not (b"*" in self._origins or origins[0].lower() in self._origins):
@@ -86,7 +90,7 @@ def has_known_host(scope: Any, names: frozenset[str]) -> bool:
     return all(_is_known(host, names) for host in hosts)
 
 
-def is_forwarding(name: bytes) -> bool:
+def is_forwarding_header(name: bytes) -> bool:
     """Return whether a header shows that a proxy or a web page is behind a request."""
     return name in _FORWARDING or name.startswith(_FORWARDING_PREFIXES)
 

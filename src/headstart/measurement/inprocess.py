@@ -12,12 +12,12 @@ from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from headstart.config.options import EngineOptions
-from headstart.core.batch import Output
+from headstart.core.batch import RequestStepOutput
 from headstart.core.engine import Engine, EngineInfo, EngineStats
 from headstart.core.request import Request, SamplingParams
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.runner import Setup, Trial, describe
-from headstart.workload.jobs import Job, Waits
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.runner import EngineSetup, JobsResult, describe_engine
+from headstart.workload.jobs import Job, JobDependencies
 from headstart.workload.request_record import RequestRecord
 
 Tokens = tuple[int, ...]
@@ -34,12 +34,12 @@ class EngineRunner:
         self.about: dict[str, Any] = {
             "model": model,
             "max_model_len": info.max_model_len,
-            "settings": {**describe(info), "threads": info.threads},
+            "settings": {**describe_engine(info), "threads": info.threads},
         }
         self._runs = 0
 
     @classmethod
-    def build(cls, setup: Setup, options: EngineOptions) -> "EngineRunner":
+    def build(cls, setup: EngineSetup, options: EngineOptions) -> "EngineRunner":
         """Load a model; `close` frees it."""
         engine, info = setup.build(options)
         return cls(engine, info, setup.label)
@@ -52,14 +52,16 @@ class EngineRunner:
         jobs: Sequence[Job],
         *,
         concurrency: int = 0,
-        bar: Bar = QUIET,
+        bar: ProgressBar = QUIET,
         give_up: Callable[[RequestRecord], bool] | None = None,
-    ) -> Trial:
+    ) -> JobsResult:
         due = [inf if job.after else job.at for job in jobs]
-        requests, waits = self._requests(jobs), Waits(jobs)
-        run = drive(self.engine, requests, due=due, waits=waits, concurrency=concurrency, bar=bar, give_up=give_up)
+        requests, waits = self._requests(jobs), JobDependencies(jobs)
+        run = run_requests(
+            self.engine, requests, due=due, waits=waits, concurrency=concurrency, bar=bar, give_up=give_up
+        )
         seconds = max((record.finish for record in run.records if record.finish is not None), default=run.seconds)
-        return Trial(run.records, seconds, is_cut=run.given_up, problems=_problems(run))
+        return JobsResult(run.records, seconds, is_cut=run.given_up, problems=_problems(run))
 
     def close(self) -> None:
         self.engine.close()
@@ -95,7 +97,7 @@ class RealClock:
 REAL = RealClock()
 
 
-class Step(NamedTuple):
+class TimedStep(NamedTuple):
     """One engine step: its duration in seconds, and the tokens it computed."""
 
     seconds: float
@@ -104,12 +106,12 @@ class Step(NamedTuple):
 
 
 @dataclass(slots=True)
-class Run:
+class RunResult:
     """The results of a list of requests, in order."""
 
     records: list[RequestRecord]
     outputs: list[Tokens]  # token ids generated, per request
-    steps: list[Step]
+    steps: list[TimedStep]
     seconds: float
     computed_tokens: int
     preemptions: int = 0
@@ -141,7 +143,7 @@ class _Flight:
     longest_gap: float = 0.0
     cached_tokens: int = 0
 
-    def take(self, output: Output, now: float) -> None:
+    def take(self, output: RequestStepOutput, now: float) -> None:
         """Record the output of one step."""
         self.cached_tokens = output.num_cached_tokens
         if not output.token_ids:
@@ -172,18 +174,18 @@ def make_requests(prompts: "Sequence[array[int]]", sampling: SamplingParams, lab
     return [Request(f"{label}-{index}", prompt, sampling) for index, prompt in enumerate(prompts)]
 
 
-def drive(
+def run_requests(
     engine: Engine,
     requests: Sequence[Request],
     *,
     due: Sequence[float] | None = None,
-    waits: Waits | None = None,
+    waits: JobDependencies | None = None,
     concurrency: int = 0,
-    bar: Bar = QUIET,
+    bar: ProgressBar = QUIET,
     give_up: Callable[[RequestRecord], bool] | None = None,
     on_step: Callable[[int], None] | None = None,
     clock: Clock = REAL,
-) -> Run:
+) -> RunResult:
     """Run all requests to completion.
 
     `due` is the arrival time of each request in seconds after the start (None: all at once); those that wait for others
@@ -194,7 +196,7 @@ def drive(
     """
     flights: dict[str, _Flight] = {}
     finished: dict[str, tuple[RequestRecord, Tokens]] = {}
-    steps: list[Step] = []
+    steps: list[TimedStep] = []
     indices = {request.request_id: index for index, request in enumerate(requests)}
     arriving = [(0.0 if due is None else due[index], index) for index in range(len(requests))]
     arriving = [one for one in arriving if one[0] < inf]
@@ -233,7 +235,7 @@ def drive(
         for request_id in flights:
             engine.abort(request_id)
     done = [finished[request.request_id] for request in requests if request.request_id in finished]
-    return Run(
+    return RunResult(
         records=[record for record, _ in done],
         outputs=[tokens for _, tokens in done],
         steps=steps,
@@ -244,14 +246,14 @@ def drive(
     )
 
 
-def _step(seconds: float, before: EngineStats, after: EngineStats) -> Step:
-    return Step(
+def _step(seconds: float, before: EngineStats, after: EngineStats) -> TimedStep:
+    return TimedStep(
         seconds,
         after.step_seconds - before.step_seconds,
         after.counters.computed_tokens - before.counters.computed_tokens,
     )
 
 
-def _problems(run: Run) -> list[str]:
+def _problems(run: RunResult) -> list[str]:
     """Return the problems of the run, except failed requests: those are in the records."""
     return [] if run.errors else run.problems("in process")

@@ -42,7 +42,7 @@ def describe_versions() -> dict[str, str | None]:
     return own | {name: _version(name) for name in PACKAGES}
 
 
-def print_document(figures: dict[str, Any]) -> None:
+def print_figures(figures: dict[str, Any]) -> None:
     """Print figures with the machine and the versions they were taken on, as one line of JSON."""
     print(json.dumps({**figures, "machine": describe_machine(), "versions": describe_versions()}))
 
@@ -92,7 +92,7 @@ class ContentionLog:
         }
 
 
-def uncontended(measure: Callable[[], T], log: ContentionLog, *, retries: int = 1) -> T:
+def measure_uncontended(measure: Callable[[], T], log: ContentionLog, *, retries: int = 1) -> T:
     """Return the result of `measure`; measure again, at most `retries` times, if other processes used the machine.
 
     The least contended result is kept and recorded in `log`: a busy machine yields a flagged figure, not a missing one.

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
-class Bar:
+class ProgressBar:
     """A bar with a changing label: drawn by `progress`, or one line per stage in `log`, or no output."""
 
     def __init__(self, progress: Progress | None = None, log: TextIO | None = None) -> None:
@@ -30,19 +30,19 @@ class Bar:
             self._progress.advance(self._task, steps)
 
 
-QUIET = Bar()
+QUIET = ProgressBar()
 
 
 @contextmanager
-def progress_bar() -> Generator[Bar, None, None]:
+def progress_bar() -> Generator[ProgressBar, None, None]:
     """Yield a bar on stderr that is removed at the end of the block; without a terminal, one line per stage."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield Bar(log=sys.stderr)
+        yield ProgressBar(log=sys.stderr)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        yield Bar(progress)
+        yield ProgressBar(progress)
 
 
 class GenerationProgress:

@@ -23,7 +23,7 @@ CROWDED_CHARS = 48  # total length of the x labels above which they are rotated
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
+class ReportTable:
     """One table: a title, column heads, rows of numbers or texts."""
 
     title: str
@@ -32,7 +32,7 @@ class Sheet:
 
 
 @dataclass(frozen=True, slots=True)
-class Chart:
+class ReportChart:
     """One figure: bars if `x` holds texts, otherwise lines with a marker at every point."""
 
     title: str
@@ -44,7 +44,7 @@ class Chart:
 
 
 @dataclass(slots=True)
-class Report:
+class BenchmarkReport:
     """The result of a benchmark. `values` are keys of its JSON document; `problems` make the run invalid."""
 
     bench: str
@@ -56,11 +56,11 @@ class Report:
     spread: dict[str, list[float]] = field(default_factory=dict[str, list[float]])  # key -> [min, max] over the runs
     setup: dict[str, Any] = field(default_factory=dict[str, Any])  # everything needed to repeat the run
     contention: dict[str, Any] = field(default_factory=dict[str, Any])
-    sheets: list[Sheet] = field(default_factory=list[Sheet])
-    charts: list[Chart] = field(default_factory=list[Chart])
+    sheets: list[ReportTable] = field(default_factory=list[ReportTable])
+    charts: list[ReportChart] = field(default_factory=list[ReportChart])
     problems: list[str] = field(default_factory=list[str])
 
-    def document(self, spin_count: str | None) -> dict[str, Any]:
+    def to_document(self, spin_count: str | None) -> dict[str, Any]:
         """Return the JSON document: figures first, then the setup, machine and versions."""
         return {
             "bench": self.bench,
@@ -80,14 +80,16 @@ class Report:
         }
 
 
-def spread(values: Sequence[float]) -> list[float]:
+def min_and_max(values: Sequence[float]) -> list[float]:
     """Return [smallest, largest] of the repetitions of one figure."""
     return [min(values), max(values)]
 
 
-def publish(report: Report, *, spin_count: str | None, plot: Path | None = None, stdout: TextIO | None = None) -> int:
+def publish_report(
+    report: BenchmarkReport, *, spin_count: str | None, plot: Path | None = None, stdout: TextIO | None = None
+) -> int:
     """Print a report, draw its charts if requested, and return the exit code: 0, or 1 for an invalid run."""
-    document = report.document(spin_count)
+    document = report.to_document(spin_count)
     console = Console(stderr=True)
     for sheet in report.sheets:
         console.print(_table(sheet))
@@ -105,7 +107,7 @@ def publish(report: Report, *, spin_count: str | None, plot: Path | None = None,
     for problem in report.problems:
         console.print(f"INVALID: {problem}", style="bold red", highlight=False, markup=False)
     if plot is not None:
-        draw(report.charts, plot)
+        draw_charts(report.charts, plot)
         console.print(f"plot: {plot}", style="dim", highlight=False)
     print(json.dumps(_plain(document), allow_nan=False), file=stdout or sys.stdout, flush=True)
     return 1 if report.problems else 0
@@ -121,7 +123,7 @@ def check_plot(plot: Path | None) -> None:
         raise ConfigError(f"--plot {plot}: there is no folder {plot.parent}")
 
 
-def draw(charts: Sequence[Chart], path: Path) -> None:
+def draw_charts(charts: Sequence[ReportChart], path: Path) -> None:
     """Draw all charts side by side into one image file."""
     from matplotlib.figure import Figure
 
@@ -159,7 +161,7 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _table(sheet: Sheet) -> Table:
+def _table(sheet: ReportTable) -> Table:
     table = Table(title=sheet.title, title_justify="left", title_style="bold")
     for index, column in enumerate(sheet.columns):
         table.add_column(column, justify="right" if index else "left")

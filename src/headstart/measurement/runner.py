@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from headstart.config.options import EngineOptions
 from headstart.core.engine import Engine, EngineInfo
-from headstart.measurement.progress_bar import QUIET, Bar
+from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.workload.jobs import Job
 from headstart.workload.request_record import RequestRecord, median
 
@@ -21,7 +21,7 @@ BUNDLED = "bundled intent model"
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class EngineSetup:
     """The inputs of every benchmark on an engine."""
 
     build: BuildEngine
@@ -46,7 +46,7 @@ class Setup:
         )
 
 
-def describe(info: EngineInfo) -> dict[str, object]:
+def describe_engine(info: EngineInfo) -> dict[str, object]:
     """Return the engine's entries of a report."""
     return {
         "dtype": info.dtype,
@@ -59,7 +59,7 @@ def describe(info: EngineInfo) -> dict[str, object]:
 
 
 @dataclass(slots=True)
-class Trial:
+class JobsResult:
     """The results of a list of jobs, in order."""
 
     records: list[RequestRecord]  # times in seconds after the start
@@ -110,7 +110,7 @@ class Trial:
         return median(known) if known else None
 
 
-class Runner(Protocol):
+class JobRunner(Protocol):
     """A target that serves jobs, one run at a time: `run` returns when all jobs have ended."""
 
     label: str  # short name for tables
@@ -126,9 +126,9 @@ class Runner(Protocol):
         jobs: Sequence[Job],
         *,
         concurrency: int = 0,
-        bar: Bar = QUIET,
+        bar: ProgressBar = QUIET,
         give_up: Callable[[RequestRecord], bool] | None = None,
-    ) -> Trial:
+    ) -> JobsResult:
         """Serve all jobs: each at its arrival time, or in order with at most `concurrency` in flight.
 
         `give_up` receives every finished record and may end the run early.

@@ -16,7 +16,7 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 
-class Span(NamedTuple):
+class SlotSpan(NamedTuple):
     """Tokens [begin, end) of a step, which fill the slots from `slot` on: whole blocks that are adjacent in memory."""
 
     begin: int
@@ -24,18 +24,18 @@ class Span(NamedTuple):
     slot: int
 
 
-class Writes(NamedTuple):
+class KVWrites(NamedTuple):
     """The writes of a step in two equivalent forms: the slot of every token, or spans and the slots of loose tokens."""
 
     slots: Tensor  # [W] int64 on the device: block id * block_size + offset, for each written token
     tokens: Tensor | None  # [W] int64 on the device: indices of the written tokens; None: all
-    spans: tuple[Span, ...]
+    spans: tuple[SlotSpan, ...]
     loose: Int64s | None  # [L]: indices of the written tokens outside all spans; None: all tokens
     loose_slots: Int64s  # [L]
     pairs: Int32s | None = None  # [L, 2]: token and slot of each loose one, if that is known
 
 
-class Ranges(NamedTuple):
+class ChunkRanges(NamedTuple):
     """The chunks of a step as arrays [R] or [R + 1]; see StepInputs. Positions before `write_from` are not written."""
 
     qo_indptr: Int32s
@@ -45,7 +45,7 @@ class Ranges(NamedTuple):
     kv_indices: Int32s
 
 
-def plan_writes(ranges: Ranges, positions: Int64s, block_size: int, device: torch.device) -> Writes:
+def plan_kv_writes(ranges: ChunkRanges, positions: Int64s, block_size: int, device: torch.device) -> KVWrites:
     """Return the writes of packed chunks with `positions` [T]. Changes nothing."""
     tables, write_from = ranges.kv_indptr[:-1], ranges.write_from
     single = len(positions) == len(ranges.starts)
@@ -62,7 +62,7 @@ def plan_writes(ranges: Ranges, positions: Int64s, block_size: int, device: torc
         for span in spans:
             due[span.begin : span.end] = False
         loose = np.flatnonzero(due)
-    return Writes(
+    return KVWrites(
         slots=torch.from_numpy(slots if tokens is None else slots[tokens]).to(device),
         tokens=None if tokens is None else torch.from_numpy(tokens).to(device),
         spans=spans,
@@ -71,12 +71,12 @@ def plan_writes(ranges: Ranges, positions: Int64s, block_size: int, device: torc
     )
 
 
-def _spans(ranges: Ranges, block_size: int) -> tuple[Span, ...]:
+def _spans(ranges: ChunkRanges, block_size: int) -> tuple[SlotSpan, ...]:
     """Return one span for each run of adjacent blocks that are written whole."""
     ends = ranges.starts + np.diff(ranges.qo_indptr)
     first = -(-np.maximum(ranges.starts, ranges.write_from) // block_size)
     last = ends // block_size
-    spans: list[Span] = []
+    spans: list[SlotSpan] = []
     for row in np.flatnonzero(first < last):
         table = ranges.kv_indices[ranges.kv_indptr[row] + first[row] : ranges.kv_indptr[row] + last[row]]
         cuts = np.flatnonzero(np.diff(table) != 1) + 1
@@ -84,5 +84,5 @@ def _spans(ranges: Ranges, block_size: int) -> tuple[Span, ...]:
         edges = [0, *cuts.tolist(), len(table)]
         for low, high in pairwise(edges):
             begin, end = origin + low * block_size, origin + high * block_size
-            spans.append(Span(begin, end, int(table[low]) * block_size))
+            spans.append(SlotSpan(begin, end, int(table[low]) * block_size))
     return tuple(spans)

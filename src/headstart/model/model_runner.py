@@ -9,17 +9,17 @@ import time
 import numpy as np
 import torch
 
-from headstart.core.batch import Batch, Chunk, Row, RowError, RowErrorKind, StepResult
+from headstart.core.batch import Batch, Chunk, RowError, RowErrorKind, RowResult, StepResult
 from headstart.core.cache.block_store import Data
 from headstart.model.attention.base import backend_factory
-from headstart.model.grammar.grammar_compiler import CompiledGrammars
+from headstart.model.grammar.grammar_compiler import CachingGrammarCompiler
 from headstart.model.grammar.grammar_rows import GrammarRows
-from headstart.model.kernels.library import kernels
-from headstart.model.kernels.rows import finite_chunks
+from headstart.model.kernels.library import loaded_kernels
+from headstart.model.kernels.rows import are_chunks_finite
 from headstart.model.kernels.stack import Ahead
 from headstart.model.recurrent_states import RecurrentStates
 from headstart.model.sampling.sampler import Sampler
-from headstart.model.step_inputs import StepBounds, StepInputs, build_step
+from headstart.model.step_inputs import StepBounds, StepInputs, build_step_inputs
 from headstart.model.weights.model_loader import LoadedModel
 
 _NOT_FINITE = RowError(RowErrorKind.NON_FINITE, "the model computed no finite hidden states")
@@ -35,7 +35,7 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         seed: int = 0,
-        grammars: CompiledGrammars | None = None,
+        grammars: CachingGrammarCompiler | None = None,
     ) -> None:
         """`grammars` compiles the grammars of requests; without it they may have none."""
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -44,7 +44,7 @@ class ModelRunner:
             loaded.kv_shape, num_blocks=num_blocks, block_size=block_size, dtype=loaded.dtype, device=loaded.device
         )
         self.block_bytes = self.attention.kv.block_bytes
-        self._kernels = kernels() if loaded.device.type == "cpu" else None
+        self._kernels = loaded_kernels() if loaded.device.type == "cpu" else None
         rows = None if grammars is None else GrammarRows(grammars, torch.get_num_threads())
         self.sampler = Sampler(loaded.vocab_size, seed=seed, kernels=self._kernels, grammars=rows)
         self._bounds = StepBounds(num_blocks, block_size, loaded.vocab_size, loaded.max_model_len)
@@ -58,10 +58,10 @@ class ModelRunner:
         self.sampler.drop(batch.finished)
         if self.states is not None:
             self.states.drop(batch.finished)
-        rows: list[Row | None] = [None] * len(batch.chunks)
-        step, kept, errors = build_step(batch, self._bounds, self.loaded.device, self._kernels)
+        rows: list[RowResult | None] = [None] * len(batch.chunks)
+        step, kept, errors = build_step_inputs(batch, self._bounds, self.loaded.device, self._kernels)
         for index, message in errors.items():
-            rows[index] = Row(error=RowError(RowErrorKind.REQUEST, message))
+            rows[index] = RowResult(error=RowError(RowErrorKind.REQUEST, message))
         if step is not None:
             computed = self._compute([batch.chunks[index] for index in kept], step)
             for index, row in zip(kept, computed, strict=True):
@@ -82,18 +82,18 @@ class ModelRunner:
         """Set blocks to zero whose content may not be finite."""
         self.attention.kv.zero_blocks(block_ids)
 
-    def _compute(self, chunks: list[Chunk], step: StepInputs) -> list[Row]:
+    def _compute(self, chunks: list[Chunk], step: StepInputs) -> list[RowResult]:
         """Compute the rows of chunks that are in bounds."""
         if self.states is not None:
             step.states = self.states.begin(chunks, step.qo_indptr)
         num_logits = sum(chunk.num_logits for chunk in chunks)
-        ahead = Ahead(step.qo_indptr) if num_logits == step.num_tokens else None
+        ahead = Ahead(step.qo_indptr) if num_logits == step.num_queued_tokens else None
         hidden = self.loaded.model.forward(step, self.attention.begin(step), ahead)
         if self.states is not None and step.states is not None:
             self.states.end(chunks, step.states)
         finite = None if ahead is None else ahead.finite
-        finite = finite_chunks(self._kernels, hidden, step.qo_indptr) if finite is None else finite
-        rows = [Row() if ok else Row(error=_NOT_FINITE) for ok in finite]
+        finite = are_chunks_finite(self._kernels, hidden, step.qo_indptr) if finite is None else finite
+        rows = [RowResult() if ok else RowResult(error=_NOT_FINITE) for ok in finite]
         sampling = [index for index, chunk in enumerate(chunks) if chunk.num_logits and finite[index]]
         if sampling:
             sampled_chunks = [chunks[index] for index in sampling]
@@ -114,6 +114,6 @@ class ModelRunner:
         for index, chunk in enumerate(chunks):
             if chunk.sampling.prompt_logprobs is not None and rows[index].error is None:
                 own = hidden[int(step.qo_indptr[index]) : int(step.qo_indptr[index + 1])]
-                found = self.sampler.prompt_row(self.loaded.model.logits, own, chunk)
+                found = self.sampler.prompt_logprobs_row(self.loaded.model.logits, own, chunk)
                 rows[index] = found if found.error else rows[index]._replace(prompt_logprobs=found.prompt_logprobs)
         return rows

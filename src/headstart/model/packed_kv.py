@@ -17,9 +17,9 @@ from torch import Tensor
 from headstart.core.cache.block_store import Data
 from headstart.core.errors import ConfigError
 from headstart.model.kernels.attention import MAX_DIMS, NO_PLAN, PAGE, AttentionCall
-from headstart.model.kernels.library import Kernels, threads
-from headstart.model.kernels.memory import reserve, staggered
-from headstart.model.kv_writes import Writes
+from headstart.model.kernels.library import KernelLibrary, num_kernel_threads
+from headstart.model.kernels.memory import num_staggered_items, reserve_memory
+from headstart.model.kv_writes import KVWrites
 from headstart.model.paged_kv import KVShape
 
 _NO_IDS, _NO_PAGES, _NO_PAGE_WRITES = np.zeros(0, np.int64), np.zeros((0, 2), np.int64), np.zeros((0, 2), np.int32)
@@ -38,7 +38,7 @@ class PackedKV:
     """KV of `num_blocks` blocks of `block_size` tokens on the host; block 0 is never written and stays zero."""
 
     def __init__(
-        self, kernels: Kernels, shape: KVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype
+        self, kernels: KernelLibrary, shape: KVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> None:
         if shape.head_dim > MAX_DIMS:
             raise ConfigError(f"head size {shape.head_dim} is more than the {MAX_DIMS} the CPU kernels support")
@@ -56,27 +56,27 @@ class PackedKV:
         self.pages_per_block = -(-block_size // PAGE)
         block_words = self.pages_per_block * PAGE * -(-shape.head_dim // 16) * 16 * dtype.itemsize // 4
         num_parts = 2 * shape.num_layers * shape.num_kv_heads
-        reserved = staggered(num_blocks, 4 * block_words, num_parts=num_parts)
+        reserved = num_staggered_items(num_blocks, 4 * block_words, num_parts=num_parts)
         size = (shape.num_layers, 2, shape.num_kv_heads, reserved, block_words)
-        self.pool = reserve(size, torch.int32, num_parts=num_parts).numpy().view(np.uint32)[..., :num_blocks, :]
+        self.pool = reserve_memory(size, torch.int32, num_parts=num_parts).numpy().view(np.uint32)[..., :num_blocks, :]
         self._head_words = reserved * block_words
         calls = [self._layer_call(layer) for layer in range(shape.num_layers)]
         for call in calls:
             call.plan = NO_PLAN.data.ctypes.data
         self._calls = (AttentionCall * shape.num_layers)(*calls)
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, writes: Writes) -> None:
+    def write(self, layer: int, keys: Tensor, values: Tensor, writes: KVWrites) -> None:
         """Store the `keys` and `values` [T, Hkv, D] of a step in one layer, at the slots given by `writes`."""
-        self.write_planned(layer, keys, values, self.plan_writes(writes, len(keys)))
+        self.write_layer_planned(layer, keys, values, self.plan_writes(writes, len(keys)))
 
-    def write_planned(self, layer: int, keys: Tensor, values: Tensor, writes: PageWrites) -> None:
+    def write_layer_planned(self, layer: int, keys: Tensor, values: Tensor, writes: PageWrites) -> None:
         """Do the same as `write`, with the result of `plan_writes`, which one step computes once for all layers."""
-        keys, values = packed(keys), packed(values)
+        keys, values = contiguous_heads(keys), contiguous_heads(values)
         call = planned(self.call(layer, keys, values), writes)
         call.plan = NO_PLAN.data.ctypes.data
         self.kernels.library.headstart_attention(ctypes.byref(call))
 
-    def plan_writes(self, writes: Writes, num_tokens: int, *, are_checked: bool = False) -> PageWrites:
+    def plan_writes(self, writes: KVWrites, num_tokens: int, *, are_checked: bool = False) -> PageWrites:
         """Convert `writes` for the kernels. Raises ValueError for slots outside the pool or tokens outside the step."""
         if are_checked and writes.pairs is not None and self.block_size % PAGE == 0:
             return PageWrites(_NO_PAGE_WRITES, writes.pairs, num_tokens)
@@ -120,7 +120,7 @@ class PackedKV:
             if rows.stride(-1) != 1:
                 raise ValueError("the elements of a head are not adjacent in memory")
         call = self._layer_call(layer)
-        call.num_tokens = len(keys)
+        call.num_queued_tokens = len(keys)
         call.keys, call.values = keys.data_ptr(), values.data_ptr()
         call.key_token, call.key_head = keys.stride(0), keys.stride(1)
         call.value_token, call.value_head = values.stride(0), values.stride(1)
@@ -164,7 +164,7 @@ class PackedKV:
             group=1,
             block_size=self.block_size,
             is_bf16=self.dtype == torch.bfloat16,
-            threads=threads(),
+            threads=num_kernel_threads(),
         )
 
     def _check_block(self, block_id: int) -> None:
@@ -188,14 +188,14 @@ class PackedKV:
 
 def planned(call: AttentionCall, writes: PageWrites) -> AttentionCall:
     """Return a copy of a call with the writes of a step. Raises ValueError if the step has another number of tokens."""
-    if call.num_tokens != writes.num_tokens:
-        raise ValueError(f"keys and values of {call.num_tokens} tokens for a step of {writes.num_tokens}")
+    if call.num_queued_tokens != writes.num_queued_tokens:
+        raise ValueError(f"keys and values of {call.num_queued_tokens} tokens for a step of {writes.num_queued_tokens}")
     copy = AttentionCall.from_buffer_copy(call)
     copy.page_writes, copy.num_page_writes = writes.pages.ctypes.data, len(writes.pages)
     copy.token_writes, copy.num_token_writes = writes.tokens.ctypes.data, len(writes.tokens)
     return copy
 
 
-def packed(rows: Tensor) -> Tensor:
+def contiguous_heads(rows: Tensor) -> Tensor:
     """Return `rows` [T, H, D], copied if the elements of a head are not adjacent in memory."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()

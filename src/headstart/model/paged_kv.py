@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core.cache.block_store import Data
-from headstart.model.kernels.memory import reserve
-from headstart.model.kv_writes import Writes
+from headstart.model.kernels.memory import reserve_memory
+from headstart.model.kv_writes import KVWrites
 
 WIDE_BYTES = 16  # an indexed write has a cost per element, so it moves elements of this size if the head size allows
 
@@ -48,7 +48,7 @@ class PagedKV:
         self.block_bytes = block_size * shape.token_bytes(dtype)  # of one block in canonical form
         size = (shape.num_layers, 2, shape.num_kv_heads, num_blocks, block_size, shape.head_dim)
         if device.type == "cpu":
-            pool = reserve(size, dtype, num_parts=2 * shape.num_layers * shape.num_kv_heads)
+            pool = reserve_memory(size, dtype, num_parts=2 * shape.num_layers * shape.num_kv_heads)
         else:
             pool = torch.zeros(size, dtype=dtype, device=device)
         self.layers = list(pool.unbind(0))
@@ -66,10 +66,10 @@ class PagedKV:
         """The bytes of one token in one layer."""
         return 2 * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, writes: Writes) -> None:
+    def write(self, layer: int, keys: Tensor, values: Tensor, writes: KVWrites) -> None:
         """Store the `keys` and `values` [T, Hkv, D] of a step in one layer, at the slots given by `writes`."""
         if self._heads is None:
-            return self.write_tokens(layer, keys, values, writes)
+            return self.write_layer_by_token(layer, keys, values, writes)
         for stored, source in zip(self._heads[layer], (_heads(keys), _heads(values)), strict=True):
             for begin, end, slot in writes.spans:
                 stored[slot : slot + end - begin] = source[begin:end]
@@ -78,7 +78,7 @@ class PagedKV:
             elif len(writes.loose):
                 stored[writes.loose_slots] = source[writes.loose]
 
-    def write_tokens(self, layer: int, keys: Tensor, values: Tensor, writes: Writes) -> None:
+    def write_layer_by_token(self, layer: int, keys: Tensor, values: Tensor, writes: KVWrites) -> None:
         """Do the same as `write` token by token, on any device: the reference implementation for tests."""
         if writes.tokens is not None:
             keys, values = keys[writes.tokens], values[writes.tokens]

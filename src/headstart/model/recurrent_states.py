@@ -59,7 +59,7 @@ class RecurrentStates:
         else:
             raise AssertionError(f"{chunk.request_id}: a chunk from {chunk.start} on, but states of {sorted(known)}")
         last = chunk.start + len(chunk.token_ids)
-        drafted = range(chunk.start + chunk.num_known, last)
+        drafted = range(chunk.start + chunk.num_known_tokens, last)
         places = {
             place: torch.empty_like(state) for place in sorted({*drafted, *(position for position, _ in chunk.saves)})
         }

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from headstart.core.batch import Batch, Chunk
-from headstart.model.kernels.library import Kernels
-from headstart.model.kv_writes import Int32s, Int64s, Ranges, Writes, plan_writes
+from headstart.model.kernels.library import KernelLibrary
+from headstart.model.kv_writes import ChunkRanges, Int32s, Int64s, KVWrites, plan_kv_writes
 
 _UNKNOWN = array("i", [0])  # packed in place of a token that is not known yet
 
@@ -50,7 +50,7 @@ class StepInputs:
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    writes: Writes  # where the KV of the tokens is stored
+    writes: KVWrites  # where the KV of the tokens is stored
     qo_indptr: Int32s  # [R + 1]: chunk r has the tokens qo_indptr[r] : qo_indptr[r + 1]
     starts: Int32s  # [R]: position of each chunk's first token
     kv_indptr: Int32s  # [R + 1]: chunk r reads the blocks kv_indices[kv_indptr[r] : kv_indptr[r + 1]]
@@ -72,8 +72,8 @@ class StepInputs:
         return int((self.starts + np.diff(self.qo_indptr)).max())
 
 
-def build_step(
-    batch: Batch, bounds: StepBounds, device: torch.device, kernels: Kernels | None = None
+def build_step_inputs(
+    batch: Batch, bounds: StepBounds, device: torch.device, kernels: KernelLibrary | None = None
 ) -> tuple[StepInputs | None, list[int], dict[int, str]]:
     """Return the tensors of the chunks in bounds, the batch indices of these chunks, and an error for each other chunk.
 
@@ -131,7 +131,7 @@ def pack_chunks(chunks: Sequence[Chunk], bounds: StepBounds) -> PackedChunks | N
     return PackedChunks(tokens, positions, starts.astype(np.int32), write_from, qo_indptr, _offsets(used), blocks, ends)
 
 
-def _pack_decodes(kernels: Kernels, chunks: Sequence[Chunk], bounds: StepBounds) -> StepInputs | None:
+def _pack_decodes(kernels: KernelLibrary, chunks: Sequence[Chunk], bounds: StepBounds) -> StepInputs | None:
     """Do the same as `_pack` if each chunk has one token, which is written, and a packed table; else return None."""
     given, num_blocks = list[int](), 0
     for chunk in chunks:
@@ -152,7 +152,7 @@ def _pack_decodes(kernels: Kernels, chunks: Sequence[Chunk], bounds: StepBounds)
     return StepInputs(
         token_ids=token_ids,
         positions=positions,
-        writes=Writes(slots, None, (), None, wide[2], narrow[after : after + 2 * count].reshape(count, 2)),
+        writes=KVWrites(slots, None, (), None, wide[2], narrow[after : after + 2 * count].reshape(count, 2)),
         qo_indptr=narrow[count : 2 * count + 1],
         starts=narrow[:count],
         kv_indptr=narrow[2 * count + 1 : after],
@@ -166,11 +166,11 @@ def _pack(chunks: Sequence[Chunk], bounds: StepBounds, device: torch.device) -> 
     packed = pack_chunks(chunks, bounds)
     if packed is None:
         return None
-    ranges = Ranges(packed.qo_indptr, packed.starts, packed.write_from, packed.kv_indptr, packed.blocks)
+    ranges = ChunkRanges(packed.qo_indptr, packed.starts, packed.write_from, packed.kv_indptr, packed.blocks)
     return StepInputs(
         token_ids=torch.from_numpy(packed.tokens.astype(np.int64)).to(device),
         positions=torch.from_numpy(np.ascontiguousarray(packed.positions)).to(device),
-        writes=plan_writes(ranges, packed.positions, bounds.block_size, device),
+        writes=plan_kv_writes(ranges, packed.positions, bounds.block_size, device),
         qo_indptr=packed.qo_indptr,
         starts=packed.starts,
         kv_indptr=packed.kv_indptr,

@@ -27,14 +27,14 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from headstart.core.errors import ConfigError
-from headstart.model.attention.base import Attend
+from headstart.model.attention.base import AttentionFunction
 from headstart.model.kernels.stack import Ahead
 from headstart.model.paged_kv import KVShape
 from headstart.model.step_inputs import StepInputs
-from headstart.model.transformers_probe import probe
+from headstart.model.transformers_probe import probe_model
 from headstart.model.weights.architectures import SUPPORTED, architecture_of
-from headstart.model.weights.checkpoint import Checkpoint
-from headstart.model.weights.json_file import one_line, shorten
+from headstart.model.weights.checkpoint import ModelCheckpoint
+from headstart.model.weights.json_file import one_line_error, shorten_text
 
 ATTENTION_NAME = "headstart"
 LAYER_KINDS = {"full_attention", "sliding_attention"}
@@ -58,11 +58,11 @@ class TransformersModel:
         self._body: nn.Module = getattr(module, module.base_model_prefix)
         self._head = _head_only(module)
 
-    def forward(self, step: StepInputs, attend: Attend, ahead: Ahead | None = None) -> Tensor:
+    def forward(self, step: StepInputs, attend: AttentionFunction, ahead: Ahead | None = None) -> Tensor:
         """See LanguageModel."""
         return self.hidden(step.token_ids, step.positions, attend)
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def hidden(self, token_ids: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
         """Return the final hidden states [T, hidden] of packed tokens."""
         output = self._body(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, headstart_attend=attend
@@ -100,7 +100,7 @@ def attention_function(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    headstart_attend: Attend | None = None,
+    headstart_attend: AttentionFunction | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer; Transformers calls this. Inputs are [1, H, T, D], outputs [1, T, Hq, D].
@@ -125,7 +125,7 @@ def attention_function(
 
 
 def load_transformers(
-    folder: Path, raw: dict[str, Any], dtype: torch.dtype, device: torch.device, checkpoint: Checkpoint
+    folder: Path, raw: dict[str, Any], dtype: torch.dtype, device: torch.device, checkpoint: ModelCheckpoint
 ) -> TransformersModel:
     """Load and probe a decoder. Raises ConfigError, which names the architecture, for a model that is not supported."""
     architecture = architecture_of(raw)
@@ -148,19 +148,19 @@ def load_transformers(
     except ConfigError as error:
         raise ConfigError(f"{architecture}: {error}") from None
     except Exception as error:  # third-party code may raise any type
-        raise ConfigError(f"{architecture} cannot be loaded: {one_line(error)}") from error
+        raise ConfigError(f"{architecture} cannot be loaded: {one_line_error(error)}") from error
     module, info = loaded
     for what in ("missing_keys", "mismatched_keys"):
         if info.get(what):
-            first = shorten(str(sorted(info[what])[0]), 200)
+            first = shorten_text(str(sorted(info[what])[0]), 200)
             raise ConfigError(f"{folder}: {len(info[what])} {what.replace('_', ' ')}, first {first}")
     model = TransformersModel(module.to(device).eval().requires_grad_(False), KVShape(1, 1, 1), max_model_len)
     try:
-        model.kv_shape = probe(model, attention_function, max_model_len)
+        model.kv_shape = probe_model(model, attention_function, max_model_len)
     except ConfigError as error:
         raise ConfigError(f"{architecture} is not supported: {error}") from error
     except Exception as error:  # third-party code may raise any type
-        raise ConfigError(f"{architecture} is not supported: it fails when probed: {one_line(error)}") from error
+        raise ConfigError(f"{architecture} is not supported: it fails when probed: {one_line_error(error)}") from error
     return model
 
 
@@ -178,14 +178,14 @@ def _read_config(folder: Path, raw: dict[str, Any], architecture: str) -> Pretra
             part.return_dict = True
     except Exception as error:  # third-party code may raise any type
         raise ConfigError(
-            f"{architecture} is not known; supported are {SUPPORTED} ({one_line(error)})"
+            f"{architecture} is not known; supported are {SUPPORTED} ({one_line_error(error)})"
             if raw.get("model_type") not in CONFIG_MAPPING
-            else f"{architecture}: Transformers refuses its config.json: {one_line(error)}"
+            else f"{architecture}: Transformers refuses its config.json: {one_line_error(error)}"
         ) from error
     return config
 
 
-def _check_size(config: PretrainedConfig, checkpoint: Checkpoint) -> None:
+def _check_size(config: PretrainedConfig, checkpoint: ModelCheckpoint) -> None:
     """Raise ConfigError, before any allocation, if `config` describes a far larger model than the files hold."""
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if not isinstance(num_layers, int) or not 0 < num_layers <= len(checkpoint.entries):
@@ -234,8 +234,8 @@ def _max_model_len(architecture: str, text: PretrainedConfig) -> int:
             original = parameters.get("original_max_position_embeddings") or positions
             if type(original) is not int or original < 1:
                 raise ConfigError(
-                    f"config.json: original_max_position_embeddings is {shorten(repr(original), 80)}; it must be a "
-                    f"positive integer"
+                    f"config.json: original_max_position_embeddings is {shorten_text(repr(original), 80)}; it must be "
+                    f"a positive integer"
                 )
             positions = min(positions, original)
     return positions

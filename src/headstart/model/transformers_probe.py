@@ -17,9 +17,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import DynamicLayer
 
 from headstart.core.errors import ConfigError
-from headstart.model.attention.base import Attend
+from headstart.model.attention.base import AttentionFunction
 from headstart.model.paged_kv import KVShape
-from headstart.model.weights.json_file import one_line
+from headstart.model.weights.json_file import one_line_error
 
 PROBE_TOKENS = 8
 PROBE_NAME = "headstart_probe"
@@ -35,12 +35,12 @@ class ProbedModel(Protocol):
 
     module: PreTrainedModel
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor: ...
+    def hidden(self, token_ids: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-class Recorder:
+class RecordingAttention:
     """An Attend that mixes no tokens: each row gets its own value. Records the options each layer passes."""
 
     def __init__(self) -> None:
@@ -77,12 +77,12 @@ class Recorder:
 
 
 @torch.inference_mode()
-def probe(model: ProbedModel, attention: Callable[..., Any], max_positions: int) -> KVShape:
+def probe_model(model: ProbedModel, attention: Callable[..., Any], max_positions: int) -> KVShape:
     """Return the KV shape of one token. Raises ConfigError for a model that would give wrong results.
 
     `attention` is the function registered for serving, `max_positions` the number of positions that are served.
     """
-    module, recorder = model.module, Recorder()
+    module, recorder = model.module, RecordingAttention()
     text = module.config.get_text_config()
     positions = torch.arange(PROBE_TOKENS, device=module.device)
     token_ids = positions % text.vocab_size
@@ -109,7 +109,7 @@ def probe(model: ProbedModel, attention: Callable[..., Any], max_positions: int)
     return shape
 
 
-def differs(rule: Rule, window: int | None, max_positions: int) -> tuple[int, int] | None:
+def find_non_causal(rule: Rule, window: int | None, max_positions: int) -> tuple[int, int] | None:
     """Return a query and a key position at which `rule` is not causal within `window`, or None.
 
     Both are below `max_positions`. Checks whole rows near powers of two and near one and two windows, where masks
@@ -140,10 +140,10 @@ def _run(complaint: str, call: Callable[[], Tensor]) -> Tensor:
     except ConfigError:
         raise
     except Exception as error:  # third-party code may raise any type
-        raise ConfigError(f"{complaint} ({one_line(error)})") from error
+        raise ConfigError(f"{complaint} ({one_line_error(error)})") from error
 
 
-def _layers_handed_over(recorder: Recorder, num_layers: int) -> KVShape:
+def _layers_handed_over(recorder: RecordingAttention, num_layers: int) -> KVShape:
     if recorder.num_calls != num_layers or set(recorder.windows) != set(range(num_layers)):
         raise ConfigError(
             f"our attention was called {recorder.num_calls} times by {len(recorder.windows)} layers; expected one call "
@@ -158,7 +158,7 @@ def _layers_handed_over(recorder: Recorder, num_layers: int) -> KVShape:
 def _check_masks(
     model: ProbedModel,
     attention: Callable[..., Any],
-    recorder: Recorder,
+    recorder: RecordingAttention,
     token_ids: Tensor,
     positions: Tensor,
     max_positions: int,
@@ -182,7 +182,7 @@ def _check_masks(
             raise ConfigError(f"layer {layer} is given no causal mask, or one that does not depend on positions alone")
         window = recorder.windows[layer]
         if (id(rule), window) not in found:
-            found[id(rule), window] = differs(rule, window, max_positions)
+            found[id(rule), window] = find_non_causal(rule, window, max_positions)
         at = found[id(rule), window]
         if at is not None:
             kind = "a causal mask" if window is None else f"a window of {window} tokens"
@@ -225,7 +225,7 @@ def _check_cache(module: PreTrainedModel, windows: dict[int, int | None], max_po
     try:
         layers: list[Any] = DynamicCache(config=module.config.get_text_config(decoder=True)).layers
     except Exception as error:  # third-party code may raise any type
-        raise ConfigError(f"Transformers makes no cache for it: {one_line(error)}") from error
+        raise ConfigError(f"Transformers makes no cache for it: {one_line_error(error)}") from error
     lengths: dict[int | None, tuple[int, int | None]] = {}  # by window: the first layer, and the length kept for it
     for index, layer in enumerate(layers):
         if not isinstance(layer, DynamicLayer):

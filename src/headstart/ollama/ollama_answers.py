@@ -4,13 +4,14 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from headstart.openai.chat.chat_parts import ChatPart, ChatParts, PartKind
-from headstart.openai.responses import Json, encode
-from headstart.openai.text.generation import Delta
-from headstart.openai.tools.call_arguments import call_arguments
+from headstart.openai.chat.chat_parts import ChatPart, ChatPartKind, ChatParts
+from headstart.openai.json_pieces import encode_json
+from headstart.openai.responses import Json
+from headstart.openai.text.generation import OutputDelta
+from headstart.openai.tools.call_arguments import parse_call_arguments
 
 
-class Durations(NamedTuple):
+class RequestDurations(NamedTuple):
     """Durations of a request, in seconds."""
 
     total: float
@@ -18,39 +19,39 @@ class Durations(NamedTuple):
     output: float  # of decoding
 
 
-class OllamaAnswer:
+class OllamaAnswerBuilder:
     """The output of one request. `is_chat`: of /api/chat, else of /api/generate."""
 
     def __init__(self, model: str, created: float, *, is_chat: bool) -> None:
         """`created`: seconds since 1970."""
         self.parts = ChatParts()
-        self._head: Json = {"model": model, "created_at": timestamp(created)}
+        self._head: Json = {"model": model, "created_at": format_timestamp(created)}
         self._is_chat = is_chat
 
-    def add(self, delta: Delta) -> list[Json]:
+    def add(self, delta: OutputDelta) -> list[Json]:
         """Process a delta and return its lines. A call is a line once it is complete."""
         lines: list[Json] = []
         for step in self.parts.add(delta):
-            if step.closed is not None and step.closed.kind is PartKind.TOOL_CALL:
+            if step.closed is not None and step.closed.kind is ChatPartKind.TOOL_CALL:
                 lines.append(self._line(calls=[_call(step.closed)]))
-            if step.part.kind is PartKind.CONTENT and step.text:
+            if step.part.kind is ChatPartKind.CONTENT and step.text:
                 lines.append(self._line(content=step.text))
-            elif step.part.kind is PartKind.REASONING and step.text:
+            elif step.part.kind is ChatPartKind.REASONING and step.text:
                 lines.append(self._line(thinking=step.text))
         return lines
 
-    def closing(self, usage: Json, durations: Durations) -> list[Json]:
+    def closing(self, usage: Json, durations: RequestDurations) -> list[Json]:
         """Return the last lines of a stream; `usage` as of a chat."""
         last = self.parts.open_part()
-        calls = [] if last is None or last.kind is not PartKind.TOOL_CALL else [self._line(calls=[_call(last)])]
+        calls = [] if last is None or last.kind is not ChatPartKind.TOOL_CALL else [self._line(calls=[_call(last)])]
         return [*calls, self._done(self._line(), usage, durations)]
 
-    def whole(self, usage: Json, durations: Durations) -> Json:
+    def whole(self, usage: Json, durations: RequestDurations) -> Json:
         """Return the finished answer."""
         parts = self.parts.parts
-        texts = {kind: "".join(part.text for part in parts if part.kind is kind) for kind in PartKind}
-        calls = [_call(part) for part in parts if part.kind is PartKind.TOOL_CALL]
-        line = self._line(content=texts[PartKind.CONTENT], thinking=texts[PartKind.REASONING], calls=calls)
+        texts = {kind: "".join(part.text for part in parts if part.kind is kind) for kind in ChatPartKind}
+        calls = [_call(part) for part in parts if part.kind is ChatPartKind.TOOL_CALL]
+        line = self._line(content=texts[ChatPartKind.CONTENT], thinking=texts[ChatPartKind.REASONING], calls=calls)
         return self._done(line, usage, durations)
 
     def _line(self, *, content: str = "", thinking: str = "", calls: list[Json] | None = None) -> Json:
@@ -60,7 +61,7 @@ class OllamaAnswer:
             return {**self._head, "response": content, **more, "done": False}
         return {**self._head, "message": {"role": "assistant", "content": content, **more}, "done": False}
 
-    def _done(self, line: Json, usage: Json, durations: Durations) -> Json:
+    def _done(self, line: Json, usage: Json, durations: RequestDurations) -> Json:
         return {
             **line,
             "done": True,
@@ -75,23 +76,23 @@ class OllamaAnswer:
         }
 
 
-def encoded(lines: list[Json]) -> bytes:
+def encode_json_lines(lines: list[Json]) -> bytes:
     """Return lines of JSON."""
-    return b"".join(encode(line) + b"\n" for line in lines)
+    return b"".join(encode_json(line) + b"\n" for line in lines)
 
 
-def error_body(status: int, body: Json, request_id: str) -> Json:
+def ollama_error_body(status: int, body: Json, request_id: str) -> Json:
     """Return OpenAI's error object in Ollama's form: a text. Code and type are Headstart's own, for routers."""
     error = body["error"]
     return {"error": error["message"], "code": error["code"], "type": error["type"]}
 
 
-def model_list(cards: Iterator[Mapping[str, Any]] | list[Mapping[str, Any]]) -> Json:
+def ollama_model_list(cards: Iterator[Mapping[str, Any]] | list[Mapping[str, Any]]) -> Json:
     """Return the answer of /api/tags and /api/ps from the objects of /v1/models. Sizes are not known: 0."""
     return {"models": [_tag(card) for card in cards]}
 
 
-def model_description(card: Mapping[str, Any], capabilities: list[str], template: str) -> Json:
+def ollama_model_description(card: Mapping[str, Any], capabilities: list[str], template: str) -> Json:
     """Return the answer of /api/show from the object of /v1/models."""
     tag = _tag(card)
     return {
@@ -105,7 +106,7 @@ def model_description(card: Mapping[str, Any], capabilities: list[str], template
     }
 
 
-def timestamp(seconds: float) -> str:
+def format_timestamp(seconds: float) -> str:
     """Return a time since 1970 in Ollama's form."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
@@ -116,7 +117,7 @@ def _tag(card: Mapping[str, Any]) -> Json:
     return {
         "name": card["id"],
         "model": card["id"],
-        "modified_at": timestamp(card.get("created") or 0),
+        "modified_at": format_timestamp(card.get("created") or 0),
         "size": 0,
         "digest": "",
         "details": unknown,
@@ -125,7 +126,7 @@ def _tag(card: Mapping[str, Any]) -> Json:
 
 def _call(part: ChatPart) -> Json:
     assert part.call is not None
-    return {"function": {"name": part.call.name, "arguments": call_arguments(part.text)}}
+    return {"function": {"name": part.call.name, "arguments": parse_call_arguments(part.text)}}
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -11,14 +11,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from headstart.openai.bounds import Bounds
-from headstart.openai.chat.chat_translation import ChatTranslation, Renames, passed_on, template_variables
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.chat.chat_translation import ChatTranslation, Renames, passthrough_params, template_variables
 from headstart.openai.chat.sent_message import MAX_TOOL_CALLS
 from headstart.openai.generation_fields import Model
-from headstart.openai.request_model import RequestModel, SentMessages, SentObjects, Text, checked, validated
+from headstart.openai.request_model import RequestModel, SentMessages, SentObjects, Text, custom_validator, validate_as
 from headstart.openai.responses import Json
-from headstart.openai.tools.tool_fields import MAX_TOOLS, known_effort
-from headstart.openai.value_checks import bad_value, check_list, check_mapping, shown, unsupported
+from headstart.openai.tools.tool_fields import MAX_TOOLS, read_reasoning_effort
+from headstart.openai.value_checks import check_list, check_mapping, raise_invalid_value, raise_unsupported, safe_repr
 
 MAX_OPTIONS = 64
 MAX_IMAGES = 1024
@@ -41,14 +41,14 @@ class OllamaFields(RequestModel):
 
     model: Model = None
     stream: bool = Field(True, description="Send the answer as lines of JSON")
-    options: Annotated[Json, checked(lambda value, _: check_mapping("options", value, MAX_OPTIONS), dict[str, Any])] = (
-        Field({}, description="num_predict, temperature and other sampling parameters")
-    )
-    format: Annotated[Json | None, checked(lambda value, _: _format(value), str | dict[str, Any])] = Field(
+    options: Annotated[
+        Json, custom_validator(lambda value, _: check_mapping("options", value, MAX_OPTIONS), dict[str, Any])
+    ] = Field({}, description="num_predict, temperature and other sampling parameters")
+    format: Annotated[Json | None, custom_validator(lambda value, _: _format(value), str | dict[str, Any])] = Field(
         None, description="json, or a JSON schema"
     )
-    think: Annotated[bool | str | None, checked(lambda value, bounds: _think(value, bounds), bool | str)] = Field(
-        None, description="Passed to the chat template: enable_thinking, or reasoning_effort"
+    think: Annotated[bool | str | None, custom_validator(lambda value, bounds: _think(value, bounds), bool | str)] = (
+        Field(None, description="Passed to the chat template: enable_thinking, or reasoning_effort")
     )
 
 
@@ -56,9 +56,9 @@ class OllamaChat(OllamaFields):
     """A body of /api/chat."""
 
     messages: SentMessages
-    tools: Annotated[list[Any], checked(lambda value, _: list(check_list("tools", value, MAX_TOOLS)), SentObjects)] = (
-        Field([], description="Functions that the model may call")
-    )
+    tools: Annotated[
+        list[Any], custom_validator(lambda value, _: list(check_list("tools", value, MAX_TOOLS)), SentObjects)
+    ] = Field([], description="Functions that the model may call")
 
 
 class OllamaGenerate(OllamaFields):
@@ -69,9 +69,9 @@ class OllamaGenerate(OllamaFields):
     raw: bool = Field(False, description="The prompt is used as it is, without the chat template")
 
 
-def read_chat(values: Mapping[str, Any], bounds: Bounds) -> ChatTranslation:
+def read_chat(values: Mapping[str, Any], bounds: RequestBounds) -> ChatTranslation:
     """Return a body of /api/chat as a chat. Raises InvalidRequestError."""
-    fields = validated(OllamaChat, values, bounds)
+    fields = validate_as(OllamaChat, values, bounds)
     messages = _messages(fields.messages)
     chat = {**_shared(fields, values, bounds), "messages": messages}
     if fields.tools:
@@ -80,16 +80,16 @@ def read_chat(values: Mapping[str, Any], bounds: Bounds) -> ChatTranslation:
     return ChatTranslation(chat, "messages", names, _RENAMES)
 
 
-def read_generate(values: Mapping[str, Any], bounds: Bounds) -> ChatTranslation:
+def read_generate(values: Mapping[str, Any], bounds: RequestBounds) -> ChatTranslation:
     """Return a body of /api/generate as a chat, or, if it is raw, as a completion. Raises InvalidRequestError."""
-    for name in ("context", "suffix", "template", *(("images",) if is_raw(values) else ())):
+    for name in ("context", "suffix", "template", *(("images",) if is_raw_completion(values) else ())):
         if values.get(name):
-            unsupported(name, "leave it out; for conversations use /api/chat")
-    fields = validated(OllamaGenerate, values, bounds)
+            raise_unsupported(name, "leave it out; for conversations use /api/chat")
+    fields = validate_as(OllamaGenerate, values, bounds)
     shared = _shared(fields, values, bounds)
     if fields.raw:
         if fields.system:
-            bad_value("system", "is set beside raw", "write it into the prompt")
+            raise_invalid_value("system", "is set beside raw", "write it into the prompt")
         shared.pop("chat_template_kwargs", None)
         completion = {"max_completion_tokens": bounds.max_model_len, **shared, "prompt": fields.prompt}
         return ChatTranslation(completion, "prompt", (), _RENAMES)
@@ -102,16 +102,16 @@ def read_generate(values: Mapping[str, Any], bounds: Bounds) -> ChatTranslation:
     return ChatTranslation({**shared, "messages": messages}, "prompt", names, _RENAMES)
 
 
-def is_raw(values: Mapping[str, Any]) -> bool:
+def is_raw_completion(values: Mapping[str, Any]) -> bool:
     """Return whether a body of /api/generate is a completion."""
     return values.get("raw") is True
 
 
-def _shared(fields: OllamaFields, values: Mapping[str, Any], bounds: Bounds) -> dict[str, Any]:
+def _shared(fields: OllamaFields, values: Mapping[str, Any], bounds: RequestBounds) -> dict[str, Any]:
     chosen = fields.think if isinstance(fields.think, str) else None
     thinks = True if chosen is not None else fields.think
     found: dict[str, Any] = {
-        **passed_on(values, {**OllamaChat.model_fields, **OllamaGenerate.model_fields}),
+        **passthrough_params(values, {**OllamaChat.model_fields, **OllamaGenerate.model_fields}),
         **template_variables(values, enable_thinking=thinks, reasoning_effort=chosen),
         **_options(fields.options, bounds),
         "model": fields.model,
@@ -122,10 +122,10 @@ def _shared(fields: OllamaFields, values: Mapping[str, Any], bounds: Bounds) -> 
     return found
 
 
-def _options(sent: Mapping[str, Any], bounds: Bounds) -> dict[str, Any]:
+def _options(sent: Mapping[str, Any], bounds: RequestBounds) -> dict[str, Any]:
     for name, off in SAMPLERS.items():
         if sent.get(name) not in (None, off):
-            unsupported(f"options.{name}", f"leave it out, or send {off}")
+            raise_unsupported(f"options.{name}", f"leave it out, or send {off}")
     found = {OPTIONS[name]: value for name, value in sent.items() if name in OPTIONS and value is not None}
     limit = found.get("max_completion_tokens")
     if isinstance(limit, int) and not isinstance(limit, bool):
@@ -144,7 +144,7 @@ def _messages(sent: list[Any]) -> list[Json]:
     for index, message in enumerate(sent):
         name = f"messages[{index}]"
         if not isinstance(message, Mapping):
-            bad_value(name, f"is {shown(message)}", "it must be an object with role and content")
+            raise_invalid_value(name, f"is {safe_repr(message)}", "it must be an object with role and content")
         chat: Json = {"role": message.get("role"), "content": _content(name, message)}
         if message.get("thinking") is not None:
             chat["reasoning_content"] = message["thinking"]
@@ -184,14 +184,14 @@ def _answered(open_calls: list[tuple[str, str]], name: object) -> str:
 def _call(name: str, sent: object, number: int) -> Json:
     function = sent.get("function") if isinstance(sent, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        bad_value(name, f"is {shown(sent)}", "it must be an object with function.name")
+        raise_invalid_value(name, f"is {safe_repr(sent)}", "it must be an object with function.name")
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else json.dumps({} if arguments is None else arguments)
     return {"id": f"call{number:05d}", "type": "function", "function": {"name": function["name"], "arguments": text}}
 
 
-def _think(value: object, bounds: Bounds) -> bool | str | None:
-    return value if isinstance(value, bool) else known_effort(value, bounds, "think")
+def _think(value: object, bounds: RequestBounds) -> bool | str | None:
+    return value if isinstance(value, bool) else read_reasoning_effort(value, bounds, "think")
 
 
 def _format(value: object) -> Json | None:
@@ -200,5 +200,5 @@ def _format(value: object) -> Json | None:
     if value == "json":
         return {"type": "json_object"}
     if not isinstance(value, Mapping):
-        bad_value("format", f"is {shown(value)}", 'it must be "json" or a JSON schema')
+        raise_invalid_value("format", f"is {safe_repr(value)}", 'it must be "json" or a JSON schema')
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": dict(value), "strict": False}}

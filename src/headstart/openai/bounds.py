@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from headstart.bundled.packaged_models import packaged_model
+from headstart.bundled.packaged_models import find_packaged_model
 from headstart.config.options import ServerOptions
 from headstart.core.engine import EngineInfo
 from headstart.core.request import NO_DEFAULTS, SamplingDefaults
 from headstart.openai.canonical.prompt_rules import NO_RULES, PromptRules
 from headstart.openai.chat.template_forms import ONE_TEXT, ContentForms
-from headstart.openai.forms.skipped import Skipped
-from headstart.openai.forms.treatments import Place
+from headstart.openai.forms.skipped import SkippedNames
+from headstart.openai.forms.treatments import NamePlace
 
 INT31_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -25,9 +25,9 @@ FULL_CHOICES = 16  # choices of a prompt that fills the context
 MAX_JSON_VALUES = 128 * 1024  # strings, lists and objects of a body: each is a Python object of 50 to 100 bytes
 
 
-def closes_objects(info: EngineInfo) -> bool:
+def closes_json_objects(info: EngineInfo) -> bool:
     """Return whether a model's answers have only properties that a schema lists, unless an option says otherwise."""
-    packaged = packaged_model(Path(info.model))
+    packaged = find_packaged_model(Path(info.model))
     return packaged is not None and packaged.closes_objects
 
 
@@ -36,7 +36,7 @@ def _one_text() -> ContentForms:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class RequestBounds:
     """The limits of one server; the error message of each limit contains its value."""
 
     vocab_size: int  # rows of the logits
@@ -58,9 +58,9 @@ class Bounds:
     content_forms: Callable[[], ContentForms] = _one_text  # of the chat template; asked only for other contents
     unreadable_parts: str = "placeholder"  # or refuse, or (at a router) digest: images, audio and files
     min_boundary: int = 0  # tokens of a prompt's beginning of which the engine is told the end; 0: of none
-    skipped: Skipped | None = None  # collects what one request loses; None: not collected
+    skipped: SkippedNames | None = None  # collects what one request loses; None: not collected
 
-    def skip(self, place: Place, name: object) -> None:
+    def skip(self, place: NamePlace, name: object) -> None:
         """Note what is left out of the prompt of the request that is read."""
         if self.skipped is not None:
             self.skipped.add(place, name)
@@ -73,7 +73,7 @@ class Bounds:
     @classmethod
     def of(
         cls, info: EngineInfo, options: ServerOptions, content_forms: Callable[[], ContentForms] = _one_text
-    ) -> "Bounds":
+    ) -> "RequestBounds":
         """Return the limits of one server with its engine. `content_forms`: of its tokenizer.
 
         For any context length, FULL_CHOICES choices of a full prompt are accepted, and one choice with all logprobs.
@@ -91,7 +91,7 @@ class Bounds:
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
             prompt_rules=frozenset(options.prompt_rule),
-            closes_objects=closes_objects(info)
+            closes_objects=closes_json_objects(info)
             if options.extra_properties == "auto"
             else options.extra_properties == "no",
             content_forms=content_forms,

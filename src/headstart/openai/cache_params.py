@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from headstart.core.request import DEFAULT_RETENTION, CacheMode, Retention
-from headstart.openai.bounds import Bounds
-from headstart.openai.request_model import RequestModel, checked
-from headstart.openai.value_checks import bad_value, shown
+from headstart.core.request import DEFAULT_RETENTION, CacheMode, RetentionHint
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.request_model import RequestModel, custom_validator
+from headstart.openai.value_checks import raise_invalid_value, safe_repr
 
 MAX_LABEL_CHARS = 256
 MAX_ID_CHARS = 128
@@ -31,23 +31,25 @@ def _seconds(name: str, value: Any) -> float:
     if isinstance(value, str) and (found := _TTL.fullmatch(value)):
         number = int(found[1]) * _SECONDS[found[2]]
     if not 0 < number <= MAX_TTL:
-        bad_value(name, f"is {shown(value)}", f'it must be like "30m" or "1h", or seconds, up to {MAX_TTL} of them')
+        raise_invalid_value(
+            name, f"is {safe_repr(value)}", f'it must be like "30m" or "1h", or seconds, up to {MAX_TTL} of them'
+        )
     return float(number)
 
 
 Seconds = Annotated[
     float | None,
-    checked(lambda value, _: _seconds("prompt_cache_options.ttl", value), str | float),
+    custom_validator(lambda value, _: _seconds("prompt_cache_options.ttl", value), str | float),
     Field(description='Minimum lifetime of the blocks: "30m", "1h", or seconds'),
 ]
 
 
-def _label(value: object, _: Bounds) -> str | None:
+def _label(value: object, _: RequestBounds) -> str | None:
     """Return the beginning of a text that no answer depends on; None for any other value."""
     return value[:MAX_LABEL_CHARS].encode("utf-8", "replace").decode() if isinstance(value, str) else None
 
 
-Label = Annotated[str | None, checked(_label, str)]
+Label = Annotated[str | None, custom_validator(_label, str)]
 
 
 class PromptCacheOptions(RequestModel):
@@ -68,27 +70,27 @@ class CacheFields(RequestModel):
     cache: Literal["read-write", "read-only", "bypass"] | None = Field(None, description="Use of the prefix cache")
     cache_priority: int | None = Field(None, ge=0, le=100, description="Blocks of lower priority are evicted first")
     cache_ttl: float | None = Field(None, ge=0, le=MAX_TTL, description="Seconds for which blocks keep the priority")
-    cache_salt: str | None = Field(  # any text, since it is only hashed (`narrow_domain`); at most as long as vLLM's
+    cache_salt: str | None = Field(  # any text, since it is only hashed (`salted_domain`); at most as long as vLLM's
         None, min_length=1, max_length=128, description="Only requests with the same salt share blocks"
     )
     prompt_cache_key: Label = Field(None, description="Similar requests will follow")
     prompt_cache_options: PromptCacheOptions = PromptCacheOptions(prewarm=False, comparison_response_id=None)
     prompt_cache_retention: Annotated[
-        str | None, checked(lambda value, _: value if value in _RETENTIONS else None, Literal[_RETENTIONS])
+        str | None, custom_validator(lambda value, _: value if value in _RETENTIONS else None, Literal[_RETENTIONS])
     ] = None
 
 
-class CacheWishes(NamedTuple):
+class CacheParams(NamedTuple):
     """The cache parameters of a request: cache mode, retention, salt that restricts sharing, prewarming, comparison."""
 
     mode: CacheMode = CacheMode.READ_WRITE
-    retention: Retention = DEFAULT_RETENTION
+    retention: RetentionHint = DEFAULT_RETENTION
     salt: str | None = None
     prewarm: bool = False
     comparison_id: str | None = None  # of an earlier answer
 
 
-def cache_wishes(fields: CacheFields, messages: object) -> CacheWishes:
+def read_cache_params(fields: CacheFields, messages: object) -> CacheParams:
     """Return the cache parameters from the fields of a request and its conversation. Raises InvalidRequestError.
 
     `cache` overrides OpenAI's mode; `cache_priority` or `cache_ttl` override all of OpenAI's retention hints.
@@ -98,24 +100,26 @@ def cache_wishes(fields: CacheFields, messages: object) -> CacheWishes:
     mode = hinted_mode if fields.cache is None else CacheMode(fields.cache)
     if own is not None and fields.cache == CacheMode.BYPASS.value:
         name = "cache_ttl" if fields.cache_priority is None else "cache_priority"
-        bad_value(name, 'is set beside cache "bypass", which leaves nothing to keep', "send only one of them")
+        raise_invalid_value(name, 'is set beside cache "bypass", which leaves nothing to keep', "send only one of them")
     options = fields.prompt_cache_options
     if options.prewarm and mode is not CacheMode.READ_WRITE:
-        bad_value("prompt_cache_options.prewarm", f"is true beside cache {mode.value}", "then nothing would be cached")
+        raise_invalid_value(
+            "prompt_cache_options.prewarm", f"is true beside cache {mode.value}", "then nothing would be cached"
+        )
     retention = hinted if own is None else own
-    return CacheWishes(mode, retention, fields.cache_salt, options.prewarm, options.comparison_response_id)
+    return CacheParams(mode, retention, fields.cache_salt, options.prewarm, options.comparison_response_id)
 
 
-def _own_retention(fields: CacheFields) -> Retention | None:
+def _own_retention(fields: CacheFields) -> RetentionHint | None:
     priority, ttl = fields.cache_priority, fields.cache_ttl
     if priority is None and ttl is None:
         return None
     if priority is None:
         priority = TIMED_PRIORITY if ttl else DEFAULT_RETENTION.priority
-    return Retention(priority, ttl or 0.0)
+    return RetentionHint(priority, ttl or 0.0)
 
 
-def _openai(fields: CacheFields, messages: object) -> tuple[CacheMode, Retention]:
+def _openai(fields: CacheFields, messages: object) -> tuple[CacheMode, RetentionHint]:
     """Return mode and retention from OpenAI's fields. A lifetime overrides a policy, a policy overrides a key."""
     options = fields.prompt_cache_options
     breakpoints = list(_breakpoints(messages))
@@ -124,11 +128,11 @@ def _openai(fields: CacheFields, messages: object) -> tuple[CacheMode, Retention
     ttl = max(options.ttl or 0.0, *marked, 0.0)
     retention = DEFAULT_RETENTION
     if ttl:
-        retention = Retention(TIMED_PRIORITY, ttl)
+        retention = RetentionHint(TIMED_PRIORITY, ttl)
     elif fields.prompt_cache_retention == "24h":
-        retention = Retention(KEYED_PRIORITY, float(MAX_TTL))
+        retention = RetentionHint(KEYED_PRIORITY, float(MAX_TTL))
     elif fields.prompt_cache_key:
-        retention = Retention(KEYED_PRIORITY, DEFAULT_TTL)
+        retention = RetentionHint(KEYED_PRIORITY, DEFAULT_TTL)
     return CacheMode.BYPASS if uncached else CacheMode.READ_WRITE, retention
 
 
@@ -142,5 +146,5 @@ def _breakpoints(messages: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 continue
             name = f"messages[{number}].content[{index}].prompt_cache_breakpoint"
             if not isinstance(mark, Mapping):
-                bad_value(name, f"is {shown(mark)}", 'it must be an object such as {"mode": "explicit"}')
+                raise_invalid_value(name, f"is {safe_repr(mark)}", 'it must be an object such as {"mode": "explicit"}')
             yield name, mark

@@ -9,24 +9,24 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from headstart.common_prefix import common_prefix_length
-from headstart.core.errors import InvalidRequestError, QueueFullError, RequestTooLargeError, prompt_overflow
+from headstart.core.errors import InvalidRequestError, QueueFullError, RequestTooLargeError, prompt_too_long_error
 from headstart.core.request import Request
-from headstart.openai.bounds import INT64_MAX, Bounds
+from headstart.openai.bounds import INT64_MAX, RequestBounds
 from headstart.openai.canonical.prompt_rules import applied_rules
-from headstart.openai.chat.placed_messages import place
+from headstart.openai.chat.placed_messages import place_messages
 from headstart.openai.chat.template_forms import REASONING_KEYS, SYSTEM_ROLES
-from headstart.openai.forms.treatments import Place
-from headstart.openai.generation_params import GenerationParams, fit, shortened
+from headstart.openai.forms.treatments import NamePlace
+from headstart.openai.generation_params import GenerationParams, fit_sampling_params, lower_max_tokens
 from headstart.openai.request_bodies import ChatBody, CompletionBody, Message, Prompt
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.tools.call_grammar import dropped_keywords
+from headstart.openai.tools.call_grammar import keywords_dropped_by_tool
 from headstart.openai.tools.chat_format import (
     TOOL_FAMILIES,
     ChatFormat,
-    ToolFamily,
-    chat_format,
-    chat_output,
-    reasoning_at_end,
+    ToolCallFormat,
+    find_chat_format,
+    is_reasoning_open_at_end,
+    make_chat_output_format,
 )
 from headstart.openai.tools.default_prompt import messages_with_tools, messages_without_calls
 from headstart.openai.tools.tool_fields import ToolParams
@@ -42,7 +42,7 @@ _TOOL_ROLE = re.compile(r"""["']tool(?:_response)?["']""")
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class RequestOrigin:
     """Origin of a client request: the values that its engine requests share beside the parameters."""
 
     request_id: str  # generated, unique
@@ -52,13 +52,13 @@ class Origin:
     tokens: "array[int] | None" = None  # of the prompt, from a router (tokenizer/handed_tokens.py); not to be believed
 
 
-def tokenizer_of(tokenizer: Tokenizer, origin: Origin, params: GenerationParams) -> Tokenizer:
+def tokenizer_for_request(tokenizer: Tokenizer, origin: RequestOrigin, params: GenerationParams) -> Tokenizer:
     """Return the tokenizer for one client request, with the cached segments of its own isolation domain."""
-    own = tokenizer.for_domain(origin.tenant, narrow_domain(origin.domain, params.cache_salt), params.cache)
-    return own if origin.tokens is None else own.with_tokens(origin.tokens)
+    own = tokenizer.for_domain(origin.tenant, salted_domain(origin.domain, params.cache_salt), params.cache)
+    return own if origin.tokens is None else own.with_known_tokens(origin.tokens)
 
 
-def encode_completion(body: CompletionBody, tokenizer: Tokenizer, bounds: Bounds) -> "list[array[int]]":
+def encode_completion(body: CompletionBody, tokenizer: Tokenizer, bounds: RequestBounds) -> "list[array[int]]":
     """Return one list of token ids per prompt. Thread-safe and slow for long texts: call it off the event loop."""
     special = body.params.add_special_tokens
     return [encode_prompt(prompt, tokenizer, bounds, special is None or special) for prompt in body.prompts]
@@ -72,7 +72,7 @@ class ChatPrompt(NamedTuple):
     boundary: int  # tokens up to the end of tools and system messages; 0: not known, or too few to matter
 
 
-class ShownChat(NamedTuple):
+class TemplateChat(NamedTuple):
     """Messages and tools for the chat template, and the placements that were made."""
 
     messages: list[Message]
@@ -80,28 +80,28 @@ class ShownChat(NamedTuple):
     placed: Counter[str]
 
 
-def encode_chat(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
+def encode_chat(body: ChatBody, tokenizer: Tokenizer, bounds: RequestBounds) -> "array[int]":
     """Return the token ids of the rendered conversation. By default only the template adds special tokens."""
-    return chat_prompt(body, tokenizer, replace(bounds, min_boundary=0)).token_ids
+    return render_chat_prompt(body, tokenizer, replace(bounds, min_boundary=0)).token_ids
 
 
-def chat_prompt(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> ChatPrompt:
+def render_chat_prompt(body: ChatBody, tokenizer: Tokenizer, bounds: RequestBounds) -> ChatPrompt:
     """Return the rendered conversation. Blocks. Raises InvalidRequestError and QueueFullError."""
     text, placed = _rendered(body, tokenizer, bounds)
-    check_shown(body.messages, text)
+    check_rendered_messages(body.messages, text)
     try:
         special = bool(body.params.add_special_tokens)
         token_ids = encode_prompt(text, tokenizer, bounds, add_special_tokens=special)
     except InvalidRequestError as error:
         error.param = "messages"
         raise
-    skip_lost_reasoning(body.messages, text, bounds)
+    note_dropped_reasoning(body.messages, text, bounds)
     return ChatPrompt(token_ids, placed, _boundary(body, text, token_ids, tokenizer, bounds))
 
 
-def _rendered(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> tuple[str, Counter[str]]:
+def _rendered(body: ChatBody, tokenizer: Tokenizer, bounds: RequestBounds) -> tuple[str, Counter[str]]:
     """Return the text of a chat, and the placements that were made."""
-    messages, tools, placed = shown_chat(body.messages, body.params.tools, tokenizer, bounds)
+    messages, tools, placed = chat_for_template(body.messages, body.params.tools, tokenizer, bounds)
     options: dict[str, str | int | bool] = dict(body.params.template_options)
     effort = body.params.reasoning_effort
     if effort is not None and "reasoning_effort" in (tokenizer.chat_template or ""):
@@ -116,7 +116,7 @@ def _rendered(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> tuple[str
     return text, placed
 
 
-def _boundary(body: ChatBody, text: str, prompt: "array[int]", tokenizer: Tokenizer, bounds: Bounds) -> int:
+def _boundary(body: ChatBody, text: str, prompt: "array[int]", tokenizer: Tokenizer, bounds: RequestBounds) -> int:
     """Return the number of tokens up to the end of tools and system messages, 0 if they are too few. Renders again.
 
     The prompt is compared with that of a chat with another message behind them, so it is right with any template. If
@@ -135,7 +135,9 @@ def _boundary(body: ChatBody, text: str, prompt: "array[int]", tokenizer: Tokeni
     return num_tokens if num_tokens >= bounds.min_boundary else 0
 
 
-def shown_chat(messages: list[Message], tools: ToolParams | None, tokenizer: Tokenizer, bounds: Bounds) -> ShownChat:
+def chat_for_template(
+    messages: list[Message], tools: ToolParams | None, tokenizer: Tokenizer, bounds: RequestBounds
+) -> TemplateChat:
     """Return the messages and the tools in forms that the chat template shows.
 
     A template without tools gets them in a system message, and earlier calls as text, if a parser is chosen; else
@@ -156,11 +158,13 @@ def shown_chat(messages: list[Message], tools: ToolParams | None, tokenizer: Tok
             )
         definitions = None
     forms = tokenizer.content_forms()
-    placed = place(messages, forms, family_of(form), shows_results=shows_results(form.template))
-    return ShownChat(placed.messages, definitions if forms.shows("no tools") else definitions or [], placed.counts)
+    placed = place_messages(messages, forms, tool_family_of(form), shows_results=renders_tool_role(form.template))
+    return TemplateChat(
+        placed.messages, definitions if forms.shows_probe("no tools") else definitions or [], placed.counts
+    )
 
 
-def check_shown(messages: Sequence[Message], prompt: str) -> None:
+def check_rendered_messages(messages: Sequence[Message], prompt: str) -> None:
     """Raise InvalidRequestError if a template drops a message after all, as one whose texts matter to it may.
 
     Looks for one word of each; answers may be shown in part, since templates drop the reasoning in them.
@@ -178,7 +182,7 @@ def check_shown(messages: Sequence[Message], prompt: str) -> None:
         at = max(found, at)
 
 
-def skip_lost_reasoning(messages: Sequence[Message], prompt: str, bounds: Bounds) -> None:
+def note_dropped_reasoning(messages: Sequence[Message], prompt: str, bounds: RequestBounds) -> None:
     """Note each reasoning that the prompt does not have, since templates leave out that of earlier turns.
 
     A text is looked for behind those of the messages before it, as far as these are in the prompt as they were sent.
@@ -187,31 +191,31 @@ def skip_lost_reasoning(messages: Sequence[Message], prompt: str, bounds: Bounds
     for message in messages if bounds.skipped is not None else ():
         content, reasoning = message["content"], message.get(REASONING_KEYS[0], "").strip()
         if (found := prompt.find(reasoning, at)) < 0:
-            bounds.skip(Place.ITEM, "reasoning")
+            bounds.skip(NamePlace.ITEM, "reasoning")
         else:
             at = found + len(reasoning)
         if isinstance(content, str) and (found := prompt.find(content.strip(), at)) >= 0:
             at = found + len(content.strip())
 
 
-def family_of(form: ChatFormat) -> ToolFamily:
+def tool_family_of(form: ChatFormat) -> ToolCallFormat:
     """Return the family in which calls are written as text."""
     return form.family or TOOL_FAMILIES["hermes"]
 
 
-def shows_results(template: str) -> bool:
+def renders_tool_role(template: str) -> bool:
     """Return whether a chat template knows messages of role `tool`, rather than printing any role."""
     return _TOOL_ROLE.search(template) is not None
 
 
-def _format_of(tokenizer: Tokenizer, bounds: Bounds) -> ChatFormat:
+def _format_of(tokenizer: Tokenizer, bounds: RequestBounds) -> ChatFormat:
     """Return the formats of a model, by the options first."""
     chosen = bounds.tool_call_parser if bounds.tool_call_parser != "auto" else tokenizer.tool_call_parser
-    return chat_format(tokenizer.chat_template, chosen, bounds.reasoning_parser)
+    return find_chat_format(tokenizer.chat_template, chosen, bounds.reasoning_parser)
 
 
-def chat_requests(
-    body: ChatBody, tokenizer: Tokenizer, bounds: Bounds, origin: Origin, *, shortens: bool = False
+def build_chat_requests(
+    body: ChatBody, tokenizer: Tokenizer, bounds: RequestBounds, origin: RequestOrigin, *, shortens: bool = False
 ) -> tuple[GenerationParams, list[Request]]:
     """Return the engine requests of a chat, and its parameters with the formats of its output.
 
@@ -219,17 +223,17 @@ def chat_requests(
     that were made for the prompt are among the applied rules. Blocks: renders the conversation. Raises
     InvalidRequestError and QueueFullError.
     """
-    prompt, params = chat_prompt(body, tokenizer, bounds), body.params
+    prompt, params = render_chat_prompt(body, tokenizer, bounds), body.params
     if prompt.placed:
         params = replace(params, applied_rules=applied_rules(prompt.placed + Counter(dict(params.applied_rules))))
     if shortens:
-        params = shortened(params, len(prompt.token_ids), bounds)
+        params = lower_max_tokens(params, len(prompt.token_ids), bounds)
     params = with_chat_output(params, prompt.token_ids, tokenizer, bounds)
     return params, build_requests([prompt.token_ids], params, bounds, origin, [prompt.boundary])
 
 
 def with_chat_output(
-    params: GenerationParams, prompt: "array[int]", tokenizer: Tokenizer, bounds: Bounds
+    params: GenerationParams, prompt: "array[int]", tokenizer: Tokenizer, bounds: RequestBounds
 ) -> GenerationParams:
     """Return the parameters of a chat with the formats of its output, and the grammar of the whole answer.
 
@@ -237,7 +241,9 @@ def with_chat_output(
     """
     form = _format_of(tokenizer, bounds)
     end = tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False)
-    output = chat_output(form, params.tools, reasoning_at_end(end), tokenizer, params.skip_special_tokens)
+    output = make_chat_output_format(
+        form, params.tools, is_reasoning_open_at_end(end), tokenizer, params.skip_special_tokens
+    )
     tools = params.tools
     if tools is not None and tools.is_constrained and (output is None or output.family is None):
         raise InvalidRequestError(
@@ -256,11 +262,13 @@ def with_chat_output(
     sampling = replace(params.sampling, grammar=grammar, stop_token_ids=stops)
     field, dropped = params.grammar_field or "tools", params.dropped
     if grammar is not None and tools is not None and output.family is not None:
-        dropped += dropped_keywords(tools)
+        dropped += keywords_dropped_by_tool(tools)
     return replace(params, chat=output, sampling=sampling, grammar_field=field, dropped=dropped)
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, bounds: Bounds, add_special_tokens: bool) -> "array[int]":
+def encode_prompt(
+    prompt: Prompt, tokenizer: Tokenizer, bounds: RequestBounds, add_special_tokens: bool
+) -> "array[int]":
     """Return the token ids of one prompt, at least one. Raises InvalidRequestError.
 
     A text that is too long for the context even with the longest tokens is refused without being tokenized.
@@ -274,18 +282,18 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, bounds: Bounds, add_spec
     return token_ids
 
 
-def _check_length(prompt: str, tokenizer: Tokenizer, bounds: Bounds) -> None:
+def _check_length(prompt: str, tokenizer: Tokenizer, bounds: RequestBounds) -> None:
     """Raise RequestTooLargeError if a text is too long for the context, as far as is known before it is tokenized."""
     longest = tokenizer.max_token_chars
     if longest and len(prompt) > bounds.max_model_len * longest:
         remedy = (
             f"its {len(prompt)} characters are more than any {bounds.max_model_len} tokens have; shorten the prompt"
         )
-        raise prompt_overflow(-(-len(prompt) // longest), bounds.max_model_len, remedy, counted="at least ")
+        raise prompt_too_long_error(-(-len(prompt) // longest), bounds.max_model_len, remedy, counted="at least ")
     _probe_length(prompt, tokenizer, bounds)
 
 
-def _probe_length(text: str, tokenizer: Tokenizer, bounds: Bounds) -> None:
+def _probe_length(text: str, tokenizer: Tokenizer, bounds: RequestBounds) -> None:
     """Raise RequestTooLargeError if the beginning of a very long text already exceeds the context.
 
     Tokenizing needs about 200 bytes per character, so the first probe is a text that fits if tokens are twice as long
@@ -297,15 +305,15 @@ def _probe_length(text: str, tokenizer: Tokenizer, bounds: Bounds) -> None:
         num_tokens = len(tokenizer.encode(text[:size], add_special_tokens=False))
         if num_tokens > limit + limit // 8 + 64:
             remedy = f"these are the tokens of the first {size} of {len(text)} characters; shorten the prompt"
-            raise prompt_overflow(num_tokens, limit, remedy, counted="at least ")
+            raise prompt_too_long_error(num_tokens, limit, remedy, counted="at least ")
         size *= 2
 
 
 def build_requests(
     prompts: "list[array[int]]",
     params: GenerationParams,
-    bounds: Bounds,
-    origin: Origin,
+    bounds: RequestBounds,
+    origin: RequestOrigin,
     boundaries: Sequence[int] | None = None,
 ) -> list[Request]:
     """Return len(prompts) * n engine requests; the n choices of a prompt are adjacent (choice index = position).
@@ -317,10 +325,10 @@ def build_requests(
     A cache_salt narrows the domain, not the tenant: it does not add a second share of the cache.
     """
     requests: list[Request] = []
-    domain = narrow_domain(origin.domain, params.cache_salt)
+    domain = salted_domain(origin.domain, params.cache_salt)
     for index, prompt in enumerate(prompts):
         try:
-            sampling = fit(params, len(prompt), bounds)
+            sampling = fit_sampling_params(params, len(prompt), bounds)
         except RequestTooLargeError as error:
             if len(prompts) == 1:
                 raise
@@ -348,7 +356,7 @@ def build_requests(
     return requests
 
 
-def narrow_domain(domain: bytes, cache_salt: str | None) -> bytes:
+def salted_domain(domain: bytes, cache_salt: str | None) -> bytes:
     """Return the isolation domain of `cache_salt` inside the tenant's domain; a salt can only narrow sharing."""
     if cache_salt is None:
         return domain

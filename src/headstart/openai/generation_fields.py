@@ -8,20 +8,20 @@ from typing import Annotated
 
 from pydantic import Field
 
-from headstart.openai.bounds import FLOAT32_MAX, INT31_MAX, INT64_MAX, Bounds
+from headstart.openai.bounds import FLOAT32_MAX, INT31_MAX, INT64_MAX, RequestBounds
 from headstart.openai.cache_params import MAX_LABEL_CHARS, CacheFields, Label
-from headstart.openai.request_model import AtMost, RequestModel, checked
+from headstart.openai.request_model import RequestModel, UpperLimit, custom_validator
 from headstart.openai.structured.structured_fields import StructuredFields
 from headstart.openai.tools.tool_fields import Choice, Effort, Tools
 from headstart.openai.value_checks import (
-    bad_value,
     check_int,
     check_list,
     check_mapping,
     check_number,
     check_text,
     check_token_ids,
-    shown,
+    raise_invalid_value,
+    safe_repr,
 )
 
 MAX_STOPS = 16
@@ -32,48 +32,52 @@ MAX_BIAS = 100.0
 TEMPLATE_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
 
 
-def check_stops(name: str, value: object) -> tuple[str, ...]:
+def check_stop_strings(name: str, value: object) -> tuple[str, ...]:
     """Return stop strings without repeats. Raises InvalidRequestError."""
     stops = check_list(name, value, MAX_STOPS)
     for text in stops:
         if not isinstance(text, str):
-            bad_value(name, f"contains {shown(text)}", "it must be a string or a list of strings")
+            raise_invalid_value(name, f"contains {safe_repr(text)}", "it must be a string or a list of strings")
         if not 0 < len(text) <= MAX_STOP_CHARS:
-            bad_value(name, f"has an entry of {len(text)} characters", f"use 1 to {MAX_STOP_CHARS} characters")
+            raise_invalid_value(
+                name, f"has an entry of {len(text)} characters", f"use 1 to {MAX_STOP_CHARS} characters"
+            )
         check_text(name, text)
     return tuple(dict.fromkeys(stops))
 
 
-def _stop(value: object, _: Bounds) -> tuple[str, ...]:
-    return check_stops("stop", [value] if isinstance(value, str) else value)
+def _stop(value: object, _: RequestBounds) -> tuple[str, ...]:
+    return check_stop_strings("stop", [value] if isinstance(value, str) else value)
 
 
-def _logit_bias(value: object, bounds: Bounds) -> tuple[tuple[int, float], ...]:
+def _logit_bias(value: object, bounds: RequestBounds) -> tuple[tuple[int, float], ...]:
     biases: dict[int, float] = {}
     for key, bias in check_mapping("logit_bias", value, MAX_LOGIT_BIAS).items():
         token_id: object = key
         if isinstance(key, str):
             if not (key.isascii() and key.isdigit() and len(key) <= 10):
-                bad_value("logit_bias", f"has the key {shown(key)}", "keys must be token ids")
+                raise_invalid_value("logit_bias", f"has the key {safe_repr(key)}", "keys must be token ids")
             token_id = int(key)
         token_id = check_int("logit_bias", token_id, 0, bounds.vocab_size - 1)
         biases[token_id] = check_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
     return tuple(sorted(biases.items()))
 
 
-def _template_options(value: object, _: Bounds) -> tuple[tuple[str, str | int | bool], ...]:
+def _template_options(value: object, _: RequestBounds) -> tuple[tuple[str, str | int | bool], ...]:
     """Return chat_template_kwargs, sorted: scalars such as Qwen3's enable_thinking."""
     name = "chat_template_kwargs"
     options = check_mapping(name, value, 16)
     for key, option in options.items():
         if not isinstance(key, str) or not key.isidentifier() or key.startswith("_") or len(key) > 64:
-            bad_value(name, f"has the key {shown(key)}", "keys must be plain names")
+            raise_invalid_value(name, f"has the key {safe_repr(key)}", "keys must be plain names")
         if key in TEMPLATE_VARIABLES:
-            bad_value(name, f"contains {key}", "that one cannot be set here")
+            raise_invalid_value(name, f"contains {key}", "that one cannot be set here")
         if isinstance(option, str) and len(option) <= MAX_LABEL_CHARS:
             check_text(name, option)
         elif not isinstance(option, bool) and not (isinstance(option, int) and abs(option) <= INT64_MAX):
-            bad_value(name, f"has {shown(option)} for {key}", "values must be true, false, integers or short strings")
+            raise_invalid_value(
+                name, f"has {safe_repr(option)} for {key}", "values must be true, false, integers or short strings"
+            )
     return tuple(sorted(options.items()))
 
 
@@ -83,7 +87,7 @@ TopK = Annotated[int | None, Field(ge=-1, le=INT31_MAX, description="-1, 0: off.
 MinP = Annotated[float | None, Field(ge=0.0, le=1.0, description="By default the model's, else 0")]
 RepetitionPenalty = Annotated[float | None, Field(gt=0.0, le=FLOAT32_MAX, description="By default the model's, else 1")]
 Model = Annotated[str | None, Field(max_length=256, description="The name of the served model")]
-Logprobs = Annotated[int | None, Field(ge=0), AtMost("max_logprobs")]
+Logprobs = Annotated[int | None, Field(ge=0), UpperLimit("max_logprobs")]
 AddGenerationPrompt = Annotated[
     bool,
     Field(
@@ -93,11 +97,11 @@ AddGenerationPrompt = Annotated[
 ]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
-Stops = Annotated[tuple[str, ...], checked(_stop, StopText | StopTexts)]
+Stops = Annotated[tuple[str, ...], custom_validator(_stop, StopText | StopTexts)]
 TokenId = Annotated[int, Field(ge=0, le=INT31_MAX)]
 StopTokenIds = Annotated[
     tuple[int, ...],
-    checked(
+    custom_validator(
         lambda value, bounds: check_token_ids("stop_token_ids", value, bounds, max_items=MAX_STOP_TOKEN_IDS),
         list[TokenId],
     ),
@@ -105,11 +109,11 @@ StopTokenIds = Annotated[
 TokenIdKey = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 LogitBias = Annotated[
     tuple[tuple[int, float], ...],
-    checked(_logit_bias, dict[TokenIdKey, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]]),
+    custom_validator(_logit_bias, dict[TokenIdKey, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]]),
     Field(json_schema_extra={"additionalProperties": False}),
 ]
 TemplateOptions = Annotated[
-    tuple[tuple[str, str | int | bool], ...], checked(_template_options, dict[str, str | int | bool])
+    tuple[tuple[str, str | int | bool], ...], custom_validator(_template_options, dict[str, str | int | bool])
 ]
 
 
@@ -124,7 +128,7 @@ class StreamOptions(RequestModel):
 class SamplingFields(CacheFields):
     """The generation parameters that all APIs share."""
 
-    min_tokens: Annotated[int, AtMost("max_model_len")] = Field(0, ge=0, description="At most max_tokens")
+    min_tokens: Annotated[int, UpperLimit("max_model_len")] = Field(0, ge=0, description="At most max_tokens")
     stream: bool = Field(False, description="Send the answer as server-sent events")
     temperature: Temperature = None
     top_p: TopP = None
@@ -151,8 +155,8 @@ class GenerationFields(StructuredFields, SamplingFields):
 
     max_tokens: int | None = Field(None, ge=0, le=INT31_MAX, description="Output tokens; 0: only echo the prompt")
     max_completion_tokens: int | None = Field(None, ge=1, le=INT31_MAX, description="The newer name of max_tokens")
-    n: Annotated[int, AtMost("max_n")] = Field(1, ge=1, description="Choices per prompt")
-    best_of: Annotated[int | None, AtMost("max_n")] = Field(None, ge=1, description="May only equal n")
+    n: Annotated[int, UpperLimit("max_n")] = Field(1, ge=1, description="Choices per prompt")
+    best_of: Annotated[int | None, UpperLimit("max_n")] = Field(None, ge=1, description="May only equal n")
     stream_options: StreamOptions | None = Field(None, description="Of a stream")
     prompt_logprobs: Logprobs = Field(None, description="Alternatives per prompt token; not with stream")
     echo: bool = Field(False, description="Begin with the prompt; completions only")

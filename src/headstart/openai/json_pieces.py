@@ -1,8 +1,8 @@
 """JSON in pieces: documents whose long lists are built and encoded one slice at a time while they are sent.
 
-`encode` returns the whole document, `pieces` yields the same bytes in pieces. A long list is a `Sliced` in the
-document, so its items exist only while their slice is encoded. `Turns` encodes one piece per iteration of the event
-loop, over all long responses of the process, so that other tasks run between two pieces.
+`encode` returns the whole document, `pieces` yields the same bytes in pieces. A long list is a `SlicedJsonList` in the
+document, so its items exist only while their slice is encoded. `EncodingTurns` encodes one piece per iteration of
+the event loop, over all long responses of the process, so that other tasks run between two pieces.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ SLICE_ITEMS = 128  # of a list whose items may be objects of 20 alternatives: so
 PIECE_BYTES = 64 * 1024  # smaller pieces are joined up to about this size
 
 
-class Sliced:
+class SlicedJsonList:
     """A JSON list of `shape(item)` for every item of the concatenated sequences."""
 
     __slots__ = ("_kept", "_key", "_parts", "_shape")
@@ -38,7 +38,7 @@ class Sliced:
         """Return every item, shaped."""
         return [self._shape(item) for part in self._parts for item in part]
 
-    def slices(self) -> Iterator[bytes]:
+    def json_slices(self) -> Iterator[bytes]:
         """Yield the JSON of the items without the enclosing brackets, one slice at a time."""
         is_first = True
         for number, part in enumerate(self._parts):
@@ -53,7 +53,7 @@ class Sliced:
             return
         made: list[bytes] = []
         for start in range(0, len(part), SLICE_ITEMS):
-            text = encode([self._shape(item) for item in part[start : start + SLICE_ITEMS]])[1:-1]
+            text = encode_json([self._shape(item) for item in part[start : start + SLICE_ITEMS]])[1:-1]
             if is_kept:
                 made.append(text)
             yield text
@@ -62,7 +62,7 @@ class Sliced:
 
 
 def _hook(value: object) -> Any:
-    if isinstance(value, Sliced):
+    if isinstance(value, SlicedJsonList):
         return value.items()
     raise NotImplementedError(type(value))
 
@@ -70,17 +70,17 @@ def _hook(value: object) -> Any:
 _encoder = msgspec.json.Encoder(enc_hook=_hook)
 
 
-def encode(value: Any) -> bytes:
+def encode_json(value: Any) -> bytes:
     """Return compact JSON on one line."""
     return _encoder.encode(value)
 
 
-def pieces(value: Any) -> Iterator[bytes]:
+def encode_json_in_pieces(value: Any) -> Iterator[bytes]:
     """Yield the bytes of `encode(value)` in pieces of about PIECE_BYTES, each built on demand."""
-    return joined(texts(value))
+    return join_pieces(json_fragments(value))
 
 
-def joined(parts: Iterable[bytes]) -> Iterator[bytes]:
+def join_pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the same bytes in pieces of about PIECE_BYTES."""
     gathered = bytearray()
     for text in parts:
@@ -92,31 +92,31 @@ def joined(parts: Iterable[bytes]) -> Iterator[bytes]:
         yield bytes(gathered)
 
 
-def texts(value: Any) -> Iterator[bytes]:
+def json_fragments(value: Any) -> Iterator[bytes]:
     """Yield the bytes of `encode(value)`, a slice of a long list or a value at a time."""
-    if isinstance(value, Sliced):
+    if isinstance(value, SlicedJsonList):
         yield b"["
-        yield from value.slices()
+        yield from value.json_slices()
         yield b"]"
     elif isinstance(value, dict):
         sign = b"{"
         for key, inner in value.items():
-            yield sign + encode(key) + b":"
-            yield from texts(inner)
+            yield sign + encode_json(key) + b":"
+            yield from json_fragments(inner)
             sign = b","
         yield b"}" if value else b"{}"
     elif isinstance(value, Iterator):  # over the items of a list, each built on demand
         sign = b"["
         for item in value:
             yield sign
-            yield from texts(item)
+            yield from json_fragments(item)
             sign = b","
         yield b"]" if sign == b"," else b"[]"
     else:
-        yield encode(value)
+        yield encode_json(value)
 
 
-class Turns:
+class EncodingTurns:
     """A lock for encoding in pieces: one piece per iteration of the event loop, over all responses of the process."""
 
     def __init__(self) -> None:

@@ -13,20 +13,20 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.bounds import Bounds
-from headstart.openai.engine_requests import encode_prompt, shown_chat
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.engine_requests import chat_for_template, encode_prompt
 from headstart.openai.generation_fields import TokenId
 from headstart.openai.request_bodies import Message, Messages, as_rendered
-from headstart.openai.request_model import RequestModel, Text, checked, validated
+from headstart.openai.request_model import RequestModel, Text, custom_validator, validate_as
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.value_checks import check_token_ids, missing
+from headstart.openai.value_checks import check_token_ids, missing_parameter_error
 
 # Letters that continue a word or begin one, a blank, capitals, digits, line ends, punctuation, other scripts, symbols.
 CONTINUATIONS = (*"aeilnorst", " a", "The", "7", "\n", "\n\n", "  ", ".", "'s", "é", "日", "\U0001f600", "_(")
 MAX_NAME_CHARS = 64
 
 
-def _token_ids(values: object, bounds: Bounds) -> "array[int]":
+def _token_ids(values: object, bounds: RequestBounds) -> "array[int]":
     values = list(values) if isinstance(values, array) else values
     return array("i", check_token_ids("token_ids", values, bounds, max_items=bounds.max_model_len))
 
@@ -41,19 +41,19 @@ class PrefixRequest(RequestModel):
     text: Text | None = None
     messages: Messages | None = None
     # An array[int] | None, which cannot be evaluated as a type before Python 3.12.
-    token_ids: Annotated[Any, checked(_token_ids, list[TokenId])] = None
+    token_ids: Annotated[Any, custom_validator(_token_ids, list[TokenId])] = None
 
 
-def parse_prefix(values: Mapping[str, Any], bounds: Bounds) -> PrefixRequest:
+def parse_prefix(values: Mapping[str, Any], bounds: RequestBounds) -> PrefixRequest:
     """Return a validated body. Raises InvalidRequestError, also for unknown fields, such as a misspelled `tenant`."""
     if values.get("name") in (None, ""):
-        raise missing("name")
+        raise missing_parameter_error("name")
     if sum(values.get(content) is not None for content in ("text", "messages", "token_ids")) != 1:
         raise InvalidRequestError("send exactly one of text, messages and token_ids", param="text")
-    return validated(PrefixRequest, values, bounds)
+    return validate_as(PrefixRequest, values, bounds)
 
 
-def kind_of(prefix: object) -> str:
+def prefix_body_field(prefix: object) -> str:
     """Return the body field for a prefix given as one Python value: "text", "messages" or "token_ids"."""
     if isinstance(prefix, str):
         return "text"
@@ -61,16 +61,16 @@ def kind_of(prefix: object) -> str:
     return "messages" if is_chat else "token_ids"
 
 
-def encode_prefix(body: PrefixRequest, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
+def encode_prefix(body: PrefixRequest, tokenizer: Tokenizer, bounds: RequestBounds) -> "array[int]":
     """Return the token ids that all prompts with this prefix share. Thread-safe, slow. Raises InvalidRequestError."""
     if body.token_ids is not None:
         return body.token_ids
     if body.messages is not None:
-        return chat_tokens(as_rendered(body.messages, bounds), tokenizer, bounds)
-    return text_tokens(body.text or "", tokenizer, bounds)
+        return chat_prefix_tokens(as_rendered(body.messages, bounds), tokenizer, bounds)
+    return text_prefix_tokens(body.text or "", tokenizer, bounds)
 
 
-def text_tokens(text: str, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
+def text_prefix_tokens(text: str, tokenizer: Tokenizer, bounds: RequestBounds) -> "array[int]":
     """Return the tokens that all prompts beginning with `text` share. Raises InvalidRequestError. Slow for long texts.
 
     Includes the special tokens that /v1/completions puts before a text.
@@ -79,7 +79,7 @@ def text_tokens(text: str, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]"
     return _shared([encode_prompt(text, tokenizer, bounds, True) for text in texts])
 
 
-def chat_tokens(messages: list[Message], tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
+def chat_prefix_tokens(messages: list[Message], tokenizer: Tokenizer, bounds: RequestBounds) -> "array[int]":
     """Return the tokens that all conversations beginning with `messages` share, rendered as in /v1/chat/completions.
 
     After a system or assistant message the continuation is a user message; after a user or tool message it is none, or
@@ -89,7 +89,7 @@ def chat_tokens(messages: list[Message], tokenizer: Tokenizer, bounds: Bounds) -
     refusal: InvalidRequestError | None = None
     for tail in _tails(messages[-1]["role"]):
         try:
-            shown = shown_chat([*messages, *tail], None, tokenizer, bounds)
+            shown = chat_for_template([*messages, *tail], None, tokenizer, bounds)
             rendered.append(tokenizer.render_chat(shown.messages, tools=shown.tools))
         except InvalidRequestError as error:
             refusal = error

@@ -11,22 +11,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from headstart.core.errors import InvalidRequestError, prompt_overflow
-from headstart.openai.bounds import Bounds
+from headstart.core.errors import InvalidRequestError, prompt_too_long_error
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.canonical.canonical_messages import canonical_chat
 from headstart.openai.canonical.prompt_rules import PromptRules
 from headstart.openai.chat.sent_message import Message, Role, read_message
 from headstart.openai.generation_fields import AddGenerationPrompt, ChatFields, CompletionFields, Model, TokenId
-from headstart.openai.generation_params import GenerationParams, generation_params
-from headstart.openai.request_model import RequestModel, Text, checked, validated
+from headstart.openai.generation_params import GenerationParams, params_from_fields
+from headstart.openai.request_model import RequestModel, Text, custom_validator, validate_as
 from headstart.openai.tools.tool_fields import Tools
 from headstart.openai.value_checks import (
-    bad_value,
     check_int,
     check_text,
     check_token_ids,
-    missing,
-    shown,
+    missing_parameter_error,
+    raise_invalid_value,
+    safe_repr,
 )
 
 Prompt = str | array  # text, or packed int32 token ids
@@ -52,19 +52,21 @@ class SentMessage(RequestModel):
 
 Messages = Annotated[
     list[Message],
-    checked(lambda value, bounds: parse_messages(value, bounds), Annotated[list[SentMessage], Field(min_length=1)]),
+    custom_validator(
+        lambda value, bounds: parse_messages(value, bounds), Annotated[list[SentMessage], Field(min_length=1)]
+    ),
 ]
 SentIds = Annotated[list[TokenId], Field(min_length=1)]
 SentTexts = Annotated[list[str], Field(min_length=1)]
 SentLists = Annotated[list[SentIds], Field(min_length=1)]
 Prompts = Annotated[
     tuple[Prompt, ...],
-    checked(lambda value, bounds: parse_prompts(value, bounds), str | SentTexts | SentIds | SentLists),
+    custom_validator(lambda value, bounds: parse_prompts(value, bounds), str | SentTexts | SentIds | SentLists),
 ]
 # An array[int], which cannot be evaluated as a type before Python 3.12.
 Decodable = Annotated[
     Any,
-    checked(
+    custom_validator(
         lambda value, bounds: array("i", check_token_ids("tokens", value, bounds, max_items=16 * bounds.max_model_len)),
         list[TokenId],
     ),
@@ -123,22 +125,22 @@ class ChatBody:
     params: GenerationParams
 
 
-def parse_completion(values: Mapping[str, Any], bounds: Bounds) -> CompletionBody:
+def parse_completion(values: Mapping[str, Any], bounds: RequestBounds) -> CompletionBody:
     """Return a validated /v1/completions body. Raises InvalidRequestError."""
-    fields = validated(CompletionRequest, values, bounds)
-    return CompletionBody(fields.model, fields.prompt, generation_params(fields, values, bounds))
+    fields = validate_as(CompletionRequest, values, bounds)
+    return CompletionBody(fields.model, fields.prompt, params_from_fields(fields, values, bounds))
 
 
-def parse_chat(values: Mapping[str, Any], bounds: Bounds) -> ChatBody:
+def parse_chat(values: Mapping[str, Any], bounds: RequestBounds) -> ChatBody:
     """Return a validated /v1/chat/completions body, after the rules for prompts. Raises InvalidRequestError."""
-    fields = validated(ChatRequest, values, bounds)
-    body = ChatBody(fields.model, fields.messages, generation_params(fields, values, bounds))
+    fields = validate_as(ChatRequest, values, bounds)
+    body = ChatBody(fields.model, fields.messages, params_from_fields(fields, values, bounds))
     if bounds.prompt_rules:
         body = _canonical(body, bounds.prompt_rules)
     return replace(body, messages=as_rendered(body.messages, bounds))
 
 
-def parse_tokenize(values: Mapping[str, Any], bounds: Bounds) -> TokenizeRequest:
+def parse_tokenize(values: Mapping[str, Any], bounds: RequestBounds) -> TokenizeRequest:
     """Return a validated /tokenize body: exactly one of `prompt` and `messages`, these after the rules for prompts.
 
     Raises InvalidRequestError.
@@ -147,7 +149,7 @@ def parse_tokenize(values: Mapping[str, Any], bounds: Bounds) -> TokenizeRequest
         raise InvalidRequestError("send either prompt (a string) or messages (a list)", param="prompt")
     if values.get("messages") is None and values.get("tools"):
         raise InvalidRequestError("tools are rendered with messages only; leave them out", param="tools")
-    fields = validated(TokenizeRequest, values, bounds)
+    fields = validate_as(TokenizeRequest, values, bounds)
     if fields.messages is None:
         return fields
     messages, tools = fields.messages, fields.tools
@@ -156,40 +158,46 @@ def parse_tokenize(values: Mapping[str, Any], bounds: Bounds) -> TokenizeRequest
     return fields.model_copy(update={"messages": as_rendered(messages, bounds), "tools": tools})
 
 
-def parse_detokenize(values: Mapping[str, Any], bounds: Bounds) -> DetokenizeRequest:
+def parse_detokenize(values: Mapping[str, Any], bounds: RequestBounds) -> DetokenizeRequest:
     """Return a validated /detokenize body. Raises InvalidRequestError."""
-    return validated(DetokenizeRequest, values, bounds)
+    return validate_as(DetokenizeRequest, values, bounds)
 
 
-def parse_prompts(value: object, bounds: Bounds) -> tuple[Prompt, ...]:
+def parse_prompts(value: object, bounds: RequestBounds) -> tuple[Prompt, ...]:
     """Return the prompts from any of OpenAI's four forms: text, texts, token ids, lists of token ids."""
     if value is None:
-        raise missing("prompt")
+        raise missing_parameter_error("prompt")
     if isinstance(value, str):
         return (check_text("prompt", value),)
     if not isinstance(value, list | tuple | array):
-        bad_value("prompt", f"is {shown(value)}", "it must be a string, a list of strings or lists of token ids")
+        raise_invalid_value(
+            "prompt", f"is {safe_repr(value)}", "it must be a string, a list of strings or lists of token ids"
+        )
     if not len(value):
-        bad_value("prompt", "is an empty list", "send at least one prompt")
+        raise_invalid_value("prompt", "is an empty list", "send at least one prompt")
     if isinstance(value, array) or _is_int(value[0]):
         return (_token_ids(value, bounds),)
     if len(value) > bounds.max_prompts:
-        bad_value("prompt", f"holds {len(value)} prompts", f"one request may hold at most {bounds.max_prompts}")
+        raise_invalid_value(
+            "prompt", f"holds {len(value)} prompts", f"one request may hold at most {bounds.max_prompts}"
+        )
     return tuple(_one_prompt(prompt, bounds) for prompt in value)
 
 
-def parse_messages(value: object, bounds: Bounds) -> list[Message]:
+def parse_messages(value: object, bounds: RequestBounds) -> list[Message]:
     """Return the conversation as it was sent, checked; `as_rendered` follows. Raises InvalidRequestError."""
     if value is None:
-        raise missing("messages")
+        raise missing_parameter_error("messages")
     if not isinstance(value, list | tuple) or not value:
-        bad_value("messages", f"is {'empty' if value == [] else shown(value)}", "it must be a list of messages")
+        raise_invalid_value(
+            "messages", f"is {'empty' if value == [] else safe_repr(value)}", "it must be a list of messages"
+        )
     if len(value) > bounds.max_messages:
-        bad_value("messages", f"has {len(value)} entries", f"it may have at most {bounds.max_messages}")
+        raise_invalid_value("messages", f"has {len(value)} entries", f"it may have at most {bounds.max_messages}")
     return [read_message(f"messages[{index}]", message, bounds) for index, message in enumerate(value)]
 
 
-def as_rendered(messages: list[Message], bounds: Bounds) -> list[Message]:
+def as_rendered(messages: list[Message], bounds: RequestBounds) -> list[Message]:
     """Return the messages with each content in the form that the chat template takes, nearly always one text.
 
     Text parts are joined by what the template prints between parts, or by newlines if it would print them as a list.
@@ -204,7 +212,7 @@ def as_rendered(messages: list[Message], bounds: Bounds) -> list[Message]:
 # --------------------------------------------------------------------------------------------------------- inner parts
 
 
-def _one_content(message: Message, bounds: Bounds) -> str | None:
+def _one_content(message: Message, bounds: RequestBounds) -> str | None:
     forms = bounds.content_forms()
     if message["content"] is None:
         return None if forms.takes_null else ""
@@ -228,19 +236,21 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _one_prompt(prompt: object, bounds: Bounds) -> Prompt:
+def _one_prompt(prompt: object, bounds: RequestBounds) -> Prompt:
     if isinstance(prompt, str):
         return check_text("prompt", prompt)
     if isinstance(prompt, list | tuple | array):
         return _token_ids(prompt, bounds)
-    bad_value("prompt", f"contains {shown(prompt)}", "it must be a string, a list of strings or lists of token ids")
+    raise_invalid_value(
+        "prompt", f"contains {safe_repr(prompt)}", "it must be a string, a list of strings or lists of token ids"
+    )
 
 
-def _token_ids(values: "list[Any] | tuple[Any, ...] | array[int]", bounds: Bounds) -> "array[int]":
+def _token_ids(values: "list[Any] | tuple[Any, ...] | array[int]", bounds: RequestBounds) -> "array[int]":
     if not len(values):
-        bad_value("prompt", "has an empty list of token ids", "send at least one token")
+        raise_invalid_value("prompt", "has an empty list of token ids", "send at least one token")
     if len(values) > bounds.max_model_len:
-        raise prompt_overflow(len(values), bounds.max_model_len, "shorten the prompt")
+        raise prompt_too_long_error(len(values), bounds.max_model_len, "shorten the prompt")
     for value in values:
         check_int("prompt", value, 0, bounds.vocab_size - 1)
     return array("i", values)

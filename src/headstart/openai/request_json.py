@@ -14,7 +14,7 @@ import msgspec
 
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
 from headstart.openai.bounds import MAX_JSON_VALUES
-from headstart.openai.value_checks import shown
+from headstart.openai.value_checks import safe_repr
 
 _VALUE = re.compile(
     rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[{]', re.DOTALL
@@ -25,19 +25,19 @@ _SHORT = 64  # items of a list
 MAX_DEPTH = 64  # of nested lists and objects
 
 
-def parse_json(body: bytes | bytearray | memoryview, max_numbers: int | None = None) -> dict[str, Any]:
+def parse_json_object(body: bytes | bytearray | memoryview, max_numbers: int | None = None) -> dict[str, Any]:
     """Return the JSON object in `body`. Raises InvalidRequestError (invalid_json) for anything else.
 
     Strict: no NaN, no numbers that overflow, no lone surrogates, at most MAX_DEPTH levels, MAX_JSON_VALUES values, and
     as many fractions; at most `max_numbers` numbers, of which a list of token ids takes 8 to 40 bytes each: then
     RequestTooLargeError.
     """
-    body = without_bom(body)
+    body = strip_bom(body)
     _check_size(body)
     if max_numbers is not None:
         _check_numbers(body, max_numbers)
     try:
-        value = json_value(body)
+        value = decode_json_text(body)
     except msgspec.DecodeError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except UnicodeDecodeError as error:
@@ -45,17 +45,17 @@ def parse_json(body: bytes | bytearray | memoryview, max_numbers: int | None = N
     except RecursionError:
         raise _too_deep() from None
     if not isinstance(value, dict):
-        raise InvalidRequestError(f"the body is {shown(value)}; it must be a JSON object", code="invalid_json")
-    check_depth(value)
+        raise InvalidRequestError(f"the body is {safe_repr(value)}; it must be a JSON object", code="invalid_json")
+    check_json_depth(value)
     return value
 
 
-def without_bom(body: bytes | bytearray | memoryview) -> bytes | bytearray | memoryview:
+def strip_bom(body: bytes | bytearray | memoryview) -> bytes | bytearray | memoryview:
     """Return the body without the byte order mark that editors and shells of some systems put before UTF-8."""
     return body[len(BOM_UTF8) :] if body[: len(BOM_UTF8)] == BOM_UTF8 else body
 
 
-def json_value(text: bytes | bytearray | memoryview | msgspec.Raw) -> Any:
+def decode_json_text(text: bytes | bytearray | memoryview | msgspec.Raw) -> Any:
     """Return the value of a JSON text. Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError.
 
     Fractions go to Python's `float`: msgspec 0.22 takes 16 us for "1e308", and lets no other thread run meanwhile. They
@@ -132,7 +132,7 @@ def _check_numbers(body: bytes | bytearray | memoryview, max_numbers: int) -> No
         )
 
 
-def check_depth(value: object) -> None:
+def check_json_depth(value: object) -> None:
     """Raise InvalidRequestError if lists and objects are nested deeper than MAX_DEPTH."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):

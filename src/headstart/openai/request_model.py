@@ -22,8 +22,14 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
-from headstart.openai.bounds import Bounds
-from headstart.openai.value_checks import bad_value, check_list, missing, plain, shown
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.value_checks import (
+    check_list,
+    format_limit,
+    missing_parameter_error,
+    raise_invalid_value,
+    safe_repr,
+)
 
 _QUOTED = re.compile(r"'([^']*)'")
 _TYPES = {
@@ -51,7 +57,7 @@ class RequestModel(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class AtMost:
+class UpperLimit:
     """The upper limit of an integer field: the attribute `bound` of Bounds."""
 
     bound: str
@@ -68,7 +74,7 @@ class AtMost:
 Text = Annotated[str, Field(min_length=0)]  # pydantic refuses lone surrogates only in texts with a limit
 
 
-def checked(check: Callable[[Any, Bounds], Any], accepts: Any) -> PlainValidator:
+def custom_validator(check: Callable[[Any, RequestBounds], Any], accepts: Any) -> PlainValidator:
     """Return the validator of a field with a check of its own, which raises InvalidRequestError.
 
     `accepts` is the type before the check, for /openapi.json.
@@ -78,11 +84,11 @@ def checked(check: Callable[[Any, Bounds], Any], accepts: Any) -> PlainValidator
 
 SentObjects = list[dict[str, Any]]
 SentMessages = Annotated[  # of another API, each of which its own reader checks
-    list[Any], checked(lambda value, _: list(check_list("messages", value, 1 << 20, "messages")), SentObjects)
+    list[Any], custom_validator(lambda value, _: list(check_list("messages", value, 1 << 20, "messages")), SentObjects)
 ]
 
 
-def validated(model: type[_Model], values: Mapping[str, Any], bounds: Bounds) -> _Model:
+def validate_as(model: type[_Model], values: Mapping[str, Any], bounds: RequestBounds) -> _Model:
     """Return the values as a `model`. Raises InvalidRequestError, with `param` set, for one invalid value."""
     try:
         return model.model_validate(values, context=bounds)
@@ -91,31 +97,35 @@ def validated(model: type[_Model], values: Mapping[str, Any], bounds: Bounds) ->
     _refuse(model, details, bounds)
 
 
-def _refuse(model: type[RequestModel], details: ErrorDetails, bounds: Bounds) -> NoReturn:
+def _refuse(model: type[RequestModel], details: ErrorDetails, bounds: RequestBounds) -> NoReturn:
     """Raise the InvalidRequestError that names field, value, limit and remedy."""
     kind, value, limits = details["type"], details["input"], details.get("ctx", {})
     name = ".".join(map(str, details["loc"]))[:128]
-    problem = f"is {shown(value)}"
+    problem = f"is {safe_repr(value)}"
     if kind == "missing":
-        raise missing(name)
+        raise missing_parameter_error(name)
     if kind == "extra_forbidden":
-        bad_value(name, "is unknown", f"the fields are {', '.join(model.model_fields)}")
+        raise_invalid_value(name, "is unknown", f"the fields are {', '.join(model.model_fields)}")
     if kind == "string_unicode":
-        bad_value(name, "contains a lone surrogate", "send valid Unicode")
+        raise_invalid_value(name, "contains a lone surrogate", "send valid Unicode")
     if kind in ("string_too_long", "too_long"):
         unit = "characters" if kind == "string_too_long" else "entries"
-        bad_value(name, f"has {len(value)} {unit}", f"it may have at most {limits['max_length']}")
+        raise_invalid_value(name, f"has {len(value)} {unit}", f"it may have at most {limits['max_length']}")
     if kind == "literal_error":
-        bad_value(name, problem, f"it must be one of {', '.join(_QUOTED.findall(limits['expected']))}")
+        raise_invalid_value(name, problem, f"it must be one of {', '.join(_QUOTED.findall(limits['expected']))}")
     if kind in _TYPES:
-        bad_value(name, problem, _TYPES[kind])
+        raise_invalid_value(name, problem, _TYPES[kind])
     limits |= _limits(_field(model, details["loc"]), bounds)
     if kind == "string_too_short":
-        bad_value(name, "is empty", f"use 1 to {limits['max_length']} characters, or leave it out")
+        raise_invalid_value(name, "is empty", f"use 1 to {limits['max_length']} characters, or leave it out")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     noun = "an integer " if kind == "int_type" else "" if is_number else "a number "
-    low = f"above {plain(limits['gt'])} and at most" if "gt" in limits else f"between {plain(limits['ge'])} and"
-    bad_value(name, problem, f"it must be {noun}{low} {plain(limits['le'])}")
+    low = (
+        f"above {format_limit(limits['gt'])} and at most"
+        if "gt" in limits
+        else f"between {format_limit(limits['ge'])} and"
+    )
+    raise_invalid_value(name, problem, f"it must be {noun}{low} {format_limit(limits['le'])}")
 
 
 def _field(model: type[RequestModel], path: tuple[int | str, ...]) -> FieldInfo:
@@ -127,10 +137,10 @@ def _field(model: type[RequestModel], path: tuple[int | str, ...]) -> FieldInfo:
     return model.model_fields[name]
 
 
-def _limits(field: FieldInfo, bounds: Bounds) -> dict[str, Any]:
+def _limits(field: FieldInfo, bounds: RequestBounds) -> dict[str, Any]:
     limits: dict[str, Any] = {}
     for item in field.metadata:
         limits |= {key: getattr(item, key) for key in ("ge", "gt", "le", "max_length") if hasattr(item, key)}
-        if isinstance(item, AtMost):
+        if isinstance(item, UpperLimit):
             limits["le"] = getattr(bounds, item.bound)
     return limits

@@ -13,9 +13,8 @@ from headstart.core.errors import (
     QueueFullError,
 )
 from headstart.core.request import SamplingDefaults
-from headstart.openai.json_pieces import SLICE_ITEMS, Sliced
-from headstart.openai.json_pieces import encode as encode
-from headstart.openai.text.shared_prompt import SharedPrompt
+from headstart.openai.json_pieces import SLICE_ITEMS, SlicedJsonList
+from headstart.openai.text.shared_prompt import EchoedPrompt
 from headstart.openai.tokenizer.tokenizer import NAMED_TOKENS, Tokenizer
 
 Json = dict[str, Any]
@@ -43,7 +42,7 @@ def error_object(message: str, *, status: int, code: str | None = None, param: s
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def error_of(error: HeadstartError) -> tuple[int, Json]:
+def error_object_of(error: HeadstartError) -> tuple[int, Json]:
     """Return the HTTP status and the error object of a HeadstartError; no other message text reaches a client."""
     if isinstance(error, InvalidRequestError):
         status = 404 if error.code == "model_not_found" else 400
@@ -57,7 +56,9 @@ def error_of(error: HeadstartError) -> tuple[int, Json]:
 # --------------------------------------------------------------------------------------------------------------- usage
 
 
-def usage(num_prompt_tokens: int, num_tokens: int, breakdown: PromptTokenBreakdown, num_written: int = 0) -> Json:
+def usage_object(
+    num_prompt_tokens: int, num_tokens: int, breakdown: PromptTokenBreakdown, num_written: int = 0
+) -> Json:
     """Return the usage object; it always has the cached tokens and, beyond OpenAI's API, their sources.
 
     `num_written`: prompt tokens in full blocks that were computed and published in the cache.
@@ -67,14 +68,14 @@ def usage(num_prompt_tokens: int, num_tokens: int, breakdown: PromptTokenBreakdo
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt_tokens + num_tokens,
         "prompt_tokens_details": {
-            "cached_tokens": breakdown.cached,
+            "cached_tokens": breakdown.num_cached,
             "cache_write_tokens": num_written,
-            **sources(breakdown),
+            **cached_tokens_by_source(breakdown),
         },
     }
 
 
-def sources(breakdown: PromptTokenBreakdown) -> dict[str, int]:
+def cached_tokens_by_source(breakdown: PromptTokenBreakdown) -> dict[str, int]:
     """Return the cached tokens by source; they add up to cached_tokens."""
     return {f"{source}_tokens": getattr(breakdown, source) for source in CACHE_SOURCES}
 
@@ -82,18 +83,18 @@ def sources(breakdown: PromptTokenBreakdown) -> dict[str, int]:
 # -------------------------------------------------------------------------------------------------------------- others
 
 
-def listed(
-    entries: Sequence[Any], shape: Callable[[Any], Any], echo: SharedPrompt | None = None, key: str = ""
-) -> list[Any] | Sliced:
+def json_list(
+    entries: Sequence[Any], shape: Callable[[Any], Any], echo: EchoedPrompt | None = None, key: str = ""
+) -> list[Any] | SlicedJsonList:
     """Return the JSON list of `shape(entry)`; a long list is a Sliced, built while it is sent."""
     if echo is None and len(entries) <= SLICE_ITEMS:
         return [shape(entry) for entry in entries]
     if echo is None:
-        return Sliced((entries,), shape)
-    return Sliced((echo, entries), shape, kept=echo.kept, key=key)
+        return SlicedJsonList((entries,), shape)
+    return SlicedJsonList((echo, entries), shape, kept=echo.kept, key=key)
 
 
-def token_name(tokenizer: Tokenizer, token_id: int) -> str:
+def token_text_or_bytes(tokenizer: Tokenizer, token_id: int) -> str:
     """Return a token's text, or as OpenAI does "bytes:\\xe2\\x80" if its bytes are not valid UTF-8."""
     written = tokenizer.token_bytes(token_id)
     try:
@@ -137,28 +138,28 @@ def model_object(
     }
 
 
-def model_list(models: list[Json]) -> Json:
+def model_list_response(models: list[Json]) -> Json:
     """Return the response of /v1/models."""
     return {"object": "list", "data": models}
 
 
-def tokenizer_info(tokenizer: Tokenizer, max_model_len: int) -> Json:
+def tokenizer_info_response(tokenizer: Tokenizer, max_model_len: int) -> Json:
     """Return the response of /tokenizer_info, as in vLLM: the names of tokenizer_config.json."""
     tokens = dict.fromkeys(NAMED_TOKENS) | tokenizer.named_tokens
     shown = {"chat_template": tokenizer.chat_template, "model_max_length": max_model_len}
     return {"tokenizer_class": "PreTrainedTokenizerFast", **tokens, **shown}
 
 
-def tokenize_answer(token_ids: Sequence[int], tokenizer: Tokenizer, max_model_len: int, *, with_texts: bool) -> Json:
+def tokenize_response(token_ids: Sequence[int], tokenizer: Tokenizer, max_model_len: int, *, with_texts: bool) -> Json:
     """Return the response of /tokenize."""
     return {
         "count": len(token_ids),
         "max_model_len": max_model_len,
-        "tokens": listed(token_ids, int),
-        "token_strs": listed(token_ids, tokenizer.token_text) if with_texts else None,
+        "tokens": json_list(token_ids, int),
+        "token_strs": json_list(token_ids, tokenizer.token_text) if with_texts else None,
     }
 
 
-def detokenize_answer(text: str) -> Json:
+def detokenize_response(text: str) -> Json:
     """Return the response of /detokenize."""
     return {"prompt": text}

@@ -6,13 +6,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from headstart.bundled.packaged_models import packaged_model
+from headstart.bundled.packaged_models import find_packaged_model
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import NO_DEFAULTS, SamplingDefaults
 from headstart.gguf.gguf_reader import is_gguf, read_gguf
-from headstart.openai.bounds import Bounds
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.generation_fields import GenerationConfigFields
-from headstart.openai.request_model import validated
+from headstart.openai.request_model import validate_as
 
 FILE = "generation_config.json"
 AUTO = "auto"  # the model's own file, if it has one
@@ -25,7 +25,7 @@ _GGUF_KEYS = {
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
-_NO_BOUNDS = Bounds(vocab_size=0, max_model_len=0)  # the ranges of these keys depend on no model
+_NO_BOUNDS = RequestBounds(vocab_size=0, max_model_len=0)  # the ranges of these keys depend on no model
 
 
 def read_sampling_defaults(folder: Path, source: str = AUTO) -> SamplingDefaults:
@@ -56,7 +56,7 @@ def _of_gguf(path: Path) -> SamplingDefaults:
     """
     metadata = read_gguf(path).metadata
     in_file = {name: metadata[key] for name, key in _GGUF_KEYS.items() if key in metadata}
-    packaged = packaged_model(path)
+    packaged = find_packaged_model(path)
     names = {**({} if packaged is None else packaged.sampling), **in_file}
     try:
         return _defaults(
@@ -66,7 +66,7 @@ def _of_gguf(path: Path) -> SamplingDefaults:
         raise ConfigError(f"{path}: {error}: ignore it with --generation-config none") from None
 
 
-def default_texts(defaults: SamplingDefaults) -> list[str]:
+def describe_sampling_defaults(defaults: SamplingDefaults) -> list[str]:
     """Return the values that a model sets as texts for people: "temperature 0.6", ..."""
     found = ((field.name, getattr(defaults, field.name)) for field in fields(defaults))
     return [f"{name} {value}" for name, value in found if value is not None]
@@ -98,7 +98,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 def _defaults(values: Mapping[str, Any]) -> SamplingDefaults:
     """Return the defaults; null counts as absent. Raises InvalidRequestError, which names the key."""
-    found = validated(GenerationConfigFields, values, _NO_BOUNDS)
+    found = validate_as(GenerationConfigFields, values, _NO_BOUNDS)
     return SamplingDefaults(
         temperature=found.temperature if found.do_sample else 0.0,  # greedy, regardless of the other values
         top_p=found.top_p,

@@ -9,8 +9,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headstart.http.http_errors import HttpError
-from headstart.http.long_work import until_gone
-from headstart.http.sse import HEADERS, WRITE_SECONDS, error_event, event
+from headstart.http.long_work import wait_for_disconnect
+from headstart.http.sse import HEADERS, WRITE_SECONDS, encode_error_event, encode_event
 from headstart.openai.responses import Json
 from headstart.openai.value_checks import check_count
 
@@ -54,7 +54,7 @@ class _Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._opened[self._tenant] += 1
-        gone = asyncio.create_task(until_gone(receive))
+        gone = asyncio.create_task(wait_for_disconnect(receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._events(gone, send)
@@ -67,7 +67,7 @@ class _Stream(Response):
                 del self._opened[self._tenant]
 
     async def _events(self, gone: "asyncio.Task[None]", send: Send) -> None:
-        data, left = event(self._first), self._num_frames
+        data, left = encode_event(self._first), self._num_frames
         while not gone.done():
             left -= 1
             async with asyncio.timeout(WRITE_SECONDS):
@@ -75,10 +75,10 @@ class _Stream(Response):
             if left:
                 await asyncio.wait([gone], timeout=FRAME_SECONDS)
                 try:
-                    data = event(await self._frame())
+                    data = encode_event(await self._frame())
                     continue
                 except Exception as error:
-                    data = error_event(error)
+                    data = encode_error_event(error)
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return

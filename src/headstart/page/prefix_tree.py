@@ -52,7 +52,7 @@ class PrefixTree:
         """The number of blocks in all runs."""
         return sum(self.runs[index].num_subtree_blocks for index in self._children[-1])
 
-    def largest(self, max_runs: int) -> list[BlockRun]:
+    def largest_runs(self, max_runs: int) -> list[BlockRun]:
         """Return at most `max_runs` runs in preorder, those with the largest subtrees, with the parents of each."""
         order = [(-self.runs[index].num_subtree_blocks, index) for index in self._children[-1]]
         heapq.heapify(order)

@@ -32,7 +32,7 @@ ENTRY_BYTES = 1024  # of the objects of a fingerprint beside its hashes
 _SEED = secrets.randbits(128)
 
 
-class PromptShape(NamedTuple):
+class PromptSourceHashes(NamedTuple):
     """The hashes of what a prompt was made from; a completion has neither tools nor messages."""
 
     tools: tuple[int, ...]
@@ -53,7 +53,7 @@ class PromptShape(NamedTuple):
 class PromptFingerprint(NamedTuple):
     """A prompt by hashes of its prefixes: `blocks` up to every full block, `tail` up to every token at the end."""
 
-    shape: PromptShape
+    shape: PromptSourceHashes
     num_tokens: int
     blocks: NDArray[np.int64]
     tail: NDArray[np.int64]  # from the token `_tail_start(num_tokens)` on
@@ -65,7 +65,7 @@ class PromptFingerprint(NamedTuple):
         return ENTRY_BYTES + 8 * num_hashes
 
 
-def fingerprint(shape: PromptShape, token_ids: "array[int]") -> PromptFingerprint:
+def fingerprint_prompt(shape: PromptSourceHashes, token_ids: "array[int]") -> PromptFingerprint:
     """Return the fingerprint of a prompt."""
     hashes = _prefix_hashes(token_ids)
     blocks, tail = hashes[BLOCK - 1 :: BLOCK], hashes[_tail_start(len(token_ids)) :]
@@ -107,7 +107,7 @@ def _num_equal(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
     return int(different[0]) if len(different) else size
 
 
-class PromptChange(Enum):
+class PromptChangeKind(Enum):
     """A difference between two prompts that ends the reuse of the earlier one."""
 
     TOOLS_CHANGED = "tools_changed"
@@ -124,13 +124,13 @@ class PromptChange(Enum):
 
 
 API_REASONS = {  # in OpenAI's APIs, in Anthropic's; both are closed sets, in which the other changes are `unavailable`
-    PromptChange.TOOLS_CHANGED: ("tools_changed", "tools_changed"),
-    PromptChange.TOOLS_REORDERED: ("tools_changed", "tools_changed"),
-    PromptChange.SYSTEM_CHANGED: ("input_changed", "system_changed"),
-    PromptChange.MESSAGES_CHANGED: ("input_changed", "messages_changed"),
-    PromptChange.PROMPT_CHANGED: ("input_changed", "messages_changed"),
-    PromptChange.MESSAGES_DROPPED: ("context_compacted", "messages_changed"),
-    PromptChange.REASONING_EFFORT_CHANGED: ("reasoning_effort_changed", None),
+    PromptChangeKind.TOOLS_CHANGED: ("tools_changed", "tools_changed"),
+    PromptChangeKind.TOOLS_REORDERED: ("tools_changed", "tools_changed"),
+    PromptChangeKind.SYSTEM_CHANGED: ("input_changed", "system_changed"),
+    PromptChangeKind.MESSAGES_CHANGED: ("input_changed", "messages_changed"),
+    PromptChangeKind.PROMPT_CHANGED: ("input_changed", "messages_changed"),
+    PromptChangeKind.MESSAGES_DROPPED: ("context_compacted", "messages_changed"),
+    PromptChangeKind.REASONING_EFFORT_CHANGED: ("reasoning_effort_changed", None),
 }
 
 
@@ -143,7 +143,7 @@ class CacheComparison:
     num_tokens: int  # of the prompt
     num_compared: int = 0  # of the earlier prompt
     num_common: int = 0  # leading ones in common
-    change: PromptChange | None = None  # None: the earlier prompt is a prefix of this one
+    change: PromptChangeKind | None = None  # None: the earlier prompt is a prefix of this one
     field: str | None = None  # where the change is, as in a chat: "tools", "messages[3]"
 
     def num_reusable(self, block_size: int) -> int:
@@ -157,7 +157,7 @@ class CacheComparison:
 
 
 def compare_prompts(
-    compared_id: str, earlier: PromptFingerprint | None, shape: PromptShape, token_ids: "Sequence[int]"
+    compared_id: str, earlier: PromptFingerprint | None, shape: PromptSourceHashes, token_ids: "Sequence[int]"
 ) -> CacheComparison:
     """Return the comparison of a prompt with an earlier one; None: there is none with this id for this tenant."""
     num_tokens = len(token_ids)
@@ -166,18 +166,18 @@ def compare_prompts(
     before = earlier.shape
     if before.domain != shape.domain:  # nothing is told about prompts of another salt
         return CacheComparison(
-            compared_id, is_found=True, num_tokens=num_tokens, change=PromptChange.CACHE_SALT_CHANGED
+            compared_id, is_found=True, num_tokens=num_tokens, change=PromptChangeKind.CACHE_SALT_CHANGED
         )
     num_common = num_common_tokens(earlier, token_ids)  # type: ignore[arg-type]
     change, field = _change(before, shape)
     if num_common >= min(earlier.num_tokens, num_tokens):
         change = field = None
     elif change is None and not before.is_chat:
-        change = PromptChange.PROMPT_CHANGED
+        change = PromptChangeKind.PROMPT_CHANGED
     elif change is None and num_common < min(earlier.num_tokens - END_TOKENS, num_tokens):
-        change = PromptChange.RENDERED_DIFFERENTLY
+        change = PromptChangeKind.RENDERED_DIFFERENTLY
     if change is None and not before.is_published:
-        change = PromptChange.NOT_PUBLISHED
+        change = PromptChangeKind.NOT_PUBLISHED
     return CacheComparison(
         compared_id=compared_id,
         is_found=True,
@@ -189,24 +189,24 @@ def compare_prompts(
     )
 
 
-def _change(before: PromptShape, now: PromptShape) -> tuple[PromptChange | None, str | None]:
+def _change(before: PromptSourceHashes, now: PromptSourceHashes) -> tuple[PromptChangeKind | None, str | None]:
     """Return the first change, in the order of a prompt: tools, system prompt, messages; then the options."""
     if before.tools != now.tools:
         is_same_set = sorted(before.tools) == sorted(now.tools)
-        return PromptChange.TOOLS_REORDERED if is_same_set else PromptChange.TOOLS_CHANGED, "tools"
+        return PromptChangeKind.TOOLS_REORDERED if is_same_set else PromptChangeKind.TOOLS_CHANGED, "tools"
     if before.system != now.system:
-        return PromptChange.SYSTEM_CHANGED, "messages[0]"
+        return PromptChangeKind.SYSTEM_CHANGED, "messages[0]"
     if before.effort != now.effort:
-        return PromptChange.REASONING_EFFORT_CHANGED, "reasoning_effort"
+        return PromptChangeKind.REASONING_EFFORT_CHANGED, "reasoning_effort"
     if before.options != now.options:
-        return PromptChange.TEMPLATE_OPTIONS_CHANGED, "chat_template_kwargs"
+        return PromptChangeKind.TEMPLATE_OPTIONS_CHANGED, "chat_template_kwargs"
     at = common_prefix_length(before.messages, now.messages)
     if at == len(before.messages):
         return None, None
     field = f"messages[{now.num_system + at}]"
     is_shorter = len(now.messages) < len(before.messages)
     was_later = at < len(now.messages) and now.messages[at] in before.messages[at + 1 :]
-    return PromptChange.MESSAGES_DROPPED if is_shorter or was_later else PromptChange.MESSAGES_CHANGED, field
+    return PromptChangeKind.MESSAGES_DROPPED if is_shorter or was_later else PromptChangeKind.MESSAGES_CHANGED, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,7 @@ class CacheDiagnosis:
             "evicted_tokens": self.num_evicted,
         }
 
-    def openai(self) -> Json:
+    def openai_json(self) -> Json:
         """Return the value of `prompt_cache_diagnostics`."""
         found = self.comparison
         if not found.is_found:
@@ -274,7 +274,7 @@ class CacheDiagnosis:
         }
 
 
-def message_diagnostics(comparison: CacheComparison, block_size: int) -> Json | None:
+def anthropic_diagnostics(comparison: CacheComparison, block_size: int) -> Json | None:
     """Return the value of `diagnostics`: None if the earlier prompt is a prefix of this one."""
     if not comparison.is_found:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}

@@ -87,12 +87,12 @@ KINDS = {
 }
 
 
-def no_rule(line: str) -> str:
+def no_rule_of_line(line: str) -> str:
     """Return that no rule mends a line: a RuleOf."""
     return ""
 
 
-def remedy(cause: str, rules: Iterable[str] = ()) -> str:
+def remedy_for_cause(cause: str, rules: Iterable[str] = ()) -> str:
     """Return how to mend a cause, with the rules that mend the lines in which it was found first."""
     return "".join(f"--prompt-rule {rule}, on the server or the router; or: " for rule in rules) + CAUSES[cause]
 
@@ -105,14 +105,14 @@ class MessageSpan(NamedTuple):
     end: int
 
 
-def messages_of(text: str) -> list[MessageSpan]:
+def split_into_messages(text: str) -> list[MessageSpan]:
     """Split a text made by `reading.conversation` into messages; one of an unknown role belongs to the one before."""
     heads = list(_ROLE.finditer(text))
     ends = [*(head.start() - 1 for head in heads[1:]), len(text)][: len(heads)]
     return [MessageSpan(head[1], head.end(), max(end, head.end())) for head, end in zip(heads, ends, strict=True)]
 
 
-def message_at(messages: list[MessageSpan], position: int) -> int | None:
+def message_index_at(messages: list[MessageSpan], position: int) -> int | None:
     """Return the index of the message whose content or head contains a character; None: before the first."""
     found = None
     for index, message in enumerate(messages):
@@ -122,7 +122,7 @@ def message_at(messages: list[MessageSpan], position: int) -> int | None:
     return found
 
 
-def kind_of(this: str, that: str, at: int, *, is_chat: bool = False) -> str | None:
+def classify_difference(this: str, that: str, at: int, *, is_chat: bool = False) -> str | None:
     """Classify the difference at character `at`: return a key of KINDS, or None where one of the texts ends."""
     if at >= len(this) or at >= len(that):
         return None
@@ -137,12 +137,12 @@ def kind_of(this: str, that: str, at: int, *, is_chat: bool = False) -> str | No
     if _squeezed(rest)[:REACH] == _squeezed(other)[:REACH]:
         return "whitespace"
     if is_chat:
-        own, others = messages_of(this), messages_of(that)
-        index, twin = message_at(own, at), message_at(others, at)
+        own, others = split_into_messages(this), split_into_messages(that)
+        index, twin = message_index_at(own, at), message_index_at(others, at)
         if index is not None and twin is not None:
             rest, other = this[at : own[index].end], that[at : others[twin].end]
-            if same_words(rest, other):
-                return "json_order" if is_json(rest) else "order"
+            if have_same_words(rest, other):
+                return "json_order" if looks_like_json(rest) else "order"
             if min(index, twin) == 0 and own[0].role == others[0].role and own[0].role in ("system", "developer"):
                 texts = sorted((this[own[0].start : own[0].end], that[others[0].start : others[0].end]), key=len)
                 if texts[0] != texts[1] and texts[1].startswith(texts[0]):
@@ -152,16 +152,16 @@ def kind_of(this: str, that: str, at: int, *, is_chat: bool = False) -> str | No
             return "content"
         if index is None and twin is None:  # in the tools, before the first message
             rest, other = this[at : own[0].start if own else None], that[at : others[0].start if others else None]
-    if same_words(rest, other):
-        return "json_order" if is_json(rest) else "order"
+    if have_same_words(rest, other):
+        return "json_order" if looks_like_json(rest) else "order"
     return "content"
 
 
 def _kind_of_messages(this: str, that: str, at: int) -> str | None:
     """Return the kind if whole messages differ, else None."""
-    own, others = messages_of(this), messages_of(that)
-    index = message_at(own, at)
-    if index is None or message_at(others, at) != index:
+    own, others = split_into_messages(this), split_into_messages(that)
+    index = message_index_at(own, at)
+    if index is None or message_index_at(others, at) != index:
         return None
     own_contents = [(message.role, this[message.start : message.end]) for message in own]
     other_contents = [(message.role, that[message.start : message.end]) for message in others]
@@ -183,7 +183,7 @@ def _kind_of_value(this: str, that: str, at: int) -> str | None:
     return None
 
 
-def value_kind(text: str, start: int, end: int) -> str | None:
+def classify_value(text: str, start: int, end: int) -> str | None:
     """Return the kind of the value that contains characters `start` to `end`: a key of KINDS, None if it is no value.
 
     Dates and times that stand close together are one value.
@@ -202,20 +202,20 @@ def value_kind(text: str, start: int, end: int) -> str | None:
     return None
 
 
-def num_times(text: str) -> int:
+def count_timestamps(text: str) -> int:
     """Return the number of dates and times with a digit in a text; those that stand close together are one."""
     count = 0
     for line in text.split("\n"):
         if _DIGIT.search(line) is None:
             continue
         last = -BETWEEN - 1
-        for found in times_in(line):
+        for found in find_timestamps(line):
             count += found.start() - last > BETWEEN
             last = found.end()
     return count
 
 
-def times_in(line: str) -> Iterator[re.Match[str]]:
+def find_timestamps(line: str) -> Iterator[re.Match[str]]:
     """Yield the dates and times of a line, as `_TIMES.finditer` does in 10 times as long: it tries every character."""
     at = 0
     while (start := _STARTS_OF_TIMES.search(line, at)) is not None:
@@ -236,12 +236,12 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def same_words(one: str, other: str) -> bool:
+def have_same_words(one: str, other: str) -> bool:
     """Return whether two texts have the same words, at least two, in any order."""
     words = WORDS.findall(one)
     return len(words) > 1 and sorted(words) == sorted(WORDS.findall(other))
 
 
-def is_json(text: str) -> bool:
+def looks_like_json(text: str) -> bool:
     """Return whether a text is likely a piece of JSON."""
     return '":' in text or '" :' in text

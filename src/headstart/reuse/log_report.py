@@ -17,11 +17,17 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from headstart.common_prefix import common_prefix_length
-from headstart.reuse.causes import CAUSES, RuleOf, no_rule, remedy
-from headstart.reuse.logged_prompt import CHARS_PER_TOKEN, IdPrompt, LoggedPrompt
+from headstart.reuse.causes import CAUSES, RuleOf, no_rule_of_line, remedy_for_cause
+from headstart.reuse.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt, TokenIdPrompt
 from headstart.reuse.miss_ratios import MissRatio, miss_ratios
-from headstart.reuse.near_prompts import NearPrompts
-from headstart.reuse.prompt_changes import BLOCK_TOKENS, PlacedChange, PromptComparison, avoidable_text, compare
+from headstart.reuse.near_prompts import SimilarPromptIndex
+from headstart.reuse.prompt_changes import (
+    BLOCK_TOKENS,
+    FieldChange,
+    PromptComparison,
+    avoidable_text,
+    changes_between_prompts,
+)
 
 CANDIDATES = 3  # earlier prompts that a prompt is compared with
 UNKNOWN = "There is no text in these requests: causes, and what of the prefill was avoidable, cannot be known."
@@ -34,7 +40,7 @@ class CauseCost:
     cause: str
     line: int
     against: int  # line of the earlier request
-    change: PlacedChange
+    change: FieldChange
     costs: list[int] = field(default_factory=list[int])
     rules: list[str] = field(default_factory=list[str])  # that mend the lines it was found in
 
@@ -45,7 +51,7 @@ class CauseCost:
             "requests": len(self.costs),
             "tokens": sum(self.costs),
             "tokens_per_request": int(median(self.costs)),
-            "remedy": remedy(self.cause, self.rules),
+            "remedy": remedy_for_cause(self.cause, self.rules),
             "rules": self.rules,
             "example": {
                 "line": self.line,
@@ -104,15 +110,15 @@ class LogReport:
         }
 
 
-def report_log(
+def lint_report(
     prompts: Sequence[LoggedPrompt],
     num_skipped: int = 0,
     notes: Sequence[str] = (),
-    rule_of: RuleOf = no_rule,
+    rule_of: RuleOf = no_rule_of_line,
     on_request: Callable[[], object] = lambda: None,
 ) -> LogReport:
     """Return the report of the prompts of one log, in order of arrival."""
-    groups: defaultdict[str, NearPrompts] = defaultdict(NearPrompts)
+    groups: defaultdict[str, SimilarPromptIndex] = defaultdict(SimilarPromptIndex)
     known, costs = set[int](), dict[str, CauseCost]()
     chains: list[list[int]] = []
     num_chars = num_reused = num_avoidable = 0
@@ -120,7 +126,7 @@ def report_log(
         text, near = prompt.text, groups[prompt.group]
         chain = _chain(text, prompt.group)
         reused = len(list(takewhile(known.__contains__, chain))) * BLOCK_TOKENS * CHARS_PER_TOKEN
-        best = best_match(prompt, prompts, near.nearest(prompt, CANDIDATES))
+        best = most_similar_earlier_prompt(prompt, prompts, near.find_nearest(prompt, CANDIDATES))
         if best is not None:
             num_avoidable += _charge(costs, prompt, prompts[best[0]].line, best[1], reused, rule_of)
         num_chars, num_reused = num_chars + len(text), num_reused + reused
@@ -140,11 +146,11 @@ def report_log(
     )
 
 
-def best_match(
+def most_similar_earlier_prompt(
     prompt: LoggedPrompt, prompts: Sequence[LoggedPrompt], candidates: Sequence[int]
 ) -> tuple[int, PromptComparison] | None:
     """Return the earlier prompt with most equal text, and the comparison with it."""
-    found = [(index, compare(prompt, prompts[index])) for index in candidates]
+    found = [(index, changes_between_prompts(prompt, prompts[index])) for index in candidates]
     return max(found, key=lambda pair: pair[1].num_same, default=None)
 
 
@@ -181,7 +187,7 @@ def _hashes(group: str, blocks: Iterable[bytes]) -> Iterator[int]:
         yield int.from_bytes(hashed.digest(), "little")
 
 
-def report_text(report: LogReport) -> str:
+def lint_report_text(report: LogReport) -> str:
     """Return the report as lines of text."""
     total = report.prompt_tokens or 1
     lines = [
@@ -225,7 +231,7 @@ def _shown(text: str) -> str:
     return ascii(text) if len(text) <= 60 else f"{text[:60]!a}..."
 
 
-class Finding(NamedTuple):
+class CostlyDifference(NamedTuple):
     """One difference and its cost: tokens behind it that both prompts have."""
 
     cause: str  # a key of CAUSES
@@ -238,33 +244,35 @@ class Finding(NamedTuple):
     def text(self) -> str:
         """The finding as a sentence."""
         what, _, _ = CAUSES[self.cause].partition(": ")
-        mend = remedy(self.cause, [self.rule] if self.rule else []).replace(f"{what}: ", "")
+        mend = remedy_for_cause(self.cause, [self.rule] if self.rule else []).replace(f"{what}: ", "")
         place = f"at character {self.character} of {self.field}"
         return f"{what[0].upper()}{what[1:]} {place} costs about {self.tokens:,} tokens: {mend}."
 
 
-def diagnose(prompt: LoggedPrompt, earlier: Sequence[LoggedPrompt], rule_of: RuleOf = no_rule) -> list[Finding]:
+def find_costly_differences(
+    prompt: LoggedPrompt, earlier: Sequence[LoggedPrompt], rule_of: RuleOf = no_rule_of_line
+) -> list[CostlyDifference]:
     """Return the differences to the earlier prompt of the same group that has most text in common, the first first.
 
     Each cause is named once; its cost is the equal text behind it, so costs overlap. Small costs are left out.
     """
-    near = NearPrompts()
+    near = SimilarPromptIndex()
     for index, other in enumerate(earlier):
         if other.group == prompt.group:
             near.add(index, other)
-    best = best_match(prompt, earlier, near.nearest(prompt, CANDIDATES))
+    best = most_similar_earlier_prompt(prompt, earlier, near.find_nearest(prompt, CANDIDATES))
     if best is None:
         return []
     changes = best[1].changes
     causes = sorted(avoidable_text(best[1], 0).causes.values(), key=lambda found: changes.index(found[1]))
     return [
-        Finding(change.cause, change.path, change.at, behind // CHARS_PER_TOKEN, rule_of(change.line))
+        CostlyDifference(change.cause, change.path, change.at, behind // CHARS_PER_TOKEN, rule_of(change.line))
         for behind, change in causes
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class PrefixDivergence:
     """A request that shares only the first `at` tokens with the one before in its session, of `tokens` that it had."""
 
     line: int
@@ -274,7 +282,7 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
-class IdReport:
+class IdTraceReport:
     """The findings of one log, in tokens. `own_tokens` of the reused ones are from earlier requests of the session."""
 
     num_requests: int
@@ -284,12 +292,12 @@ class IdReport:
     reused_tokens: int
     own_tokens: int
     num_continued: int  # requests that begin with all full blocks of the one before in their session
-    leaves: tuple[Leave, ...]  # requests that do not
+    leaves: tuple[PrefixDivergence, ...]  # requests that do not
     curve: tuple[MissRatio, ...]
     notes: tuple[str, ...] = ()
 
     @property
-    def left_tokens(self) -> int:
+    def unshared_tokens(self) -> int:
         """Tokens of earlier requests that the next one of the session did not share."""
         return sum(leave.tokens - leave.at for leave in self.leaves)
 
@@ -307,24 +315,24 @@ class IdReport:
             "computed_tokens": self.prompt_tokens - self.reused_tokens,
             "continued_requests": self.num_continued,
             "left_requests": len(self.leaves),
-            "left_tokens": self.left_tokens,
+            "left_tokens": self.unshared_tokens,
             "avoidable_tokens": None,
             "causes": None,
             "miss_ratios": [point._asdict() for point in self.curve],
         }
 
 
-def report_ids(
-    prompts: Sequence[IdPrompt],
+def id_trace_report(
+    prompts: Sequence[TokenIdPrompt],
     num_skipped: int = 0,
     notes: Sequence[str] = (),
     on_request: Callable[[], object] = lambda: None,
-) -> IdReport:
+) -> IdTraceReport:
     """Return the report of a log; blocks are those of the ids, 16 tokens if an id is one token."""
     known: dict[int, str] = {}  # block -> the session that had it last
-    last: dict[str, tuple[IdPrompt, Sequence[int]]] = {}
+    last: dict[str, tuple[TokenIdPrompt, Sequence[int]]] = {}
     chains: list[Sequence[int]] = []
-    leaves: list[Leave] = []
+    leaves: list[PrefixDivergence] = []
     num_reused = num_own = num_continued = 0
     for prompt in prompts:
         chain, size = _id_chain(prompt)
@@ -338,13 +346,13 @@ def report_ids(
             if same == len(earlier):
                 num_continued += 1
             else:
-                leaves.append(Leave(prompt.line, before.line, same * size, len(earlier) * size))
+                leaves.append(PrefixDivergence(prompt.line, before.line, same * size, len(earlier) * size))
         if prompt.session:
             last[prompt.session] = prompt, chain
         chains.append(chain)
         on_request()
     block_tokens = _id_chain(prompts[0])[1] if prompts else BLOCK_TOKENS
-    return IdReport(
+    return IdTraceReport(
         num_requests=len(prompts),
         num_sessions=len(last),
         num_skipped=num_skipped,
@@ -358,7 +366,7 @@ def report_ids(
     )
 
 
-def id_report_text(report: IdReport) -> str:
+def id_trace_report_text(report: IdTraceReport) -> str:
     """Return the report as lines of text."""
     total = report.prompt_tokens or 1
     sessions = f" in {report.num_sessions:,} sessions and sub-agents" if report.num_sessions else ""
@@ -373,7 +381,7 @@ def id_report_text(report: IdReport) -> str:
     if report.num_sessions:
         lines.append(
             f"{report.num_continued:,} requests continue the one before in their session; {len(report.leaves):,} leave "
-            f"it early, with {report.left_tokens:,} tokens of it that are not shared"
+            f"it early, with {report.unshared_tokens:,} tokens of it that are not shared"
         )
         largest = sorted(report.leaves, key=lambda leave: leave.at - leave.tokens)[:3]
         lines += [
@@ -383,7 +391,7 @@ def id_report_text(report: IdReport) -> str:
     return "\n".join([*lines, UNKNOWN, "", *_curve_lines(report.curve)])
 
 
-def _id_chain(prompt: IdPrompt) -> tuple[Sequence[int], int]:
+def _id_chain(prompt: TokenIdPrompt) -> tuple[Sequence[int], int]:
     """Return one id per full block, equal if all before it is equal too, and the tokens of a block."""
     if prompt.id_tokens > 1:
         return prompt.ids[: prompt.length // prompt.id_tokens], prompt.id_tokens

@@ -84,7 +84,7 @@ class LoggedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class IdPrompt:
+class TokenIdPrompt:
     """A request of line `line` as ids of `id_tokens` tokens each (the last may stand for fewer); `length`: tokens."""
 
     line: int
@@ -96,11 +96,11 @@ class IdPrompt:
 
 
 @dataclass(slots=True)
-class ReadLog:
+class ParsedLog:
     """The prompts of a log with texts, those with ids only, the number of other lines, and notes with their counts."""
 
     prompts: list[LoggedPrompt] = field(default_factory=list[LoggedPrompt])
-    id_prompts: list[IdPrompt] = field(default_factory=list[IdPrompt])
+    id_prompts: list[TokenIdPrompt] = field(default_factory=list[TokenIdPrompt])
     num_skipped: int = 0
     notes: Counter[str] = field(default_factory=Counter[str])
 
@@ -112,16 +112,16 @@ class ReadLog:
         return counted
 
 
-def read_log(lines: Iterable[str | Mapping[str, Any]]) -> ReadLog:
+def parse_log(lines: Iterable[str | Mapping[str, Any]]) -> ParsedLog:
     """Return the requests of a log in order, one per line or object; blank lines do not count."""
-    found = ReadLog()
+    found = ParsedLog()
     lengths: dict[tuple[int, bool], set[int]] = {}  # of vLLM's prompts: the different ones
     hidden: set[str] = set()
     shown: set[str] = set()
     for number, line in enumerate(lines, 1):
         if isinstance(line, str) and not line.strip():
             continue
-        entry = log_entry(line) if isinstance(line, str) else entry_of(line)
+        entry = parse_log_line(line) if isinstance(line, str) else normalise_log_entry(line)
         (hidden if entry.note == VLLM_HIDDEN else shown).add(entry.request_id)
         if entry.note and entry.note != VLLM_HIDDEN:
             found.notes[entry.note] += 1
@@ -135,23 +135,23 @@ def read_log(lines: Iterable[str | Mapping[str, Any]]) -> ReadLog:
     return found
 
 
-def _add(found: ReadLog, number: int, entry: LogEntry) -> bool:
+def _add(found: ParsedLog, number: int, entry: LogEntry) -> bool:
     """Add the prompt of a line; return whether it holds one."""
-    prompt = prompt_of(number, entry.value)
+    prompt = logged_prompt_of_entry(number, entry.value)
     if prompt is not None:
         found.prompts.append(prompt)
         return True
-    body = body_of(entry.value)
-    ids = as_list(body.get("prompt"))
+    body = find_request_body(entry.value)
+    ids = list_or_empty(body.get("prompt"))
     if not ids or not all(isinstance(token, int) and 0 <= token < 1 << 31 for token in ids):
         return False
-    found.id_prompts.append(IdPrompt(number, array("i", ids), len(ids), group=_salt(body)))
+    found.id_prompts.append(TokenIdPrompt(number, array("i", ids), len(ids), group=_salt(body)))
     return True
 
 
-def body_of(value: Mapping[str, Any]) -> Mapping[str, Any]:
+def find_request_body(value: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the body that an object has under a known key; the object itself if it has none."""
-    return next((as_object(value[key]) for key in BODY_KEYS if as_object(value.get(key))), value)
+    return next((object_or_empty(value[key]) for key in BODY_KEYS if object_or_empty(value.get(key))), value)
 
 
 def _salt(body: Mapping[str, Any]) -> str:
@@ -159,15 +159,15 @@ def _salt(body: Mapping[str, Any]) -> str:
     return salt if isinstance(salt, str) else ""
 
 
-def prompt_of(number: int, entry: object) -> LoggedPrompt | None:
+def logged_prompt_of_entry(number: int, entry: object) -> LoggedPrompt | None:
     """Return the prompt of a decoded line; None if it holds none."""
-    value = as_object(entry)
-    body = body_of(value)
+    value = object_or_empty(entry)
+    body = find_request_body(value)
     messages = tuple(_messages(body))
     if not messages:
         return None
-    tools = as_list(body.get("tools") or body.get("functions"))
-    answer = _answer(as_object(value.get("response")))
+    tools = list_or_empty(body.get("tools") or body.get("functions"))
+    answer = _answer(object_or_empty(value.get("response")))
     return LoggedPrompt(number, tuple(map(_json, tools)), messages, answer, _salt(body))
 
 
@@ -179,11 +179,11 @@ def _messages(body: Mapping[str, Any]) -> Iterator[LoggedMessage]:
     items = body.get("messages", body.get("input", body.get("prompt")))
     if isinstance(items, str):
         yield LoggedMessage("user", items)
-    for item in as_list(items):
+    for item in list_or_empty(items):
         if isinstance(item, str):
             yield LoggedMessage("user", item)
-        elif as_object(item):
-            yield _message(as_object(item))
+        elif object_or_empty(item):
+            yield _message(object_or_empty(item))
 
 
 def _message(item: Mapping[str, Any]) -> LoggedMessage:
@@ -194,10 +194,10 @@ def _message(item: Mapping[str, Any]) -> LoggedMessage:
     role = "system" if role == "developer" else role
     reasoning = _text(item.get("reasoning_content") or item.get("reasoning") or item.get("summary") or "")
     content: Any = item.get("content", item.get("output", ""))
-    calls = [_json(as_object(call).get("function", call)) for call in as_list(item.get("tool_calls"))]
+    calls = [_json(object_or_empty(call).get("function", call)) for call in list_or_empty(item.get("tool_calls"))]
     if item.get("type") == "function_call":
         calls.append(_json({"name": item.get("name"), "arguments": item.get("arguments")}))
-    for part in map(as_object, as_list(content)):
+    for part in map(object_or_empty, list_or_empty(content)):
         if part.get("type") == "thinking":
             reasoning += _text(part.get("thinking"))
         elif part.get("type") == "tool_use":
@@ -211,8 +211,8 @@ def _message(item: Mapping[str, Any]) -> LoggedMessage:
 
 def _answer(response: Mapping[str, Any]) -> LoggedMessage | None:
     """Return the message of a chat's answer, if the log has it."""
-    choices = as_list(response.get("choices"))
-    message = as_object(as_object(choices[0]).get("message")) if choices else {}
+    choices = list_or_empty(response.get("choices"))
+    message = object_or_empty(object_or_empty(choices[0]).get("message")) if choices else {}
     return _message({"role": "assistant", **message}) if message else None
 
 
@@ -221,8 +221,8 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        items: list[Any] = as_list(cast("object", value))
-        parts = [part if isinstance(part, str) else _part(as_object(part)) for part in items]
+        items: list[Any] = list_or_empty(cast("object", value))
+        parts = [part if isinstance(part, str) else _part(object_or_empty(part)) for part in items]
         return "\n".join(part for part in parts if part)
     return "" if value is None else _json(value)
 
@@ -240,13 +240,13 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def log_entry(line: str) -> LogEntry:
+def parse_log_line(line: str) -> LogEntry:
     """Return what a line holds."""
     text = line.strip("\ufeff \t\r\n")
     if not text.startswith("{"):
         return _vllm(text)
     try:
-        value = as_object(json.loads(text))
+        value = object_or_empty(json.loads(text))
     except (ValueError, RecursionError):
         return NOTHING
     message = value.get("message")
@@ -254,19 +254,19 @@ def log_entry(line: str) -> LogEntry:
         found = _record(message)
         if found is not NOTHING or str(value.get("component")).startswith("LiteLLM"):
             return found  # LiteLLM repeats the fields of one request in many records
-    return entry_of(value)
+    return normalise_log_entry(value)
 
 
-def entry_of(value: Mapping[str, Any]) -> LogEntry:
+def normalise_log_entry(value: Mapping[str, Any]) -> LogEntry:
     """Return a decoded line with LiteLLM's forms made into `body` and `response`; others are returned as they are."""
-    payload = next((as_object(value[key]) for key in _NESTED if key in value), value)
+    payload = next((object_or_empty(value[key]) for key in _NESTED if key in value), value)
     if "proxy_server_request" in payload:
         body = _object(payload["proxy_server_request"])
-        body = as_object(body.get("body")) or body
+        body = object_or_empty(body.get("body")) or body
         if not body:
             return LogEntry({}, NOT_STORED)
     elif "model_parameters" in payload:
-        body = {**as_object(payload["model_parameters"]), **_logged_messages(payload.get("messages"))}
+        body = {**object_or_empty(payload["model_parameters"]), **_logged_messages(payload.get("messages"))}
     else:
         return LogEntry(payload)
     text = json.dumps(body, ensure_ascii=False)
@@ -275,7 +275,7 @@ def entry_of(value: Mapping[str, Any]) -> LogEntry:
     return LogEntry({"body": body, "response": _object(payload.get("response"))}, CUT if _CUT_TEXT in text else "")
 
 
-def split_rendered(prompt: str) -> list[dict[str, str]]:
+def split_rendered_prompt(prompt: str) -> list[dict[str, str]]:
     """Return the messages of a rendered prompt; one message of the user if the template's marks are not known.
 
     The mark of the answer at the end is left out.
@@ -301,7 +301,7 @@ def _vllm(text: str) -> LogEntry:
     if found[2] != "None":
         try:
             prompt = literal_eval(found[2])
-            return LogEntry({"messages": split_rendered(prompt)}, "", found[1], prompt)
+            return LogEntry({"messages": split_rendered_prompt(prompt)}, "", found[1], prompt)
         except (ValueError, SyntaxError):  # cut within the text of the log
             return NOTHING
     ids = _TOKEN_IDS.search(text, found.end())
@@ -314,8 +314,8 @@ def _vllm(text: str) -> LogEntry:
 def _record(message: str) -> LogEntry:
     """Return the entry of the message of a JSON log."""
     _, received, body = message.partition(_RECEIVED)
-    value = parsed_object(body if received else message)
-    return entry_of(value) if value else _vllm(message)
+    value = parse_object_or_empty(body if received else message)
+    return normalise_log_entry(value) if value else _vllm(message)
 
 
 def _logged_messages(messages: object) -> dict[str, Any]:
@@ -323,34 +323,34 @@ def _logged_messages(messages: object) -> dict[str, Any]:
     if isinstance(messages, str):
         found = _object(messages) or _list(messages)
         return _logged_messages(found) if found else {"prompt": messages}
-    return {"messages": messages} if as_list(messages) else as_object(messages)
+    return {"messages": messages} if list_or_empty(messages) else object_or_empty(messages)
 
 
 def _list(text: str) -> list[Any]:
     try:
-        return as_list(json.loads(text)) if text.startswith("[") else []
+        return list_or_empty(json.loads(text)) if text.startswith("[") else []
     except (ValueError, RecursionError):
         return []
 
 
 def _object(value: object) -> dict[str, Any]:
     """Return a JSON object, also if it is given as text."""
-    return parsed_object(value) if isinstance(value, str) else as_object(value)
+    return parse_object_or_empty(value) if isinstance(value, str) else object_or_empty(value)
 
 
-def as_object(value: object) -> dict[str, Any]:
+def object_or_empty(value: object) -> dict[str, Any]:
     """Return a JSON object; {} for any other value."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}  # JSON has no other keys
 
 
-def as_list(value: object) -> list[Any]:
+def list_or_empty(value: object) -> list[Any]:
     """Return a JSON list; [] for any other value."""
     return cast("list[Any]", value) if isinstance(value, list) else []
 
 
-def parsed_object(text: str) -> dict[str, Any]:
+def parse_object_or_empty(text: str) -> dict[str, Any]:
     """Return the JSON object that a text is; {} for any other text."""
     try:
-        return as_object(json.loads(text))
+        return object_or_empty(json.loads(text))
     except (ValueError, RecursionError):
         return {}

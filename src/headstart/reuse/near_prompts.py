@@ -1,6 +1,7 @@
 """The earlier prompts that have most text in common with a new one, wherever it stands. Bounded; pure.
 
-NearPrompts indexes those of a log, PromptWindow holds the latest of a server. An entry of the window refers to the
+SimilarPromptIndex indexes those of a log, PromptWindow holds the latest of a server. An entry of the window refers
+to the
 messages of a request as they were parsed, and to nothing once it is dropped. It becomes a LoggedPrompt, and its pieces
 are hashed, only if it is compared. Prompts are compared within their group: a tenant's isolation domain.
 """
@@ -11,8 +12,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from headstart.reuse.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt, prompt_of
-from headstart.reuse.prompt_changes import NOTHING, AvoidableText, avoidable_text, compare
+from headstart.reuse.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt, logged_prompt_of_entry
+from headstart.reuse.prompt_changes import NOTHING, AvoidableText, avoidable_text, changes_between_prompts
 
 MIN_PIECE = 24  # characters of a piece that identifies a text
 MAX_PER_PIECE = 4  # latest prompts remembered of a piece
@@ -25,27 +26,27 @@ ENTRY_BYTES = 1024
 HASH_BYTES = 8  # of a piece
 
 
-class NearPrompts:
+class SimilarPromptIndex:
     """An index of prompts by their lines and sentences."""
 
     def __init__(self) -> None:
         self._found: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=MAX_PER_PIECE))
 
-    def nearest(self, prompt: LoggedPrompt, count: int) -> list[int]:
+    def find_nearest(self, prompt: LoggedPrompt, count: int) -> list[int]:
         """Return the indices of at most `count` earlier prompts, the nearest first, the latest of equals."""
         scores: Counter[int] = Counter()
-        for piece, num_chars in pieces_of(prompt):
+        for piece, num_chars in prompt_pieces(prompt):
             for index in self._found.get(piece, ()):
                 scores[index] += num_chars
         return sorted(scores, key=lambda index: (-scores[index], -index))[:count]
 
     def add(self, index: int, prompt: LoggedPrompt) -> None:
         """Add a prompt; indices grow."""
-        for piece, _ in pieces_of(prompt):
+        for piece, _ in prompt_pieces(prompt):
             self._found[piece].append(index)
 
 
-def pieces_of(prompt: LoggedPrompt) -> Iterator[tuple[int, int]]:
+def prompt_pieces(prompt: LoggedPrompt) -> Iterator[tuple[int, int]]:
     """Yield the hash and the length of each distinct piece of a prompt."""
     seen: set[int] = set()
     texts = [*prompt.tools, *(text for message in prompt.messages for text in (message.content, message.reasoning))]
@@ -79,15 +80,15 @@ class WindowEntry:
         self._pieces: array[int] | None = None
 
     @property
-    def logged(self) -> LoggedPrompt:
+    def to_logged_prompt(self) -> LoggedPrompt:
         """The prompt in the form that is compared, made anew; that of a dropped entry is empty."""
-        return prompt_of(0, self._sent) or LoggedPrompt(0, (), ())
+        return logged_prompt_of_entry(0, self._sent) or LoggedPrompt(0, (), ())
 
     @property
     def pieces(self) -> "array[int]":
         """The hashes of its distinct pieces."""
         if self._pieces is None:
-            self._pieces = array("q", [piece for piece, _ in pieces_of(self.logged)])
+            self._pieces = array("q", [piece for piece, _ in prompt_pieces(self.to_logged_prompt)])
         return self._pieces
 
     def drop(self) -> None:
@@ -119,7 +120,7 @@ class PromptWindow:
             self._drop(self._entries.popleft())
         return True
 
-    def earlier(self, entry: WindowEntry) -> list[WindowEntry]:
+    def earlier_in_group(self, entry: WindowEntry) -> list[WindowEntry]:
         """Return the latest prompts of its group before an entry; none if it was dropped."""
         group = list(self._groups.get(entry.group, ()))
         at = next((index for index, other in enumerate(group) if other is entry), 0)
@@ -134,17 +135,19 @@ class PromptWindow:
             del self._groups[entry.group]
 
 
-def examined(entry: WindowEntry, earlier: Sequence[WindowEntry], num_cached: int) -> tuple[int, AvoidableText]:
+def measure_avoidable_text(
+    entry: WindowEntry, earlier: Sequence[WindowEntry], num_cached: int
+) -> tuple[int, AvoidableText]:
     """Return the length of a prompt in characters, and its avoidable text. `num_cached` of its tokens were cached."""
     if not earlier or entry.num_tokens * CHARS_PER_TOKEN > MAX_CHARS:
         return 0, NOTHING
-    prompt = entry.logged
-    own = dict(pieces_of(prompt))
+    prompt = entry.to_logged_prompt
+    own = dict(prompt_pieces(prompt))
     scores = [(sum(own.get(piece, 0) for piece in other.pieces), at) for at, other in enumerate(earlier)]
     nearest = [earlier[at] for score, at in sorted(scores, reverse=True)[:CANDIDATES] if score]
     if not nearest:
         return 0, NOTHING
     num_chars = len(prompt.text)
-    found = [compare(prompt, other.logged) for other in nearest]
+    found = [changes_between_prompts(prompt, other.to_logged_prompt) for other in nearest]
     best = max(found, key=lambda comparison: comparison.num_same)
     return num_chars, avoidable_text(best, num_cached * num_chars // max(entry.num_tokens, 1))

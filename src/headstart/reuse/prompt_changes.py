@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headstart.reuse.logged_prompt import CHARS_PER_TOKEN, LoggedMessage, LoggedPrompt
-from headstart.reuse.text_changes import MIN_ALIKE, Change, text_changes, tool_changes
+from headstart.reuse.text_changes import MIN_ALIKE, TextChange, text_changes, tool_changes
 
 VALUES = frozenset({"timestamp", "uuid", "identifier", "number", "token_count"})  # change with each request
 FORMS = frozenset({"json_order", "document_order", "whitespace"})
@@ -20,7 +20,7 @@ BLOCK_TOKENS = 16
 MIN_CHARS = 2 * BLOCK_TOKENS * CHARS_PER_TOKEN  # a smaller loss is not reported
 
 
-class PlacedChange(NamedTuple):
+class FieldChange(NamedTuple):
     """A change with the field that it is in."""
 
     cause: str
@@ -36,7 +36,7 @@ class PromptComparison(NamedTuple):
     """The equal characters before the first change, and the changes."""
 
     num_before: int
-    changes: list[PlacedChange]
+    changes: list[FieldChange]
 
     @property
     def num_same(self) -> int:
@@ -49,7 +49,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.num_before = 0
-        self.changes: list[PlacedChange] = []
+        self.changes: list[FieldChange] = []
 
     def same(self, num_chars: int) -> None:
         if self.changes:
@@ -58,13 +58,13 @@ class _Walk:
         else:
             self.num_before += num_chars
 
-    def add(self, path: str, change: Change, cause: str | None = None, line: str = "") -> None:
+    def add(self, path: str, change: TextChange, cause: str | None = None, line: str = "") -> None:
         self.changes.append(
-            PlacedChange(cause or change.kind, path, change.this_at, change.this, change.that, change.num_same, line)
+            FieldChange(cause or change.kind, path, change.this_at, change.this, change.that, change.num_same, line)
         )
 
 
-def compare(this: LoggedPrompt, that: LoggedPrompt) -> PromptComparison:
+def changes_between_prompts(this: LoggedPrompt, that: LoggedPrompt) -> PromptComparison:
     """Return the changes from an earlier prompt `that` to `this`."""
     walk = _Walk()
     if _compare_tools(walk, this, that):
@@ -101,7 +101,7 @@ def _compare_messages(walk: _Walk, this: Sequence[LoggedMessage], that: Sequence
             continue
         if own.role != "system" and own in that[j + 1 :]:
             dropped = that.index(own, j + 1)
-            walk.add(f"messages[{i}]", Change("history_truncated", 0, own.content, other.content, 0))
+            walk.add(f"messages[{i}]", TextChange("history_truncated", 0, own.content, other.content, 0))
             j = dropped
             continue
         is_last = i == len(this) - 1 or j == len(that) - 1
@@ -118,7 +118,7 @@ def _compare_message(walk: _Walk, path: str, own: LoggedMessage, other: LoggedMe
         if own.content != other.content or len(own.calls) != len(other.calls):
             return False
         cause = "reasoning_added" if own.reasoning else "reasoning_stripped"
-        walk.add(f"{path}.reasoning", Change(cause, 0, own.reasoning, other.reasoning, 0))
+        walk.add(f"{path}.reasoning", TextChange(cause, 0, own.reasoning, other.reasoning, 0))
     if not _compare_text(walk, f"{path}.content", own, other, is_last=is_last):
         return False
     if own.calls == other.calls:
@@ -174,7 +174,7 @@ class AvoidableText:
     """The avoidable characters of one prompt; per cause those behind its first occurrence, so they overlap."""
 
     num_chars: int
-    causes: dict[str, tuple[int, PlacedChange]]
+    causes: dict[str, tuple[int, FieldChange]]
 
 
 NOTHING = AvoidableText(0, {})
@@ -186,7 +186,7 @@ def avoidable_text(comparison: PromptComparison, reused: int) -> AvoidableText:
     if avoidable < MIN_CHARS:
         return NOTHING
     behind = 0
-    firsts: dict[str, tuple[int, PlacedChange]] = {}
+    firsts: dict[str, tuple[int, FieldChange]] = {}
     for change in reversed(comparison.changes):
         behind += change.num_same
         firsts[change.cause] = min(behind, avoidable), change

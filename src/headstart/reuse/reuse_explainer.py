@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from headstart.common_prefix import common_prefix_length
 from headstart.core.batch import PromptTokenBreakdown
-from headstart.core.cache.history import Evicted
+from headstart.core.cache.history import EvictionRecord
 from headstart.core.cache.pinned_prefixes import REQUEST_PREFIX
 from headstart.core.recent_requests import AdmittedRequest, RecentRequests
 from headstart.core.request import CacheMode, Request, Sequence
@@ -22,7 +22,7 @@ _ITEM = array("i").itemsize
 MAX_TOKENS = 32 * 1024  # of each prompt behind the divergence
 
 
-class Reason(Enum):
+class ReuseEndReason(Enum):
     """The cause of the end of reuse."""
 
     COMPLETE = "complete"  # everything was cached; the last token is always computed, for its logits
@@ -85,7 +85,7 @@ class Explanation:
     num_prompt_tokens: int
     block_size: int
     position: int  # reused tokens before the first that had to be computed
-    reason: Reason
+    reason: ReuseEndReason
     now: PromptTokenBreakdown  # for the same prompt, sent now
     then: PromptTokenBreakdown | None = None  # of the past request; None: not computed yet, or there is none
     near: NearMatch | None = None
@@ -99,7 +99,7 @@ class Explanation:
         return plain
 
 
-def explain_request(
+def explain_request_reuse(
     scheduler: Scheduler, recent: RecentRequests, request_id: str, viewer: Viewer, now: float
 ) -> Explanation | None:
     """Explain a recent request; None if it is unknown, or hidden from the viewer. `now` in seconds."""
@@ -111,17 +111,17 @@ def explain_request(
     fresh = scheduler.cache.new_sequence(seq.request, 0)
     found = _found_now(scheduler, fresh)
     if seen is None:
-        return _Case(scheduler, recent, fresh, found.cached, None, viewer, now).explanation(found, seq)
+        return _Case(scheduler, recent, fresh, found.num_cached, None, viewer, now).explanation(found, seq)
     return _Case(scheduler, recent, seq, seen.start, seen, viewer, now).explanation(found, seq)
 
 
-def explain_prompt(
+def explain_prompt_reuse(
     scheduler: Scheduler, recent: RecentRequests, request: Request, viewer: Viewer, now: float
 ) -> Explanation:
     """Explain the reuse of a request if it came now; it is not queued. `now` in seconds."""
     fresh = scheduler.cache.new_sequence(request, 0)
     found = _found_now(scheduler, fresh)
-    return _Case(scheduler, recent, fresh, found.cached, None, viewer, now).explanation(found)
+    return _Case(scheduler, recent, fresh, found.num_cached, None, viewer, now).explanation(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,50 +169,54 @@ class _Case:
         """Tokens that another request must have in common for its blocks to be of use."""
         return (self._index + 1) * self._size
 
-    def _find_reason(self) -> tuple[Reason, NearMatch | None, ExplainedEviction | None]:
+    def _find_reason(self) -> tuple[ReuseEndReason, NearMatch | None, ExplainedEviction | None]:
         own = self._own_reason()
         if own is not None:
             return own, None, None
         twin = self._running_twin() if self.seen is None else None
         if twin is not None:
-            return Reason.COMPUTING, self._near(twin, self._common(twin)) if self.viewer.may_see(twin) else None, None
+            return (
+                ReuseEndReason.COMPUTING,
+                self._near(twin, self._common(twin)) if self.viewer.may_see(twin) else None,
+                None,
+            )
         evicted = self._evicted()
         if evicted is not None:
-            return Reason.EVICTED, None, self._eviction(evicted)
+            return ReuseEndReason.EVICTED, None, self._eviction(evicted)
         near, common = self._nearest(isolated=False)
         if near is not None and self._would_have_helped(near, common):
             return self._reason_of_equal(near), self._near(near.seq, common), None
         other, shared = self._nearest(isolated=True)
         if other is not None and self._would_have_helped(other, shared):
-            return Reason.ISOLATED, self._near(other.seq, shared), None
+            return ReuseEndReason.ISOLATED, self._near(other.seq, shared), None
         if near is None or common < max(self.position, 1):
-            return Reason.UNSEEN, None, None
+            return ReuseEndReason.UNSEEN, None, None
         if common < self._size:  # the text a chat template writes before every conversation does not count
-            return Reason.UNSEEN, self._near(near.seq, common), None
-        reason = Reason.EXTENDS if common == len(near.seq.token_ids) else Reason.DIVERGED
+            return ReuseEndReason.UNSEEN, self._near(near.seq, common), None
+        reason = ReuseEndReason.EXTENDS if common == len(near.seq.token_ids) else ReuseEndReason.DIVERGED
         return reason, self._near(near.seq, common), None
 
-    def _own_reason(self) -> Reason | None:
+    def _own_reason(self) -> ReuseEndReason | None:
         """Return a reason that lies in the request alone."""
         request, num_tokens = self.seq.request, len(self._prompt)
         if not self.scheduler.cache.enabled:
-            return Reason.DISABLED
+            return ReuseEndReason.DISABLED
         if request.sampling.prompt_logprobs is not None:
-            return Reason.UNREAD
+            return ReuseEndReason.UNREAD
         if request.cache is CacheMode.BYPASS:
-            return Reason.BYPASS
+            return ReuseEndReason.BYPASS
         if self.position >= num_tokens - 1:
-            return Reason.COMPLETE
+            return ReuseEndReason.COMPLETE
         if self._needed > num_tokens:
-            return Reason.TAIL
-        return Reason.NO_CHECKPOINT if self._has_kv() else None
+            return ReuseEndReason.TAIL
+        return ReuseEndReason.NO_CHECKPOINT if self._has_kv() else None
 
     def _has_kv(self) -> bool:
         """Return whether the keys and values of the first block that was not reused are, or were then, in the pool."""
         if self.seen is not None:
             return self.seen.has_kv
         cache = self.scheduler.cache
-        return cache.checkpoints.num_pages > 0 and len(cache.match(self.seq).block_ids) > self._index
+        return cache.checkpoints.num_pages > 0 and len(cache.match_prefix(self.seq).block_ids) > self._index
 
     def _running_twin(self) -> Sequence | None:
         """Return a running sequence that will publish the missing block."""
@@ -222,17 +226,17 @@ class _Case:
             if (
                 index < len(block_hashes)
                 and block_hashes[index] == self.seq.block_hashes[index]
-                and scheduler.cache.writes(seq)
+                and scheduler.cache.may_publish(seq)
             ):
                 return seq
         return None
 
-    def _evicted(self) -> Evicted | None:
+    def _evicted(self) -> EvictionRecord | None:
         if self.seen is not None:
             return self.seen.evicted
-        return self.scheduler.pool.eviction_of(self.seq.block_hashes[self._index])
+        return self.scheduler.pool.find_eviction(self.seq.block_hashes[self._index])
 
-    def _eviction(self, evicted: Evicted) -> ExplainedEviction:
+    def _eviction(self, evicted: EvictionRecord) -> ExplainedEviction:
         another = bool(evicted.by) and evicted.tenant != self.seq.request.tenant
         is_visible = bool(evicted.by) and (self.viewer.is_admin or evicted.tenant == self.viewer.tenant)
         by, tenant = (evicted.by, evicted.tenant or None) if is_visible else (None, None)
@@ -266,14 +270,14 @@ class _Case:
         public = not other.domain and other.request_id.startswith(REQUEST_PREFIX)
         return own.adapter == other.adapter and (public or own.domain == other.domain)
 
-    def _reason_of_equal(self, near: AdmittedRequest) -> Reason:
+    def _reason_of_equal(self, near: AdmittedRequest) -> ReuseEndReason:
         """Return why a past request with every token of the missing block was of no use."""
-        if not self.scheduler.cache.writes(near.seq):
-            return Reason.NOT_KEPT
+        if not self.scheduler.cache.may_publish(near.seq):
+            return ReuseEndReason.NOT_KEPT
         begun = None if self.seen is None else self.seen.admitted
-        if begun is not None and (near.answered is None or near.answered >= begun):
-            return Reason.COMPUTING
-        return Reason.GONE
+        if begun is not None and (near.record_first_token is None or near.record_first_token >= begun):
+            return ReuseEndReason.COMPUTING
+        return ReuseEndReason.GONE
 
     def _common(self, seq: Sequence) -> int:
         return common_prefix_length(self._prompt, seq.token_ids)
@@ -282,20 +286,20 @@ class _Case:
         prompt, tokens, end = self._prompt, seq.token_ids, common + WINDOW
         before = tuple(prompt[max(common - WINDOW, 0) : common])
         this, other = tuple(prompt[common:end]), tuple(tokens[common:end])
-        repeated = num_repeated(prompt, tokens, common, self._size) if this and other else 0
+        repeated = num_repeated_tokens(prompt, tokens, common, self._size) if this and other else 0
         return NearMatch(seq.request_id, common, before, this, other, repeated)
 
 
 def _found_now(scheduler: Scheduler, seq: Sequence) -> PromptTokenBreakdown:
     """Return the breakdown of a new sequence if it were admitted now."""
-    hit = scheduler.cache.match(seq)
+    hit = scheduler.cache.match_prefix(seq)
     block_hashes = seq.block_hashes[: len(hit.block_ids)]
     pinned = sum(map(scheduler.pool.is_pinned, block_hashes)) * scheduler.block_size
     pinned = min(pinned, hit.num_tokens)
     return PromptTokenBreakdown(pinned, hit.num_tokens - pinned, computed=len(seq.token_ids) - hit.num_tokens)
 
 
-def num_repeated(this: "array[int]", other: "array[int]", start: int, size: int) -> int:
+def num_repeated_tokens(this: "array[int]", other: "array[int]", start: int, size: int) -> int:
     """Return the number of tokens of `this` from `start` on that stand in `other` behind `start`, in runs of `size`.
 
     Runs are looked for in order of `this`; one of `other` may be found more than once.

@@ -12,8 +12,8 @@ from difflib import SequenceMatcher
 from typing import NamedTuple
 
 from headstart.common_prefix import common_prefix_length
-from headstart.reuse.causes import WORDS, is_json, same_words, value_kind
-from headstart.reuse.logged_prompt import as_object, parsed_object
+from headstart.reuse.causes import WORDS, classify_value, have_same_words, looks_like_json
+from headstart.reuse.logged_prompt import object_or_empty, parse_object_or_empty
 
 NEAR = 24  # characters between two changes of one line that belong to one value, such as a date and its time
 MIN_ALIKE = 0.5  # share of equal characters in texts that are versions of one text
@@ -23,7 +23,7 @@ _WORD = re.compile(r"\w+|\s+|[^\w\s]")
 _JSON_LINE = re.compile(r'\s*["{}\[\]]')
 
 
-class Change(NamedTuple):
+class TextChange(NamedTuple):
     """A difference at characters `this_at` and `that_at`, and the equal characters behind it up to the next one."""
 
     kind: str  # a key of causes.CAUSES, or "other"
@@ -33,11 +33,11 @@ class Change(NamedTuple):
     num_same: int
 
 
-class Changes(NamedTuple):
+class TextChanges(NamedTuple):
     """All differences of two texts, and the equal characters before the first one."""
 
     num_before: int
-    changes: list[Change]
+    changes: list[TextChange]
 
     @property
     def num_same(self) -> int:
@@ -54,14 +54,14 @@ class _Gap(NamedTuple):
     that_end: int
 
 
-def text_changes(this: str, that: str) -> Changes:
+def text_changes(this: str, that: str) -> TextChanges:
     """Return the differences of two texts."""
     if this == that:
-        return Changes(len(this), [])
+        return TextChanges(len(this), [])
     whole = _whole_change(this, that)
     if whole is not None:
         at = common_prefix_length(this, that)
-        return Changes(at, [Change(whole, at, this[at : at + 40], that[at : at + 40], len(this) - at)])
+        return TextChanges(at, [TextChange(whole, at, this[at : at + 40], that[at : at + 40], len(this) - at)])
     this, that = f"{this}\n", f"{that}\n"  # the last line may have moved too
     moved = _moved_lines(this, that)
     if not moved:
@@ -72,28 +72,28 @@ def text_changes(this: str, that: str) -> Changes:
     found = _changes_in_place(own, others)
     num_chars = len(this) - len(own)
     kind = "json_order" if all(_JSON_LINE.match(line) for line in moved) else "document_order"
-    return _with_move(found, Change(kind, len("".join(lines[:first])), lines[first].strip(), "", num_chars))
+    return _with_move(found, TextChange(kind, len("".join(lines[:first])), lines[first].strip(), "", num_chars))
 
 
-def _changes_in_place(this: str, that: str) -> Changes:
+def _changes_in_place(this: str, that: str) -> TextChanges:
     """Return the differences of two texts without moved lines."""
     gaps = _merged(_gaps(this, that), this, that)
-    changes: list[Change] = []
+    changes: list[TextChange] = []
     for index, gap in enumerate(gaps):
         next_start = gaps[index + 1].this_start if index + 1 < len(gaps) else len(this)
         kind = _kind(this, that, gap)
         own, other = this[gap.this_start : gap.this_end], that[gap.that_start : gap.that_end]
-        changes.append(Change(kind, gap.this_start, own, other, next_start - gap.this_end))
-    return Changes(gaps[0].this_start if gaps else len(this), changes)
+        changes.append(TextChange(kind, gap.this_start, own, other, next_start - gap.this_end))
+    return TextChanges(gaps[0].this_start if gaps else len(this), changes)
 
 
-def _with_move(found: Changes, move: Change) -> Changes:
+def _with_move(found: TextChanges, move: TextChange) -> TextChanges:
     """Return the changes with one more, at its place."""
     if move.this_at <= found.num_before:
         move = move._replace(num_same=move.num_same + found.num_before - move.this_at)
-        return Changes(move.this_at, [move, *found.changes])
+        return TextChanges(move.this_at, [move, *found.changes])
     changes = sorted([*found.changes, move], key=lambda change: change.this_at)
-    return Changes(found.num_before, changes)
+    return TextChanges(found.num_before, changes)
 
 
 def _moved_lines(this: str, that: str) -> set[str]:
@@ -115,14 +115,16 @@ def _without(moved: set[str], text: str) -> str:
 def _whole_change(this: str, that: str) -> str | None:
     """Return the kind if both texts have the same content as a whole, in another form or order."""
     if "".join(this.split()) == "".join(that.split()):
-        return "json_order" if is_json(this) else "whitespace"
+        return "json_order" if looks_like_json(this) else "whitespace"
     if _parsed(this) is not None and _parsed(this) == _parsed(that):
         return "json_order"
     for separator in ("\n\n", "\n"):
         own, others = this.split(separator), that.split(separator)
         if len(own) > 1 and Counter(map(str.strip, own)) == Counter(map(str.strip, others)):
             return "document_order"
-    return "json_order" if is_json(this) and same_words(this, that) and len(WORDS.findall(this)) > 3 else None
+    return (
+        "json_order" if looks_like_json(this) and have_same_words(this, that) and len(WORDS.findall(this)) > 3 else None
+    )
 
 
 def _gaps(this: str, that: str) -> list[_Gap]:
@@ -188,11 +190,13 @@ def _kind(this: str, that: str, gap: _Gap) -> str:
     own, other = this[gap.this_start : gap.this_end], that[gap.that_start : gap.that_end]
     if not own.strip() and not other.strip():
         return "whitespace"
-    if same_words(own, other):
-        return "json_order" if is_json(own) or is_json(other) else "document_order"
-    kind = value_kind(this, *_core(this, gap.this_start, gap.this_end))
+    if have_same_words(own, other):
+        return "json_order" if looks_like_json(own) or looks_like_json(other) else "document_order"
+    kind = classify_value(this, *_core(this, gap.this_start, gap.this_end))
     return (
-        kind if kind is not None and kind == value_kind(that, *_core(that, gap.that_start, gap.that_end)) else "other"
+        kind
+        if kind is not None and kind == classify_value(that, *_core(that, gap.that_start, gap.that_end))
+        else "other"
     )
 
 
@@ -222,7 +226,7 @@ def _parsed(text: str) -> object:
         return None
 
 
-def tool_changes(this: tuple[str, ...], that: tuple[str, ...]) -> Changes | None:
+def tool_changes(this: tuple[str, ...], that: tuple[str, ...]) -> TextChanges | None:
     """Return the changes of a list; None if most of its entries differ."""
     own, others = [_canonical(text) for text in this], [_canonical(text) for text in that]
     before = 0
@@ -232,11 +236,11 @@ def tool_changes(this: tuple[str, ...], that: tuple[str, ...]) -> Changes | None
         before += len(one)
     num_chars = sum(map(len, this))
     if sorted(own) == sorted(others):
-        changes = [] if own == others else [Change("tool_order", before, "", "", 0)]
+        changes = [] if own == others else [TextChange("tool_order", before, "", "", 0)]
         if sorted(this) != sorted(that):
-            changes.append(Change("json_order", before, "", "", 0))
+            changes.append(TextChange("json_order", before, "", "", 0))
         changes[-1] = changes[-1]._replace(num_same=num_chars - before)
-        return Changes(before, changes)
+        return TextChanges(before, changes)
     names, other_names = [_name(text) for text in this], [_name(text) for text in that]
     if names == other_names:
         return _texts(this, that)
@@ -246,12 +250,12 @@ def tool_changes(this: tuple[str, ...], that: tuple[str, ...]) -> Changes | None
         return None
     shown = ", ".join(name for name in names if name not in other_names)
     gone = ", ".join(name for name in other_names if name not in names)
-    return Changes(before, [Change("tools_changed", before, shown, gone, max(num_common - before, 0))])
+    return TextChanges(before, [TextChange("tools_changed", before, shown, gone, max(num_common - before, 0))])
 
 
-def _texts(this: tuple[str, ...], that: tuple[str, ...]) -> Changes | None:
+def _texts(this: tuple[str, ...], that: tuple[str, ...]) -> TextChanges | None:
     """Return the changes of tools with the same names, one after the other."""
-    before, changes = 0, list[Change]()
+    before, changes = 0, list[TextChange]()
     for own, other in zip(this, that, strict=True):
         found = text_changes(own, other)
         if found.num_same < MIN_ALIKE * len(own):
@@ -263,19 +267,19 @@ def _texts(this: tuple[str, ...], that: tuple[str, ...]) -> Changes | None:
         changes += [
             change._replace(kind="tools_changed") if change.kind == "other" else change for change in found.changes
         ]
-    return Changes(before, changes)
+    return TextChanges(before, changes)
 
 
 def _canonical(text: str) -> str:
     """Return the JSON with sorted keys; arguments that are JSON in a string are read too."""
-    value = parsed_object(text)
+    value = parse_object_or_empty(text)
     arguments = value.get("arguments")
     if isinstance(arguments, str):
-        value["arguments"] = parsed_object(arguments) or arguments
+        value["arguments"] = parse_object_or_empty(arguments) or arguments
     return json.dumps(value, sort_keys=True) if value else text
 
 
 def _name(text: str) -> str:
     """Return the name of a tool; the text itself if it has none."""
-    value = parsed_object(text)
-    return str(as_object(value.get("function", value)).get("name", text))
+    value = parse_object_or_empty(text)
+    return str(object_or_empty(value.get("function", value)).get("name", text))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headstart.core.cache.hashing import BlockHash
-from headstart.router.routing_request import Prompt, RoutingRequest
+from headstart.router.routing_request import RoutingPrompt, RoutingRequest
 
 NAME_BYTES = 8
 
@@ -48,10 +48,10 @@ class DecisionRecord:
         """Return the original routing request, to be routed again."""
         raw = bytes.fromhex(self.names)
         names = [BlockHash(raw[start : start + NAME_BYTES]) for start in range(0, len(raw), NAME_BYTES)]
-        prompt = Prompt.of_block_hashes(names, self.prompt_tokens, self.block_size)
+        prompt = RoutingPrompt.from_block_hashes(names, self.prompt_tokens, self.block_size)
         return RoutingRequest(prompt, adapter=self.adapter, session=self.session, max_tokens=self.output_tokens)
 
 
-def joined(names: list[BlockHash]) -> str:
+def join_hashes(names: list[BlockHash]) -> str:
     """Return block hashes in the format of a record."""
     return b"".join(name[:NAME_BYTES] for name in names).hex()

@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass
 
-from headstart.router.health import Health
+from headstart.router.health import ReplicaHealth
 from headstart.router.index.prefix_index import PrefixIndex
-from headstart.router.load import MAX_AGE, Load
-from headstart.router.policies.rendezvous import digest_of
-from headstart.router.pricing import Price, price_one
+from headstart.router.load import MAX_AGE, ReplicaLoad
+from headstart.router.policies.rendezvous import key_digest
+from headstart.router.pricing import PromptCost, cost_at_one
 from headstart.router.step_rates import StepRates
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class ReplicaReport:
     """A report of a replica: from a scrape or a response header."""
 
     at: float
@@ -41,33 +41,33 @@ class Endpoint:
         prior: StepRates | None = None,
     ) -> None:
         self.name = name
-        self.digest = digest_of(name.encode())  # for rendezvous hashing
+        self.digest = key_digest(name.encode())  # for rendezvous hashing
         self.index = index
         self.block_size = block_size
         self.models = models
         self.tokenizer = ""  # digest of one whose token ids the replica takes beside a text; "": none
-        self.health = Health()
-        self.load = Load(prior, self.room)
-        self._reported: Reported | None = None
+        self.health = ReplicaHealth()
+        self.load = ReplicaLoad(prior, self.room)
+        self._reported: ReplicaReport | None = None
         self.granule = 0  # greatest common divisor of the cached tokens it reported: converges to its real block size
         self.miscounted: set[str] = set()  # forms of prompts whose last report differed in the number of tokens
 
     @property
-    def reported(self) -> Reported | None:
+    def reported(self) -> ReplicaReport | None:
         """Its last report."""
         return self._reported
 
     @reported.setter
-    def reported(self, reported: Reported) -> None:
+    def reported(self, reported: ReplicaReport) -> None:
         self._reported = reported
         self.load.reported(reported.waiting, reported.running, reported.at)
 
-    def reconfigured(self, block_size: int, index: PrefixIndex) -> None:
+    def reconfigure(self, block_size: int, index: PrefixIndex) -> None:
         """Reset the state after a restart with another block size: the index and its corrections are void."""
         self.block_size, self.index, self.granule = block_size, index, 0
         self.miscounted.clear()
 
-    def fresh(self, now: float) -> Reported | None:
+    def fresh(self, now: float) -> ReplicaReport | None:
         """Return its last report, if it is recent."""
         reported = self.reported
         return reported if reported is not None and now - reported.at <= MAX_AGE else None
@@ -84,24 +84,24 @@ class Endpoint:
 
     def backlog_ms(self, now: float) -> float:
         """Return the work queued before ours; requests of other routers count as the mean of our own."""
-        return price_one(self, 1, 0, now).backlog
+        return cost_at_one(self, 1, 0, now).backlog
 
     def slowness(self, now: float) -> float:
         """Return how many times slower than its fleet it is at present: learned, or its oldest request is late."""
-        return price_one(self, 1, 0, now).factor
+        return cost_at_one(self, 1, 0, now).factor
 
     def room(self) -> tuple[float, float]:
         """Return the tokens of its cache that no prompt in flight claims (inf: not known), and those of all of it."""
         index = self.index
-        return index.num_unclaimed * self.block_size, index.num_blocks * self.block_size
+        return index.num_unclaimed_blocks * self.block_size, index.num_blocks * self.block_size
 
-    def eviction_ms(self, prompt_tokens: int, cached_tokens: int) -> float:
+    def eviction_cost_ms(self, prompt_tokens: int, cached_tokens: int) -> float:
         """Return the prefill of tokens evicted for a prompt that are likely to be requested again."""
         tokens = max(prompt_tokens - cached_tokens, 1)
         lost = self.index.loss(-(-tokens // self.block_size)) * self.block_size
         rates = self.load.rates
         return lost * (rates.token + rates.pair * prompt_tokens / 2)
 
-    def price(self, prompt_tokens: int, cached_tokens: int, now: float) -> Price[float]:
+    def price(self, prompt_tokens: int, cached_tokens: int, now: float) -> PromptCost[float]:
         """Return the cost of a prompt of which `cached_tokens` are cached here, without evictions."""
-        return price_one(self, prompt_tokens, cached_tokens, now)
+        return cost_at_one(self, prompt_tokens, cached_tokens, now)

@@ -6,7 +6,7 @@ from headstart.router.endpoint import Endpoint
 from headstart.router.routing_request import RoutingRequest
 
 
-def eligible(
+def eligible_endpoints(
     endpoints: Collection[Endpoint], request: RoutingRequest, now: float, tried: frozenset[str] = frozenset()
 ) -> tuple[list[Endpoint], dict[str, str]]:
     """Return the replicas that may serve `request`, and the reasons of all others by name.

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from headstart.core.cache.hashing import BlockHash
-from headstart.router.step_rates import Work
+from headstart.router.step_rates import PrefillWork
 
 
 @dataclass(slots=True, eq=False)
-class Period:
+class BusyPeriod:
     """A busy period of one replica: the prefills that ended in it."""
 
     start: float
@@ -29,10 +29,10 @@ class Period:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class RequestFlight:
     """One request in flight at a replica."""
 
-    work: Work
+    work: PrefillWork
     prefill_ms: float
     backlog_ms: float
     prompt_tokens: int
@@ -46,14 +46,14 @@ class Flight:
     num_steps: int = 0  # of its prefill, if all were seen; 0: not known
     block_hashes: list[BlockHash] = field(init=False)  # of its prompt, while pending
     hit_blocks: int = 0  # of these, expected to be cached when it is computed
-    leader: "Flight | None" = None  # while pending: the request that computes the last block of this hit
+    leader: "RequestFlight | None" = None  # while pending: the request that computes the last block of this hit
     awaited: int = 0  # tokens of the leader's work that are to be computed in earlier steps
     turn: int = 0  # number of the earliest step that may compute it
     wait_ms: float = 0.0  # for blocks, as expected when it was sent
     sent_at: float = 0.0
     answered_at: float | None = None
     is_assumed: bool = False
-    period: Period | None = None  # from its first token until its work is known
+    period: BusyPeriod | None = None  # from its first token until its work is known
     done_before: int = 0  # state of the replica at its first token, as are the next three
     pairs_before: float = 0.0
     streams_before: float = 0.0
@@ -73,7 +73,9 @@ class Flight:
         return self.prompt_tokens - self.work.tokens
 
 
-def leader_of(block_hashes: Sequence[BlockHash], hit: int, pending: Iterable[Flight]) -> Flight | None:
+def find_prefix_leader(
+    block_hashes: Sequence[BlockHash], hit: int, pending: Iterable[RequestFlight]
+) -> RequestFlight | None:
     """Return the pending request that computes the last block of a hit of so many blocks, if there is one."""
     if not hit:
         return None

@@ -13,7 +13,7 @@ MAX_AWAY = 30.0
 TRIAL_SECONDS = 10.0  # for the first token of a trial request; a slower one does not block others
 
 
-class Health:
+class ReplicaHealth:
     """The health of one replica. `draining`: it reports that it accepts no new requests.
 
     `absent`: a probe found no process there, or none that is ready. `left_at`: when one of the two began.
@@ -63,13 +63,13 @@ class Health:
             self.left_at = now
         self.absent, self.draining = absent, draining
 
-    def present(self) -> None:
+    def record_ready(self) -> None:
         """Record that a probe found the replica ready; failures from before its restart are dropped."""
         if self.absent or self.draining:
             self._failures, self._away, self._until, self.up_at = 0, 0.0, 0.0, 0.0
         self.absent = self.draining = False
 
-    def succeeded(self, now: float, *, sent_at: float | None = None) -> None:
+    def record_succeeded(self, now: float, *, sent_at: float | None = None) -> None:
         """Record an answered request; one sent before an ejection is ignored."""
         if now >= self._until and (sent_at is None or sent_at >= self._until):
             self._failures, self._away, self.up_at = 0, 0.0, self._until

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from headstart.core.cache.hashing import BlockHash
-from headstart.router.flight import Flight, Period, leader_of
-from headstart.router.rate_learner import Interval, Pace, RateLearner
+from headstart.router.flight import BusyPeriod, RequestFlight, find_prefix_leader
+from headstart.router.rate_learner import RateLearner, RateSample, ReplicaPace
 from headstart.router.running_step import RunningStep
-from headstart.router.step_rates import STEP_TOKENS, StepRates, Work
+from headstart.router.step_rates import STEP_TOKENS, PrefillWork, StepRates
 
 GRACE_MS = 50.0  # a shorter delay is not late
 LATENESS = 1.5  # nor is one below this multiple of the expected time
@@ -28,10 +28,10 @@ WATCHED_STEPS = 8  # steps seen by token events that are a sample of the pace, o
 WATCHED_MS = 100.0  # so many milliseconds of them
 MAX_SURPRISE = 4.0  # a step that takes longer than this multiple computed something that is not known
 NO_ROOM = (inf, 1.0)  # where nothing is known about it
-NOTHING = Interval(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NOTHING = RateSample(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-class Load:
+class ReplicaLoad:
     """The requests in flight at one replica. `learner` is shared with all replicas of its kind (`Router.add`).
 
     `room` returns the tokens of the cache that no prompt in flight claims, and those of all of it (`Endpoint.room`).
@@ -42,7 +42,7 @@ class Load:
     ) -> None:
         self._room = room
         self.learner = RateLearner(prior)
-        self.pace = Pace()
+        self.pace = ReplicaPace()
         self.last_sent = -1  # sequence number of the last request, over all replicas; -1: none
         self.mean_prefill_ms = 0.0
         self._mean_prompt = 0.0  # tokens
@@ -52,9 +52,9 @@ class Load:
         self.pending_tokens = 0  # to prefill
         self.pending_pairs = 0.0
         self.pending_prompts = 0  # tokens of the prompts, cached or not
-        self._pending: dict[Flight, None] = {}  # without a first token, in sending order
+        self._pending: dict[RequestFlight, None] = {}  # without a first token, in sending order
         self._since = 0.0  # start of work on the first pending request
-        self._period = Period(0.0, 0.0, 0.0)
+        self._period = BusyPeriod(0.0, 0.0, 0.0)
         self._at = 0.0  # of the integrals
         self._stream_ms = self._resident_ms = 0.0  # integrals over time
         self._row: tuple[float, ...] | None = None  # None: to be computed
@@ -118,7 +118,7 @@ class Load:
         self._row = None
         self.learner.rows.changed(self)
 
-    def limit_steps(self, tokens: int) -> None:
+    def set_max_step_tokens(self, tokens: int) -> None:
         """Set the most new tokens of a step, as the replica states it."""
         self._step.limit(tokens)
         self._changed()
@@ -131,39 +131,39 @@ class Load:
         self._foreign_streams = max(running - self.num_streams, 0) if is_shared else 0
         self._changed()
 
-    def sent(self, flight: Flight, now: float, order: int) -> None:
+    def sent(self, flight: RequestFlight, now: float, order: int) -> None:
         """Record a request sent there."""
         self._advance(now)
         flight.sent_at = now
         if not self._pending:
             self._since = now
             self._begin(now)
-        leader = flight.leader = self.leader_of(flight.block_hashes, flight.hit_blocks)
-        if leader is not None and self.learner.defers:
+        leader = flight.leader = self.find_prefix_leader(flight.block_hashes, flight.hit_blocks)
+        if leader is not None and self.learner.waits_for_prefix_leader:
             flight.awaited = max(flight.cached_tokens - leader.cached_tokens, 0)
         self._pending[flight] = None
         self._step.sent(flight)
-        if self._step.is_seen and not self.num_streams and len(self._pending) == 1:
+        if self._step.was_observed and not self.num_streams and len(self._pending) == 1:
             self._begin_step(now)  # it was idle
         self.pending_tokens += flight.work.tokens
         self.pending_pairs += flight.work.pairs
         self.pending_prompts += flight.prompt_tokens
         self.inflight_tokens += flight.work.tokens + flight.output_tokens
-        if self._step.is_seen and self.num_streams and len(self._pending) == 1 and not flight.wait_ms:
+        if self._step.was_observed and self.num_streams and len(self._pending) == 1 and not flight.wait_ms:
             flight.entered = self._step.number
         self.last_sent = order
         weight = 0.1 if self.mean_prefill_ms else 1.0
         self.mean_prefill_ms += weight * (flight.prefill_ms - self.mean_prefill_ms)
         self._mean_prompt += weight * (flight.prompt_tokens - self._mean_prompt)
 
-    def leader_of(self, block_hashes: Sequence[BlockHash], hit_blocks: int) -> Flight | None:
+    def find_prefix_leader(self, block_hashes: Sequence[BlockHash], hit_blocks: int) -> RequestFlight | None:
         """Return the pending request that computes the last of these blocks that are expected to be cached, if any."""
-        return leader_of(block_hashes, hit_blocks, self._pending)
+        return find_prefix_leader(block_hashes, hit_blocks, self._pending)
 
-    def token(self, flight: Flight, now: float) -> None:
+    def token(self, flight: RequestFlight, now: float) -> None:
         """Record a token event of a stream: a step has ended if the stream had its event since the step began."""
         step = self._step
-        if not step.is_seen:
+        if not step.was_observed:
             self._begin_step(now)
             flight.first_step = step.number
         elif flight.step == step.number:
@@ -173,12 +173,12 @@ class Load:
         flight.step, flight.token_at = step.number, now
         flight.num_events += 1
 
-    def answered(self, flight: Flight, now: float, *, is_assumed: bool = False) -> None:
+    def answered(self, flight: RequestFlight, now: float, *, is_assumed: bool = False) -> None:
         """Record its first token. `is_assumed`: it was not seen, so nothing is learned."""
         if flight not in self._pending:
             return
         self._advance(now)
-        if self._step.is_seen and not is_assumed:
+        if self._step.was_observed and not is_assumed:
             self._prefilled(flight, now)
         period = self._period
         if now > period.end + SAME_STEP:
@@ -205,7 +205,7 @@ class Load:
         if not self._pending:
             self._close(now)
 
-    def learn(self, flight: Flight, work: Work) -> None:
+    def learn(self, flight: RequestFlight, work: PrefillWork) -> None:
         """Correct the work of its busy period, now that it is known; that is a sample when all of it is. Once."""
         period, flight.period = flight.period, None
         if period is None:
@@ -220,7 +220,7 @@ class Load:
         self._mismatch += MISMATCH_DECAY * (error - self._mismatch)
         self._finish(period)
 
-    def finished(self, flight: Flight, now: float, num_output: int = 0) -> None:
+    def finished(self, flight: RequestFlight, now: float, num_output: int = 0) -> None:
         """Record its end, successful or not. `num_output`: tokens of a complete answer; 0: not known."""
         self._advance(now)
         if flight in self._pending:
@@ -235,7 +235,7 @@ class Load:
             self.stream_tokens -= flight.prompt_tokens
             self.inflight_tokens -= flight.output_tokens
 
-    def ignore(self, flight: Flight) -> None:
+    def exclude_from_learning(self, flight: RequestFlight) -> None:
         """Let nothing be learned from a request that failed."""
         if flight.period is not None:
             flight.period.is_void, flight.period = True, None
@@ -252,7 +252,7 @@ class Load:
             grown = self.num_streams * self.learner.mean_output / 2
             self._resident_ms += elapsed * (self.stream_tokens + grown)
 
-    def _left(self, flight: Flight, now: float) -> None:
+    def _left(self, flight: RequestFlight, now: float) -> None:
         flight.leader, flight.block_hashes = None, []
         del self._pending[flight]
         self._step.left(flight)
@@ -261,8 +261,8 @@ class Load:
         self.pending_prompts -= flight.prompt_tokens
         self._since = now
 
-    def _begin(self, now: float) -> Period:
-        self._period = Period(now, self._stream_ms, self._resident_ms)
+    def _begin(self, now: float) -> BusyPeriod:
+        self._period = BusyPeriod(now, self._stream_ms, self._resident_ms)
         return self._period
 
     def _close(self, now: float) -> None:
@@ -275,7 +275,7 @@ class Load:
             self._judge(period, now)
         self._finish(period)
 
-    def _judge(self, period: Period, now: float) -> None:
+    def _judge(self, period: BusyPeriod, now: float) -> None:
         """Learn the pace from a period that has ended. Once."""
         interval = _interval_of(period, self._step.step_tokens)
         if not period.is_void and not period.is_judged and interval.ms > 0.0:
@@ -296,20 +296,20 @@ class Load:
 
     def _least_step(self) -> float:
         """Return the seconds that are at least between two steps."""
-        if self.learner.is_doubtful:
+        if self.learner.is_unreliable:
             return SAME_STEP
         step = self._step
-        ms = Interval(0.0, 1, step.streams, step.resident, 0, 0.0).expected_ms(self.rates)
+        ms = RateSample(0.0, 1, step.streams, step.resident, 0, 0.0).expected_ms(self.rates)
         return max(MIN_STEP * ms * self.learner.factor(self.pace, step.began_at) / 1e3, SAME_STEP)
 
-    def _prefilled(self, flight: Flight, now: float) -> None:
+    def _prefilled(self, flight: RequestFlight, now: float) -> None:
         """Record that a prefill is computed: a step has ended with it, unless one that ended before computed it."""
         step = self._step
         if flight.num_computed < flight.work.tokens:
             if now - step.began_at > self._least_step():
                 self._end_step(now)
             if next(iter(self._pending)) is flight:
-                step.catch_up(flight, self._pending)
+                step.end_steps_until(flight, self._pending)
         flight.step = flight.first_step = step.number
         flight.token_at = now
         if flight.entered and self.num_streams:  # there was a stream all the time, which showed every step
@@ -326,21 +326,21 @@ class Load:
         step = self._step
         if not step.streams or (step.tokens and self._mismatch >= MAX_MISMATCH):
             return  # steps without streams are not seen; the work of this one is uncertain
-        one = Interval(ms, 1, step.streams, step.resident, step.tokens, step.pairs)
+        one = RateSample(ms, 1, step.streams, step.resident, step.tokens, step.pairs)
         if ms > min(MAX_SURPRISE * one.expected_ms(self.rates) * self.learner.factor(self.pace, now), MAX_DECODE_MS):
             return
-        watched = self._watched = Interval(*(a + b for a, b in zip(self._watched, one, strict=True)))
+        watched = self._watched = RateSample(*(a + b for a, b in zip(self._watched, one, strict=True)))
         if watched.steps >= WATCHED_STEPS or watched.ms >= WATCHED_MS:
             self._pace(watched, now)
             self._watched = NOTHING
 
-    def _pace(self, interval: Interval, now: float) -> None:
+    def _pace(self, interval: RateSample, now: float) -> None:
         """Learn the pace from an interval, as far as the fleet's rates are known."""
-        if not self.learner.is_doubtful:
+        if not self.learner.is_unreliable:
             self.learner.measured(self.pace, interval.ms / interval.expected_ms(self.rates), now)
             self._changed()
 
-    def _finish(self, period: Period) -> None:
+    def _finish(self, period: BusyPeriod) -> None:
         """Learn a period that is over and fully known."""
         if period.is_closed and not period.num_open and not period.is_void:
             self._judge(period, period.end)
@@ -348,7 +348,7 @@ class Load:
             if interval.ms > 0.0:
                 self.learner.learn(interval._replace(ms=interval.ms / period.factor))
 
-    def _decoded(self, flight: Flight, start: float, now: float, num_output: int) -> None:
+    def _decoded(self, flight: RequestFlight, start: float, now: float, num_output: int) -> None:
         """Learn the decode of an answer, and its length.
 
         Its steps are those that were seen, if it had events: a step of speculation or of a replica that reports every
@@ -363,13 +363,13 @@ class Load:
         streams = (self._stream_ms - flight.streams_before) / ms
         resident = (self._resident_ms - flight.resident_before) / ms
         tokens, pairs = self._done_tokens - flight.done_before, self._done_pairs - flight.pairs_before
-        interval = Interval(ms, num_steps, num_steps * streams, num_steps * resident, tokens, pairs)
+        interval = RateSample(ms, num_steps, num_steps * streams, num_steps * resident, tokens, pairs)
         if ms < MAX_DECODE_MS:
             self._pace(interval, now)
         self.learner.learn(interval._replace(ms=ms / self.learner.factor(self.pace, now)))
 
 
-def _interval_of(period: Period, step_tokens: int) -> Interval:
+def _interval_of(period: BusyPeriod, step_tokens: int) -> RateSample:
     """Return a closed period as a sample, of steps of at most so many new tokens.
 
     It began in the middle of a step, if there were streams.
@@ -379,4 +379,4 @@ def _interval_of(period: Period, step_tokens: int) -> Interval:
         return NOTHING
     streams, resident = period.streams / ms, period.resident / ms
     steps = max(period.num_steps, -(-period.tokens // step_tokens)) + (0.5 if streams else 0.0)
-    return Interval(ms, steps, steps * streams, steps * resident, period.tokens, period.pairs)
+    return RateSample(ms, steps, steps * streams, steps * resident, period.tokens, period.pairs)

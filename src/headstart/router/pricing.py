@@ -6,8 +6,8 @@ A full cache makes requests wait for blocks: those of a prompt and of an answer 
 in flight. Each stream releases its share of that after the time of such an answer. The backlog is the wait, if that is
 longer than the queue of prefills.
 
-`price_all` uses arrays, or compiled code (model/kernels/hashes/prices.cpp), `price_one` plain numbers, which is cheaper
-for few replicas: a test holds their results equal.
+`cost_at_each` uses arrays, or compiled code (model/kernels/hashes/prices.cpp), `cost_at_one` plain numbers, which is
+cheaper for few replicas: a test holds their results equal.
 """
 
 from array import array
@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.router.load import GRACE_MS, LATENESS, MAX_AGE, Load
+from headstart.router.load import GRACE_MS, LATENESS, MAX_AGE, ReplicaLoad
 from headstart.router.step_rates import StepRates
 
 EVICTED = 0.75  # share of evicted tokens that will be recomputed; 0.25 to 1.5 were tried
@@ -31,14 +31,14 @@ Array = NDArray[np.float64]
 Numbers = TypeVar("Numbers", float, Array)
 
 
-class Priced(Protocol):
+class PricedReplica(Protocol):
     """A replica to price."""
 
     @property
-    def load(self) -> Load: ...
+    def load(self) -> ReplicaLoad: ...
 
 
-class Price(NamedTuple, Generic[Numbers]):
+class PromptCost(NamedTuple, Generic[Numbers]):
     """The cost at one replica, or at each of several, in milliseconds; `factor` is its slowness at present."""
 
     backlog: Numbers
@@ -58,27 +58,27 @@ class Price(NamedTuple, Generic[Numbers]):
         return (self.backlog + self.prefill + self.decode) * self.factor
 
 
-def price_all(
-    endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Sequence[int] | Array, now: float
-) -> Price[Array]:
+def cost_at_each(
+    endpoints: Sequence[PricedReplica], prompt_tokens: int, hit_tokens: Sequence[int] | Array, now: float
+) -> PromptCost[Array]:
     """Return the costs of a prompt at each replica, of which `hit_tokens` are cached there."""
     learner = endpoints[0].load.learner
     rates, output = learner.rates, learner.mean_output
     loads = [endpoint.load for endpoint in endpoints]
     state = learner.rows.of(loads).T
-    if learner.is_contradicted:
+    if learner.is_contradicted_by_samples:
         rates = StepRates(0.0, 0.0, 0.0, rates.token, 0.0)
     own = np.maximum(prompt_tokens - np.asarray(hit_tokens, dtype=np.float64), 1.0)
     pace: Array = np.ones(len(loads))
-    for index in np.flatnonzero(state[IS_PACED]) if not learner.is_contradicted else ():
+    for index in np.flatnonzero(state[IS_PACED]) if not learner.is_contradicted_by_samples else ():
         pace[index] = learner.factor(loads[index].pace, now)
     if learner.prices is not None:
         limits = (STALE_STEPS, STALE_MS, MAX_AGE, LATENESS, GRACE_MS, DECODE)
-        numbers = array("d", (*rates, output, prompt_tokens, now, not learner.is_contradicted, *limits))
-        costs = np.empty((len(Price._fields), len(loads)))
+        numbers = array("d", (*rates, output, prompt_tokens, now, not learner.is_contradicted_by_samples, *limits))
+        costs = np.empty((len(PromptCost._fields), len(loads)))
         at, own_at, pace_at, to = (part.ctypes.data for part in (state, own, pace, costs))
         learner.prices(len(loads), at, own_at, pace_at, numbers.buffer_info()[0], to)
-        return Price(*costs)
+        return PromptCost(*costs)
     tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started = state[:IS_PACED]
     foreign, foreign_at, mean_prefill_ms, room, size, began_at, now_tokens, now_pairs, *rest = state[IS_PACED + 1 :]
     rest_tokens, rest_pairs, step_tokens, chain, other_streams, other_resident = rest
@@ -93,7 +93,7 @@ def price_all(
     backlog = rates.token * tokens + rates.pair * pairs + steps * step
     backlog = np.maximum(backlog - np.where(is_busy, np.minimum(np.maximum(elapsed, 0.0), head), 0.0), 0.0)
     backlog += np.where(~is_busy & (streams > 0), 0.5 * step, 0.0)
-    if not learner.is_contradicted:
+    if not learner.is_contradicted_by_samples:
         running: Array = step + rates.token * now_tokens + rates.pair * now_pairs
         elapsed: Array = 1e3 * (now - began_at) / pace
         is_seen: NDArray[np.bool_] = (began_at > -inf) & ((streams > 0) | is_busy)
@@ -116,14 +116,14 @@ def price_all(
     decode = _decode_ms(rates, output, decoding + pending, attended + prompts, prompt_tokens)
     expected = head + rates.token * np.minimum(state[0] - head_tokens, step_tokens)
     late = np.where(is_busy, 1e3 * (now - started) / (LATENESS * expected + GRACE_MS), 1.0)
-    return Price(backlog, prefill, decode, np.maximum(late, 1.0) * pace, wait)
+    return PromptCost(backlog, prefill, decode, np.maximum(late, 1.0) * pace, wait)
 
 
-def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float) -> Price[float]:
-    """Return the cost of a prompt at one replica, of which `hit_tokens` are cached there: that of `price_all`."""
+def cost_at_one(endpoint: PricedReplica, prompt_tokens: int, hit_tokens: int, now: float) -> PromptCost[float]:
+    """Return the cost of a prompt at one replica, of which `hit_tokens` are cached there: that of `cost_at_each`."""
     load = endpoint.load
     learner = load.learner
-    rates, output, is_contradicted = learner.rates, learner.mean_output, learner.is_contradicted
+    rates, output, is_contradicted = learner.rates, learner.mean_output, learner.is_contradicted_by_samples
     tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started, *rest = load.row
     is_paced, foreign, foreign_at, mean_prefill_ms, room, size, began_at, now_tokens, now_pairs, *rest = rest
     rest_tokens, rest_pairs, step_tokens, chain, other_streams, other_resident = rest
@@ -168,7 +168,7 @@ def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float)
     more = max(ceil((tokens + own) / step_tokens) - steps, 0)
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
     decode = _decode_ms(rates, output, decoding + pending, attended + prompts, prompt_tokens)
-    return Price(backlog, prefill, decode, factor * pace, wait)
+    return PromptCost(backlog, prefill, decode, factor * pace, wait)
 
 
 def _decode_ms(rates: StepRates, output: float, streams: Numbers, resident: Numbers, prompt_tokens: int) -> Numbers:

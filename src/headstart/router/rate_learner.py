@@ -42,7 +42,7 @@ REMEMBERED = 1024.0  # requests in flight, after which older reports count half
 LEAST_SHARE = 0.1  # of other routers' requests, below which there are none
 
 
-class Interval(NamedTuple):
+class RateSample(NamedTuple):
     """A sample: what one replica did in `ms`. Streams and resident tokens are sums over the steps."""
 
     ms: float
@@ -55,7 +55,7 @@ class Interval(NamedTuple):
     def expected_ms(self, rates: StepRates) -> float:
         """Return the duration by `rates`."""
         decodes = rates.step * self.steps + rates.stream * self.streams + rates.resident * self.resident
-        return max(decodes + rates.new_ms(self.tokens, self.pairs), MIN_MS)
+        return max(decodes + rates.new_tokens_ms(self.tokens, self.pairs), MIN_MS)
 
 
 class RateLearner:
@@ -71,22 +71,22 @@ class RateLearner:
         self.residual = 0.0  # decaying mean of |log(measured / expected)|
         self.mean_output = MEAN_OUTPUT  # decaying mean of the tokens of an answer
         self._num_outputs = 0
-        self.others = OtherRouters()
-        self._paces = WeakSet[Pace]()  # of the replicas with samples
+        self.others = OtherRoutersLoad()
+        self._paces = WeakSet[ReplicaPace]()  # of the replicas with samples
         self._usual, self._usual_at = 0.0, -inf  # lower quartile of their deviations, and when it was computed
         self._deferred = 1.0  # decaying share of followers that were answered later than their leaders
         self._gram = [[0.0] * 5 for _ in range(5)]
         self._target = [0.0] * 5
-        self._first: list[Interval] = []
+        self._first: list[RateSample] = []
         self._level = 1.0  # measured / expected by the prior, of the first samples
 
     @property
-    def is_doubtful(self) -> bool:
+    def is_unreliable(self) -> bool:
         """Whether nothing should be measured by the rates: few samples, or the rates do not explain them."""
-        return self._is_young or self.is_contradicted
+        return self._is_young or self.is_contradicted_by_samples
 
     @property
-    def is_contradicted(self) -> bool:
+    def is_contradicted_by_samples(self) -> bool:
         """Whether the rates should not be used for decisions: they do not explain the samples.
 
         The prior is used before there are any: it may be wrong by a factor, but that is the same for all replicas.
@@ -94,19 +94,19 @@ class RateLearner:
         return self.residual > DOUBTFUL
 
     @property
-    def defers(self) -> bool:
+    def waits_for_prefix_leader(self) -> bool:
         """Whether replicas let a request wait for a step in which another one computes its prefix.
 
         Headstart and SGLang do; in vLLM both are computed in one step. Assumed until the opposite is seen.
         """
         return self._deferred > 0.5
 
-    def measured(self, pace: "Pace", ratio: float, now: float) -> None:
+    def measured(self, pace: "ReplicaPace", ratio: float, now: float) -> None:
         """Add a sample to the pace of one replica: measured / expected by the rates."""
         pace.learn(ratio, now)
         self._paces.add(pace)
 
-    def factor(self, pace: "Pace", now: float) -> float:
+    def factor(self, pace: "ReplicaPace", now: float) -> float:
         """Return how many times slower than the fleet a replica is, at least 1.
 
         The fleet's own pace is the lower quartile, if that is slow too: then the rates are wrong. Otherwise samples,
@@ -115,9 +115,9 @@ class RateLearner:
         if not pace.is_used:
             return 1.0
         if not 0.0 <= now - self._usual_at < USUAL_AGE:
-            found = sorted(max(pace.deviation(now), 0.0) for pace in self._paces)
+            found = sorted(max(pace.mean_log_slowdown(now), 0.0) for pace in self._paces)
             self._usual, self._usual_at = found[len(found) // 4] if found else 0.0, now
-        return max(exp(pace.deviation(now) - self._usual), 1.0)
+        return max(exp(pace.mean_log_slowdown(now) - self._usual), 1.0)
 
     def followed(self, *, is_later: bool) -> None:
         """Record whether a request whose prefix another one computed had its first token in a later step."""
@@ -128,7 +128,7 @@ class RateLearner:
         self._num_outputs += 1
         self.mean_output += (num_output - self.mean_output) * max(1.0 / self._num_outputs, 1.0 - DECAY)
 
-    def learn(self, interval: Interval) -> None:
+    def learn(self, interval: RateSample) -> None:
         """Add a sample, with its duration divided by the pace of its replica.
 
         The first samples only tell how fast the machine is: the prior, at this level, is where the fit begins.
@@ -148,7 +148,7 @@ class RateLearner:
                 self._add(one)
             self._first = []
 
-    def _add(self, interval: Interval) -> None:
+    def _add(self, interval: RateSample) -> None:
         """Fit the rates to one more sample. Errors are relative to the expectation, not to times, which have luck."""
         expected, ms = interval.expected_ms(self.rates), max(interval.ms, MIN_MS)
         error = abs(log(ms / expected))
@@ -183,7 +183,7 @@ class RateLearner:
         self.rates = StepRates(*values)
 
 
-class Pace:
+class ReplicaPace:
     """The slowness of one replica by the rates of its fleet. Used only if there is strong evidence.
 
     `RateLearner.factor` compares it with the fleet. A factor is never below 1: a replica that was asked first would
@@ -213,14 +213,14 @@ class Pace:
         else:
             self.is_used = mean > LEAST and mean > EVIDENCE * error
 
-    def deviation(self, now: float) -> float:
+    def mean_log_slowdown(self, now: float) -> float:
         """Return the mean logarithm of the samples; without new ones it returns to 0."""
         if not self._weight:
             return 0.0
         return self._mean / self._weight * 0.5 ** (max(now - self._at, 0.0) / FORGOTTEN)
 
 
-class OtherRouters:
+class OtherRoutersLoad:
     """The share of a fleet's requests in flight that this router has not sent.
 
     Counts are added up over reports: what is on its way at the moment of a report is too few as often as too many.

@@ -11,21 +11,21 @@ from dataclasses import dataclass
 
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.errors import NoReplicaError
-from headstart.router.decision_log import DecisionRecord, joined
+from headstart.router.decision_log import DecisionRecord, join_hashes
 from headstart.router.endpoint import Endpoint
-from headstart.router.filters import eligible
+from headstart.router.filters import eligible_endpoints
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.cached_tokens import cached_blocks
-from headstart.router.index.first_blocks import UNLISTED, FirstBlocks
+from headstart.router.index.first_blocks import UNLISTED, FirstBlockTable
 from headstart.router.index.prefix_index import PrefixIndex
-from headstart.router.load import Flight
+from headstart.router.load import RequestFlight
 from headstart.router.load_rows import Prices
-from headstart.router.policies.cost import CostPolicy
-from headstart.router.policies.policy import Candidates, Policy, View
+from headstart.router.policies.cost import LeastCostPolicy
+from headstart.router.policies.policy import Candidates, Policy, PolicyInput
 from headstart.router.rate_learner import RateLearner
-from headstart.router.routing_decision import Comparison, InFlight, RoutingDecision
-from headstart.router.routing_request import RoutingRequest, Usage
-from headstart.router.step_rates import Work
+from headstart.router.routing_decision import RoutedInFlight, RoutingDecision, ShadowComparison
+from headstart.router.routing_request import ReportedTokenUsage, RoutingRequest
+from headstart.router.step_rates import PrefillWork
 
 HIT_TOKENS = 16  # of the beginning that prompts must share to be placed together; the usual size of a block
 OUTPUT_SHARE = 1.5  # of the prompt: estimate of an output's tokens
@@ -35,7 +35,7 @@ MatchAll = Callable[[Sequence[int], list[BlockHash]], Sequence[int]]
 
 
 @dataclass(slots=True)
-class Regret:
+class ShadowRegret:
     """The performance of a shadow policy, by our own cost estimates."""
 
     decisions: int = 0
@@ -59,15 +59,15 @@ class Router:
         match_all: MatchAll | None = None,
         prices: Prices | None = None,
     ) -> None:
-        self.policy: Policy = policy or CostPolicy()
+        self.policy: Policy = policy or LeastCostPolicy()
         self.endpoints: dict[str, Endpoint] = {}
         self.shadow_policies = tuple(shadow_policies)
-        self.regrets = {shadow.name: Regret() for shadow in self.shadow_policies}
+        self.regrets = {shadow.name: ShadowRegret() for shadow in self.shadow_policies}
         self.num_blind = 0  # replicas whose events are ignored, since none was usable
         self.prediction_error = 0  # total absolute error of predicted cached tokens, of all reported requests
         self.num_reported = 0
         self._learners: dict[frozenset[str], RateLearner] = {}  # by models
-        self._first_blocks = FirstBlocks()
+        self._first_blocks = FirstBlockTable()
         self._match_all = match_all
         self._prices = prices
         self._log = log
@@ -101,7 +101,7 @@ class Router:
         Raises:
             NoReplicaError: no replica may serve it.
         """
-        endpoints, excluded = eligible(self.endpoints.values(), request, now, tried)
+        endpoints, excluded = eligible_endpoints(self.endpoints.values(), request, now, tried)
         if not endpoints:
             raise NoReplicaError(f"none of {len(self.endpoints)} replicas may serve this request", reasons=excluded)
         view = self._view(endpoints, request, now)
@@ -112,14 +112,14 @@ class Router:
             decision.comparisons = [self._compare(shadow, decision) for shadow in self.shadow_policies]
         return decision
 
-    def sent(self, decision: RoutingDecision, now: float, endpoint: str | None = None) -> InFlight:
+    def sent(self, decision: RoutingDecision, now: float, endpoint: str | None = None) -> RoutedInFlight:
         """Record that the request is sent, to the chosen replica or to the named fallback."""
         view = decision.view
         candidate = decision.candidate if endpoint is None else decision.candidate_of(endpoint)
         chosen = candidate.endpoint
         cost = chosen.price(view.prompt_tokens, candidate.hit_tokens, view.now)
-        work = Work.of(view.prompt_tokens, candidate.hit_tokens)
-        flight = Flight(work, cost.prefill, cost.backlog, view.prompt_tokens, _output_estimate(view.request))
+        work = PrefillWork.of(view.prompt_tokens, candidate.hit_tokens)
+        flight = RequestFlight(work, cost.prefill, cost.backlog, view.prompt_tokens, _output_estimate(view.request))
         index = _index_for(chosen, view.request)
         flight.wait_ms = cost.wait * cost.factor
         flight.block_hashes = view.request.prompt.block_hashes(chosen.block_size)
@@ -130,37 +130,37 @@ class Router:
         self._count += 1
         self.policy.picked(decision.choice, chosen)
         self._book(decision)
-        in_flight = InFlight(decision, chosen, flight, index, reservation, now)
+        in_flight = RoutedInFlight(decision, chosen, flight, index, reservation, now)
         if self._log is not None:
             in_flight.logged_scores = decision.scores
         return in_flight
 
     # --------------------------------------------------------------------------------------------------- progress
 
-    def first_token(self, in_flight: InFlight, now: float, usage: Usage | None = None) -> None:
+    def first_token(self, in_flight: RoutedInFlight, now: float, usage: ReportedTokenUsage | None = None) -> None:
         """Record the first token; some replicas report the cached tokens with it."""
         in_flight.first_token = now
-        in_flight.endpoint.health.succeeded(now, sent_at=in_flight.sent_at)
+        in_flight.endpoint.health.record_succeeded(now, sent_at=in_flight.sent_at)
         in_flight.endpoint.load.answered(in_flight.flight, now)
         if usage is not None:
             self._reported(in_flight, usage, now)
         in_flight.index.computed(in_flight.reservation, now)
         in_flight.drop_alternatives()
 
-    def token(self, in_flight: InFlight, now: float) -> None:
+    def token(self, in_flight: RoutedInFlight, now: float) -> None:
         """Record a token event of the answer after its first. A front that forwards streams calls it for each."""
         in_flight.endpoint.load.token(in_flight.flight, now)
 
-    def assume_first_token(self, in_flight: InFlight, now: float) -> None:
+    def assume_first_token(self, in_flight: RoutedInFlight, now: float) -> None:
         """Assume the first token of a response that comes as one piece and does not show it. Nothing is learned."""
         if in_flight.first_token is None and in_flight.finish is None:
             in_flight.endpoint.load.answered(in_flight.flight, now, is_assumed=True)
 
     def finished(
         self,
-        in_flight: InFlight,
+        in_flight: RoutedInFlight,
         now: float,
-        usage: Usage | None = None,
+        usage: ReportedTokenUsage | None = None,
         output: Sequence[int] = (),
         num_output: int = 0,
     ) -> None:
@@ -177,7 +177,7 @@ class Router:
         load.finished(in_flight.flight, now, num_output or len(output))
         in_flight.num_output = num_output or len(output) or None
         block_hashes = (
-            in_flight.view.request.prompt.block_hashes_with(output, in_flight.endpoint.block_size)
+            in_flight.view.request.prompt.block_hashes_with_output(output, in_flight.endpoint.block_size)
             if output
             else in_flight.reservation.block_hashes
         )
@@ -185,7 +185,7 @@ class Router:
         self._look_for_events(in_flight.endpoint)
         self._end(in_flight, now, ok=True)
 
-    def failed(self, in_flight: InFlight, now: float, *, refused: bool = False, blame: bool = True) -> bool:
+    def failed(self, in_flight: RoutedInFlight, now: float, *, refused: bool = False, blame: bool = True) -> bool:
         """Record that the request ended without a complete response; return whether that ejects the replica.
 
         `blame` False: it says nothing about the replica.
@@ -195,7 +195,7 @@ class Router:
         self._end(in_flight, now, ok=False)
         return ejected
 
-    def abandoned(self, in_flight: InFlight, now: float) -> None:
+    def record_client_disconnect(self, in_flight: RoutedInFlight, now: float) -> None:
         """Record that the client disconnected: the replica keeps what it has computed of the prompt.
 
         How much that is follows from the expected time, so that a retry goes to the same replica.
@@ -207,14 +207,14 @@ class Router:
         self._abort(in_flight, now, num_kept=reservation.hit + num_computed)
         self._end(in_flight, now, ok=False)
 
-    def _abort(self, in_flight: InFlight, now: float, num_kept: int) -> None:
-        in_flight.endpoint.load.ignore(in_flight.flight)
+    def _abort(self, in_flight: RoutedInFlight, now: float, num_kept: int) -> None:
+        in_flight.endpoint.load.exclude_from_learning(in_flight.flight)
         in_flight.endpoint.load.finished(in_flight.flight, now)
         in_flight.index.failed(in_flight.reservation, num_kept)
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _reported(self, in_flight: InFlight, usage: Usage, now: float) -> None:
+    def _reported(self, in_flight: RoutedInFlight, usage: ReportedTokenUsage, now: float) -> None:
         """Correct index and rates by the reported cached tokens. Once per request."""
         if in_flight.cached_tokens is not None:
             return
@@ -223,25 +223,27 @@ class Router:
         if prompt.exact and not in_flight.view.request.has_parts:
             _compare_counts(in_flight.endpoint, in_flight.view.request, usage)
         scaled = usage.cached_tokens * prompt.num_tokens // max(usage.prompt_tokens, 1)
-        in_flight.endpoint.load.learn(in_flight.flight, Work.of(prompt.num_tokens, scaled))
+        in_flight.endpoint.load.learn(in_flight.flight, PrefillWork.of(prompt.num_tokens, scaled))
         self.prediction_error += abs(in_flight.candidate.hit_tokens - scaled)
         self.num_reported += 1
         blocks = cached_blocks(in_flight.endpoint, prompt, usage, in_flight.reservation.hit)
-        in_flight.index.observed(in_flight.reservation, min(blocks, len(in_flight.reservation.block_hashes)), now)
+        in_flight.index.on_hit_reported(
+            in_flight.reservation, min(blocks, len(in_flight.reservation.block_hashes)), now
+        )
 
     def _look_for_events(self, endpoint: Endpoint) -> None:
         """Replace an event index without usable events by an approximate one."""
         index = endpoint.index
-        if index.is_blind:
-            endpoint.index = ApproximateIndex() if index.by_prompts is index else index.by_prompts
+        if index.lacks_usable_events:
+            endpoint.index = ApproximateIndex() if index.prompt_based_index is index else index.prompt_based_index
             self.num_blind += 1
 
     def _list(self, index: PrefixIndex) -> None:
         """List an index by its first blocks, and the one beside it, if they are new."""
-        self._first_blocks.adopt(index)
-        self._first_blocks.adopt(index.by_prompts)
+        self._first_blocks.add_index(index)
+        self._first_blocks.add_index(index.prompt_based_index)
 
-    def _view(self, endpoints: list[Endpoint], request: RoutingRequest, now: float) -> View:
+    def _view(self, endpoints: list[Endpoint], request: RoutingRequest, now: float) -> PolicyInput:
         """Return the hit of each replica, and the hash of the first block that none of them has."""
         prompt, exact = request.prompt, request.prompt.exact
         limit = max(prompt.num_tokens - 1, 0)
@@ -268,8 +270,8 @@ class Router:
         best = hit_tokens.index(max(hit_tokens))
         size = endpoints[best].block_size
         block_hashes, new = prompt.block_hashes(size), hit_blocks[best] + max(HIT_TOKENS // size, 1)
-        key = block_hashes[min(new, len(block_hashes)) - 1] if block_hashes else prompt.tail_key()
-        return View(request, Candidates(endpoints, hit_blocks, hit_tokens), key, now)
+        key = block_hashes[min(new, len(block_hashes)) - 1] if block_hashes else prompt.short_prompt_key()
+        return PolicyInput(request, Candidates(endpoints, hit_blocks, hit_tokens), key, now)
 
     def _match(self, indexes: list[PrefixIndex], block_hashes: list[BlockHash], now: float) -> Sequence[int]:
         """Return how many leading blocks each index has."""
@@ -282,7 +284,7 @@ class Router:
             hits.append(near)
         return hits
 
-    def _compare(self, shadow: Policy, decision: RoutingDecision) -> Comparison:
+    def _compare(self, shadow: Policy, decision: RoutingDecision) -> ShadowComparison:
         """Return the decision of a shadow policy. Changes only the regrets of this decision."""
         choice = shadow.choose(decision.view)
         first = choice.ranked[0]
@@ -292,7 +294,7 @@ class Router:
         )
         regret = theirs - ours
         decision.regrets[shadow.name] = (first.name, regret)
-        return Comparison(shadow, choice, regret, first.name == decision.endpoint.name)
+        return ShadowComparison(shadow, choice, regret, first.name == decision.endpoint.name)
 
     def _book(self, decision: RoutingDecision) -> None:
         """Count the decisions of shadow policies about a request that is sent. Once per request."""
@@ -304,7 +306,7 @@ class Router:
             known.total_ms += regret
         decision.comparisons = []
 
-    def _end(self, in_flight: InFlight, now: float, *, ok: bool) -> None:
+    def _end(self, in_flight: RoutedInFlight, now: float, *, ok: bool) -> None:
         in_flight.finish = now
         if self._log is None:
             return
@@ -317,7 +319,7 @@ class Router:
             excluded=in_flight.excluded,
             prompt_tokens=request.prompt.num_tokens,
             block_size=in_flight.endpoint.block_size,
-            names=joined(in_flight.block_hashes),
+            names=join_hashes(in_flight.block_hashes),
             output_tokens=request.max_tokens,
             num_output=in_flight.num_output,
             predicted_tokens=in_flight.candidate.hit_tokens,
@@ -357,11 +359,11 @@ def _index_for(endpoint: Endpoint, request: RoutingRequest) -> PrefixIndex:
     otherwise, has other hashes: for such prompts only the approximate index applies.
     """
     if not request.prompt.exact or request.form in endpoint.miscounted:
-        return endpoint.index.by_prompts
+        return endpoint.index.prompt_based_index
     return endpoint.index
 
 
-def _compare_counts(endpoint: Endpoint, request: RoutingRequest, usage: Usage) -> None:
+def _compare_counts(endpoint: Endpoint, request: RoutingRequest, usage: ReportedTokenUsage) -> None:
     """Record whether a replica counts the tokens of an exact prompt as the router does."""
     if usage.prompt_tokens == request.prompt.num_tokens:
         endpoint.miscounted.discard(request.form)

@@ -1,7 +1,8 @@
-"""RoutingDecision: where one request is sent, and why. InFlight: the same request once it was sent, and its progress.
+"""RoutingDecision: where one request is sent, and why. RoutedInFlight: the same request once it was sent, and its
+progress.
 
-The owner of an InFlight passes it back with every later event, so the router needs no table of requests, no lock and no
-cleanup of requests that never return.
+The owner of an RoutedInFlight passes it back with every later event, so the router needs no table of requests, no
+lock and no cleanup of requests that never return.
 """
 
 from typing import Any, NamedTuple
@@ -9,15 +10,15 @@ from typing import Any, NamedTuple
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.prefix_index import PrefixIndex, Reservation
-from headstart.router.load import Flight
-from headstart.router.policies.policy import Candidate, Candidates, Choice, Policy, View
+from headstart.router.load import RequestFlight
+from headstart.router.policies.policy import Candidate, Candidates, Policy, PolicyInput, RankedCandidates
 
 
-class Comparison(NamedTuple):
+class ShadowComparison(NamedTuple):
     """The decision of a shadow policy: `regret` is its estimated cost less ours, in milliseconds."""
 
     policy: Policy
-    choice: Choice
+    choice: RankedCandidates
     regret: float
     agrees: bool
 
@@ -27,7 +28,7 @@ class RoutingDecision:
 
     __slots__ = ("candidate", "choice", "comparisons", "endpoint", "excluded", "policy", "regrets", "view")
 
-    def __init__(self, view: View, choice: Choice, excluded: dict[str, str], policy: str) -> None:
+    def __init__(self, view: PolicyInput, choice: RankedCandidates, excluded: dict[str, str], policy: str) -> None:
         self.view = view
         self.choice = choice
         self.excluded = excluded
@@ -35,7 +36,7 @@ class RoutingDecision:
         self.candidate: Candidate = choice.ranked[0]  # of the chosen replica
         self.endpoint = self.candidate.endpoint
         self.regrets: dict[str, tuple[str, float]] = {}  # shadow policy -> (its choice, milliseconds)
-        self.comparisons: list[Comparison] = []  # of shadow policies, not counted yet
+        self.comparisons: list[ShadowComparison] = []  # of shadow policies, not counted yet
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
@@ -72,7 +73,7 @@ class RoutingDecision:
                     "cached_tokens": candidate.hit_tokens,
                     "backlog_ms": round(price.backlog, 3),
                     "prefill_ms": round(price.prefill, 3),
-                    "eviction_ms": round(endpoint.eviction_ms(*prompt), 3),
+                    "eviction_ms": round(endpoint.eviction_cost_ms(*prompt), 3),
                     "decode_ms": round(price.decode, 3),
                     "slowness": round(price.factor, 3),
                     "cost_ms": round(price.total, 3),
@@ -94,7 +95,7 @@ class RoutingDecision:
         }
 
 
-class InFlight(RoutingDecision):
+class RoutedInFlight(RoutingDecision):
     """A request that was sent by a decision: what was expected of it when it left, and what has happened since."""
 
     __slots__ = (
@@ -106,7 +107,7 @@ class InFlight(RoutingDecision):
         self,
         decision: RoutingDecision,
         endpoint: Endpoint,
-        flight: Flight,
+        flight: RequestFlight,
         index: PrefixIndex,
         reservation: Reservation,
         sent_at: float,
@@ -134,4 +135,4 @@ class InFlight(RoutingDecision):
         score = self.choice.scores[self.choice.ranked.index(candidate)]
         alone = Candidates((candidate.endpoint,), (candidate.hit_blocks,), (candidate.hit_tokens,))
         self.view = self.view._replace(candidates=alone)
-        self.choice = Choice(alone, (score,), self.choice.reason)
+        self.choice = RankedCandidates(alone, (score,), self.choice.reason)

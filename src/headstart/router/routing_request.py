@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headstart.core.cache.hashing import BlockHash, HashChain, extend_hashes, pack, root_hash
+from headstart.core.cache.hashing import BlockHash, HashChain, extend_block_hashes, pack_tokens, root_hash
 
 BYTES_PER_UNIT = 4  # bytes of text that count as one token where there is no tokenizer
 
@@ -27,7 +27,7 @@ def pack_text(text: bytes) -> "array[int]":
     return units
 
 
-class Prompt:
+class RoutingPrompt:
     """A prompt and the hashes of its full blocks, computed once for each block size.
 
     `exact`: its tokens are the engine's own; otherwise they are pseudo-tokens of text, and the engine's counts have to
@@ -41,7 +41,7 @@ class Prompt:
     ) -> None:
         """`chain` computes the hashes (core/cache/hashing.py); None: in Python."""
         self._chain = chain
-        self._token_ids = pack(token_ids)
+        self._token_ids = pack_tokens(token_ids)
         self._root = root
         self._block_hashes: dict[int, list[BlockHash]] = {}
         self.num_tokens = len(self._token_ids)
@@ -53,7 +53,7 @@ class Prompt:
         return self._token_ids
 
     @classmethod
-    def of_block_hashes(cls, block_hashes: list[BlockHash], num_tokens: int, block_size: int) -> "Prompt":
+    def from_block_hashes(cls, block_hashes: list[BlockHash], num_tokens: int, block_size: int) -> "RoutingPrompt":
         """Return a prompt of which only the hashes at one block size are known: traces, logs."""
         prompt = cls((), block_hashes[0] if block_hashes else BlockHash(b""))
         prompt.num_tokens = num_tokens
@@ -69,19 +69,21 @@ class Prompt:
         block_hashes = self._block_hashes.get(block_size)
         if block_hashes is None:
             block_hashes = self._block_hashes[block_size] = []
-            extend_hashes(block_hashes, self._token_ids, block_size, self._root, chain=self._chain)
+            extend_block_hashes(block_hashes, self._token_ids, block_size, self._root, chain=self._chain)
         return block_hashes
 
-    def block_hashes_with(self, output: Sequence[int], block_size: int) -> list[BlockHash]:
+    def block_hashes_with_output(self, output: Sequence[int], block_size: int) -> list[BlockHash]:
         """Return the hashes of the full blocks of prompt and output. The last output token is sampled, not computed."""
         block_hashes = self.block_hashes(block_size)
         if len(output) < 2 or not self._token_ids:
             return block_hashes
         block_hashes = block_hashes[:]
-        extend_hashes(block_hashes, self._token_ids + pack(output)[:-1], block_size, self._root, chain=self._chain)
+        extend_block_hashes(
+            block_hashes, self._token_ids + pack_tokens(output)[:-1], block_size, self._root, chain=self._chain
+        )
         return block_hashes
 
-    def tail_key(self) -> bytes:
+    def short_prompt_key(self) -> bytes:
         """Return a key that identifies a prompt without a full block."""
         return self._root + self._token_ids.tobytes()
 
@@ -95,7 +97,7 @@ class RoutingRequest:
     of images, so that every engine counts its tokens otherwise.
     """
 
-    prompt: Prompt
+    prompt: RoutingPrompt
     model: str = ""
     adapter: str | None = None
     session: str | None = None
@@ -105,7 +107,7 @@ class RoutingRequest:
     has_parts: bool = False
 
 
-class Usage(NamedTuple):
+class ReportedTokenUsage(NamedTuple):
     """Token counts that an engine reports for one request, in its own tokens."""
 
     prompt_tokens: int

@@ -9,7 +9,7 @@ when a prefill is answered that only the running step computes. Without events n
 from collections.abc import Collection
 from math import inf
 
-from headstart.router.flight import Flight
+from headstart.router.flight import RequestFlight
 from headstart.router.step_rates import STEP_TOKENS
 
 LEAST_STEP_TOKENS = 128  # fewer new tokens in each of several steps are no limit of the engine
@@ -33,13 +33,13 @@ class RunningStep:
         self.streams, self.resident = 0, 0.0
         self.tokens, self.pairs = 0, 0.0
         self._rest_tokens, self._rest_pairs = 0, 0.0  # pending, not computed by steps that ended
-        self._chunks: list[tuple[Flight, int, float]] = []  # with their tokens and pairs
+        self._chunks: list[tuple[RequestFlight, int, float]] = []  # with their tokens and pairs
         self.step_tokens, self._max_step_tokens = STEP_TOKENS, 0  # 0: the replica states none
         self._is_reached = False  # a prefill was seen to need more than one step
         self._turn = self._last_turn = 0  # number of the step, with those not seen; that of the last follower
 
     @property
-    def is_seen(self) -> bool:
+    def was_observed(self) -> bool:
         return self.began_at > -inf
 
     @property
@@ -70,7 +70,7 @@ class RunningStep:
             self.step_tokens, self._is_reached = found, True
         self.step_tokens = max(self.step_tokens, min(found, self._max_step_tokens or found))
 
-    def sent(self, flight: Flight) -> None:
+    def sent(self, flight: RequestFlight) -> None:
         """Record a request sent there. It joins the next step, or the one after its leader's."""
         flight.turn = self._turn + 1
         if flight.leader is not None and flight.awaited:
@@ -80,7 +80,7 @@ class RunningStep:
         self._rest_tokens += flight.work.tokens
         self._rest_pairs += flight.work.pairs
 
-    def begin(self, now: float, pending: Collection[Flight], streams: int, resident: float) -> None:
+    def begin(self, now: float, pending: Collection[RequestFlight], streams: int, resident: float) -> None:
         """Begin a step with the pending prefills, as far as they fit."""
         self.began_at, self.streams, self.resident = now, streams, resident
         self.number += 1
@@ -95,13 +95,13 @@ class RunningStep:
         self._rest_pairs -= self.pairs
         self._chunks, self.tokens, self.pairs = [], 0, 0.0
 
-    def catch_up(self, flight: Flight, pending: Collection[Flight]) -> None:
+    def end_steps_until(self, flight: RequestFlight, pending: Collection[RequestFlight]) -> None:
         """End steps until the first pending request is computed: without streams they were not seen."""
         while flight.num_computed < flight.work.tokens:
             self.end()
             self._schedule(pending)
 
-    def left(self, flight: Flight) -> None:
+    def left(self, flight: RequestFlight) -> None:
         """Record that a request is not pending any more."""
         rest = flight.work.tokens - flight.num_computed
         self._rest_tokens -= rest
@@ -110,7 +110,7 @@ class RunningStep:
             self._chunks = [chunk for chunk in self._chunks if chunk[0] is not flight]
             self._sum()
 
-    def _schedule(self, pending: Collection[Flight]) -> None:
+    def _schedule(self, pending: Collection[RequestFlight]) -> None:
         budget, self._chunks = self.step_tokens, []
         self._turn += 1
         for flight in pending:
@@ -128,7 +128,7 @@ class RunningStep:
         self.pairs = sum(pairs for _, _, pairs in self._chunks)
 
 
-def _is_blocked(flight: Flight, pending: Collection[Flight]) -> bool:
+def _is_blocked(flight: RequestFlight, pending: Collection[RequestFlight]) -> bool:
     """Return whether a prefill waits for a prefix that another one has yet to compute."""
     leader = flight.leader
     return leader is not None and leader in pending and leader.num_computed < flight.awaited

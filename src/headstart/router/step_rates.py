@@ -11,7 +11,7 @@ from typing import NamedTuple
 STEP_TOKENS = 8192  # new tokens of a step, until reported or learned; a longer prefill takes several
 
 
-class Work(NamedTuple):
+class PrefillWork(NamedTuple):
     """The work of a prefill, and the load of the steps it is part of."""
 
     tokens: int  # to compute
@@ -20,7 +20,7 @@ class Work(NamedTuple):
     resident: float = 0.0  # tokens that these attend to
 
     @classmethod
-    def of(cls, prompt_tokens: int, cached_tokens: int, streams: int = 0, resident: float = 0.0) -> "Work":
+    def of(cls, prompt_tokens: int, cached_tokens: int, streams: int = 0, resident: float = 0.0) -> "PrefillWork":
         """Return the work of a prompt of which `cached_tokens` are cached; its last token is always computed."""
         tokens = max(prompt_tokens - cached_tokens, 1)
         return cls(tokens, tokens * (prompt_tokens - tokens / 2), streams, resident)
@@ -39,11 +39,11 @@ class StepRates(NamedTuple):
         """Return the duration of `num` steps without new tokens."""
         return num * (self.step + self.stream * streams + self.resident * resident)
 
-    def new_ms(self, tokens: float, pairs: float) -> float:
+    def new_tokens_ms(self, tokens: float, pairs: float) -> float:
         """Return how much longer new tokens make their steps."""
         return self.token * tokens + self.pair * pairs
 
-    def prefill_ms(self, work: Work, step_tokens: int = STEP_TOKENS) -> float:
+    def prefill_ms(self, work: PrefillWork, step_tokens: int = STEP_TOKENS) -> float:
         """Return the duration of a prefill, with all steps of `step_tokens` new tokens it needs."""
         num = -(-work.tokens // step_tokens)
-        return self.steps_ms(num, work.streams, work.resident) + self.new_ms(work.tokens, work.pairs)
+        return self.steps_ms(num, work.streams, work.resident) + self.new_tokens_ms(work.tokens, work.pairs)

@@ -14,21 +14,21 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from headstart import __version__
-from headstart.anthropic.anthropic_objects import VERSION_HEADER, anthropic_model, model_page
+from headstart.anthropic.anthropic_objects import VERSION_HEADER, anthropic_model, model_list_page
 from headstart.anthropic.messages_request import CountTokensRequest
 from headstart.apis import answer_schemas as schema
-from headstart.apis.answer_schemas import Answers
-from headstart.apis.api_table import api_of
+from headstart.apis.answer_schemas import ResponseSchemas
+from headstart.apis.api_table import api_of_path
 from headstart.apis.ollama_api import OLLAMA_TREE
-from headstart.apis.openapi import Operation, document
-from headstart.http.access_record import record_of
-from headstart.http.gate import Gate
+from headstart.apis.openapi import RouteOperation, openapi_document
+from headstart.http.access_record import access_record_of_scope
+from headstart.http.gate import RequestGate
 from headstart.http.http_errors import HttpError, error_response, json_response
-from headstart.http.packed_metrics import metrics_type
+from headstart.http.packed_metrics import metrics_content_type
 from headstart.openai import responses
-from headstart.openai.bounds import Bounds
-from headstart.openai.engine_requests import encode_prompt, shown_chat
-from headstart.openai.json_pieces import SLICE_ITEMS, pieces
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.engine_requests import chat_for_template, encode_prompt
+from headstart.openai.json_pieces import SLICE_ITEMS, encode_json_in_pieces
 from headstart.openai.prefix_tokens import PrefixRequest, parse_prefix
 from headstart.openai.request_bodies import (
     ChatRequest,
@@ -38,21 +38,25 @@ from headstart.openai.request_bodies import (
     parse_detokenize,
     parse_tokenize,
 )
-from headstart.openai.request_json import parse_json
+from headstart.openai.request_json import parse_json_object
 from headstart.openai.tokenizer.handed_tokens import MAX_HANDED_BYTES
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.tools.tool_fields import tool_params
-from headstart.openai.value_checks import bad_value, check_count, shown
+from headstart.openai.tools.tool_fields import read_tool_params
+from headstart.openai.value_checks import check_count, raise_invalid_value, safe_repr
 from headstart.page.live_stream import LiveStreams
 from headstart.page.page_files import PageFiles
-from headstart.server.apis.answer_format import ServedApi, check_model
+from headstart.server.apis.answer_format import ServedApi, check_model_name
 from headstart.server.apis.generation_routes import GenerationRoutes, served_apis
 from headstart.server.apis.ollama_format import OllamaRoutes
 from headstart.server.cache_api import cache_schema
-from headstart.server.cache_api.cache_routes import cache_stats, explain, recent_requests
-from headstart.server.cache_api.cache_tree import DEFAULT_RUNS, MAX_RUNS, CacheTree
+from headstart.server.cache_api.cache_routes import (
+    cache_stats_response,
+    explain_reuse_response,
+    recent_requests_response,
+)
+from headstart.server.cache_api.cache_tree import DEFAULT_RUNS, MAX_RUNS, CacheTreeSnapshot
 from headstart.server.cache_api.live_figures import LiveFigures
-from headstart.server.inference import infer, run_with_body
+from headstart.server.inference import generation_response, run_with_body
 from headstart.server.server_state import ServerState
 from headstart.server.store_metrics import may_see_store
 
@@ -64,45 +68,51 @@ def build_app(state: ServerState, figures: LiveFigures | None = None) -> ASGIApp
     """Return the ASGI application of one server. `figures`: those that someone samples; None: without earlier ones."""
     routes, apis = _Routes(state, figures or LiveFigures(state)), GenerationRoutes(state)
     completions, chat, created_responses, messages, *ollama = served_apis(state.responses)
-    operations: list[Operation] = []
+    operations: list[RouteOperation] = []
     table: list[Route] = []
-    explanation = Answers(cache_schema.CACHE_EXPLANATION)
+    explanation = ResponseSchemas(cache_schema.CACHE_EXPLANATION)
 
     def generates(served: ServedApi) -> tuple[Any, ...]:
         async def handler(request: Request) -> Response:
-            return await infer(state, served, request)
+            return await generation_response(state, served, request)
 
         handler.__name__, handler.__doc__ = served.name, served.summary
         return "POST", served.api.path, handler, served.answers, *served.bodies
 
     for method, path, handler, answers, *bodies in (
         *map(generates, (completions, chat, created_responses)),
-        ("GET", "/v1/responses/{response_id}", apis.retrieve_response, Answers(schema.RESPONSE)),
-        ("DELETE", "/v1/responses/{response_id}", apis.delete_response, Answers(schema.DELETED_RESPONSE)),
-        ("GET", "/v1/responses/{response_id}/input_items", apis.input_items, Answers(schema.INPUT_ITEMS)),
+        ("GET", "/v1/responses/{response_id}", apis.retrieve_response, ResponseSchemas(schema.RESPONSE)),
+        ("DELETE", "/v1/responses/{response_id}", apis.delete_response, ResponseSchemas(schema.DELETED_RESPONSE)),
+        ("GET", "/v1/responses/{response_id}/input_items", apis.input_items, ResponseSchemas(schema.INPUT_ITEMS)),
         generates(messages),
         ("POST", "/v1/messages/count_tokens", apis.count_tokens, schema.TOKEN_COUNT, CountTokensRequest),
-        ("GET", "/v1/models", routes.models, Answers(schema.MODEL_LIST)),
-        ("GET", "/v1/models/{model_id:path}", routes.model, Answers(schema.MODEL)),
-        ("POST", "/tokenize", routes.tokenize, Answers(schema.TOKENS), TokenizeRequest),
-        ("POST", "/detokenize", routes.detokenize, Answers(schema.TEXT), DetokenizeRequest),
-        ("GET", "/health", routes.health, Answers(schema.STATUS)),
-        ("GET", "/readyz", routes.health, Answers(schema.STATUS)),
-        ("GET", "/ping", routes.health, Answers(schema.STATUS)),
-        ("GET", "/load", routes.load, Answers(schema.SERVER_LOAD)),
-        ("GET", "/tokenizer_info", routes.tokenizer_info, Answers(schema.TOKENIZER_INFO)),
-        ("GET", "/livez", routes.livez, Answers(schema.STATUS)),
-        ("GET", "/metrics", routes.metrics, Answers(None)),
-        ("GET", "/version", routes.version, Answers(schema.VERSION)),
-        ("POST", "/reset_prefix_cache", routes.reset_prefix_cache, Answers(schema.STATUS)),
-        ("GET", "/v1/prefixes", routes.list_prefixes, Answers(cache_schema.PINNED_PREFIXES)),
-        ("POST", "/v1/prefixes", routes.add_prefix, Answers(cache_schema.PINNED_PREFIX, status=201), PrefixRequest),
-        ("DELETE", "/v1/prefixes/{name}", routes.remove_prefix, Answers(cache_schema.REMOVED_PREFIX)),
-        ("GET", "/v1/cache/stats", routes.cache_stats, Answers(cache_schema.CACHE_STATISTICS)),
+        ("GET", "/v1/models", routes.models, ResponseSchemas(schema.MODEL_LIST)),
+        ("GET", "/v1/models/{model_id:path}", routes.model, ResponseSchemas(schema.MODEL)),
+        ("POST", "/tokenize", routes.tokenize, ResponseSchemas(schema.TOKENS), TokenizeRequest),
+        ("POST", "/detokenize", routes.detokenize, ResponseSchemas(schema.TEXT), DetokenizeRequest),
+        ("GET", "/health", routes.health, ResponseSchemas(schema.STATUS)),
+        ("GET", "/readyz", routes.health, ResponseSchemas(schema.STATUS)),
+        ("GET", "/ping", routes.health, ResponseSchemas(schema.STATUS)),
+        ("GET", "/load", routes.load, ResponseSchemas(schema.SERVER_LOAD)),
+        ("GET", "/tokenizer_info", routes.tokenizer_info, ResponseSchemas(schema.TOKENIZER_INFO)),
+        ("GET", "/livez", routes.livez, ResponseSchemas(schema.STATUS)),
+        ("GET", "/metrics", routes.metrics, ResponseSchemas(None)),
+        ("GET", "/version", routes.version, ResponseSchemas(schema.VERSION)),
+        ("POST", "/reset_prefix_cache", routes.reset_prefix_cache, ResponseSchemas(schema.STATUS)),
+        ("GET", "/v1/prefixes", routes.list_prefixes, ResponseSchemas(cache_schema.PINNED_PREFIXES)),
+        (
+            "POST",
+            "/v1/prefixes",
+            routes.add_prefix,
+            ResponseSchemas(cache_schema.PINNED_PREFIX, status=201),
+            PrefixRequest,
+        ),
+        ("DELETE", "/v1/prefixes/{name}", routes.remove_prefix, ResponseSchemas(cache_schema.REMOVED_PREFIX)),
+        ("GET", "/v1/cache/stats", routes.cache_stats, ResponseSchemas(cache_schema.CACHE_STATISTICS)),
         ("GET", "/v1/cache/explain", routes.explain_request, explanation),
-        ("GET", "/v1/cache/requests", routes.recent_requests, Answers(cache_schema.RECENT_REQUESTS)),
-        ("GET", "/v1/cache/tree", routes.cache_tree, Answers(cache_schema.CACHE_TREE)),
-        ("GET", "/v1/cache/live", routes.live, Answers(None, cache_schema.FIGURES)),
+        ("GET", "/v1/cache/requests", routes.recent_requests, ResponseSchemas(cache_schema.RECENT_REQUESTS)),
+        ("GET", "/v1/cache/tree", routes.cache_tree, ResponseSchemas(cache_schema.CACHE_TREE)),
+        ("GET", "/v1/cache/live", routes.live, ResponseSchemas(None, cache_schema.FIGURES)),
         ("POST", "/v1/cache/explain", routes.explain_prompt, explanation, CompletionRequest, ChatRequest),
     ):
         route = Route(path, _guarded(state, handler))
@@ -110,7 +120,7 @@ def build_app(state: ServerState, figures: LiveFigures | None = None) -> ASGIApp
         table.append(route)
         is_alias = path in ("/readyz", "/ping")
         operation_id = f"{handler.__name__}{path.replace('/', '_')}" if is_alias else handler.__name__
-        operations.append(Operation(method, path, operation_id, handler.__doc__ or "", answers, tuple(bodies)))
+        operations.append(RouteOperation(method, path, operation_id, handler.__doc__ or "", answers, tuple(bodies)))
     # Ollama's routes are documented by Ollama.
     for method, path, handler, *_ in (*map(generates, ollama), *OllamaRoutes(state, routes.card).table()):
         route = Route(path, _guarded(state, handler))
@@ -118,7 +128,7 @@ def build_app(state: ServerState, figures: LiveFigures | None = None) -> ASGIApp
         table.append(route)
     for path in ("/", "/page/{name}"):
         table.append(Route(path, _guarded(state, routes.page), methods=["GET"]))
-    described = cache(lambda: document("Headstart", __version__, operations))
+    described = cache(lambda: openapi_document("Headstart", __version__, operations))
 
     async def openapi(request: Request) -> Response:
         return JSONResponse(described())
@@ -127,7 +137,7 @@ def build_app(state: ServerState, figures: LiveFigures | None = None) -> ASGIApp
         routes=[Route("/openapi.json", openapi), *table], exception_handlers={HTTPException: _framework_error}
     )
     app.router.redirect_slashes = False
-    return Gate(app, state, api_of, root_path=state.options.root_path)
+    return RequestGate(app, state, api_of_path, root_path=state.options.root_path)
 
 
 def _guarded(state: ServerState, handler: Handler) -> Handler:
@@ -137,8 +147,10 @@ def _guarded(state: ServerState, handler: Handler) -> Handler:
         try:
             return await handler(request)
         except Exception as error:
-            state.note(record_of(request.scope), error)
-            return error_response(error, api_of(request.scope["path"]), record_of(request.scope).request_id)
+            state.note(access_record_of_scope(request.scope), error)
+            return error_response(
+                error, api_of_path(request.scope["path"]), access_record_of_scope(request.scope).request_id
+            )
 
     return guarded
 
@@ -147,7 +159,7 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     """Return the error response for requests that Starlette's router refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
-    api = api_of(path) if path.startswith(OLLAMA_TREE) else None
+    api = api_of_path(path) if path.startswith(OLLAMA_TREE) else None
     if error.status_code == 404:
         return error_response(HttpError(404, "there is no such route; see /openapi.json", code="unknown_route"), api)
     if error.status_code == 405:
@@ -163,7 +175,7 @@ class _Routes:
     def __init__(self, state: ServerState, figures: LiveFigures) -> None:
         self._state = state
         self._figures = figures
-        self._tree = CacheTree(state.engine)
+        self._tree = CacheTreeSnapshot(state.engine)
         self._streams = LiveStreams()
         self._files = PageFiles(is_on=state.options.page)
 
@@ -171,42 +183,42 @@ class _Routes:
         """List the served model."""
         models = [self.card(name) for name in self._state.loaded_model.names]
         is_anthropic = VERSION_HEADER in request.headers
-        return json_response(model_page(models) if is_anthropic else responses.model_list(models))
+        return json_response(model_list_page(models) if is_anthropic else responses.model_list_response(models))
 
     async def model(self, request: Request) -> Response:
         """Describe the served model."""
         name = request.path_params["model_id"]
-        check_model(name, self._state.loaded_model)
+        check_model_name(name, self._state.loaded_model)
         model = self.card(name)
         return json_response(anthropic_model(model) if VERSION_HEADER in request.headers else model)
 
     async def tokenize(self, request: Request) -> Response:
         """Convert a text or a conversation to token ids."""
         model = self._state.loaded_model
-        principal = record_of(request.scope).principal
+        principal = access_record_of_scope(request.scope).principal
         tokenizer = model.tokenizer.for_domain(principal.tenant, principal.domain)
 
         def work(data: bytes) -> responses.Json:
-            body = parse_tokenize(parse_json(data, model.bounds.max_numbers), model.bounds)
-            check_model(body.model, model)
+            body = parse_tokenize(parse_json_object(data, model.bounds.max_numbers), model.bounds)
+            check_model_name(body.model, model)
             token_ids = _tokenized(body, tokenizer, model.bounds)
-            return responses.tokenize_answer(
+            return responses.tokenize_response(
                 token_ids, model.tokenizer, model.bounds.max_model_len, with_texts=body.return_token_strs
             )
 
         answer = await run_with_body(self._state, request, work, renders=True)
         if answer["count"] <= SLICE_ITEMS:
             return json_response(answer)
-        return StreamingResponse(self._state.turns.taken(pieces(answer)), media_type="application/json")
+        return StreamingResponse(self._state.turns.taken(encode_json_in_pieces(answer)), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         """Convert token ids to text."""
         model = self._state.loaded_model
 
         def work(data: bytes) -> responses.Json:
-            body = parse_detokenize(parse_json(data, model.bounds.max_numbers), model.bounds)
-            check_model(body.model, model)
-            return responses.detokenize_answer(model.tokenizer.decode(body.token_ids))
+            body = parse_detokenize(parse_json_object(data, model.bounds.max_numbers), model.bounds)
+            check_model_name(body.model, model)
+            return responses.detokenize_response(model.tokenizer.decode(body.token_ids))
 
         return json_response(await run_with_body(self._state, request, work))
 
@@ -222,7 +234,7 @@ class _Routes:
     async def tokenizer_info(self, request: Request) -> Response:
         """The special tokens and the chat template of the tokenizer."""
         model = self._state.loaded_model
-        return json_response(responses.tokenizer_info(model.tokenizer, model.bounds.max_model_len))
+        return json_response(responses.tokenizer_info_response(model.tokenizer, model.bounds.max_model_len))
 
     async def livez(self, request: Request) -> Response:
         """Liveness: 200 if the engine is alive (also while busy, loading or draining), else 503."""
@@ -232,14 +244,14 @@ class _Routes:
 
     async def metrics(self, request: Request) -> Response:
         """Metrics in the Prometheus text format, or in OpenMetrics' if that is accepted. `?load`: of the load alone."""
-        principal = record_of(request.scope).principal
+        principal = access_record_of_scope(request.scope).principal
         metrics = self._state.loaded_model.metrics
         if "load" in request.query_params:
-            return Response(metrics.expose_load(), media_type=metrics_type(""))
+            return Response(metrics.expose_load(), media_type=metrics_content_type(""))
         sees_all = may_see_store(principal)
         accept = request.headers.get("accept", "") if sees_all else ""  # exemplars are of single requests
         text = metrics.expose(accept, with_tenants=principal.is_admin, with_store=sees_all)
-        return Response(text, media_type=metrics_type(accept))
+        return Response(text, media_type=metrics_content_type(accept))
 
     async def version(self, request: Request) -> Response:
         """The version of the server."""
@@ -257,13 +269,15 @@ class _Routes:
     async def list_prefixes(self, request: Request) -> Response:
         """List the pinned prefixes. Administrators only."""
         self._state.check_ready()
-        return json_response({"object": "list", "data": await self._state.prefixes.listed()})
+        return json_response({"object": "list", "data": await self._state.prefixes.list_prefixes()})
 
     async def add_prefix(self, request: Request) -> Response:
         """Pin a prefix and respond when it is computed. Administrators only."""
         model = self._state.check_ready()
         body = await run_with_body(
-            self._state, request, lambda data: parse_prefix(parse_json(data, model.bounds.max_numbers), model.bounds)
+            self._state,
+            request,
+            lambda data: parse_prefix(parse_json_object(data, model.bounds.max_numbers), model.bounds),
         )
         return json_response(await self._state.prefixes.add(body, model.tokenizer, model.bounds), 201)
 
@@ -272,32 +286,32 @@ class _Routes:
         self._state.check_ready()
         name = request.path_params["name"]
         if not await self._state.prefixes.remove(name):
-            message = f"there is no prefix {shown(name)}; GET /v1/prefixes lists them"
+            message = f"there is no prefix {safe_repr(name)}; GET /v1/prefixes lists them"
             raise HttpError(404, message, code="prefix_not_found", param="name")
         return json_response({"name": name, "deleted": True})
 
     async def cache_stats(self, request: Request) -> Response:
         """Counters of the prefix cache since the start, and its current state."""
-        return json_response(await cache_stats(self._state, record_of(request.scope).principal))
+        return json_response(await cache_stats_response(self._state, access_record_of_scope(request.scope).principal))
 
     async def explain_request(self, request: Request) -> Response:
         """Explain why a recent request (`request_id`: the id of its response) had no more prefix cache hits."""
-        return json_response(await explain(self._state, request))
+        return json_response(await explain_reuse_response(self._state, request))
 
     async def recent_requests(self, request: Request) -> Response:
         """List the caller's own recent request bodies (`last`: how many). Empty unless the server keeps them."""
-        return json_response(await recent_requests(self._state, request))
+        return json_response(await recent_requests_response(self._state, request))
 
     async def cache_tree(self, request: Request) -> Response:
         """The published blocks of the prefix cache as a tree of runs (`max_runs`: how many, the largest first)."""
-        model, principal = self._state.check_ready(), record_of(request.scope).principal
+        model, principal = self._state.check_ready(), access_record_of_scope(request.scope).principal
         max_runs = check_count("max_runs", request.query_params.get("max_runs", str(DEFAULT_RUNS)), MAX_RUNS)
         return json_response(await self._tree.answer(model, principal, max_runs))
 
     async def live(self, request: Request) -> Response:
         """A stream of figures, one frame each second (`frames`: how many)."""
-        principal = record_of(request.scope).principal
-        return await self._streams.answer(request, principal.label, lambda: self._figures.frame(principal))
+        principal = access_record_of_scope(request.scope).principal
+        return await self._streams.answer(request, principal.label, lambda: self._figures.live_frame(principal))
 
     async def page(self, request: Request) -> Response:
         """The files of the live page."""
@@ -305,7 +319,7 @@ class _Routes:
 
     async def explain_prompt(self, request: Request) -> Response:
         """Explain why a completion or chat with this body would have no more prefix cache hits."""
-        return json_response(await explain(self._state, request))
+        return json_response(await explain_reuse_response(self._state, request))
 
     def card(self, name: str | None = None) -> responses.Json:
         """Return the object of the served model under one of its names, by default the first."""
@@ -324,12 +338,14 @@ class _Routes:
         )
 
 
-def _tokenized(body: TokenizeRequest, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
+def _tokenized(body: TokenizeRequest, tokenizer: Tokenizer, bounds: RequestBounds) -> "array[int]":
     """Return the token ids of a text, or of a conversation rendered as one prompt."""
     text, special = body.prompt or "", body.add_special_tokens is None or body.add_special_tokens
     if body.messages is not None:
         special = bool(body.add_special_tokens)
-        messages, tools, _ = shown_chat(body.messages, tool_params(body.tools, None, True), tokenizer, bounds)
+        messages, tools, _ = chat_for_template(
+            body.messages, read_tool_params(body.tools, None, True), tokenizer, bounds
+        )
         text = tokenizer.render_chat(
             messages,
             add_generation_prompt=body.add_generation_prompt,
@@ -343,5 +359,5 @@ def _switch(request: Request, name: str) -> bool:
     """Return a boolean query parameter, by default False. Raises InvalidRequestError."""
     value = request.query_params.get(name, "false")
     if value not in ("true", "false"):
-        bad_value(name, f"is {shown(value)}", "it must be true or false")
+        raise_invalid_value(name, f"is {safe_repr(value)}", "it must be true or false")
     return value == "true"

@@ -5,21 +5,22 @@ import shlex
 from pathlib import Path
 
 from headstart import __version__
-from headstart.bundled import EXAMPLE, bundled_model
+from headstart.bundled import EXAMPLE, bundled_model_folder
 from headstart.config.options import ServerOptions
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineInfo
 from headstart.http.web_pages import is_loopback
-from headstart.openai.sampling_defaults import default_texts
-from headstart.server.server_state import Model
+from headstart.openai.sampling_defaults import describe_sampling_defaults
+from headstart.server.server_state import ServedModel
 
 
-def banner(
-    model: Model, options: ServerOptions, host: str, port: int, *, store: str | None = None, uds: str = ""
+def startup_banner(
+    model: ServedModel, options: ServerOptions, host: str, port: int, *, store: str | None = None, uds: str = ""
 ) -> str:
     """Return the banner, several lines for the terminal.
 
-    `store` is the text of `store_text`, None without a store; `uds` the path of a Unix socket, empty without one.
+    `store` is the text of `store_banner_text`, None without a store; `uds` the path of a Unix socket, empty without
+    one.
     """
     info = model.info
     tokens = info.num_blocks * info.block_size
@@ -31,7 +32,7 @@ def banner(
     curl = f"curl --unix-socket {shlex.quote(uds)}" if uds else "curl"
     has_keys = bool(options.api_key or options.tenants)
     key, first = (' -H "Authorization: Bearer $KEY"', "with KEY set to a key: ") if has_keys else ("", "")
-    defaults = default_texts(model.bounds.defaults)
+    defaults = describe_sampling_defaults(model.bounds.defaults)
     lines = [
         f"Headstart {__version__} serves {model.name} at {url}/v1" + (f" on the socket {uds}" if uds else ""),
         f"  engine  {_numbers(info)} on {info.device}, {info.threads} threads, {info.attention_backend} attention",
@@ -52,9 +53,9 @@ def banner(
     return "\n".join(lines)
 
 
-def _example(model: Model) -> tuple[str, dict[str, object]]:
+def _example(model: ServedModel) -> tuple[str, dict[str, object]]:
     """Return path and body of a request that the model can answer: its task, a chat, or the beginning of a text."""
-    if Path(model.info.model) == bundled_model():
+    if Path(model.info.model) == bundled_model_folder():
         roles = zip(("system", "user"), EXAMPLE, strict=True)
         messages = [{"role": role, "content": text} for role, text in roles]
         return "/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": 64}
@@ -64,7 +65,7 @@ def _example(model: Model) -> tuple[str, dict[str, object]]:
     return "/v1/completions", {"prompt": "The capital of France is", "max_tokens": 16}
 
 
-def store_text(folder: str, store: StoreStats) -> str:
+def store_banner_text(folder: str, store: StoreStats) -> str:
     """Return the banner's text about a store: its folder, its fill level, and the blocks that this model can use."""
     found = f"{store.num_blocks:,} blocks of this model" if store.num_blocks else "nothing of this model yet"
     limit = f" of {_size(store.max_bytes)}" if store.max_bytes else ""

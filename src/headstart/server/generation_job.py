@@ -7,34 +7,34 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from headstart.core.batch import Output, PrefillChunk, PromptTokenBreakdown
+from headstart.core.batch import PrefillChunk, PromptTokenBreakdown, RequestStepOutput
 from headstart.core.errors import InvalidRequestError, RequestFailedError
 from headstart.core.request import CacheMode, FinishReason, Request
 from headstart.engine.engine_client import EngineClient
 from headstart.http.access_record import AccessRecord
-from headstart.http.answer_report import AnswerReport
-from headstart.http.byte_budget import Lease
+from headstart.http.answer_report import UsageReportHeader
+from headstart.http.byte_budget import ByteLease
 from headstart.http.tracing.request_trace import RequestTrace
-from headstart.openai.engine_requests import Origin
+from headstart.openai.engine_requests import RequestOrigin
 from headstart.openai.forms.skipped import SkippedCounts
 from headstart.openai.generation_params import GenerationParams
-from headstart.openai.responses import Json, usage
-from headstart.openai.text.generation import Delta, Generation
-from headstart.openai.text.shared_prompt import SharedPrompt
-from headstart.openai.text.stop_strings import StopPatterns
+from headstart.openai.responses import Json, usage_object
+from headstart.openai.text.generation import GeneratedOutput, OutputDelta
+from headstart.openai.text.shared_prompt import EchoedPrompt
+from headstart.openai.text.stop_strings import StopStringAutomata
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.reuse.near_prompts import WindowEntry
 from headstart.server.apis.answer_diagnosis import AnswerDiagnosis
-from headstart.server.prompt_doctor import PromptDoctor
-from headstart.server.request_limits import RESERVED_TOKENS, output_token_bytes, params_bytes, shown_entries
-from headstart.server.server_metrics import Metrics
+from headstart.server.prompt_doctor import AvoidableTextEstimator
+from headstart.server.request_limits import RESERVED_TOKENS, bytes_of_params, bytes_per_output_token, num_answer_entries
+from headstart.server.server_metrics import ServerMetrics
 
 
 class ChoiceDelta(NamedTuple):
     """A new delta of one choice."""
 
     choice: int
-    delta: Delta
+    delta: OutputDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,14 @@ class ApiRequest:
     examined: WindowEntry | None = None  # the prompt, if the doctor may examine it
     skipped: SkippedCounts = ()  # left out of the prompt
 
-    def without_messages(self, doctor: PromptDoctor, origin: Origin) -> "ApiRequest":
+    def without_messages(self, doctor: AvoidableTextEstimator, origin: RequestOrigin) -> "ApiRequest":
         """Return the request as it waits: only the doctor may still refer to its messages, unless they are large."""
         params, examined = self.params, None
         if self.messages and params.cache is CacheMode.READ_WRITE:
             definitions = () if params.tools is None else params.tools.definitions
             num_tokens = len(self.requests[0].prompt)
             examined = doctor.entry(origin, params.cache_salt, self.messages, definitions, num_tokens)
-        held = self.num_extra_bytes + params_bytes(params)
+        held = self.num_extra_bytes + bytes_of_params(params)
         return replace(self, messages=(), examined=examined, num_extra_bytes=held)
 
 
@@ -70,24 +70,24 @@ class GenerationJob:
         engine: EngineClient,
         tokenizer: Tokenizer,
         asked: ApiRequest,
-        prompts: list[SharedPrompt],
+        prompts: list[EchoedPrompt],
         record: AccessRecord,
-        metrics: Metrics,
-        lease: Lease,
+        metrics: ServerMetrics,
+        lease: ByteLease,
     ) -> None:
         """`prompts`: of the requests, in order. `lease` covers the bytes that the request holds; the job owns it."""
         params, requests = asked.params, asked.requests
         self.params = params
         self.record = record
         self.prompts = prompts
-        stops = StopPatterns(params.stop)
+        stops = StopStringAutomata(params.stop)
         self.generations = [
-            Generation(tokenizer, request, params, prompt=prompts[index // params.n], stops=stops)
+            GeneratedOutput(tokenizer, request, params, prompt=prompts[index // params.n], stops=stops)
             for index, request in enumerate(requests)
         ]
         self._lease = lease
         self._initial_bytes = lease.num_bytes
-        self._output_bytes = output_token_bytes(params)
+        self._output_bytes = bytes_per_output_token(params)
         self._reserved_tokens = sum(min(request.sampling.max_tokens, RESERVED_TOKENS) for request in requests)
         self._num_tokens = 0
         self.breakdown = PromptTokenBreakdown()  # the sources of the prompts' tokens so far
@@ -95,7 +95,9 @@ class GenerationJob:
         self.examined = asked.examined
         self.diagnosis = asked.diagnosis
         self._block_size = 1 if engine.info is None else engine.info.block_size
-        self._early: dict[int, list[tuple[float, Output]]] = {}  # outputs of choices whose echo is still incomplete
+        self._early: dict[
+            int, list[tuple[float, RequestStepOutput]]
+        ] = {}  # outputs of choices whose echo is still incomplete
         self._max_tokens = requests[0].sampling.max_tokens
         self._engine = engine
         self._metrics = metrics
@@ -103,7 +105,7 @@ class GenerationJob:
         self._last_token_at = [record.arrival] * len(requests)
         self._first_token_at: list[float | None] = [None] * len(requests)
         self._scheduled_at = [record.arrival] * len(requests)
-        self._trace_id = "" if record.trace is None else record.trace.hex_id
+        self._trace_id = "" if record.trace is None else record.trace.hex_trace_id
         self._chunks: list[tuple[int, PrefillChunk]] = []  # of traced prompts, by choice
         self._open = set(self._index)
         self._stream = engine.submit(requests)
@@ -116,9 +118,9 @@ class GenerationJob:
     @property
     def num_entries(self) -> int:
         """Number of entries of a whole response so far; see request_limits.py."""
-        return shown_entries(sum(len(prompt.token_ids) for prompt in self.prompts), self._num_tokens, self.params)
+        return num_answer_entries(sum(len(prompt.token_ids) for prompt in self.prompts), self._num_tokens, self.params)
 
-    async def news(self, timeout: float) -> list[ChoiceDelta]:
+    async def next_deltas(self, timeout: float) -> list[ChoiceDelta]:
         """Return the deltas since the last call, [] after `timeout` seconds without any.
 
         Raises RequestFailedError if a choice failed, EngineDeadError, and the error passed to `cancel`.
@@ -144,12 +146,12 @@ class GenerationJob:
     def usage(self) -> Json:
         """Return OpenAI's usage object for the output so far."""
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
-        return usage(num_prompt_tokens, self._num_tokens, self.breakdown, self._num_written)
+        return usage_object(num_prompt_tokens, self._num_tokens, self.breakdown, self._num_written)
 
     def diagnostics(self) -> Json:
         """Return the diagnostics of the prompt cache under Headstart's own name; empty unless requested."""
         diagnosis = self.diagnosis
-        found = None if diagnosis is None else diagnosis.found(self.breakdown.cached, self.evicted.total())
+        found = None if diagnosis is None else diagnosis.found(self.breakdown.num_cached, self.evicted.total())
         if diagnosis is None or found is None:
             return {}
         return {"cache_diagnostics": {**diagnosis.own(found), "rules": dict(self.params.applied_rules)}}
@@ -162,17 +164,17 @@ class GenerationJob:
         size, total = self._block_size, 0
         for index in range(0, len(self.generations), self.params.n):
             generation = self.generations[index]
-            num_cached = -(-generation.breakdown.cached // size)
+            num_cached = -(-generation.breakdown.num_cached // size)
             total += max(generation.num_prompt_tokens // size - num_cached, 0) * size
         return total
 
-    def report(self, answer_id: str) -> AnswerReport | None:
+    def report(self, answer_id: str) -> UsageReportHeader | None:
         """Return the usage and the prefill time for a proxy that does not read the answer; None before a token."""
         first, scheduled = self.record.first_token_at, self.record.scheduled_at
         if first is None or scheduled is None:
             return None
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
-        return AnswerReport(answer_id, num_prompt_tokens, self.breakdown.cached, (first - scheduled) * 1e3)
+        return UsageReportHeader(answer_id, num_prompt_tokens, self.breakdown.num_cached, (first - scheduled) * 1e3)
 
     def close(self) -> None:
         """Abort unfinished requests, release the lease, and complete the record and the metrics."""
@@ -190,7 +192,7 @@ class GenerationJob:
         if self.record.trace is not None and self.record.trace.is_sampled:
             _add_spans(self.record.trace, self.record, self._chunks, time.monotonic())
 
-    def _take(self, index: int, output: Output, at: float, found: list[ChoiceDelta]) -> None:
+    def _take(self, index: int, output: RequestStepOutput, at: float, found: list[ChoiceDelta]) -> None:
         """Process one output of a choice and append its delta to `found`. Raises RequestFailedError."""
         generation = self.generations[index]
         before, was = generation.num_tokens, generation.breakdown
@@ -213,10 +215,10 @@ class GenerationJob:
             if self._first_token_at[index] is None:  # a request without output
                 self._begin(index, output.scheduled_at, at)
             self._finish(index, output.request_id, delta, at)
-        if delta.has_news:
+        if delta.has_output:
             found.append(ChoiceDelta(index, delta))
 
-    def _waits(self, index: int, output: Output) -> bool:
+    def _waits(self, index: int, output: RequestStepOutput) -> bool:
         """Return whether a choice must wait for the prompt's logprobs, which only the prompt's first choice receives.
 
         Only a stream sends them with the first token; a whole response is written at the end.
@@ -230,7 +232,7 @@ class GenerationJob:
             for at, output in self._early.pop(index, ()):
                 self._take(index, output, at, found)
 
-    def _count(self, index: int, output: Output, at: float) -> None:
+    def _count(self, index: int, output: RequestStepOutput, at: float) -> None:
         if not output.token_ids:
             return
         if self._first_token_at[index] is None:
@@ -251,7 +253,7 @@ class GenerationJob:
         record.first_token_at = record.first_token_at or at
         record.scheduled_at = min(record.scheduled_at or scheduled_at, scheduled_at)
 
-    def _finish(self, index: int, request_id: str, delta: Delta, at: float) -> None:
+    def _finish(self, index: int, request_id: str, delta: OutputDelta, at: float) -> None:
         self._open.discard(request_id)
         if delta.must_abort:
             self._engine.abort((request_id,))

@@ -19,27 +19,27 @@ from starlette.types import Receive, Scope, Send
 
 from headstart.apis.api import EVENTS, Api
 from headstart.core.request import CacheMode
-from headstart.http.access_record import AccessRecord, record_of
+from headstart.http.access_record import AccessRecord, access_record_of_scope
 from headstart.http.answer_report import REPORT_HEADER
 from headstart.http.http_errors import ClientGoneError, Headers, json_response
-from headstart.http.long_work import until_gone
-from headstart.http.spooled_body import SpooledBody, in_memory
+from headstart.http.long_work import wait_for_disconnect
+from headstart.http.spooled_body import SpooledBody, body_bytes
 from headstart.http.sse import HEADERS, PING, WRITE_SECONDS
 from headstart.http.tracing.request_trace import Attributes
-from headstart.openai.canonical.prompt_rules import RULES_HEADER, rules_header
-from headstart.openai.engine_requests import Origin
-from headstart.openai.forms.skipped import SKIPPED_HEADER, Skipped, skipped_header
-from headstart.openai.json_pieces import joined, pieces
-from headstart.openai.request_json import parse_json
+from headstart.openai.canonical.prompt_rules import RULES_HEADER, applied_rules_header
+from headstart.openai.engine_requests import RequestOrigin
+from headstart.openai.forms.skipped import SKIPPED_HEADER, SkippedNames, skipped_header
+from headstart.openai.json_pieces import encode_json_in_pieces, join_pieces
+from headstart.openai.request_json import parse_json_object
 from headstart.openai.sandbox.sandbox_pool import WAIT_SECONDS
-from headstart.openai.structured.dropped_keywords import DROPPED_HEADER, dropped_header
-from headstart.openai.text.shared_prompt import SharedPrompt
-from headstart.openai.tokenizer.handed_tokens import split_tokens
-from headstart.server.apis.answer_format import AnswerFormat, Head, ServedApi
+from headstart.openai.structured.dropped_keywords import DROPPED_HEADER, dropped_keywords_header
+from headstart.openai.text.shared_prompt import EchoedPrompt
+from headstart.openai.tokenizer.handed_tokens import split_tokens_from_body
+from headstart.server.apis.answer_format import AnswerFormat, AnswerIdentity, ServedApi
 from headstart.server.generation_job import ApiRequest, ChoiceDelta, GenerationJob
-from headstart.server.prompt_log import KeptBody
-from headstart.server.request_limits import check_size
-from headstart.server.server_state import Model, ServerState
+from headstart.server.prompt_log import LoggedBody
+from headstart.server.request_limits import check_request_size
+from headstart.server.server_state import ServedModel, ServerState
 
 _Result = TypeVar("_Result")
 PING_SECONDS = 15.0
@@ -48,25 +48,27 @@ LARGE_ANSWER_ENTRIES = 4096  # larger responses are encoded and sent in pieces
 FEW_ENTRIES = 64  # of events that are encoded at once: one each, and one per token with log-probabilities
 
 
-async def infer(state: ServerState, api: ServedApi, request: Request) -> Response:
+async def generation_response(state: ServerState, api: ServedApi, request: Request) -> Response:
     """Return the response of one request. Raises HttpError, HeadstartError, ClientGoneError before anything is sent."""
     model = state.check_ready()
-    record = record_of(request.scope)
-    origin = Origin(api.id_prefix + uuid4().hex, record.arrival, record.principal.domain, record.principal.tenant)
+    record = access_record_of_scope(request.scope)
+    origin = RequestOrigin(
+        api.id_prefix + uuid4().hex, record.arrival, record.principal.domain, record.principal.tenant
+    )
     asked, prompts = await _prepared(state, api, model, origin, request)
     if record.trace is not None and record.trace.is_sampled:
         record.trace.root.attributes |= _attributes(model, asked, origin.request_id)
     job = state.admit(asked, prompts, record)
     if job.examined is not None:
         model.doctor.note(job.examined)
-    form = asked.answer(job, Head(origin.request_id, int(time.time()), model))
+    form = asked.answer(job, AnswerIdentity(origin.request_id, int(time.time()), model))
     answer = _Answer(state, job, form, api.api)
     watcher = asyncio.create_task(_watch(request.receive, job))
     try:
         if job.params.stream:
             body = answer.events(await answer.next_news())
             headers = HEADERS | _report(request, asked, job, origin.request_id)
-            return _Sent(answer, body, watcher, api.api.end.content_type, headers)
+            return _Sent(answer, body, watcher, api.api.end.content_type_header, headers)
         whole = await answer.whole()
         headers = _report(request, asked, job, origin.request_id)
     except BaseException:
@@ -84,11 +86,11 @@ async def infer(state: ServerState, api: ServedApi, request: Request) -> Respons
 def _report(request: Request, asked: ApiRequest, job: GenerationJob, answer_id: str) -> dict[str, str]:
     """Return the headers that state what was changed in the request, and usage and times if requested."""
     applied, dropped = job.params.applied_rules, job.params.dropped
-    headers = {"server-timing": job.record.server_timing()}
+    headers = {"server-timing": job.record.server_timing_header()}
     if applied:
-        headers[RULES_HEADER] = rules_header(applied)
+        headers[RULES_HEADER] = applied_rules_header(applied)
     if dropped:
-        headers[DROPPED_HEADER] = dropped_header(dropped)
+        headers[DROPPED_HEADER] = dropped_keywords_header(dropped)
     if asked.skipped:
         headers[SKIPPED_HEADER] = skipped_header(asked.skipped)
     report = None
@@ -97,7 +99,7 @@ def _report(request: Request, asked: ApiRequest, job: GenerationJob, answer_id: 
     return headers if report is None else {**headers, REPORT_HEADER.decode(): report.encode().decode()}
 
 
-def _attributes(model: Model, asked: ApiRequest, answer_id: str) -> Attributes:
+def _attributes(model: ServedModel, asked: ApiRequest, answer_id: str) -> Attributes:
     """Return what a trace states of a request, in the names of OpenTelemetry's conventions."""
     params, sampling = asked.params, asked.requests[0].sampling
     return {
@@ -113,42 +115,42 @@ def _attributes(model: Model, asked: ApiRequest, answer_id: str) -> Attributes:
 
 
 async def _prepared(
-    state: ServerState, api: ServedApi, model: Model, origin: Origin, request: Request
-) -> tuple[ApiRequest, list[SharedPrompt]]:
+    state: ServerState, api: ServedApi, model: ServedModel, origin: RequestOrigin, request: Request
+) -> tuple[ApiRequest, list[EchoedPrompt]]:
     """Return the client request and its prompts; its body, JSON and messages are not referenced afterwards."""
     num_stored_bytes = api.num_stored_bytes
 
     def stored(body: bytes | SpooledBody) -> int:
-        values = parse_json(split_tokens(in_memory(body))[0], model.bounds.max_numbers)
+        values = parse_json_object(split_tokens_from_body(body_bytes(body))[0], model.bounds.max_numbers)
         return 0 if num_stored_bytes is None else num_stored_bytes(values, origin.tenant)
 
     def prepare(body: bytes | SpooledBody) -> ApiRequest:
-        data, tokens = split_tokens(in_memory(body))
-        skipped = Skipped()
+        data, tokens = split_tokens_from_body(body_bytes(body))
+        skipped = SkippedNames()
         reading = replace(model, bounds=replace(model.bounds, skipped=skipped))
-        asked = api.prepare(parse_json(data, model.bounds.max_numbers), reading, replace(origin, tokens=tokens))
-        check_size(asked.requests, asked.params, model.bounds)
+        asked = api.prepare(parse_json_object(data, model.bounds.max_numbers), reading, replace(origin, tokens=tokens))
+        check_request_size(asked.requests, asked.params, model.bounds)
         if asked.params.cache is not CacheMode.BYPASS:
-            state.prompt_log.add(origin.tenant, KeptBody(request.scope["path"], data, origin.request_id))
+            state.prompt_log.add(origin.tenant, LoggedBody(request.scope["path"], data, origin.request_id))
         return replace(asked.without_messages(model.doctor, origin), skipped=skipped.counts())
 
     run = partial(state.long_work.run, tenant=origin.tenant, receive=request.receive)
     async with state.bodies.held(request) as body:
-        record_of(request.scope).received_at = time.monotonic()
+        access_record_of_scope(request.scope).received_at = time.monotonic()
         more = 0 if num_stored_bytes is None else await run(len(body), partial(stored, body))
         asked = await run(len(body) + more, partial(prepare, body), waits=api.renders)
         params, requests = asked.params, asked.requests
         model.metrics.count_prompt(params.applied_rules, asked.skipped)
         grammar = params.sampling.grammar
-        if grammar is not None and not model.grammars.is_accepted(grammar):
+        if grammar is not None and not model.grammars.was_accepted(grammar):
             field = params.grammar_field or "grammar"
             async with state.checks.turn(origin.tenant, WAIT_SECONDS):
                 with asked.named():
                     await run(0, partial(model.grammars.check, field, grammar, origin.tenant), waits=True)
     prompts = [first.prompt for first in requests[:: params.n]]
 
-    def share() -> list[SharedPrompt]:
-        return [SharedPrompt(model.tokenizer, prompt, params) for prompt in prompts]
+    def share() -> list[EchoedPrompt]:
+        return [EchoedPrompt(model.tokenizer, prompt, params) for prompt in prompts]
 
     is_long = params.echo and sum(map(len, prompts)) > LONG_PROMPT_TOKENS
     return asked, await asyncio.to_thread(share) if is_long else share()
@@ -160,13 +162,17 @@ async def run_with_body(
     """Return `work(body)`, run off the event loop if the body is long, or if `renders` and it holds messages."""
     async with state.bodies.held(request) as body:
         waits = renders and (isinstance(body, SpooledBody) or b'"messages"' in body)
-        run = partial(state.long_work.run, tenant=record_of(request.scope).principal.tenant, receive=request.receive)
-        return await run(len(body), lambda: work(in_memory(body)), waits=waits)
+        run = partial(
+            state.long_work.run,
+            tenant=access_record_of_scope(request.scope).principal.tenant,
+            receive=request.receive,
+        )
+        return await run(len(body), lambda: work(body_bytes(body)), waits=waits)
 
 
 async def _watch(receive: Receive, job: GenerationJob) -> None:
     """Cancel the job when the client disconnects."""
-    await until_gone(receive)
+    await wait_for_disconnect(receive)
     job.cancel(ClientGoneError())
 
 
@@ -183,19 +189,19 @@ class _Answer:
         """Wait for all choices and return one JSON document; a large one as an iterator of pieces."""
         job = self.job
         while not job.is_finished:
-            for choice, delta in await job.news(PING_SECONDS):
+            for choice, delta in await job.next_deltas(PING_SECONDS):
                 self._form.collect(choice, delta)
         if job.diagnosis is not None:
             job.diagnosis.remember()
         if job.num_entries + len(job.generations) <= LARGE_ANSWER_ENTRIES:
             return json_response(self._form.whole(in_pieces=False))
-        return self.state.turns.taken(pieces(self._form.whole(in_pieces=True)))
+        return self.state.turns.taken(encode_json_in_pieces(self._form.whole(in_pieces=True)))
 
     async def next_news(self) -> list[ChoiceDelta]:
         """Return the next deltas to send, or [] after PING_SECONDS without any."""
         deadline = time.monotonic() + PING_SECONDS
         while True:
-            news = await self.job.news(max(deadline - time.monotonic(), 0.001))
+            news = await self.job.next_deltas(max(deadline - time.monotonic(), 0.001))
             if news or self.job.is_finished or time.monotonic() >= deadline:
                 return news
 
@@ -213,8 +219,8 @@ class _Answer:
                     yield b"".join(parts)
                 else:
                     if not opened:
-                        parts = chain((form.opening(),), parts)
-                    async for data in self.state.turns.taken(joined(parts)):
+                        parts = chain((form.opening_events(),), parts)
+                    async for data in self.state.turns.taken(join_pieces(parts)):
                         yield data
                     opened = True
                 if job.is_finished:
@@ -227,7 +233,7 @@ class _Answer:
             raise
         except Exception as error:
             self.state.note(job.record, error)
-            ending = form.failure(error) or self._api.error_ending(error, job.record.request_id, 0)
+            ending = form.failure(error) or self._api.stream_error_events(error, job.record.request_id, 0)
         yield ending
 
 

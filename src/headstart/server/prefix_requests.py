@@ -11,7 +11,7 @@ from headstart.config.options import PrefixEntry
 from headstart.core.errors import InvalidRequestError, RequestFailedError
 from headstart.engine.engine_client import EngineClient
 from headstart.http.http_errors import HttpError
-from headstart.openai.bounds import Bounds
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.prefix_tokens import PrefixRequest, encode_prefix, parse_prefix
 from headstart.openai.responses import Json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ POLL_SECONDS = 0.05
 WARMING, FAILED, MALFORMED = "warming", "failed", "malformed"
 
 
-class Prefixes:
+class ServerPrefixes:
     """All prefixes of one server, computed or not. `domain_of` returns a tenant's isolation domain, or raises."""
 
     def __init__(self, engine: EngineClient, domain_of: Callable[[str], bytes]) -> None:
@@ -28,7 +28,7 @@ class Prefixes:
         self._domain_of = domain_of
         self._rejected: list[Json] = []  # not sent to the engine, or refused by it
 
-    async def load(self, entries: Iterable[PrefixEntry], tokenizer: Tokenizer, bounds: Bounds) -> None:
+    async def load(self, entries: Iterable[PrefixEntry], tokenizer: Tokenizer, bounds: RequestBounds) -> None:
         """Send the entries of headstart.toml to the engine; an invalid entry is listed with its reason instead."""
         for entry in entries:
             try:
@@ -42,7 +42,7 @@ class Prefixes:
                 rejected = {"name": entry.name, "tenant": entry.tenant, "state": state, "error": str(error)}
                 self._rejected.append({**rejected, **dict.fromkeys(_COUNTS, 0), "last_used": None})
 
-    async def add(self, body: PrefixRequest, tokenizer: Tokenizer, bounds: Bounds) -> Json:
+    async def add(self, body: PrefixRequest, tokenizer: Tokenizer, bounds: RequestBounds) -> Json:
         """Pin a prefix and return its entry, computed if `body.wait`.
 
         Raises InvalidRequestError, EngineDeadError, and HttpError if it cannot be computed; then it is removed again.
@@ -51,7 +51,7 @@ class Prefixes:
         self._rejected = [entry for entry in self._rejected if entry["name"] != body.name]
         while body.wait and found["state"] == WARMING:
             await asyncio.sleep(POLL_SECONDS)
-            listed = {entry["name"]: entry for entry in await self.listed()}
+            listed = {entry["name"]: entry for entry in await self.list_prefixes()}
             if body.name not in listed:
                 raise HttpError(409, f"prefix {body.name!r} was removed while it was computed", code="prefix_removed")
             found = listed[body.name]
@@ -67,11 +67,11 @@ class Prefixes:
         was_rejected, self._rejected = len(kept) < len(self._rejected), kept
         return await self._engine.call("remove_prefix", name) or was_rejected
 
-    async def listed(self) -> list[Json]:
+    async def list_prefixes(self) -> list[Json]:
         """Return every prefix, the rejected ones last. Raises EngineDeadError."""
         return [*await self._engine.call("list_prefixes"), *self._rejected]
 
-    async def _submit(self, body: PrefixRequest, tokenizer: Tokenizer, bounds: Bounds) -> Json:
+    async def _submit(self, body: PrefixRequest, tokenizer: Tokenizer, bounds: RequestBounds) -> Json:
         domain = self._domain_of(body.tenant) if body.tenant else b""
         token_ids = await asyncio.to_thread(encode_prefix, body, tokenizer, bounds)
         argument = {"name": body.name, "tenant": body.tenant, "domain": domain, "token_ids": token_ids.tobytes()}

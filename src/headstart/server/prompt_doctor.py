@@ -1,4 +1,4 @@
-"""PromptDoctor: an online estimate of the prompt tokens whose prefill was avoidable, by cause and by tenant.
+"""AvoidableTextEstimator: an online estimate of the prompt tokens whose prefill was avoidable, by cause and by tenant.
 
 Examining a prompt takes milliseconds, so prompts are sampled: one is examined, on a thread, if the CPU time spent so
 far is less than a share of what server and engine have used. Only counts leave this module.
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.core.batch import PromptTokenBreakdown
-from headstart.openai.engine_requests import Origin, narrow_domain
-from headstart.reuse.near_prompts import MAX_BYTES, PromptWindow, WindowEntry, examined
-from headstart.server.request_limits import object_bytes
+from headstart.openai.engine_requests import RequestOrigin, salted_domain
+from headstart.reuse.near_prompts import MAX_BYTES, PromptWindow, WindowEntry, measure_avoidable_text
+from headstart.server.request_limits import bytes_of_json_value
 
 WINDOW_BYTES = 16 << 20  # of the latest prompts
 FREE_SECONDS = 0.05  # of CPU time that may be spent before any is earned
@@ -36,7 +36,7 @@ class AvoidableCounts:
         return self.avoidable_tokens / self.prompt_tokens if self.prompt_tokens else None
 
 
-class PromptDoctor:
+class AvoidableTextEstimator:
     """The estimate of one server. `cpu_seconds` returns the CPU time that server and engine have used."""
 
     def __init__(self, cpu_share: float, cpu_seconds: Callable[[], float]) -> None:
@@ -55,13 +55,18 @@ class PromptDoctor:
         return self._examining is not None
 
     def entry(
-        self, origin: Origin, salt: str | None, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], tokens: int
+        self,
+        origin: RequestOrigin,
+        salt: str | None,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any],
+        tokens: int,
     ) -> WindowEntry | None:
         """Return a prompt for `note`; None if prompts are not examined, or it is too large. Thread-safe."""
-        num_bytes = object_bytes((messages, tools), MAX_BYTES) if self._share else 0
+        num_bytes = bytes_of_json_value((messages, tools), MAX_BYTES) if self._share else 0
         if not self._share or num_bytes > MAX_BYTES:
             return None
-        group = origin.tenant.encode() + b"\0" + narrow_domain(origin.domain, salt)
+        group = origin.tenant.encode() + b"\0" + salted_domain(origin.domain, salt)
         return WindowEntry(group, messages, tools, num_tokens=tokens, num_bytes=num_bytes)
 
     def note(self, entry: WindowEntry) -> None:
@@ -72,7 +77,7 @@ class PromptDoctor:
         """Examine an answered request's prompt if there is CPU time to spend; on a thread, one at a time."""
         if self.is_busy or self.spent_seconds >= FREE_SECONDS + self._share * self._cpu_seconds():
             return
-        earlier = self._window.earlier(entry)
+        earlier = self._window.earlier_in_group(entry)
         self._examining = asyncio.get_running_loop().create_task(
             self._examine(tenant, entry, earlier, breakdown, num_evicted)
         )
@@ -87,7 +92,7 @@ class PromptDoctor:
     ) -> None:
         def work() -> tuple[int, Any, float]:
             begun = time.thread_time()
-            num_chars, found = examined(entry, earlier, breakdown.cached)
+            num_chars, found = measure_avoidable_text(entry, earlier, breakdown.num_cached)
             return num_chars, found, time.thread_time() - begun
 
         try:

@@ -1,4 +1,4 @@
-"""PromptLog: bodies of recent requests, by tenant, for `headstart lint --against`. In memory only; off by default.
+"""RecentBodyLog: bodies of recent requests, by tenant, for `headstart lint --against`. In memory only; off by default.
 
 It holds prompts: a tenant reads its own bodies and no others, whatever its role. Bounded in bytes, per tenant and in
 total; the oldest go first. Thread-safe.
@@ -8,13 +8,13 @@ import itertools
 from typing import NamedTuple
 
 from headstart.openai.canonical.canonical_body import canonical_body
-from headstart.openai.canonical.nonces import rule_for_line
+from headstart.openai.canonical.nonces import nonce_rule_of_line
 from headstart.openai.canonical.prompt_rules import PromptRules
-from headstart.openai.request_json import parse_json
+from headstart.openai.request_json import parse_json_object
 from headstart.openai.responses import Json
 from headstart.openai.tokenizer.tenant_cache import TenantCache
-from headstart.reuse.log_report import diagnose
-from headstart.reuse.logged_prompt import prompt_of
+from headstart.reuse.log_report import find_costly_differences
+from headstart.reuse.logged_prompt import logged_prompt_of_entry
 
 TENANT_SHARE = 4  # a tenant may use a quarter of the bytes
 ENTRY_BYTES = 200  # overhead per body: key, tuple, table slot
@@ -22,7 +22,7 @@ MAX_LISTED = 1000
 MAX_COMPARED = 100  # earlier bodies that a diagnosis reads
 
 
-class KeptBody(NamedTuple):
+class LoggedBody(NamedTuple):
     """A body as it was sent to `path`, and the id of its answer."""
 
     path: str
@@ -30,17 +30,17 @@ class KeptBody(NamedTuple):
     answer_id: str
 
 
-class PromptLog:
+class RecentBodyLog:
     """The bodies of all tenants."""
 
     def __init__(self, max_bytes: int, rules: PromptRules) -> None:
         """`max_bytes` 0: nothing is kept. `rules`: of the server; what is read is the prompt after them."""
         self.is_on = max_bytes > 0
         self._rules = rules
-        self._bodies: TenantCache[KeptBody] = TenantCache(max(max_bytes // TENANT_SHARE, 1), max_bytes, _size)
+        self._bodies: TenantCache[LoggedBody] = TenantCache(max(max_bytes // TENANT_SHARE, 1), max_bytes, _size)
         self._numbers = itertools.count()
 
-    def add(self, tenant: str, kept: KeptBody) -> None:
+    def add(self, tenant: str, kept: LoggedBody) -> None:
         """Keep the body of a request; one that exceeds the tenant's share alone is not kept."""
         if self.is_on:
             self._bodies.put(tenant, next(self._numbers), kept)
@@ -62,16 +62,18 @@ class PromptLog:
             kept, asked = kept[:at], self._listed(kept[at])
         else:
             asked = {"body": body}
-        prompt = prompt_of(0, asked)
-        earlier = [prompt_of(index + 1, self._listed(one)) for index, one in enumerate(kept[-MAX_COMPARED:])]
+        prompt = logged_prompt_of_entry(0, asked)
+        earlier = [
+            logged_prompt_of_entry(index + 1, self._listed(one)) for index, one in enumerate(kept[-MAX_COMPARED:])
+        ]
         known = [one for one in earlier if one is not None]
-        found = [] if prompt is None else diagnose(prompt, known, rule_for_line)
+        found = [] if prompt is None else find_costly_differences(prompt, known, nonce_rule_of_line)
         return [{**finding._asdict(), "message": finding.text} for finding in found]
 
-    def _listed(self, kept: KeptBody) -> Json:
-        values = parse_json(kept.data)
+    def _listed(self, kept: LoggedBody) -> Json:
+        values = parse_json_object(kept.data)
         return {"path": kept.path, "body": canonical_body(kept.path, kept.data, values, self._rules).values}
 
 
-def _size(body: KeptBody) -> int:
+def _size(body: LoggedBody) -> int:
     return ENTRY_BYTES + len(body.data)

@@ -13,7 +13,7 @@ from headstart.config.options import ServerOptions
 from headstart.core.engine import EngineInfo
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import Request
-from headstart.openai.bounds import Bounds
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.generation_params import GenerationParams
 
 PROMPT_TOKEN_BYTES = 12  # token id in both processes and in transit to the engine, once per prompt
@@ -28,7 +28,7 @@ RESERVED_TOKENS = 256
 MIN_HELD_BYTES = 96 << 20  # of all requests, in addition to the tokens of a full queue and of the KV pool
 
 
-def max_held_bytes(info: EngineInfo, options: ServerOptions, num_shares: int = 1) -> int:
+def held_bytes_budget(info: EngineInfo, options: ServerOptions, num_shares: int = 1) -> int:
     """Return the byte budget for admitted requests: twice the KV pool's tokens, a full queue, and MIN_HELD_BYTES.
 
     The latter two are divided by `num_shares`, the number of processes on this machine that hold requests.
@@ -38,7 +38,7 @@ def max_held_bytes(info: EngineInfo, options: ServerOptions, num_shares: int = 1
     return pool + (MIN_HELD_BYTES + options.max_num_queued_tokens * token_bytes) // num_shares
 
 
-def check_size(requests: Sequence[Request], params: GenerationParams, bounds: Bounds) -> None:
+def check_request_size(requests: Sequence[Request], params: GenerationParams, bounds: RequestBounds) -> None:
     """Raise InvalidRequestError if one client request could exceed the limits on prompt tokens or response entries."""
     num_tokens = sum(len(request.prompt) for request in requests)
     if num_tokens > bounds.max_sequence_tokens:
@@ -48,7 +48,7 @@ def check_size(requests: Sequence[Request], params: GenerationParams, bounds: Bo
             param="prompt" if params.n == 1 else "n",
             code="request_too_large",
         )
-    num_entries = answer_entries(requests, params)
+    num_entries = max_answer_entries(requests, params)
     if num_entries > bounds.max_answer_entries:
         raise InvalidRequestError(
             f"the answer could have {num_entries} entries, which are (prompt tokens shown + max_tokens) x "
@@ -59,7 +59,7 @@ def check_size(requests: Sequence[Request], params: GenerationParams, bounds: Bo
         )
 
 
-def answer_entries(requests: Sequence[Request], params: GenerationParams) -> int:
+def max_answer_entries(requests: Sequence[Request], params: GenerationParams) -> int:
     """Return the maximum number of entries of the response.
 
     Output without log-probabilities does not count: it is plain text and grows no faster than it is computed.
@@ -68,19 +68,19 @@ def answer_entries(requests: Sequence[Request], params: GenerationParams) -> int
     return sum(len(request.prompt) * prompt_width + request.sampling.max_tokens * output_width for request in requests)
 
 
-def shown_entries(num_prompt_tokens: int, num_tokens: int, params: GenerationParams) -> int:
+def num_answer_entries(num_prompt_tokens: int, num_tokens: int, params: GenerationParams) -> int:
     """Return the number of entries of a whole response with these token counts; plain text has none."""
     prompt_width, output_width = _widths(params)
     shown = num_prompt_tokens * params.n * prompt_width if params.sampling.prompt_logprobs is not None else 0
     return shown + num_tokens * output_width
 
 
-def initial_bytes(requests: Sequence[Request], params: GenerationParams) -> int:
+def bytes_at_admission(requests: Sequence[Request], params: GenerationParams) -> int:
     """Return the bytes charged for one client request at admission."""
     prompt_width, _ = _widths(params)
     per_entry = ENTRY_BYTES + (ENTRY_JSON_BYTES if params.n > 1 and params.echo and params.wants_logprobs else 0)
     per_prompt_token = PROMPT_TOKEN_BYTES + (ENTRY_TOKEN_BYTES + per_entry * prompt_width if prompt_width else 0)
-    per_output_token = output_token_bytes(params)
+    per_output_token = bytes_per_output_token(params)
     prompts = sum(len(request.prompt) for request in requests[:: params.n])
     choices = sum(
         CHOICE_BYTES
@@ -91,13 +91,15 @@ def initial_bytes(requests: Sequence[Request], params: GenerationParams) -> int:
     return prompts * per_prompt_token + choices + BIAS_BYTES * len(params.sampling.logit_bias)
 
 
-def params_bytes(params: GenerationParams) -> int:
+def bytes_of_params(params: GenerationParams) -> int:
     """Return the memory of the parameters of any length, which are kept until the answer is complete."""
     definitions = () if params.tools is None else params.tools.definitions
-    return object_bytes((definitions, params.ignored, params.stop, params.template_options, params.sampling.grammar))
+    return bytes_of_json_value(
+        (definitions, params.ignored, params.stop, params.template_options, params.sampling.grammar)
+    )
 
 
-def object_bytes(value: object, limit: int = sys.maxsize) -> int:
+def bytes_of_json_value(value: object, limit: int = sys.maxsize) -> int:
     """Return the memory of a parsed JSON value. Ends early above `limit`, and then returns more than it."""
     num_bytes, values = 0, [value]
     while values and num_bytes <= limit:
@@ -111,7 +113,7 @@ def object_bytes(value: object, limit: int = sys.maxsize) -> int:
     return num_bytes
 
 
-def output_token_bytes(params: GenerationParams) -> int:
+def bytes_per_output_token(params: GenerationParams) -> int:
     """Return the bytes held per output token until the response is sent; a stream keeps no log-probabilities."""
     _, width = _widths(params)
     return OUTPUT_TOKEN_BYTES + (ENTRY_TOKEN_BYTES + ENTRY_BYTES * width if width and not params.stream else 0)

@@ -15,12 +15,12 @@ from prometheus_client import disable_created_metrics
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from headstart.allocator import give_memory_back, trim_regularly
+from headstart.allocator import configure_malloc, trim_heap_regularly
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.errors import ConfigError, DrainingError, EngineDeadError
 from headstart.engine.engine_client import Build, EngineClient
 from headstart.engine.request_recorder import RequestRecorder
-from headstart.engine.wire import stats_of
+from headstart.engine.wire import decode_stats
 from headstart.http.decision_log_writer import DecisionLog
 from headstart.http.lifecycle import (
     CUT_SECONDS,
@@ -29,24 +29,24 @@ from headstart.http.lifecycle import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     HttpServer,
-    Shutdown,
-    address_of,
-    first_of,
-    listen,
-    unlink,
+    ShutdownSignals,
+    first_or_cancel,
+    listener_address,
+    open_listener,
+    unlink_socket_file,
     uvicorn_config,
 )
-from headstart.http.logs import Log
-from headstart.http.protocol.connections import ConnectionTable, connection_cap
+from headstart.http.logs import ServerLog
+from headstart.http.protocol.connections import ConnectionTable, max_server_connections
 from headstart.openai.responses import Json
 from headstart.server.app import build_app
-from headstart.server.banner import banner, store_text
+from headstart.server.banner import startup_banner, store_banner_text
 from headstart.server.cache_api.live_figures import LiveFigures
 from headstart.server.prefix_requests import POLL_SECONDS, WARMING
-from headstart.server.server_state import Model, ServerState
-from headstart.server.statistics import write_statistics
-from headstart.store.files import read_secret
-from headstart.store.tiers.tier import derive, places, read_shared_secrets
+from headstart.server.server_state import ServedModel, ServerState
+from headstart.server.statistics import log_statistics_regularly
+from headstart.store.files import read_folder_secret
+from headstart.store.tiers.tier import derive_key, parse_tier_places, read_shared_secrets
 
 DEAD_SECONDS = 1.0  # a server whose engine died answers 503 for this long, so that clients and probes see it
 
@@ -55,7 +55,7 @@ def serve(
     build: Build,
     engine_options: EngineOptions,
     server_options: ServerOptions,
-    log: Log | None = None,
+    log: ServerLog | None = None,
     *,
     num_shares: int = 1,
 ) -> int:
@@ -64,10 +64,10 @@ def serve(
     0: all admitted requests were answered. 1: the engine died, or requests were cut off at the end of the drain. 2: the
     options cannot work, reported in one line. 130: stopped at once by a second Ctrl-C.
     """
-    log = log or Log()
-    give_memory_back()
+    log = log or ServerLog()
+    configure_malloc()
     try:
-        listener = listen(server_options.host, server_options.port, server_options.uds)
+        listener = open_listener(server_options.host, server_options.port, server_options.uds)
     except ConfigError as error:
         log.line(f"headstart: {error}")
         return EXIT_CONFIG
@@ -76,7 +76,7 @@ def serve(
         try:
             return runner.run(_Run(build, engine_options, server_options, listener, log, num_shares).run())
         finally:
-            unlink(server_options.uds)
+            unlink_socket_file(server_options.uds)
 
 
 @dataclass(slots=True)
@@ -87,9 +87,9 @@ class _Run:
     engine_options: EngineOptions
     options: ServerOptions
     listener: socket.socket
-    log: Log
+    log: ServerLog
     num_shares: int
-    shutdown: Shutdown = field(init=False)
+    shutdown: ShutdownSignals = field(init=False)
     figures: LiveFigures = field(init=False)
 
     async def run(self) -> int:
@@ -103,12 +103,12 @@ class _Run:
             return EXIT_CONFIG
         if recording is not None:
             engine.recorder = RequestRecorder(recording.write)
-        shutdown = self.shutdown = Shutdown(
+        shutdown = self.shutdown = ShutdownSignals(
             self.options.drain_timeout, self.log, num_requests=lambda: state.num_jobs, on_drain=state.drain
         )
-        shutdown.install()
+        shutdown.install_handlers()
         self.figures = LiveFigures(state)
-        cap = connection_cap(self.options.max_num_queued_reqs, files_each=1)
+        cap = max_server_connections(self.options.max_num_queued_reqs, files_each=1)
         http = HttpServer(uvicorn_config(build_app(state, self.figures), ConnectionTable(cap)))
         serving = asyncio.create_task(http.serve(sockets=[self.listener]))
         try:
@@ -129,10 +129,10 @@ class _Run:
         With it, other processes find the same blocks. Raises ConfigError for an unusable folder or file.
         """
         options = self.engine_options
-        folder, url = (None, None) if options.kv_store is None else places(options.kv_store)
+        folder, url = (None, None) if options.kv_store is None else parse_tier_places(options.kv_store)
         if url is not None:  # also beside a folder: the domains are those of all machines
-            return derive(read_shared_secrets(options.kv_store_secret)[-1], b"domains")
-        return secrets.token_bytes(32) if folder is None else read_secret(folder)
+            return derive_key(read_shared_secrets(options.kv_store_secret)[-1], b"domains")
+        return secrets.token_bytes(32) if folder is None else read_folder_secret(folder)
 
     async def _live(self, state: ServerState, engine: EngineClient) -> int:
         try:
@@ -141,8 +141,8 @@ class _Run:
                 self.log.line("headstart: stopped while loading")
                 return EXIT_OK
             model = state.prepare(started)
-            await asyncio.to_thread(model.tokenizer.start_chat)
-            if await self._until_stopped(warm_prefixes(state, model)) is None:
+            await asyncio.to_thread(model.tokenizer.start_chat_renderer)
+            if await self._until_stopped(warm_configured_prefixes(state, model)) is None:
                 self.log.line("headstart: stopped while loading")
                 return EXIT_OK
             store = await self._store_text(engine)
@@ -150,9 +150,9 @@ class _Run:
         except (ConfigError, EngineDeadError) as error:
             self.log.line(f"headstart: {error}")
             return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_BROKEN
-        host, port, path = address_of(self.listener)
-        self.log.line(banner(model, self.options, host, port, store=store, uds=path))
-        works = write_statistics(state), trim_regularly(), self.figures.sample_regularly()
+        host, port, path = listener_address(self.listener)
+        self.log.line(startup_banner(model, self.options, host, port, store=store, uds=path))
+        works = log_statistics_regularly(state), trim_heap_regularly(), self.figures.sample_regularly()
         regular = [asyncio.create_task(work) for work in works]
         try:
             await self._until_stopped(engine.died.wait())
@@ -163,15 +163,15 @@ class _Run:
 
     async def _store_text(self, engine: EngineClient) -> str | None:
         """Return the banner's text about the store, None without one. Raises EngineDeadError."""
-        stats = stats_of(await engine.call("cache_stats"))
+        stats = decode_stats(await engine.call("cache_stats"))
         folder = self.engine_options.kv_store
-        return None if stats.store is None or folder is None else store_text(folder, stats.store)
+        return None if stats.store is None or folder is None else store_banner_text(folder, stats.store)
 
     async def _drain(self, state: ServerState, engine: EngineClient) -> int:
         """Wait for the admitted requests up to the drain timeout, cancel the rest, and return the exit code."""
         if engine.dead is not None:
             self.log.line(f"headstart: the engine has stopped ({engine.dead}); so does the server")
-            await first_of(self.shutdown.at_once.wait(), timeout=DEAD_SECONDS)
+            await first_or_cancel(self.shutdown.at_once.wait(), timeout=DEAD_SECONDS)
             return EXIT_BROKEN
         deadline = time.monotonic() + self.shutdown.drain_seconds
         while (
@@ -180,12 +180,12 @@ class _Run:
             and not self.shutdown.at_once.is_set()
             and time.monotonic() < deadline
         ):
-            await first_of(state.idle.wait(), self.shutdown.at_once.wait(), engine.died.wait(), timeout=0.5)
+            await first_or_cancel(state.idle.wait(), self.shutdown.at_once.wait(), engine.died.wait(), timeout=0.5)
         if not state.num_jobs:
             return EXIT_OK if engine.dead is None else EXIT_BROKEN
         self.log.line(f"headstart: {state.num_jobs} requests were cut off")
-        state.cancel_all(DrainingError("the server shut down before this request was finished"))
-        await first_of(state.idle.wait(), timeout=CUT_SECONDS)
+        state.cancel_all_jobs(DrainingError("the server shut down before this request was finished"))
+        await first_or_cancel(state.idle.wait(), timeout=CUT_SECONDS)
         return EXIT_INTERRUPTED if self.shutdown.at_once.is_set() else EXIT_BROKEN
 
     async def _close(self, engine: EngineClient) -> None:
@@ -203,10 +203,10 @@ class _Run:
 
     async def _until_stopped(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Return the result of `work`, or None if a signal arrived first."""
-        return await first_of(work, self.shutdown.begun.wait())
+        return await first_or_cancel(work, self.shutdown.begun.wait())
 
 
-async def warm_prefixes(state: ServerState, model: Model) -> int:
+async def warm_configured_prefixes(state: ServerState, model: ServedModel) -> int:
     """Pin and compute the entries; return how many are computed. Failed entries are logged and do not stop the server.
 
     Raises EngineDeadError.
@@ -219,7 +219,7 @@ async def warm_prefixes(state: ServerState, model: Model) -> int:
         task = bar.add_task("warming prefixes", total=None)
         await state.prefixes.load(entries, model.tokenizer, model.bounds)
         while True:
-            listed = await state.prefixes.listed()
+            listed = await state.prefixes.list_prefixes()
             total = sum(entry["tokens"] for entry in listed)
             bar.update(task, total=total, completed=min(engine.stats.counters.computed_tokens, total))
             if all(entry["state"] != WARMING for entry in listed):

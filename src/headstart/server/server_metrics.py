@@ -14,14 +14,14 @@ from prometheus_client.registry import Collector
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import EngineInfo, EngineStats
 from headstart.engine.engine_client import EngineClient
-from headstart.http.packed_metrics import Counter, Families, Histogram, expose, method_label
+from headstart.http.packed_metrics import Counter, Histogram, MetricFamilies, expose_metrics, method_label
 from headstart.http.tracing.tracer import SpanCounts, Tracer
 from headstart.openai.canonical.prompt_rules import PLACEMENT_TEXTS, RULE_TEXTS, AppliedRules
-from headstart.openai.forms.skipped import KNOWN, SkippedCounts, metric_label
+from headstart.openai.forms.skipped import KNOWN, SkippedCounts, skipped_name_label
 from headstart.openai.responses import CACHE_SOURCES
 from headstart.reuse.causes import CAUSES
-from headstart.server.apis.answer_diagnosis import FingerprintMemory
-from headstart.server.prompt_doctor import PromptDoctor
+from headstart.server.apis.answer_diagnosis import FingerprintCache
+from headstart.server.prompt_doctor import AvoidableTextEstimator
 from headstart.server.store_metrics import StoreCollector
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -44,7 +44,7 @@ _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _CHOICES = (1, 2, 5, 10, 20)
 
 
-class Metrics:
+class ServerMetrics:
     """The metrics of one server, in a registry of their own."""
 
     def __init__(self, model_name: str, routes: Iterable[str]) -> None:
@@ -100,7 +100,7 @@ class Metrics:
         self._by_tenant.register(_TenantCollector(self._model_name, self.tenants))
         self._of_store.register(StoreCollector(lambda: engine.stats, self._model_name))
 
-    def watch_prompts(self, memory: FingerprintMemory | None, doctor: PromptDoctor) -> None:
+    def watch_prompts(self, memory: FingerprintCache | None, doctor: AvoidableTextEstimator) -> None:
         """Add the memory of prompts' fingerprints and the estimate of the avoidable share to every scrape."""
         self._of_prompts.fingerprints, self._of_prompts.doctor = memory, doctor
 
@@ -130,7 +130,7 @@ class Metrics:
         reason = "stop" if reason == "tool_calls" else reason  # why the engine finished it
         self._finished.add((self._model_name, reason if reason in FINISH_REASONS else "error"))
 
-    def rejected(self) -> None:
+    def count_rejected(self) -> None:
         """Count a client request rejected at admission: queue or byte budget full."""
         self._rejected.add((self._model_name,))
 
@@ -143,11 +143,11 @@ class Metrics:
     def expose(self, accept: str = "", *, with_tenants: bool = True, with_store: bool = True) -> bytes:
         """Return all metrics in a format of the Accept header, with or without those by tenant and of the store."""
         shown = {self._of_load: True, self._registry: True, self._by_tenant: with_tenants, self._of_store: with_store}
-        return expose(accept, *(registry for registry, is_shown in shown.items() if is_shown))
+        return expose_metrics(accept, *(registry for registry, is_shown in shown.items() if is_shown))
 
     def expose_load(self) -> bytes:
         """Return the metrics that routers read every few seconds: all of them take milliseconds."""
-        return expose("", self._of_load)
+        return expose_metrics("", self._of_load)
 
     def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"vllm:{name}", text, bounds, {"model_name": self._model_name})
@@ -196,7 +196,7 @@ class _HeartbeatCollector(Collector):
 
     def __init__(self, engine: EngineClient, model_name: str) -> None:
         self._engine = engine
-        self._families = Families(model_name, "")
+        self._families = MetricFamilies(model_name, "")
 
 
 class _LoadCollector(_HeartbeatCollector):
@@ -245,7 +245,7 @@ class _EngineCollector(_HeartbeatCollector):
         tokens = {"computed": counters.computed_tokens, "cached": counters.cached_tokens}
         yield families.counters("headstart:tokens", text, "source", tokens)
         text = "Evicted cached blocks by cause."
-        yield families.counters("headstart:evictions", text, "cause", stats.pool.evictions)
+        yield families.counters("headstart:evictions", text, "cause", stats.pool.evictions_by_cause)
         yield families.gauges("headstart:kv_blocks", "KV blocks by state.", "state", blocks_by_state(stats))
 
 
@@ -302,18 +302,18 @@ class PromptCollector(Collector):
     """Requests by the rules that applied and by what was left out; fingerprints and the doctor's sample, if watched."""
 
     def __init__(self, model_name: str) -> None:
-        self._families = Families(model_name)
+        self._families = MetricFamilies(model_name)
         self._rules = dict.fromkeys(RULE_TEXTS | PLACEMENT_TEXTS, 0)
         self._skipped = dict.fromkeys(KNOWN, 0)
-        self.fingerprints: FingerprintMemory | None = None
-        self.doctor: PromptDoctor | None = None
+        self.fingerprints: FingerprintCache | None = None
+        self.doctor: AvoidableTextEstimator | None = None
 
     def add(self, applied: AppliedRules, skipped: SkippedCounts) -> None:
         """Count a request."""
         for rule, _ in applied:
             self._rules[rule] += 1
         for name, count in skipped:
-            self._skipped[metric_label(name)] += count
+            self._skipped[skipped_name_label(name)] += count
 
     def collect(self) -> Iterable[Metric]:
         families, memory = self._families, self.fingerprints

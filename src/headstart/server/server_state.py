@@ -17,27 +17,27 @@ from headstart.engine.engine_client import EngineClient
 from headstart.http.access_record import AccessRecord
 from headstart.http.auth import Authenticator
 from headstart.http.body_reader import HELD_BYTES, BodyReader
-from headstart.http.byte_budget import Budget, has_share
-from headstart.http.http_errors import ClientGoneError, HttpError, rendered
-from headstart.http.logs import Log
-from headstart.http.long_work import LongWork, TenantTurns
+from headstart.http.byte_budget import ByteBudget, is_within_tenant_share
+from headstart.http.http_errors import ClientGoneError, HttpError, error_status_and_body
+from headstart.http.logs import ServerLog
+from headstart.http.long_work import BlockingWorkRunner, TenantFairSlots
 from headstart.http.tracing.tracer import make_tracer
-from headstart.http.web_pages import WebPages
-from headstart.openai.bounds import Bounds
-from headstart.openai.json_pieces import Turns
-from headstart.openai.responses_api.response_memory import ResponseMemory
+from headstart.http.web_pages import WebPageAccess
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.json_pieces import EncodingTurns
+from headstart.openai.responses_api.response_memory import StoredResponses
 from headstart.openai.sandbox.sandbox_pool import MAX_PROCESSES
-from headstart.openai.structured.grammar_check import GrammarCheck
-from headstart.openai.text.shared_prompt import SharedPrompt
+from headstart.openai.structured.grammar_check import GrammarChecker
+from headstart.openai.text.shared_prompt import EchoedPrompt
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.server.apis.answer_diagnosis import FingerprintMemory
+from headstart.server.apis.answer_diagnosis import FingerprintCache
 from headstart.server.generation_job import ApiRequest, GenerationJob
-from headstart.server.prefix_requests import Prefixes
-from headstart.server.prompt_doctor import PromptDoctor
-from headstart.server.prompt_log import PromptLog
-from headstart.server.request_limits import MIN_HELD_BYTES, initial_bytes, max_held_bytes
-from headstart.server.server_metrics import Metrics
+from headstart.server.prefix_requests import ServerPrefixes
+from headstart.server.prompt_doctor import AvoidableTextEstimator
+from headstart.server.prompt_log import RecentBodyLog
+from headstart.server.request_limits import MIN_HELD_BYTES, bytes_at_admission, held_bytes_budget
+from headstart.server.server_metrics import ServerMetrics
 
 ROUTES = (
     *(path for api in (*APIS, OTHER) for path in (api.path, *api.other_paths, *api.get_paths) if path),
@@ -58,18 +58,18 @@ class ServerPhase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ServedModel:
     """The loaded model with its tokenizer, bounds and metrics."""
 
     name: str
     info: EngineInfo
     tokenizer: Tokenizer
-    bounds: Bounds
-    metrics: Metrics
+    bounds: RequestBounds
+    metrics: ServerMetrics
     created: int  # seconds since 1970
-    grammars: GrammarCheck
-    doctor: PromptDoctor
-    fingerprints: FingerprintMemory | None = None  # of answered requests' prompts, for comparisons
+    grammars: GrammarChecker
+    doctor: AvoidableTextEstimator
+    fingerprints: FingerprintCache | None = None  # of answered requests' prompts, for comparisons
     names: tuple[str, ...] = ()  # all that requests may use; `name`, the first, is in answers
 
 
@@ -80,7 +80,7 @@ class ServerState:
         self,
         options: ServerOptions,
         engine: EngineClient,
-        log: Log,
+        log: ServerLog,
         domain_secret: bytes | None = None,
         *,
         num_shares: int = 1,
@@ -94,7 +94,7 @@ class ServerState:
         self.log = log
         secret, own = domain_secret or secrets.token_bytes(32), secrets.token_bytes(32)
         self.tracer = make_tracer(options.otlp_endpoint, "headstart-server", log)
-        self.pages = WebPages(options)
+        self.pages = WebPageAccess(options)
         self.auth = Authenticator(
             options.api_key,
             options.admin_api_key,
@@ -104,41 +104,45 @@ class ServerState:
             host_names=self.pages.names,
         )
         self.bodies = BodyReader(options.max_body_bytes, HELD_BYTES // num_shares)
-        self.long_work = LongWork()
-        self.checks = TenantTurns(MAX_PROCESSES)  # of grammars
-        self.turns = Turns()
-        self.prefixes = Prefixes(engine, self.auth.domain_of)
-        self.responses = ResponseMemory(options.response_store_size, options.response_store_ttl)
-        self.prompt_log = PromptLog(options.prompt_log_size // num_shares, frozenset(options.prompt_rule))
+        self.long_work = BlockingWorkRunner()
+        self.checks = TenantFairSlots(MAX_PROCESSES)  # of grammars
+        self.turns = EncodingTurns()
+        self.prefixes = ServerPrefixes(engine, self.auth.domain_of_tenant)
+        self.responses = StoredResponses(options.response_store_size, options.response_store_ttl)
+        self.prompt_log = RecentBodyLog(options.prompt_log_size // num_shares, frozenset(options.prompt_rule))
         self.phase = ServerPhase.LOADING
         self.idle = asyncio.Event()  # set while no admitted request is unanswered
         self.idle.set()
-        self._model: Model | None = None
+        self._model: ServedModel | None = None
         self._num_shares = num_shares
-        self._held = Budget(MIN_HELD_BYTES // num_shares, "prompts and answers")
+        self._held = ByteBudget(MIN_HELD_BYTES // num_shares, "prompts and answers")
         self._jobs: set[GenerationJob] = set()
 
-    def prepare(self, info: EngineInfo) -> Model:
+    def prepare(self, info: EngineInfo) -> ServedModel:
         """Return a Model for the engine's loaded model. Raises ConfigError without a tokenizer."""
         names = self.options.served_model_name or (info.served_name,)
         name = names[0]
         tokenizer = SegmentedTokenizer(Tokenizer.from_folder(Path(info.model)))
-        metrics = Metrics(name, ROUTES)
+        metrics = ServerMetrics(name, ROUTES)
         metrics.watch(self.engine)
         if self.tracer is not None:
             metrics.watch_tracer(self.tracer)
         self.engine.on_step = lambda stats: metrics.iteration_tokens.observe(stats.last_batch_tokens)
-        bounds = Bounds.of(info, self.options, tokenizer.content_forms)
-        grammars = GrammarCheck(info, info.eos_token_ids or tokenizer.eos_token_ids)
-        fingerprints = FingerprintMemory(self.options.diagnostics_size) if self.options.diagnostics_size else None
-        doctor = PromptDoctor(self.options.doctor_share, lambda: time.process_time() + self.engine.stats.step_seconds)
+        bounds = RequestBounds.of(info, self.options, tokenizer.content_forms)
+        grammars = GrammarChecker(info, info.eos_token_ids or tokenizer.eos_token_ids)
+        fingerprints = FingerprintCache(self.options.diagnostics_size) if self.options.diagnostics_size else None
+        doctor = AvoidableTextEstimator(
+            self.options.doctor_share, lambda: time.process_time() + self.engine.stats.step_seconds
+        )
         metrics.watch_prompts(fingerprints, doctor)
-        return Model(name, info, tokenizer, bounds, metrics, int(time.time()), grammars, doctor, fingerprints, names)
+        return ServedModel(
+            name, info, tokenizer, bounds, metrics, int(time.time()), grammars, doctor, fingerprints, names
+        )
 
-    def open(self, model: Model) -> None:
+    def open(self, model: ServedModel) -> None:
         """Start to admit requests."""
         self._model = model
-        self._held.max_bytes = max_held_bytes(model.info, self.options, self._num_shares)
+        self._held.max_bytes = held_bytes_budget(model.info, self.options, self._num_shares)
         if self.phase is ServerPhase.LOADING:
             self.phase = ServerPhase.READY
 
@@ -147,12 +151,12 @@ class ServerState:
         self.phase = ServerPhase.DRAINING
 
     @property
-    def metrics(self) -> Metrics | None:
+    def metrics(self) -> ServerMetrics | None:
         """The metrics, None until the model is loaded."""
         return None if self._model is None else self._model.metrics
 
     @property
-    def loaded_model(self) -> Model:
+    def loaded_model(self) -> ServedModel:
         """The loaded model. Raises HttpError 503 while loading."""
         if self._model is None:
             raise HttpError(503, "the model is still loading", code="loading", headers={"retry-after": "2"})
@@ -163,7 +167,7 @@ class ServerState:
         """The number of client requests that are admitted and not answered yet."""
         return len(self._jobs)
 
-    def check_ready(self) -> Model:
+    def check_ready(self) -> ServedModel:
         """Return the model if requests are admitted. Raises EngineDeadError, DrainingError, HttpError 503.
 
         Without a heartbeat for `heartbeat_timeout` seconds nothing is admitted: new requests could wait forever.
@@ -176,7 +180,7 @@ class ServerState:
         model = self.loaded_model
         now = time.monotonic()
         if not self.is_alive(now):
-            silent = self.engine.silent_seconds(now)
+            silent = self.engine.seconds_since_heartbeat_due(now)
             message = (
                 f"the engine has not been heard for {silent:.0f} s and the limit is "
                 f"{self.options.heartbeat_timeout:g} s: send the request to another server or try again later"
@@ -188,9 +192,9 @@ class ServerState:
         """Return whether the engine's last heartbeat is recent; while the model loads, none is expected."""
         if self.engine.dead is not None:
             return False
-        return self._model is None or self.engine.silent_seconds(now) <= self.options.heartbeat_timeout
+        return self._model is None or self.engine.seconds_since_heartbeat_due(now) <= self.options.heartbeat_timeout
 
-    def admit(self, asked: ApiRequest, prompts: list[SharedPrompt], record: AccessRecord) -> GenerationJob:
+    def admit(self, asked: ApiRequest, prompts: list[EchoedPrompt], record: AccessRecord) -> GenerationJob:
         """Submit the requests of one client request to the engine, all or none.
 
         Raises QueueFullError if the waiting queue or the byte budget is full. A full queue takes requests of a tenant
@@ -199,10 +203,10 @@ class ServerState:
         model = self.check_ready()
         try:
             self._check_queue(asked.requests)
-            num_bytes = initial_bytes(asked.requests, asked.params) + asked.num_extra_bytes
+            num_bytes = bytes_at_admission(asked.requests, asked.params) + asked.num_extra_bytes
             lease = self._held.lease(num_bytes, record.principal.tenant)
         except QueueFullError:
-            model.metrics.rejected()
+            model.metrics.count_rejected()
             raise
         record.submitted_at = time.monotonic()
         if record.trace is not None and record.trace.is_sampled:
@@ -225,7 +229,7 @@ class ServerState:
 
     def note(self, record: AccessRecord, error: Exception) -> None:
         """Set `error` on the request's record, and log it with details if it is not the client's mistake."""
-        _, body, _ = rendered(error)
+        _, body, _ = error_status_and_body(error)
         record.error = body["error"]["code"]
         if isinstance(error, RequestFailedError):
             self.log.event("request_failed", {"request_id": record.request_id, "error": str(error)}, level="error")
@@ -239,7 +243,7 @@ class ServerState:
         access_log = self.options.access_log
         return record.is_logged(access_log, on_terminal=access_log == "auto" and self.log.is_terminal)
 
-    def cancel_all(self, error: Exception) -> None:
+    def cancel_all_jobs(self, error: Exception) -> None:
         """Cancel every job with `error`."""
         for job in list(self._jobs):
             job.cancel(error)
@@ -254,5 +258,5 @@ class ServerState:
             (engine.num_waiting, own.num_requests, len(requests), options.max_num_queued_reqs, "requests"),
             (engine.num_waiting_tokens, own.num_tokens, num_tokens, options.max_num_queued_tokens, "prompt tokens"),
         ):
-            if not has_share(waiting, mine, more, limit, len(engine.queued)):
+            if not is_within_tenant_share(waiting, mine, more, limit, len(engine.queued)):
                 raise QueueFullError(f"{waiting} {what} are waiting and {limit} may: try again later")

@@ -12,13 +12,13 @@ from typing import NamedTuple
 from headstart.core.engine import EngineStats
 from headstart.openai.responses import CACHE_SOURCES
 from headstart.server.server_state import ServerState
-from headstart.server.store_metrics import statistics_fields
+from headstart.server.store_metrics import store_statistics_fields
 
 MAX_COLUMNS = 120 - len("[r99] ")  # lines of replicas are prefixed with their names
 _UNITS = ("", "k", "M", "G", "T")
 
 
-async def write_statistics(state: ServerState) -> None:
+async def log_statistics_regularly(state: ServerState) -> None:
     """Log a line every `stats_interval` seconds with activity, until cancelled; return at once if it is 0."""
     interval = state.options.stats_interval
     if interval <= 0:
@@ -32,9 +32,9 @@ async def write_statistics(state: ServerState) -> None:
             continue
         counts = state.loaded_model.doctor.counts
         examined = counts.prompt_tokens, counts.avoidable_tokens
-        lost = losses(last, stats, seen, examined)
+        lost = compute_prefix_losses(last, stats, seen, examined)
         fields = _fields(last, stats, now - at) | ({} if lost is None else lost.fields())
-        state.log.event("statistics", fields, text=statistics_text(last, stats, now - at))
+        state.log.event("statistics", fields, text=activity_text(last, stats, now - at))
         if lost is not None and state.log.is_terminal:
             state.log.event("losses", {}, text=lost.text())
         last, at, seen = stats, now, examined
@@ -61,7 +61,7 @@ def _fields(last: EngineStats, stats: EngineStats, elapsed: float) -> dict[str, 
         "step_ms": round((stats.step_seconds - last.step_seconds) / steps * 1000, 2) if steps else None,
         "preemptions": since("num_preemptions"),
         "evictions": stats.pool.total_evictions - last.pool.total_evictions,
-        **statistics_fields(last, stats),
+        **store_statistics_fields(last, stats),
     }
 
 
@@ -88,7 +88,7 @@ class PrefixLosses(NamedTuple):
         return f"not reused {_percent(self.num_computed, total)}: {shown}"
 
 
-def losses(
+def compute_prefix_losses(
     last: EngineStats, stats: EngineStats, seen: tuple[int, int], examined: tuple[int, int]
 ) -> PrefixLosses | None:
     """Return what was not reused since `last`; None if no prompt was computed.
@@ -112,7 +112,7 @@ def _share(part: int, whole: int) -> float | None:
     return round(part / whole, 3) if whole else None
 
 
-def statistics_text(last: EngineStats, stats: EngineStats, elapsed: float) -> str:
+def activity_text(last: EngineStats, stats: EngineStats, elapsed: float) -> str:
     """Return the engine's activity in the `elapsed` seconds since `last` as text for people, without the time."""
     since, steps = _growth(last, stats), stats.num_steps - last.num_steps
     prompts, outputs, cached = since("prompt_tokens"), since("generation_tokens"), since("cached_tokens")
@@ -120,18 +120,18 @@ def statistics_text(last: EngineStats, stats: EngineStats, elapsed: float) -> st
     if stats.store is not None and stats.store.degraded:
         more = " | store degraded"
     elif preempted:
-        more = f" | preempt {compact(preempted)}"
+        more = f" | preempt {compact_number(preempted)}"
     else:
-        more = f" | step {compact((stats.step_seconds - last.step_seconds) / steps * 1000)} ms" if steps else ""
+        more = f" | step {compact_number((stats.step_seconds - last.step_seconds) / steps * 1000)} ms" if steps else ""
     return (
-        f"running {compact(stats.num_running)}, waiting {compact(stats.num_waiting)}"
-        f" | tok/s: prompt {compact(prompts / elapsed)}, output {compact(outputs / elapsed)}"
+        f"running {compact_number(stats.num_running)}, waiting {compact_number(stats.num_waiting)}"
+        f" | tok/s: prompt {compact_number(prompts / elapsed)}, output {compact_number(outputs / elapsed)}"
         f" | hit {_percent(cached, prompts)}"
         f" | KV {_percent(stats.pool.num_blocks - stats.pool.num_free, stats.pool.num_blocks)}{more}"
     )
 
 
-def compact(number: float) -> str:
+def compact_number(number: float) -> str:
     """Return a number of at least 0 in three digits and a unit, at most five characters: 7, 42.5, 1.23k, 999M."""
     for unit in _UNITS:
         for decimals, limit in ((2, 9.995), (1, 99.95), (0, 999.5)):

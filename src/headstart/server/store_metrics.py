@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineStats
 from headstart.http.auth import Principal
-from headstart.http.packed_metrics import Families
+from headstart.http.packed_metrics import MetricFamilies
 from headstart.openai.responses import Json
 from headstart.store.disk import MISSES
 from headstart.store.writer import LOST
@@ -27,7 +27,7 @@ class StoreCollector(Collector):
 
     def __init__(self, latest: Callable[[], EngineStats], model_name: str) -> None:
         self._latest = latest
-        self._families = Families(model_name, "headstart:kv_store_")
+        self._families = MetricFamilies(model_name, "headstart:kv_store_")
 
     def collect(self) -> Iterable[Metric]:
         stats = self._latest()
@@ -49,26 +49,28 @@ class StoreCollector(Collector):
         yield families.counter("written_blocks", "Blocks written.", store.written_blocks)
         yield families.counter("written_bytes", "Bytes written.", store.written_bytes)
         yield families.counter("evicted_blocks", "Blocks evicted for space.", store.evicted_blocks)
-        yield families.counters("misses", "Loads that ended early, and damage found.", "reason", misses(store))
+        yield families.counters(
+            "misses", "Loads that ended early, and damage found.", "reason", failed_loads_by_reason(store)
+        )
         lost = "Blocks that were to be written and were not."
-        yield families.counters("lost_writes", lost, "reason", lost_writes(store))
+        yield families.counters("lost_writes", lost, "reason", lost_writes_by_reason(store))
         yield families.gauge("load_bytes_per_second", "While loading; 0: not measured.", store.load_bytes_per_s)
         yield families.gauge("write_bytes_per_second", "While writing; 0: not measured.", store.write_bytes_per_s)
         text = "Computing, which loading competes with; 0: not measured."
         yield families.gauge("compute_tokens_per_second", text, stats.compute_tokens_per_s)
 
 
-def misses(store: StoreStats) -> dict[str, int]:
+def failed_loads_by_reason(store: StoreStats) -> dict[str, int]:
     """Return the number of failed loads by reason, with all reasons present."""
     return dict.fromkeys(MISSES, 0) | store.misses
 
 
-def lost_writes(store: StoreStats) -> dict[str, int]:
+def lost_writes_by_reason(store: StoreStats) -> dict[str, int]:
     """Return the number of blocks that were not written by reason, with all reasons present."""
     return dict.fromkeys(LOST, 0) | store.lost_writes
 
 
-def store_answer(stats: EngineStats) -> Json | None:
+def store_stats_json(stats: EngineStats) -> Json | None:
     """Return the store's part of /v1/cache/stats, None without a store; blocks and bytes unless the key says so."""
     store = stats.store
     if store is None:
@@ -83,10 +85,10 @@ def store_answer(stats: EngineStats) -> Json | None:
         "loading_blocks": stats.pool.num_loading,
         "loaded_blocks": store.loaded_blocks,
         "loaded_bytes": store.loaded_bytes,
-        "misses": misses(store),
+        "misses": failed_loads_by_reason(store),
         "written_blocks": store.written_blocks,
         "written_bytes": store.written_bytes,
-        "lost_writes": lost_writes(store),
+        "lost_writes": lost_writes_by_reason(store),
         "evicted_blocks": store.evicted_blocks,
         "degraded": store.degraded or None,
         "degradations": store.num_degraded,
@@ -96,7 +98,7 @@ def store_answer(stats: EngineStats) -> Json | None:
     }
 
 
-def statistics_fields(last: EngineStats, stats: EngineStats) -> dict[str, object]:
+def store_statistics_fields(last: EngineStats, stats: EngineStats) -> dict[str, object]:
     """Return the store's part of a statistics line: the changes since `last`; {} without a store."""
     store, before = stats.store, last.store or StoreStats()
     if store is None:

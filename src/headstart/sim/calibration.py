@@ -32,19 +32,19 @@ from headstart.core.errors import ConfigError
 from headstart.core.executor import Executor
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.step_time import MaxStepTime
-from headstart.measurement.inprocess import EngineRunner, drive
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Report, Sheet
-from headstart.measurement.runner import Setup, describe
-from headstart.sim.profile import Profile
-from headstart.sim.profile_file import write_profile
-from headstart.sim.sim_report import report
-from headstart.sim.sim_request import SimRequest, from_job
-from headstart.sim.step_cost import StepWork, SumCost
-from headstart.sim.sweep import Simulation
+from headstart.measurement.inprocess import EngineRunner, run_requests
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportTable
+from headstart.measurement.runner import EngineSetup, describe_engine
+from headstart.sim.profile import ReplicaProfile
+from headstart.sim.profile_file import write_profile_file
+from headstart.sim.sim_report import fleet_report
+from headstart.sim.sim_request import SimRequest, request_from_job
+from headstart.sim.step_cost import AdditiveCost, StepWork
+from headstart.sim.sweep import SimulationConfig
 from headstart.workload.jobs import Job
-from headstart.workload.request_record import RequestRecord, percentile, summarize
-from headstart.workload.synthetic import random_tokens, unit_arrivals
+from headstart.workload.request_record import RequestRecord, percentile, summarize_records
+from headstart.workload.synthetic import random_tokens, unit_rate_arrivals
 
 SHORTEST = 8  # tokens of a prompt
 LONGEST_SHARE = 0.5  # of the context
@@ -72,7 +72,7 @@ class StepSample(NamedTuple):
 class StepFit:
     """A fitted cost. Errors are of held-out steps, relative to the measured seconds."""
 
-    cost: SumCost
+    cost: AdditiveCost
     noise: float  # standard deviation of the logarithm of a step's duration, outliers left out
     error_p50: float
     error_p90: float
@@ -85,7 +85,7 @@ class StepFit:
         return {"p50": self.error_p50, "p90": self.error_p90, "total": self.error_total}
 
 
-def fit_steps(samples: Sequence[StepSample]) -> StepFit:
+def fit_step_cost(samples: Sequence[StepSample]) -> StepFit:
     """Return the cost that fits all samples but every fifth, and its error on those. Raises ConfigError for too few."""
     if len(samples) < MIN_SAMPLES:
         raise ConfigError(f"{len(samples)} measured steps are too few to fit: at least {MIN_SAMPLES} are needed")
@@ -102,7 +102,7 @@ def fit_steps(samples: Sequence[StepSample]) -> StepFit:
             min(scale / one_off, 1.0) ** 0.5 / one.seconds if one_off else 1.0 / one.seconds
             for one_off, one in zip(off, fitted, strict=True)
         ]
-    cost = SumCost(*values)
+    cost = AdditiveCost(*values)
     ratios = [max(cost.seconds(one.work), 1e-9) / one.seconds for one in held_out]
     errors = [abs(ratio - 1) for ratio in ratios]
     logs = [log(ratio) for ratio in ratios]
@@ -161,17 +161,17 @@ class CalibrationConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CalibrationCheck:
     """Measured and predicted figures: seconds, and prompt tokens found in the cache."""
 
     rate: float  # requests per second
     measured: dict[str, float]
     predicted: dict[str, float]
 
-    def document(self) -> dict[str, object]:
+    def to_document(self) -> dict[str, object]:
         return {"rate": self.rate, "measured": self.measured, "predicted": self.predicted}
 
-    def sheet(self) -> Sheet:
+    def sheet(self) -> ReportTable:
         rows = [
             (
                 name,
@@ -184,7 +184,7 @@ class Check:
         hits = (self.measured["cached_tokens"], self.predicted["cached_tokens"])
         rows.append(("cached tokens", *hits, hits[1] / max(hits[0], 1) - 1))
         title = f"an unseen workload at {self.rate:.3g} requests/s, in ms"
-        return Sheet(title, ("", "measured", "predicted", "error"), tuple(rows))
+        return ReportTable(title, ("", "measured", "predicted", "error"), tuple(rows))
 
 
 class RecordingExecutor:
@@ -209,24 +209,26 @@ class RecordingExecutor:
         self.inner.zero_blocks(block_ids)
 
 
-def run_calibration(setup: Setup, config: CalibrationConfig, bar: Bar = QUIET) -> Report:
+def run_calibration(setup: EngineSetup, config: CalibrationConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Measure, fit, and write the profile if a file is named. Raises ConfigError."""
     if config.out is not None and (config.out.suffix != ".json" or not config.out.parent.is_dir()):
         raise ConfigError(f"--out {config.out}: name a .json file in a folder that exists")
     options = setup.options(num_blocks=config.blocks)
     bar.stage("loading the model")
     with closing(EngineRunner.build(setup, options)) as runner:
-        samples = measure(runner, config, Random(setup.seed), bar)
+        samples = measure_rounds(runner, config, Random(setup.seed), bar)
         bar.stage(f"fitting {len(samples):,} steps")
-        fit = fit_steps(samples)
+        fit = fit_step_cost(samples)
         profile = _profile(setup.label, fit, runner.info, options)
         if config.out is not None:
-            write_profile(profile, config.out, fit.errors())
-        check = check_profile(runner, profile, config.checked, Random(f"{setup.seed}/check"), bar)
+            write_profile_file(profile, config.out, fit.errors())
+        check = check_calibrated_profile(runner, profile, config.checked, Random(f"{setup.seed}/check"), bar)
         return _report(setup, config, fit, check, runner.info)
 
 
-def measure(runner: EngineRunner, config: CalibrationConfig, rng: Random, bar: Bar = QUIET) -> list[StepSample]:
+def measure_rounds(
+    runner: EngineRunner, config: CalibrationConfig, rng: Random, bar: ProgressBar = QUIET
+) -> list[StepSample]:
     """Return the measured steps of all rounds; the first step of a round, which may include one-time costs, is left."""
     recorder = RecordingExecutor(runner.engine.executor)
     runner.engine.executor = recorder
@@ -238,7 +240,7 @@ def measure(runner: EngineRunner, config: CalibrationConfig, rng: Random, bar: B
         prompts = _prompts(runner.info, config, config.requests * at_once, rng)
         sampling = SamplingParams(max_tokens=config.output, temperature=0.0)
         requests = [Request(f"calibrate-{next(numbers)}", prompt, sampling) for prompt in prompts]
-        run = drive(runner.engine, requests, concurrency=at_once, bar=bar)
+        run = run_requests(runner.engine, requests, concurrency=at_once, bar=bar)
         pairs = zip(recorder.works, run.steps, strict=True)
         samples += [StepSample(work, step.seconds) for work, step in pairs][1:]
     runner.engine.executor = recorder.inner
@@ -253,13 +255,13 @@ def _prompts(info: EngineInfo, config: CalibrationConfig, num: int, rng: Random)
     return [random_tokens(length, info.vocab_size, rng) for length in lengths]
 
 
-def _profile(label: str, fit: StepFit, info: EngineInfo, options: EngineOptions) -> Profile:
+def _profile(label: str, fit: StepFit, info: EngineInfo, options: EngineOptions) -> ReplicaProfile:
     """Return the profile of a server with the default options."""
     source = (
         f"{label}, {info.dtype}, {info.threads} threads: fitted to {fit.num_samples} steps in process; "
         f"error p50 {fit.error_p50:.1%}, p90 {fit.error_p90:.1%}"
     )
-    return Profile(
+    return ReplicaProfile(
         f"calibrated-{label}",
         source,
         fit.cost,
@@ -275,7 +277,9 @@ def _profile(label: str, fit: StepFit, info: EngineInfo, options: EngineOptions)
     )
 
 
-def _report(setup: Setup, config: CalibrationConfig, fit: StepFit, check: Check, info: EngineInfo) -> Report:
+def _report(
+    setup: EngineSetup, config: CalibrationConfig, fit: StepFit, check: CalibrationCheck, info: EngineInfo
+) -> BenchmarkReport:
     cost = fit.cost
     rows = (
         ("step, ms", 1e3 * cost.step),
@@ -288,13 +292,13 @@ def _report(setup: Setup, config: CalibrationConfig, fit: StepFit, check: Check,
         ("error p90", fit.error_p90),
         ("error of the sum", fit.error_total),
     )
-    return Report(
+    return BenchmarkReport(
         "simulate calibrate",
         {
             "cost": {"shape": "sum", **{name: getattr(cost, name) for name in SHAPE}},
             "noise": fit.noise,
             "error": fit.errors(),
-            "check": check.document(),
+            "check": check.to_document(),
             "samples": fit.num_samples,
             "held_out": fit.num_held_out,
             "profile": None if config.out is None else str(config.out),
@@ -302,9 +306,11 @@ def _report(setup: Setup, config: CalibrationConfig, fit: StepFit, check: Check,
         model=setup.label,
         seed=setup.seed,
         threads=info.threads,
-        setup={**describe(info), "concurrencies": list(config.concurrencies), "output": config.output},
+        setup={**describe_engine(info), "concurrencies": list(config.concurrencies), "output": config.output},
         sheets=[
-            Sheet(f"step cost of {setup.label}, errors on {fit.num_held_out} held-out steps", ("part", "value"), rows),
+            ReportTable(
+                f"step cost of {setup.label}, errors on {fit.num_held_out} held-out steps", ("part", "value"), rows
+            ),
             check.sheet(),
         ],
     )
@@ -313,17 +319,19 @@ def _report(setup: Setup, config: CalibrationConfig, fit: StepFit, check: Check,
 SHAPE = ("step", "stream", "resident", "token", "pair")
 
 
-def check_profile(runner: EngineRunner, profile: Profile, num_requests: int, rng: Random, bar: Bar = QUIET) -> Check:
+def check_calibrated_profile(
+    runner: EngineRunner, profile: ReplicaProfile, num_requests: int, rng: Random, bar: ProgressBar = QUIET
+) -> CalibrationCheck:
     """Return what the simulator predicts for a new workload, and what the engine then does with it."""
     jobs = _jobs(runner.info, num_requests, rng)
     bar.stage("searching a rate of requests by simulation", HALVINGS)
     rate = _rate(jobs, profile, bar)
     due = [Job(job.prompt, job.output, job.at / rate) for job in jobs]
-    predicted = Simulation(profile, 1).run([from_job(job) for job in due])
+    predicted = SimulationConfig(profile, 1).run([request_from_job(job) for job in due])
     bar.stage("checking the profile on an unseen workload", num_requests)
     runner.reset()
     trial = runner.run(due, bar=bar)
-    return Check(rate, _figures(trial.records), _figures([one.record for one in predicted.records]))
+    return CalibrationCheck(rate, _figures(trial.records), _figures([one.record for one in predicted.records]))
 
 
 def _jobs(info: EngineInfo, num: int, rng: Random) -> list[Job]:
@@ -336,17 +344,17 @@ def _jobs(info: EngineInfo, num: int, rng: Random) -> list[Job]:
             rng.randint(4, 32),
             at,
         )
-        for at in unit_arrivals(num, rng)
+        for at in unit_rate_arrivals(num, rng)
     ]
 
 
-def _rate(jobs: Sequence[Job], profile: Profile, bar: Bar) -> float:
+def _rate(jobs: Sequence[Job], profile: ReplicaProfile, bar: ProgressBar) -> float:
     """Return the rate at which a simulated replica is busy for the share BUSY, by bisection in powers of two."""
     low, high = 1e-3, 1e4
     for _ in range(HALVINGS):
         middle = (low * high) ** 0.5
         asked = [SimRequest(job.at / middle, len(job.prompt), job.output, token_ids=job.prompt) for job in jobs]
-        if report(Simulation(profile, 1).run(asked)).busy < BUSY:
+        if fleet_report(SimulationConfig(profile, 1).run(asked)).busy < BUSY:
             low = middle
         else:
             high = middle
@@ -355,7 +363,7 @@ def _rate(jobs: Sequence[Job], profile: Profile, bar: Bar) -> float:
 
 
 def _figures(records: Sequence[RequestRecord]) -> dict[str, float]:
-    summary = summarize(records)
+    summary = summarize_records(records)
     assert summary.ttft is not None and summary.tpot is not None and summary.e2e is not None, "nothing was answered"
     return {
         "ttft_p50": summary.ttft.p50,

@@ -10,18 +10,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Report, Sheet
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportTable
 from headstart.sim.fleet_sweep import expand_policies
-from headstart.sim.profile import Profile
+from headstart.sim.profile import ReplicaProfile
 from headstart.sim.profile_file import load_profile
 from headstart.sim.scenario import NOTHING_HAPPENS, read_scenario
 from headstart.sim.sim_fleet import VirtualFleet
-from headstart.sim.sim_report import FleetReport, report
+from headstart.sim.sim_report import FleetReport, fleet_report
 from headstart.sim.sim_request import SimRequest
-from headstart.sim.sim_workload import prompt_paths
-from headstart.sim.sweep import MakeRequests, Simulation
-from headstart.workload.slo import Slo, TooManyLate
+from headstart.sim.sim_workload import prompt_block_paths
+from headstart.sim.sweep import MakeRequests, SimulationConfig
+from headstart.workload.slo import LateRequestStop, Slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class PlanLimits:
 
 def smallest_fleet(
     requests: Sequence[SimRequest],
-    base: Simulation,
+    base: SimulationConfig,
     limits: PlanLimits,
     on_run: Callable[[str, int, bool], None] = lambda policy, replicas, holds: None,
 ) -> FleetSize:
@@ -53,7 +53,7 @@ def smallest_fleet(
 
     def holds(num: int) -> bool:
         if num not in tried:
-            tried[num] = report(_run(requests, replace(base, replicas=num), limits.slo), limits.slo)
+            tried[num] = fleet_report(_run(requests, replace(base, replicas=num), limits.slo), limits.slo)
             on_run(base.policy, num, _meets(tried[num], len(requests)))
         return _meets(tried[num], len(requests))
 
@@ -71,10 +71,10 @@ def smallest_fleet(
     return FleetSize(base.policy, high, tried[high], len(tried))
 
 
-def _run(requests: Sequence[SimRequest], simulation: Simulation, slo: Slo) -> VirtualFleet:
+def _run(requests: Sequence[SimRequest], simulation: SimulationConfig, slo: Slo) -> VirtualFleet:
     """Run until all requests have ended, or too many are late."""
     fleet = simulation.build()
-    late = TooManyLate(len(requests), slo)
+    late = LateRequestStop(len(requests), slo)
 
     def check(record: object) -> None:
         if late(fleet.records[-1].record):
@@ -105,7 +105,7 @@ class PlanConfig:
     seed: int = 0
 
 
-def run_fleet_plan(config: PlanConfig, bar: Bar = QUIET) -> Report:
+def run_fleet_plan(config: PlanConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Search the smallest fleet of every policy. Raises ConfigError for names and files that cannot be."""
     profile = load_profile(config.profile)
     scenario = read_scenario(config.scenario) if config.scenario is not None else NOTHING_HAPPENS
@@ -116,7 +116,7 @@ def run_fleet_plan(config: PlanConfig, bar: Bar = QUIET) -> Report:
     for size, policy in product(sizes, expand_policies(config.policies)):
         label = f"{policy}, {size:,} blocks" if len(sizes) > 1 else policy
         bar.stage(label)
-        base = Simulation(replace(profile, num_blocks=size), policy=policy, seed=config.seed, scenario=scenario)
+        base = SimulationConfig(replace(profile, num_blocks=size), policy=policy, seed=config.seed, scenario=scenario)
 
         def on_run(policy: str, replicas: int, holds: bool, label: str = label) -> None:
             bar.stage(f"{label}: {replicas} replicas {'meet' if holds else 'miss'} the limits")
@@ -124,7 +124,7 @@ def run_fleet_plan(config: PlanConfig, bar: Bar = QUIET) -> Report:
         found.append((size, smallest_fleet(requests, base, limits, on_run)))
     meeting = [pair for pair in found if pair[1].replicas is not None]
     best_size, best = min(meeting, key=lambda pair: _rank(pair[1]), default=(None, None))
-    return Report(
+    return BenchmarkReport(
         "plan",
         {
             "replicas": None if best is None else best.replicas,
@@ -136,7 +136,7 @@ def run_fleet_plan(config: PlanConfig, bar: Bar = QUIET) -> Report:
         setup={
             "workload": getattr(config.workload, "label", "requests"),
             "requests": len(requests),
-            **getattr(config.workload, "stated", {}),
+            **getattr(config.workload, "report_facts", {}),
             "profile": profile.name,
             "source": profile.source,
             "slo": dict(config.slo.limits),
@@ -148,9 +148,9 @@ def run_fleet_plan(config: PlanConfig, bar: Bar = QUIET) -> Report:
     )
 
 
-def _pool_sizes(config: PlanConfig, profile: Profile, requests: Sequence[SimRequest]) -> list[int]:
+def _pool_sizes(config: PlanConfig, profile: ReplicaProfile, requests: Sequence[SimRequest]) -> list[int]:
     """Return the KV blocks of a replica to try."""
-    distinct = prompt_paths(requests, profile.block_size).num_distinct if config.pool_shares else 0
+    distinct = prompt_block_paths(requests, profile.block_size).num_distinct if config.pool_shares else 0
     shares = [max(int(share * distinct), 1) for share in config.pool_shares]
     return [blocks or profile.num_blocks for blocks in config.blocks] + shares
 
@@ -165,7 +165,7 @@ def _document(one: FleetSize) -> dict[str, Any]:
     return {"policy": one.policy, "replicas": one.replicas, "runs": one.num_runs, **values}
 
 
-def _sheet(config: PlanConfig, found: Sequence[tuple[int, FleetSize]]) -> Sheet:
+def _sheet(config: PlanConfig, found: Sequence[tuple[int, FleetSize]]) -> ReportTable:
     keys = ("attained", "goodput", "ttft_p90_ms", "tpot_p90_ms", "e2e_p90_ms", "hit_rate")
     rows = []
     for size, one in found:
@@ -173,4 +173,4 @@ def _sheet(config: PlanConfig, found: Sequence[tuple[int, FleetSize]]) -> Sheet:
         rows.append((one.policy, size, one.replicas, *(values.get(key) for key in keys), one.num_runs))
     limits = ", ".join(f"{name} {1e3 * limit:g} ms" for name, limit in config.slo.limits)
     columns = ("policy", "blocks", "fleet", "within", "good/s", "TTFT p90", "TPOT p90", "e2e p90", "hits", "runs")
-    return Sheet(f"the smallest fleet with {limits} at the 90th percentile", columns, tuple(rows))
+    return ReportTable(f"the smallest fleet with {limits} at the 90th percentile", columns, tuple(rows))

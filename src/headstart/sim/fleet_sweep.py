@@ -7,16 +7,16 @@ from typing import Any
 
 from headstart.core.cache.free_blocks import EVICTION_POLICIES
 from headstart.core.errors import ConfigError
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Chart, Report, Sheet
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable
 from headstart.router.policies.policy_table import make_policy, policy_names
 from headstart.sim.oracle_policy import ORACLE
-from headstart.sim.profile import Profile
+from headstart.sim.profile import ReplicaProfile
 from headstart.sim.profile_file import load_profile
 from headstart.sim.scenario import NOTHING_HAPPENS, read_scenario
-from headstart.sim.sim_workload import prompt_paths
-from headstart.sim.sweep import Grid, MakeRequests, PointResult, Simulation, SweepOptions, run_sweep
-from headstart.workload.belady import infinite_hits, optimal_hits
+from headstart.sim.sim_workload import prompt_block_paths
+from headstart.sim.sweep import MakeRequests, PointResult, SettingsGrid, SimulationConfig, SweepOptions, run_sweep
+from headstart.workload.belady import belady_hits, infinite_cache_hits
 from headstart.workload.block_paths import BlockPaths
 from headstart.workload.slo import Slo
 
@@ -68,27 +68,27 @@ class SweepConfig:
     slo: Slo = Slo()  # noqa: RUF009
 
 
-def run_fleet_sweep(config: SweepConfig, bar: Bar = QUIET) -> Report:
+def run_fleet_sweep(config: SweepConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Run all combinations. Raises ConfigError for names, files and sizes that cannot be."""
     policies = expand_policies(config.policies)
     bounds = _Bounds(config)
     profiles = [profile for name in config.profiles for profile in _profiles(name, config, bounds)]
     scenario = read_scenario(config.scenario) if config.scenario is not None else NOTHING_HAPPENS
-    base = Simulation(profiles[0], routers=config.routers, seed=config.seed, scenario=scenario)
-    points = list(Grid(profiles, config.replicas, policies, config.speeds).points(base))
+    base = SimulationConfig(profiles[0], routers=config.routers, seed=config.seed, scenario=scenario)
+    points = list(SettingsGrid(profiles, config.replicas, policies, config.speeds).points(base))
     bar.stage(f"{len(points)} combinations, {config.seeds} seeds", len(points) * config.seeds)
     options = SweepOptions(config.seeds, config.jobs, config.slo)
     results = run_sweep(points, config.workload, options, lambda point, count: bar.advance())
-    means = [{**one.means(), "redundancy_bound": bounds.redundancy(one.point.simulation)} for one in results]
+    means = [{**one.mean_figures(), "redundancy_bound": bounds.redundancy(one.point.simulation)} for one in results]
     label = getattr(config.workload, "label", "requests")
-    return Report(
+    return BenchmarkReport(
         "simulate",
         {"points": [_document(one, mean) for one, mean in zip(results, means, strict=True)]},
         seed=config.seed,
         runs=config.seeds,
         setup={
             "workload": label,
-            **getattr(config.workload, "stated", {}),
+            **getattr(config.workload, "report_facts", {}),
             "profiles": {profile.name: profile.source for profile in profiles},
             "scenario": None if config.scenario is None else config.scenario.name,
             "routers": config.routers,
@@ -121,10 +121,10 @@ class _Bounds:
         """Return the prompts in order of arrival."""
         if block_size not in self._paths:
             requests = self._config.workload(self._config.speeds[0], self._config.seed)
-            self._paths[block_size] = prompt_paths(requests, block_size)
+            self._paths[block_size] = prompt_block_paths(requests, block_size)
         return self._paths[block_size]
 
-    def redundancy(self, simulation: Simulation) -> float | None:
+    def redundancy(self, simulation: SimulationConfig) -> float | None:
         """Return the least redundancy of one pool of all replicas' blocks, serving in order of arrival.
 
         None in a scenario, which may change the pool.
@@ -135,12 +135,12 @@ class _Bounds:
         key = (profile.block_size, profile.num_blocks * simulation.replicas)
         if key not in self._found:
             paths = self.paths(profile.block_size)
-            least = paths.computed_tokens(infinite_hits(paths.paths))
-            self._found[key] = paths.computed_tokens(optimal_hits(paths.paths, key[1])) / least
+            least = paths.computed_tokens(infinite_cache_hits(paths.paths))
+            self._found[key] = paths.computed_tokens(belady_hits(paths.paths, key[1])) / least
         return self._found[key]
 
 
-def _profiles(name: str, config: SweepConfig, bounds: _Bounds) -> list[Profile]:
+def _profiles(name: str, config: SweepConfig, bounds: _Bounds) -> list[ReplicaProfile]:
     """Return a profile with each pool size and eviction policy."""
     profile = load_profile(name)
     for eviction in config.evictions:
@@ -196,21 +196,21 @@ def _labels(results: Sequence[PointResult]) -> list[str]:
     return [", ".join([row[0], *(row[index] for index in differ)]) for row in parts]
 
 
-def _sheets(label: str, results: Sequence[PointResult], means: Sequence[dict[str, Any]]) -> list[Sheet]:
+def _sheets(label: str, results: Sequence[PointResult], means: Sequence[dict[str, Any]]) -> list[ReportTable]:
     labels = _labels(results)
     asked = f"{results[0].runs[0].summary.requests:,} requests of {label}"
     title = f"{asked}, {results[0].point.simulation.profile.name}; ms"
     by_replica = (("requests", "requests_by_replica"), ("evictions", "evictions_by_replica"))
     return [
-        Sheet(
+        ReportTable(
             title,
             ("policy", *LATENCIES.values()),
             tuple((n, *_of(m, LATENCIES)) for n, m in zip(labels, means, strict=True)),
         ),
-        Sheet(
+        ReportTable(
             "work", ("policy", *WORK.values()), tuple((n, *_of(m, WORK)) for n, m in zip(labels, means, strict=True))
         ),
-        Sheet(
+        ReportTable(
             "by replica: fewest and most",
             ("policy", *(name for name, _ in by_replica)),
             tuple((n, *(_range(m[key]) for _, key in by_replica)) for n, m in zip(labels, means, strict=True)),
@@ -226,12 +226,12 @@ def _range(values: Sequence[float]) -> str:
     return f"{min(values):,.0f} to {max(values):,.0f}"
 
 
-def _charts(results: Sequence[PointResult]) -> list[Chart]:
+def _charts(results: Sequence[PointResult]) -> list[ReportChart]:
     x = tuple(_labels(results))
 
-    def bars(title: str, *keys: str) -> Chart:
-        means = [one.means() for one in results]
-        return Chart(title, "", "ms", x, {k.split("_")[1]: tuple(m[k] for m in means) for k in keys}, log_y=True)
+    def bars(title: str, *keys: str) -> ReportChart:
+        means = [one.mean_figures() for one in results]
+        return ReportChart(title, "", "ms", x, {k.split("_")[1]: tuple(m[k] for m in means) for k in keys}, log_y=True)
 
     return [
         bars("time to first token", "ttft_mean_ms", "ttft_p99_ms"),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.request import Sequence
-from headstart.router.policies.policy import Candidate, Choice, Policy, View, by_number
+from headstart.router.policies.policy import Candidate, Policy, PolicyInput, RankedCandidates, rank_by_number
 from headstart.sim.sim_replica import SimReplica
 from headstart.sim.step_cost import StepWork
 
@@ -24,12 +24,12 @@ class OraclePolicy(Policy):
     def __init__(self, replicas: Mapping[str, SimReplica]) -> None:
         self._replicas = replicas
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PolicyInput) -> RankedCandidates:
         """Rank by the time to the first token."""
         numbers = [self._seconds(view, candidate) for candidate in view.candidates]
-        return by_number(view, [1e3 * seconds for seconds in numbers], "earliest first token")
+        return rank_by_number(view, [1e3 * seconds for seconds in numbers], "earliest first token")
 
-    def _seconds(self, view: View, candidate: Candidate) -> float:
+    def _seconds(self, view: PolicyInput, candidate: Candidate) -> float:
         """Return the expected seconds to the first token at a replica, without the noise of steps to come."""
         replica = self._replicas[candidate.name]
         size = replica.profile.block_size

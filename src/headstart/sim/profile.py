@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import MaxStepTime
-from headstart.sim.sim_store import Offload
-from headstart.sim.step_cost import StepCost, SumCost
+from headstart.sim.sim_store import OffloadTier
+from headstart.sim.step_cost import AdditiveCost, StepCost
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class ReplicaProfile:
     """The settings of a replica. `source` states where its figures come from, and whether they were measured."""
 
     name: str
@@ -25,7 +25,7 @@ class Profile:
     scheduling_policy: str = "fcfs"
     eviction_policy: str = "2q"
     step_bound: MaxStepTime | None = None  # of steps with prompt tokens, as on a CPU; None: unbounded
-    offload: Offload | None = None  # a second, larger cache
+    offload: OffloadTier | None = None  # a second, larger cache
     state_tokens: int = 0  # of KV, whose bytes a recurrent state takes; 0: all layers have attention
 
     @property
@@ -51,8 +51,8 @@ class Profile:
         )
 
 
-REFERENCE_COST = SumCost(step=8e-3, stream=20e-6, resident=39e-9, token=62.8e-6, pair=1.5e-9)
-REFERENCE = Profile(
+REFERENCE_COST = AdditiveCost(step=8e-3, stream=20e-6, resident=39e-9, token=62.8e-6, pair=1.5e-9)
+REFERENCE = ReplicaProfile(
     "reference",
     "constants of a 32B model on two GPUs, from an independent simulator; not measured here",
     REFERENCE_COST,
@@ -61,10 +61,10 @@ REFERENCE = Profile(
     eviction_policy="lru",
 )
 """The setting that results of issue 16 are stated for."""
-SERIAL = Profile(
+SERIAL = ReplicaProfile(
     "serial",
     "one prefill after the other at 15,928 tokens per second, decodes free: gateway-api-inference-extension's figure",
-    SumCost(token=1 / 15_928),
+    AdditiveCost(token=1 / 15_928),
     num_blocks=2930,
     max_batched_tokens=1 << 20,
     max_seqs=1,

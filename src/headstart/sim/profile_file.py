@@ -16,12 +16,12 @@ from typing import Any
 
 from headstart.core.errors import ConfigError
 from headstart.core.sched.step_time import MaxStepTime
-from headstart.sim.profile import REFERENCE, SERIAL, Profile
-from headstart.sim.sim_store import Offload
-from headstart.sim.step_cost import PaddedCost, RooflineCost, StepCost, SumCost, SuperlinearCost
+from headstart.sim.profile import REFERENCE, SERIAL, ReplicaProfile
+from headstart.sim.sim_store import OffloadTier
+from headstart.sim.step_cost import AdditiveCost, PaddedCost, RooflineCost, StepCost, SuperlinearCost
 
-SHAPES: dict[str, type[SumCost | RooflineCost | PaddedCost | SuperlinearCost]] = {
-    "sum": SumCost,
+SHAPES: dict[str, type[AdditiveCost | RooflineCost | PaddedCost | SuperlinearCost]] = {
+    "sum": AdditiveCost,
     "roofline": RooflineCost,
     "padded": PaddedCost,
     "superlinear": SuperlinearCost,
@@ -40,7 +40,7 @@ BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuDatasheet:
     """Dense 16-bit TFLOPS, TB/s, GB (10**9 bytes)."""
 
     tflops: float
@@ -49,7 +49,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
+class ModelDatasheet:
     """A decoder. `active` and `total` in billions of parameters."""
 
     total: float
@@ -67,30 +67,30 @@ class ModelShape:
 
 
 GPUS = {
-    "a10": Gpu(125, 0.6, 24),
-    "l4": Gpu(121, 0.3, 24),
-    "l40s": Gpu(362, 0.864, 48),
-    "a100": Gpu(312, 2.039, 80),
-    "h100": Gpu(989, 3.35, 80),
-    "h200": Gpu(989, 4.8, 141),
-    "b200": Gpu(2250, 8.0, 180),
-    "mi300x": Gpu(1307, 5.3, 192),
+    "a10": GpuDatasheet(125, 0.6, 24),
+    "l4": GpuDatasheet(121, 0.3, 24),
+    "l40s": GpuDatasheet(362, 0.864, 48),
+    "a100": GpuDatasheet(312, 2.039, 80),
+    "h100": GpuDatasheet(989, 3.35, 80),
+    "h200": GpuDatasheet(989, 4.8, 141),
+    "b200": GpuDatasheet(2250, 8.0, 180),
+    "mi300x": GpuDatasheet(1307, 5.3, 192),
 }
 """SXM forms where there are several; the vendors' published figures without sparsity."""
 MODELS = {
-    "llama-3.1-8b": ModelShape(8.03, 32, 32, 8),
-    "llama-3.3-70b": ModelShape(70.6, 80, 64, 8),
-    "mistral-7b": ModelShape(7.25, 32, 32, 8),
-    "qwen2.5-7b": ModelShape(7.62, 28, 28, 4),
-    "qwen3-8b": ModelShape(8.19, 36, 32, 8),
-    "qwen3-32b": ModelShape(32.8, 64, 64, 8),
-    "qwen3-30b-a3b": ModelShape(30.5, 48, 32, 4, active=3.3),
-    "qwen3.5-9b": ModelShape(8.94, 8, 16, 4, 256, state_bytes=52_690_944),
+    "llama-3.1-8b": ModelDatasheet(8.03, 32, 32, 8),
+    "llama-3.3-70b": ModelDatasheet(70.6, 80, 64, 8),
+    "mistral-7b": ModelDatasheet(7.25, 32, 32, 8),
+    "qwen2.5-7b": ModelDatasheet(7.62, 28, 28, 4),
+    "qwen3-8b": ModelDatasheet(8.19, 36, 32, 8),
+    "qwen3-32b": ModelDatasheet(32.8, 64, 64, 8),
+    "qwen3-30b-a3b": ModelDatasheet(30.5, 48, 32, 4, active=3.3),
+    "qwen3.5-9b": ModelDatasheet(8.94, 8, 16, 4, 256, state_bytes=52_690_944),
 }
 """Shapes from the models' published config.json."""
 
 
-def datasheet_profile(name: str) -> Profile:
+def datasheet_profile(name: str) -> ReplicaProfile:
     """Return the profile of `MODEL@GPU` or `MODEL@NxGPU`. Raises ConfigError for an unknown name or too few GPUs."""
     model, _, machine = name.partition("@")
     number, times, kind = machine.partition("x")
@@ -111,10 +111,10 @@ def datasheet_profile(name: str) -> Profile:
             f"GB; write more GPUs, such as {model}@{2 * count}x{kind}"
         )
     cost, state_tokens = _datasheet_cost(shape, gpu, count), -(-shape.state_bytes // shape.kv_bytes)
-    return Profile(name, LABEL, cost, num_blocks, block_size=BLOCK_SIZE, state_tokens=state_tokens)
+    return ReplicaProfile(name, LABEL, cost, num_blocks, block_size=BLOCK_SIZE, state_tokens=state_tokens)
 
 
-def _datasheet_cost(shape: ModelShape, gpu: Gpu, count: int) -> RooflineCost:
+def _datasheet_cost(shape: ModelDatasheet, gpu: GpuDatasheet, count: int) -> RooflineCost:
     flops, bandwidth = gpu.tflops * 1e12 * count, gpu.bandwidth * 1e12 * count * BANDWIDTH_SHARE
     pair_flops = 4 * shape.layers * shape.heads * shape.head_dim  # scores and weighted values, two each
     return RooflineCost(
@@ -127,18 +127,18 @@ def _datasheet_cost(shape: ModelShape, gpu: Gpu, count: int) -> RooflineCost:
     )
 
 
-def load_profile(name: str) -> Profile:
+def load_profile(name: str) -> ReplicaProfile:
     """Return a profile by name (reference, serial, MODEL@GPU) or from a .json file.
 
     `NAME+padded`, `NAME+superlinear` and `NAME+roofline` are the same profile with another shape of step cost. Raises
     ConfigError.
     """
     plain, _, shape = name.partition("+")
-    found = read_profile(Path(plain)) if plain.endswith(".json") else NAMED.get(plain) or datasheet_profile(plain)
+    found = read_profile_file(Path(plain)) if plain.endswith(".json") else NAMED.get(plain) or datasheet_profile(plain)
     return replace(found, name=name, cost=_shaped(found.cost, shape)) if shape else found
 
 
-def read_profile(path: Path) -> Profile:
+def read_profile_file(path: Path) -> ReplicaProfile:
     """Return the profile of a file. Raises ConfigError."""
     try:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -149,14 +149,14 @@ def read_profile(path: Path) -> Profile:
         values = dict(document)
         values["cost"] = _cost(values["cost"])
         if values.get("offload") is not None:
-            values["offload"] = Offload(**values["offload"])
+            values["offload"] = OffloadTier(**values["offload"])
         if values.get("step_bound") is not None:
             values["step_bound"] = MaxStepTime(**values["step_bound"])
-        values = {field.name: values[field.name] for field in fields(Profile) if field.name in values}
+        values = {field.name: values[field.name] for field in fields(ReplicaProfile) if field.name in values}
         unknown = [name for name in document if name not in values and name != "error"]
         if unknown:
             raise ConfigError(f"there is no field {unknown[0]!r}")
-        found = Profile(**values)
+        found = ReplicaProfile(**values)
         if found.state_tokens < 0:
             raise ConfigError(f"state_tokens is {found.state_tokens}; it must not be negative")
         found.scheduler_config()  # checks its limits
@@ -165,7 +165,7 @@ def read_profile(path: Path) -> Profile:
         raise ConfigError(f"profile {path}: {error}") from error
 
 
-def write_profile(profile: Profile, path: Path, error: Mapping[str, float]) -> None:
+def write_profile_file(profile: ReplicaProfile, path: Path, error: Mapping[str, float]) -> None:
     """Write a profile and the `error` of its fit."""
     document = asdict(profile)
     document["cost"] = _document(profile.cost)
@@ -202,12 +202,12 @@ def _document(cost: StepCost) -> dict[str, Any]:
 
 def _shaped(cost: StepCost, shape: str) -> StepCost:
     """Return a step cost of about the same size in another shape."""
-    if not isinstance(cost, SumCost | RooflineCost):
+    if not isinstance(cost, AdditiveCost | RooflineCost):
         raise ConfigError(f"+{shape}: the profile has that form already, or another; use it as it is")
     if shape == "padded":
         return PaddedCost(cost)
     if shape == "superlinear":
         return SuperlinearCost(cost)
-    if shape == "roofline" and isinstance(cost, SumCost):
+    if shape == "roofline" and isinstance(cost, AdditiveCost):
         return RooflineCost(0.0, cost.step, cost.token, cost.pair, cost.resident, cost.stream)
     raise ConfigError(f"there is no shape {shape!r} for this profile; there are padded, roofline, superlinear")

@@ -40,7 +40,7 @@ from typing import Any
 from headstart.core.errors import ConfigError
 from headstart.sim.sim_fleet import VirtualFleet
 from headstart.sim.sim_replica import SimReplica
-from headstart.sim.sim_store import Offload
+from headstart.sim.sim_store import OffloadTier
 
 KINDS = ("stop", "restart", "drain", "add", "flush", "slow", "jump")
 ALL = "*"
@@ -49,7 +49,7 @@ MakeReplica = Callable[[str, float], SimReplica]
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class ScenarioEvent:
     """One event. `replicas` are names; "*" is every replica at that time. `add` needs none: names follow."""
 
     at: float
@@ -61,7 +61,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Autoscale:
+class AutoscalerSettings:
     """Bounds and thresholds of an autoscaler, which looks at the mean number of requests in flight per replica."""
 
     min: int
@@ -76,9 +76,9 @@ class Autoscale:
 class FleetScenario:
     """All events of one run."""
 
-    events: tuple[Event, ...] = ()
-    autoscale: Autoscale | None = None
-    offload: Offload | None = None
+    events: tuple[ScenarioEvent, ...] = ()
+    autoscale: AutoscalerSettings | None = None
+    offload: OffloadTier | None = None
 
 
 MAX_NUMBER = 1e12
@@ -117,7 +117,7 @@ def parse_scenario(document: Any) -> FleetScenario:
     )
 
 
-def _event(where: str, row: Any) -> Event:
+def _event(where: str, row: Any) -> ScenarioEvent:
     row = _table(where, row)
     kind = row.get("kind")
     if kind not in KINDS:
@@ -130,7 +130,7 @@ def _event(where: str, row: Any) -> Event:
     factors = row.get("factors", [])
     if not isinstance(factors, list) or (kind == "jump" and not factors):
         raise ConfigError(f"{where}: factors is {factors!r}; it must be a list of numbers")
-    return Event(
+    return ScenarioEvent(
         at=_number(where, "at", row["at"]),
         kind=kind,
         replicas=_names(where, row.get("replica", ALL)),
@@ -140,10 +140,10 @@ def _event(where: str, row: Any) -> Event:
     )
 
 
-def _autoscale(row: Mapping[str, Any]) -> Autoscale:
-    names = [field.name for field in fields(Autoscale)]
+def _autoscale(row: Mapping[str, Any]) -> AutoscalerSettings:
+    names = [field.name for field in fields(AutoscalerSettings)]
     _known("autoscale", row, names)
-    missing = [field.name for field in fields(Autoscale) if field.default is MISSING and field.name not in row]
+    missing = [field.name for field in fields(AutoscalerSettings) if field.default is MISSING and field.name not in row]
     if missing:
         raise ConfigError(f"autoscale: {missing[0]} is missing")
     values = {name: _number("autoscale", name, row[name], positive=name != "low") for name in row}
@@ -152,15 +152,15 @@ def _autoscale(row: Mapping[str, Any]) -> Autoscale:
             raise ConfigError(f"autoscale: {name} is {values[name]:g}; it must be a whole number")
     if not values["min"] <= values["max"] or not values["low"] < values["high"]:
         raise ConfigError("autoscale: min must not exceed max, and low must be less than high")
-    return Autoscale(**{**values, "min": int(values["min"]), "max": int(values["max"])})  # type: ignore[arg-type]
+    return AutoscalerSettings(**{**values, "min": int(values["min"]), "max": int(values["max"])})  # type: ignore[arg-type]
 
 
-def _offload(row: Mapping[str, Any]) -> Offload:
+def _offload(row: Mapping[str, Any]) -> OffloadTier:
     _known("offload", row, ("blocks", "tokens_per_s", "latency"))
     for name in ("blocks", "tokens_per_s"):
         if name not in row:
             raise ConfigError(f"offload: {name} is missing")
-    return Offload(
+    return OffloadTier(
         int(_number("offload", "blocks", row["blocks"], positive=True)),
         _number("offload", "tokens_per_s", row["tokens_per_s"], positive=True),
         _number("offload", "latency", row.get("latency", 0.0)),
@@ -227,7 +227,7 @@ class ScenarioRun:
                 if name != ALL and not (name.startswith("r") and index.isdecimal() and int(index) < last):
                     raise ConfigError(f"event {number}: there is no replica {name!r}; they are r0 to r{last - 1}")
 
-    def _apply(self, event: Event, now: float) -> None:
+    def _apply(self, event: ScenarioEvent, now: float) -> None:
         if event.kind == "add":
             self._join(now)
             return
@@ -248,7 +248,7 @@ class ScenarioRun:
             elif event.kind == "jump":
                 self._jump(replica, event, index, now)
 
-    def _jump(self, replica: SimReplica, event: Event, turn: int, now: float) -> None:
+    def _jump(self, replica: SimReplica, event: ScenarioEvent, turn: int, now: float) -> None:
         replica.speed.factor = event.factors[turn % len(event.factors)]
         self.fleet.at(now + event.every, lambda then: self._jump(replica, event, turn + 1, then))
 
@@ -261,7 +261,7 @@ class ScenarioRun:
 
     def _autoscale(self, now: float) -> None:
         """Add or drain one replica by the load, and remove drained ones that are idle."""
-        scale: Autoscale = self._scale
+        scale: AutoscalerSettings = self._scale
         active = [one for one in self.fleet.replicas.values() if one.is_up and not one.is_draining]
         for replica in self.fleet.replicas.values():
             if replica.is_up and replica.is_draining and not replica.num_requests:

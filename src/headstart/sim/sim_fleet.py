@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from headstart.core.batch import Output, PromptTokenBreakdown
+from headstart.core.batch import PromptTokenBreakdown, RequestStepOutput
 from headstart.core.errors import NoReplicaError, RequestTooLargeError
 from headstart.core.sched.ideal_cache import IdealCache
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.router import Router
-from headstart.router.routing_decision import InFlight
-from headstart.router.routing_request import Prompt, RoutingRequest, Usage
+from headstart.router.routing_decision import RoutedInFlight
+from headstart.router.routing_request import ReportedTokenUsage, RoutingPrompt, RoutingRequest
 from headstart.sim.sim_replica import SimReplica
 from headstart.sim.sim_request import SimRequest
 from headstart.workload.request_record import RequestRecord
@@ -129,7 +129,7 @@ class _Call:
     num_awaited: int  # requests whose answers it needs
     routing: RoutingRequest | None = None
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
-    in_flight: InFlight | None = None
+    in_flight: RoutedInFlight | None = None
     replica: SimReplica | None = None
     first_token: float | None = None
     breakdown: PromptTokenBreakdown = NOTHING
@@ -194,7 +194,7 @@ class VirtualFleet:
         """Add a replica to the fleet and to every router."""
         self.replicas[replica.name] = replica
         for router in self.routers:
-            router.add(endpoint_of(replica))
+            router.add(make_endpoint(replica))
 
     def stop(self, name: str, now: float) -> None:
         """Stop a replica at once: its requests break off, and new ones are refused until it is restarted."""
@@ -217,7 +217,7 @@ class VirtualFleet:
         for router in self.routers:
             router.remove(name)
 
-    def wake(self, replica: SimReplica, now: float) -> None:
+    def begin_step_if_idle(self, replica: SimReplica, now: float) -> None:
         """Begin a step if the replica has work and none is running."""
         seconds = replica.begin(now)
         if seconds is not None:
@@ -239,11 +239,11 @@ class VirtualFleet:
         self._count_ideal(prompt, min(sizes, default=0))
         self._route(call, now)
 
-    def _count_ideal(self, prompt: Prompt, block_size: int) -> None:
+    def _count_ideal(self, prompt: RoutingPrompt, block_size: int) -> None:
         """Count what a perfect cache for the whole fleet would compute of a prompt: at least one token."""
         block_hashes = prompt.block_hashes(block_size) if block_size else []
-        known = self._ideal.num_known(block_hashes)
-        self._ideal.learn(block_hashes)
+        known = self._ideal.num_cached_blocks(block_hashes)
+        self._ideal.record_use(block_hashes)
         self.ideal_tokens += max(prompt.num_tokens - known * block_size, 1)
 
     def _route(self, call: _Call, now: float) -> None:
@@ -269,11 +269,11 @@ class VirtualFleet:
                 error = str(refusal)
                 break
             call.tokens = array("i")  # the scheduler has them
-            self.wake(replica, now)
+            self.begin_step_if_idle(replica, now)
             return
         self._ended(call, now, error)
 
-    def _refused(self, call: _Call, in_flight: InFlight, replica: SimReplica, now: float) -> None:
+    def _refused(self, call: _Call, in_flight: RoutedInFlight, replica: SimReplica, now: float) -> None:
         """Report a refused connection, or an answer that the replica is draining."""
         if replica.is_up:
             in_flight.endpoint.health.left(now, draining=True)
@@ -288,16 +288,16 @@ class VirtualFleet:
                 self.at(now + number * self.options.token_spacing, self._later(output, replica, epoch))
             else:
                 self._output(output, now)
-        self.wake(replica, now)
+        self.begin_step_if_idle(replica, now)
 
-    def _later(self, output: Output, replica: SimReplica, epoch: int) -> Act:
+    def _later(self, output: RequestStepOutput, replica: SimReplica, epoch: int) -> Act:
         def act(now: float) -> None:
             if replica.epoch == epoch:
                 self._output(output, now)
 
         return act
 
-    def _output(self, output: Output, now: float) -> None:
+    def _output(self, output: RequestStepOutput, now: float) -> None:
         """Tell the router of an output, and end its request with the last one."""
         call = self._calls[output.request_id]
         if self.options.relays_tokens and call.first_token is not None:
@@ -306,7 +306,7 @@ class VirtualFleet:
         if output.breakdown is not None or output.finish_reason is not None:
             self._first_or_last(call, output, now)
 
-    def _first_or_last(self, call: _Call, output: Output, now: float) -> None:
+    def _first_or_last(self, call: _Call, output: RequestStepOutput, now: float) -> None:
         assert call.in_flight is not None
         if output.breakdown is not None:
             call.breakdown = output.breakdown
@@ -314,7 +314,9 @@ class VirtualFleet:
             call.first_token = now
             call.router.first_token(call.in_flight, now)
         if output.finish_reason is not None:
-            usage = Usage(output.num_prompt_tokens, call.cached_tokens) if self.options.reports_usage else None
+            usage = (
+                ReportedTokenUsage(output.num_prompt_tokens, call.cached_tokens) if self.options.reports_usage else None
+            )
             call.router.finished(call.in_flight, now, usage, num_output=call.request.output_tokens)
             self._ended(call, now)
 
@@ -363,12 +365,12 @@ class VirtualFleet:
                 if reported is None or replica.is_draining:
                     endpoint.health.left(now, absent=reported is None, draining=reported is not None)
                 else:
-                    endpoint.health.present()
+                    endpoint.health.record_ready()
                     endpoint.reported = reported
         self.at(now + self.options.probe_interval, self._probe)
 
 
-def endpoint_of(replica: SimReplica, num_blocks: int = 0) -> Endpoint:
+def make_endpoint(replica: SimReplica, num_blocks: int = 0) -> Endpoint:
     """Return the router's state for a new replica; its index believes in `num_blocks` blocks, 0: the true number."""
     profile = replica.profile
     allow = (lambda granted, wanted: max(granted, wanted)) if profile.offload is not None else None

@@ -11,24 +11,24 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from zlib import crc32
 
-from headstart.core.batch import Batch, Chunk, Output, Row, StepResult
+from headstart.core.batch import Batch, Chunk, RequestStepOutput, RowResult, StepResult
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.block_store import Data
 from headstart.core.errors import RequestTooLargeError
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.scheduler import Scheduler
-from headstart.core.sched.token_accounting import Counters
-from headstart.core.warm_up import measure_steps
-from headstart.router.endpoint import Reported
-from headstart.sim.profile import Profile
+from headstart.core.sched.token_accounting import TokenCounters
+from headstart.core.warm_up import measure_step_times
+from headstart.router.endpoint import ReplicaReport
+from headstart.sim.profile import ReplicaProfile
 from headstart.sim.sim_store import BLOCK_CONTENT, SimStore
 from headstart.sim.step_cost import StepCost, StepWork
 
-_NOT_SAMPLED = Row()
+_NOT_SAMPLED = RowResult()
 
 
 @dataclass(slots=True, eq=False)
-class Speed:
+class MachineSpeed:
     """The speed of one simulated machine: `factor` times the modelled duration, and noise of each step.
 
     `noise` is the standard deviation of the logarithm of a factor with mean 1: 0.1 is 10 %. 0 draws nothing.
@@ -52,15 +52,15 @@ class SimExecutor:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, cost: StepCost, speed: Speed | None = None, block_bytes: int = 0
+        self, num_blocks: int, block_size: int, cost: StepCost, speed: MachineSpeed | None = None, block_bytes: int = 0
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.block_bytes = block_bytes
         self.cost = cost
-        self.speed = speed or Speed()
+        self.speed = speed or MachineSpeed()
         self.work = StepWork()  # of the last step
-        self._rows: dict[str, Row] = {}  # by request id
+        self._rows: dict[str, RowResult] = {}  # by request id
 
     def execute(self, batch: Batch) -> StepResult:
         for request_id in batch.finished:
@@ -87,9 +87,9 @@ class SimExecutor:
     def zero_blocks(self, block_ids: list[int]) -> None:
         """Do nothing: there is no content to clear."""
 
-    def _row(self, chunk: Chunk) -> Row:
+    def _row(self, chunk: Chunk) -> RowResult:
         prompt = chunk.history[: chunk.num_prompt_tokens].tobytes()
-        row = self._rows[chunk.request_id] = Row((-1 - (crc32(prompt) >> 1),))
+        row = self._rows[chunk.request_id] = RowResult((-1 - (crc32(prompt) >> 1),))
         return row
 
 
@@ -99,18 +99,18 @@ class SimReplica:
     `is_up` False: it refuses requests. `is_draining`: it finishes what it has and accepts nothing new.
     """
 
-    def __init__(self, name: str, profile: Profile, *, seed: int | str = 0, now: float = 0.0) -> None:
+    def __init__(self, name: str, profile: ReplicaProfile, *, seed: int | str = 0, now: float = 0.0) -> None:
         self.name = name
         self.profile = profile
         self.is_up = True
         self.is_draining = False
-        self.speed = Speed(profile.noise, Random(f"{seed}/{name}"))
+        self.speed = MachineSpeed(profile.noise, Random(f"{seed}/{name}"))
         self.step_began = 0.0
         self.step_ends = 0.0  # when the last step ends or ended; later if it shares its cores
         self.epoch = 0  # number of stops: a step begun before the last one never ends
         self.num_steps = 0
         self.busy_seconds = 0.0  # of steps as modelled, without sharing of cores
-        self._before = Counters()  # of schedulers before the last restart
+        self._before = TokenCounters()  # of schedulers before the last restart
         self._evictions_before = 0
         self._up_since, self._up_seconds = now, 0.0
         self._start()
@@ -127,7 +127,7 @@ class SimReplica:
             block_bytes=len(BLOCK_CONTENT) if self.store is not None else 0,
         )
         if profile.step_bound is not None:
-            measure_steps(self.executor, self.scheduler.step_times, max_tokens=self.scheduler.limits.max_model_len)
+            measure_step_times(self.executor, self.scheduler.step_times, max_tokens=self.scheduler.limits.max_model_len)
         self._step: tuple[Batch, StepResult] | None = None
 
     @property
@@ -155,7 +155,7 @@ class SimReplica:
                 param="max_tokens",
             )
         sampling = SamplingParams(max_tokens=output_tokens, temperature=0.0)
-        self.scheduler.add(Request(request_id, prompt, sampling, now))
+        self.scheduler.add_request(Request(request_id, prompt, sampling, now))
 
     def begin(self, now: float) -> float | None:
         """Begin the next step and return its seconds; None if one is running or nothing is to be done.
@@ -166,13 +166,13 @@ class SimReplica:
             return None
         if self.store is not None:
             self.store.now = now
-            self.scheduler.transfers.take_in(self.executor, now)
+            self.scheduler.transfers.publish_loaded(self.executor, now)
         self.step_began = now
         batch = self.scheduler.schedule(now)
         if not batch.chunks:
-            assert self.store is not None and self.store.next_ready > now
-            self._step = (batch, StepResult((), self.store.next_ready - now))
-            self.step_ends = self.store.next_ready
+            assert self.store is not None and self.store.next_load_ready_at > now
+            self._step = (batch, StepResult((), self.store.next_load_ready_at - now))
+            self.step_ends = self.store.next_load_ready_at
             return self._step[1].elapsed
         result = self.executor.execute(batch)
         self._step = (batch, result)
@@ -181,7 +181,7 @@ class SimReplica:
         self.step_ends = now + result.elapsed
         return result.elapsed
 
-    def end(self, now: float | None = None) -> list[Output]:
+    def end(self, now: float | None = None) -> list[RequestStepOutput]:
         """End the step; return its outputs. `now`: the time, if the step took another time than modelled."""
         assert self._step is not None, f"{self.name}: no step has begun"
         (batch, result), self._step = self._step, None
@@ -211,18 +211,22 @@ class SimReplica:
         """Return for how long it has been up."""
         return self._up_seconds + (now - self._up_since if self.is_up else 0.0)
 
-    def counters(self) -> Counters:
+    def counters(self) -> TokenCounters:
         """Return the token counters since the start of the simulation; a copy."""
         now = self.scheduler.counters
-        return replace(now, **{name: getattr(now, name) + getattr(self._before, name) for name in Counters.__slots__})
+        return replace(
+            now, **{name: getattr(now, name) + getattr(self._before, name) for name in TokenCounters.__slots__}
+        )
 
     @property
     def num_evictions(self) -> int:
         """Published blocks evicted for lack of space, since the start of the simulation."""
         return self._evictions_before + self.pool.num_evictions
 
-    def report(self, now: float) -> Reported:
+    def report(self, now: float) -> ReplicaReport:
         """Return the state that a probe reads: queue lengths and the share of blocks in use."""
         pool = self.pool
         used = pool.num_usable - pool.num_free - pool.num_pinned_idle
-        return Reported(at=now, waiting=self.num_waiting, running=self.num_running, kv_usage=used / pool.num_usable)
+        return ReplicaReport(
+            at=now, waiting=self.num_waiting, running=self.num_running, kv_usage=used / pool.num_usable
+        )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headstart.sim.sim_fleet import VirtualFleet
-from headstart.workload.request_record import Percentiles, Summary, summarize
+from headstart.workload.request_record import Percentiles, Summary, summarize_records
 from headstart.workload.slo import Slo
 
 
@@ -44,14 +44,14 @@ class FleetReport:
         return found | {"busy": self.busy, "replica_seconds": self.replica_seconds}
 
 
-def report(fleet: VirtualFleet, slo: Slo | None = None) -> FleetReport:
+def fleet_report(fleet: VirtualFleet, slo: Slo | None = None) -> FleetReport:
     """Return the figures of a fleet that has run. Changes nothing."""
     slo = slo or Slo()
     records = [one.record for one in fleet.records]
     served = Counter(one.replica for one in fleet.records if one.record.ok)
     replicas = list(fleet.replicas.values())
     counters = [replica.counters() for replica in replicas]
-    summary = summarize(records)
+    summary = summarize_records(records)
     up = sum(replica.up_seconds(fleet.now) for replica in replicas)
     reported = sum(router.num_reported for router in fleet.routers)
     return FleetReport(

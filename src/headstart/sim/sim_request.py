@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headstart.core.cache.hashing import root_hash
-from headstart.router.routing_request import Prompt
+from headstart.router.routing_request import RoutingPrompt
 from headstart.workload.jobs import Job
-from headstart.workload.recorded.agent_sessions import IdRuns
+from headstart.workload.recorded.agent_sessions import ConsecutiveIdRuns
 from headstart.workload.traces import CHAIN_BLOCK, Trace
 
 ROOT = root_hash(b"")
@@ -46,16 +46,16 @@ class SimRequest:
         assert len(found) == self.prompt_tokens, f"{len(self.block_ids)} ids for {self.prompt_tokens} tokens"
         return found
 
-    def prompt(self, token_ids: "array[int]", block_sizes: Iterable[int]) -> Prompt:
+    def prompt(self, token_ids: "array[int]", block_sizes: Iterable[int]) -> RoutingPrompt:
         """Return the prompt as a router sees it: the hashes at the given block sizes, without tokens."""
-        prompt = Prompt(token_ids, ROOT)
+        prompt = RoutingPrompt(token_ids, ROOT)
         for size in block_sizes:
             prompt.block_hashes(size)
         prompt.drop_tokens()
         return prompt
 
 
-def from_trace(trace: Trace, *, speed: float = 1.0) -> list[SimRequest]:
+def requests_from_trace(trace: Trace, *, speed: float = 1.0) -> list[SimRequest]:
     """Return the requests of a trace, arriving `speed` times as fast; pauses after an answer are shortened alike.
 
     Prompts without block ids are expanded here: texts with a token for every four characters, lengths with tokens that
@@ -79,17 +79,17 @@ def from_trace(trace: Trace, *, speed: float = 1.0) -> list[SimRequest]:
         ]
     jobs = trace.jobs(1 << 30, 0, speed=speed)
     sessions = (row.session or None for row in trace.requests)
-    return [from_job(job, session) for job, session in zip(jobs, sessions, strict=True)]
+    return [request_from_job(job, session) for job, session in zip(jobs, sessions, strict=True)]
 
 
 def _as_tokens(rows: "list[Sequence[int]]") -> "list[Sequence[int]]":
     """Return ids that are tokens: as they are, or numbered in the order in which they come if one is too large."""
-    if all(isinstance(ids, IdRuns) or (max(ids) < 1 << 31 and min(ids) >= 0) for ids in rows):
+    if all(isinstance(ids, ConsecutiveIdRuns) or (max(ids) < 1 << 31 and min(ids) >= 0) for ids in rows):
         return rows
     numbers: dict[int, int] = {}
     return [tuple(numbers.setdefault(number, len(numbers)) for number in ids) for ids in rows]
 
 
-def from_job(job: Job, session: str | None = None) -> SimRequest:
+def request_from_job(job: Job, session: str | None = None) -> SimRequest:
     """Return a job of a synthetic workload as a request."""
     return SimRequest(job.at, len(job.prompt), job.output, token_ids=job.prompt, session=session)

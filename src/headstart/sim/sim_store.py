@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from math import inf
 
-from headstart.core.cache.block_store import BlockKey, BlockSource, Loaded, StoreStats
+from headstart.core.cache.block_store import BlockKey, BlockSource, LoadedBlocks, StoreStats
 from headstart.core.cache.hashing import BlockHash
 
 BLOCK_CONTENT = b"\0"
@@ -18,7 +18,7 @@ BLOCK_CONTENT = b"\0"
 
 
 @dataclass(frozen=True, slots=True)
-class Offload:
+class OffloadTier:
     """One offload tier of a replica: main memory or a disk."""
 
     num_blocks: int
@@ -29,74 +29,74 @@ class Offload:
 class SimStore:
     """A block store without content. `now` is set by its owner before each step; a load is ready at its time."""
 
-    def __init__(self, tier: Offload, block_size: int) -> None:
+    def __init__(self, tier: OffloadTier, block_size: int) -> None:
         self.tier = tier
         self.now = 0.0
         self.num_loaded = 0  # blocks
         self._block_size = block_size
         self._blocks: OrderedDict[BlockHash, None] = OrderedDict()
-        self._loads: deque[tuple[float, Loaded]] = deque()  # (ready at, blocks), in order of time
+        self._loads: deque[tuple[float, LoadedBlocks]] = deque()  # (ready at, blocks), in order of time
         self._free_at = 0.0
         self._num_loads = 0
         self._num_evicted = 0
 
     @property
-    def next_ready(self) -> float:
+    def next_load_ready_at(self) -> float:
         """The time at which the next load is complete; inf: there is none."""
         return self._loads[0][0] if self._loads else inf
 
-    def start(self, source: BlockSource) -> None:
+    def start_writing(self, source: BlockSource) -> None:
         """Do nothing: blocks have no content to read."""
 
     def contains(self, block_hash: BlockHash) -> bool:
         return block_hash in self._blocks
 
-    def lacks(self, block_hash: BlockHash) -> bool:
+    def should_write(self, block_hash: BlockHash) -> bool:
         return not self.contains(block_hash)
 
-    def expected_seconds(self, num_blocks: int, first: BlockHash | None = None) -> float:
+    def expected_load_seconds(self, num_blocks: int, first: BlockHash | None = None) -> float:
         return max(self._free_at - self.now, 0.0) + self._seconds(num_blocks)
 
-    def load(self, keys: Sequence[BlockKey]) -> int:
+    def begin_load(self, keys: Sequence[BlockKey]) -> int:
         num = sum(1 for _ in takewhile(lambda key: key.block_hash in self._blocks, keys))
         self._num_loads += 1
         self._free_at = max(self.now, self._free_at) + self._seconds(num)
-        self._loads.append((self._free_at, Loaded(self._num_loads, (BLOCK_CONTENT,) * num, is_last=True)))
+        self._loads.append((self._free_at, LoadedBlocks(self._num_loads, (BLOCK_CONTENT,) * num, is_last=True)))
         return self._num_loads
 
-    def cancel(self, load_id: int, *, is_late: bool) -> None:
+    def cancel_load(self, load_id: int, *, is_late: bool) -> None:
         """Drop a load; its transfer still takes its time."""
         self._loads = deque(entry for entry in self._loads if entry[1].load_id != load_id)
 
-    def poll(self) -> list[Loaded]:
-        found: list[Loaded] = []
+    def poll_loads(self) -> list[LoadedBlocks]:
+        found: list[LoadedBlocks] = []
         while self._loads and self._loads[0][0] <= self.now:
             found.append(self._loads.popleft()[1])
             self.num_loaded += len(found[-1].data)
         return found
 
-    def done_with(self, loaded: Loaded) -> None:
+    def release_loaded(self, loaded: LoadedBlocks) -> None:
         """Do nothing: there is no buffer."""
 
-    def wait(self, timeout: float) -> None:
-        """Do nothing: the replica advances the time to `next_ready`."""
+    def wait_for_loads(self, timeout: float) -> None:
+        """Do nothing: the replica advances the time to `next_load_ready_at`."""
 
-    def offer(self, block: int, version: int, key: BlockKey) -> None:
+    def offer_block(self, block: int, version: int, key: BlockKey) -> None:
         self._blocks[key.block_hash] = None
         while len(self._blocks) > self.tier.num_blocks:
             self._blocks.popitem(last=False)
             self._num_evicted += 1
 
-    def touch(self, block_hashes: Sequence[BlockHash]) -> None:
+    def mark_used(self, block_hashes: Sequence[BlockHash]) -> None:
         """Mark a chain as used, its head last: its tail is evicted first."""
         for block_hash in reversed(block_hashes):
             if block_hash in self._blocks:
                 self._blocks.move_to_end(block_hash)
 
-    def keep(self, block_hashes: Iterable[BlockHash]) -> None:
+    def set_pinned(self, block_hashes: Iterable[BlockHash]) -> None:
         """Do nothing: simulated replicas have no pinned prefixes."""
 
-    def distrust(self, block_hashes: Sequence[BlockHash]) -> None:
+    def discard_corrupt(self, block_hashes: Sequence[BlockHash]) -> None:
         for block_hash in block_hashes:
             self._blocks.pop(block_hash, None)
 

@@ -11,18 +11,18 @@ from typing import Any
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.errors import ConfigError
 from headstart.router.decision_log import NAME_BYTES, DecisionRecord
-from headstart.sim.sim_request import SimRequest, from_trace
+from headstart.sim.sim_request import SimRequest, requests_from_trace
 from headstart.workload.block_paths import BlockPaths
 from headstart.workload.recorded.trace_files import read_trace_file
 from headstart.workload.synthetic import poisson_arrivals
-from headstart.workload.traces import CHAIN_BLOCK, check_request, check_span
+from headstart.workload.traces import CHAIN_BLOCK, check_traced_request, check_workload_duration
 
 DECODE_HEAVY = "decode-heavy"
 HOT_DOCUMENTS = "hot-documents"
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class SyntheticTraffic:
     """Synthetic traffic: groups that share a prefix, chosen by Zipf's law; Poisson arrivals; lognormal outputs.
 
     A prompt is `shared` tokens of its group and `own` others. In a burst of `burst` requests all have the same group.
@@ -38,18 +38,18 @@ class Traffic:
 
 
 SYNTHETIC = {
-    DECODE_HEAVY: Traffic(),
-    HOT_DOCUMENTS: Traffic(groups=64, shared=16_384, own=512, output_mu=5.0, output_sigma=0.5, burst=12),
+    DECODE_HEAVY: SyntheticTraffic(),
+    HOT_DOCUMENTS: SyntheticTraffic(groups=64, shared=16_384, own=512, output_mu=5.0, output_sigma=0.5, burst=12),
 }
 """Synthetic workloads by name."""
 
 
-def read_requests(path: Path, *, speed: float = 1.0, skip: int = 0, count: int = 0) -> list[SimRequest]:
+def read_trace_requests(path: Path, *, speed: float = 1.0, skip: int = 0, count: int = 0) -> list[SimRequest]:
     """Return `count` requests of a trace file after the first `skip` (0: all), from time 0. Raises ConfigError."""
-    return window(from_trace(read_trace_file(path), speed=speed), skip, count)
+    return request_window(requests_from_trace(read_trace_file(path), speed=speed), skip, count)
 
 
-def read_decisions(path: Path, *, speed: float = 1.0, skip: int = 0, count: int = 0) -> list[SimRequest]:
+def read_decision_log_requests(path: Path, *, speed: float = 1.0, skip: int = 0, count: int = 0) -> list[SimRequest]:
     """Return the requests of a router's decision log, in order of arrival. Raises ConfigError.
 
     An output is as long as the log says; where it does not, as long as the request allowed, or one token.
@@ -64,14 +64,14 @@ def read_decisions(path: Path, *, speed: float = 1.0, skip: int = 0, count: int 
     records.sort(key=lambda record: record.at)
     numbers: dict[str, int] = {}
     found = [_of_decision(record, numbers, records[0].at, speed) for record in records]
-    return window(found, skip, count)
+    return request_window(found, skip, count)
 
 
 def _decision(path: Path, number: int, line: str) -> DecisionRecord:
     try:
         fields: Any = json.loads(line)
         record = DecisionRecord.from_dict(fields)
-        check_request(record.at, record.prompt_tokens, max(record.num_output or 0, record.output_tokens))
+        check_traced_request(record.at, record.prompt_tokens, max(record.num_output or 0, record.output_tokens))
         if not (isinstance(record.block_size, int) and record.block_size > 0 and isinstance(record.names, str)):
             raise ValueError(f"block_size is {record.block_size!r} and names is {record.names!r}")
         return record
@@ -96,20 +96,20 @@ def _of_decision(record: DecisionRecord, numbers: dict[str, int], start: float, 
     )
 
 
-def window(requests: Sequence[SimRequest], skip: int, count: int) -> list[SimRequest]:
+def request_window(requests: Sequence[SimRequest], skip: int, count: int) -> list[SimRequest]:
     """Return `count` requests after the first `skip`, the first of them at time 0. Raises ConfigError for none."""
     found = list(requests[skip : skip + count if count else None])
     if not found:
         raise ConfigError(f"{len(requests)} requests, of which {skip} are skipped: none is left")
     start = found[0].at
-    check_span(found[-1].at - start)
+    check_workload_duration(found[-1].at - start)
     return [
         replace(one, at=one.at - start, after=tuple(index - skip for index in one.after if index >= skip))
         for one in found
     ]
 
 
-def synthetic(name: str, rate: float, count: int, seed: int) -> list[SimRequest]:
+def synthetic_requests(name: str, rate: float, count: int, seed: int) -> list[SimRequest]:
     """Return `count` requests of a synthetic workload at `rate` per second. Raises ConfigError for an unknown name."""
     if name not in SYNTHETIC:
         raise ConfigError(f"there is no workload {name!r}; there are {', '.join(SYNTHETIC)}")
@@ -128,14 +128,14 @@ def synthetic(name: str, rate: float, count: int, seed: int) -> list[SimRequest]
     return found
 
 
-def _ids(group: int, traffic: Traffic, number: int) -> tuple[int, ...]:
+def _ids(group: int, traffic: SyntheticTraffic, number: int) -> tuple[int, ...]:
     """Return chain ids: those of the group's prefix, then ids that no other request has."""
     shared, own = traffic.shared // CHAIN_BLOCK, -(-traffic.own // CHAIN_BLOCK)
     first = traffic.groups * shared + number * own
     return (*range(group * shared, (group + 1) * shared), *range(first, first + own))
 
 
-def prompt_paths(requests: Iterable[SimRequest], block_size: int) -> BlockPaths:
+def prompt_block_paths(requests: Iterable[SimRequest], block_size: int) -> BlockPaths:
     """Return the chains of full blocks of the prompts; equal ids are equal blocks behind equal prefixes."""
     ids: dict[BlockHash, int] = {}
     paths: list[list[int]] = []

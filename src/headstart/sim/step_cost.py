@@ -43,7 +43,7 @@ class StepCost(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SumCost:
+class AdditiveCost:
     """Parts that add up: every kernel waits for the one before it. All in seconds."""
 
     step: float = 0.0
@@ -87,7 +87,7 @@ class RooflineCost:
 class PaddedCost:
     """Another shape on padded sizes: streams and new tokens are rounded up to multiples, as recorded graphs are."""
 
-    inner: SumCost | RooflineCost
+    inner: AdditiveCost | RooflineCost
     streams: int = 8
     tokens: int = 256
 
@@ -101,7 +101,7 @@ class PaddedCost:
 class SuperlinearCost:
     """Another shape with decodes that cost more the more there are: factor (1 + streams / knee) ** (power - 1)."""
 
-    inner: SumCost | RooflineCost
+    inner: AdditiveCost | RooflineCost
     power: float = 1.5
     knee: float = 64.0
 

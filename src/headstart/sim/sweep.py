@@ -11,11 +11,11 @@ from headstart.router.policies.policy import Policy
 from headstart.router.policies.policy_table import make_policy
 from headstart.router.router import Router
 from headstart.sim.oracle_policy import ORACLE, OraclePolicy
-from headstart.sim.profile import Profile
+from headstart.sim.profile import ReplicaProfile
 from headstart.sim.scenario import NOTHING_HAPPENS, FleetScenario, ScenarioRun
-from headstart.sim.sim_fleet import DEFAULTS, FleetOptions, SimRecord, VirtualFleet, endpoint_of
+from headstart.sim.sim_fleet import DEFAULTS, FleetOptions, SimRecord, VirtualFleet, make_endpoint
 from headstart.sim.sim_replica import SimReplica
-from headstart.sim.sim_report import FleetReport, report
+from headstart.sim.sim_report import FleetReport, fleet_report
 from headstart.sim.sim_request import SimRequest
 from headstart.workload.slo import Slo
 
@@ -27,10 +27,10 @@ MakePolicy = Callable[[Mapping[str, SimReplica]], Policy]
 
 
 @dataclass(frozen=True, slots=True)
-class Simulation:
+class SimulationConfig:
     """The settings of one run. Replicas are named r0, r1, ...; requests go to the routers in turn."""
 
-    profile: Profile
+    profile: ReplicaProfile
     replicas: int = 8
     policy: str = "cost"
     seed: int = 0
@@ -57,7 +57,7 @@ class Simulation:
         for _ in range(self.routers):
             router = Router((make or self._policy)(fleet.replicas))
             for one in found:
-                router.add(endpoint_of(one, self.believed_blocks))
+                router.add(make_endpoint(one, self.believed_blocks))
             routers.append(router)
         ScenarioRun(self.scenario, fleet, new_replica)
         return fleet
@@ -77,7 +77,7 @@ class Simulation:
 class GridPoint:
     """One combination of settings; its runs differ in the seed only."""
 
-    simulation: Simulation
+    simulation: SimulationConfig
     speed: float
 
     @property
@@ -93,7 +93,7 @@ class PointResult:
     point: GridPoint
     runs: tuple[FleetReport, ...]
 
-    def means(self) -> dict[str, Any]:
+    def mean_figures(self) -> dict[str, Any]:
         """Return the figures as plain values: means over the seeds, and of lists the sorted means by rank."""
         rows = [run.values() for run in self.runs]
         return {name: _mean([row[name] for row in rows]) for name in rows[0]}
@@ -109,15 +109,15 @@ class PointResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class SettingsGrid:
     """The settings to combine."""
 
-    profiles: Sequence[Profile]
+    profiles: Sequence[ReplicaProfile]
     replicas: Sequence[int]
     policies: Sequence[str]
     speeds: Sequence[float]
 
-    def points(self, base: Simulation) -> Iterator[GridPoint]:
+    def points(self, base: SimulationConfig) -> Iterator[GridPoint]:
         """Yield every combination; what the grid does not set comes from `base`."""
         for profile, replicas, speed, policy in product(self.profiles, self.replicas, self.speeds, self.policies):
             yield GridPoint(replace(base, profile=profile, replicas=replicas, policy=policy), speed)
@@ -165,7 +165,7 @@ def run_sweep(
 def run_point(point: GridPoint, seed: int, make: MakeRequests, slo: Slo) -> FleetReport:
     """Run one point with one seed."""
     simulation = replace(point.simulation, seed=point.simulation.seed + seed)
-    return report(simulation.run(make(point.speed, simulation.seed)), slo)
+    return fleet_report(simulation.run(make(point.speed, simulation.seed)), slo)
 
 
 def _mean(values: list[Any]) -> Any:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from headstart.core.cache.block_store import BlockKey
 from headstart.store.segment import ReadResult
-from headstart.store.store_health import SideHealth, reason_of, say
-from headstart.store.tiers.tier import Tier
+from headstart.store.store_health import SideHealth, describe_error, write_stderr_line
+from headstart.store.tiers.tier import StorageTier
 
 PIECE_BYTES = 2 << 20
 """Bytes read by one call and handed over at once, to within one block."""
@@ -41,7 +41,7 @@ class BlockLoad:
     is_cancelled: bool = False
 
 
-class Piece(NamedTuple):
+class LoadedPiece(NamedTuple):
     """The next blocks of a load, at the start of `buffer`; `miss`: the reason if the load ends early."""
 
     load: BlockLoad
@@ -53,12 +53,12 @@ class Piece(NamedTuple):
     latency: float  # from the request of the load, or the end of the previous one, to its first read
 
 
-class Loader:
+class BlockLoader:
     """The thread's body, and its queues to the engine's thread, none of which blocks that thread."""
 
-    def __init__(self, catalog: Tier, block_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(self, catalog: StorageTier, block_bytes: int, clock: Callable[[], float]) -> None:
         self.health = SideHealth("reading", max_errors=MAX_ERRORS, longest=LONGEST_PAUSE)
-        self.done: deque[Piece] = deque()
+        self.done: deque[LoadedPiece] = deque()
         self.has_done = Event()
         self.num_read = 0  # blocks of all loads that are read or given up
         self._catalog, self._block_bytes, self._clock = catalog, block_bytes, clock
@@ -75,7 +75,7 @@ class Loader:
         """Start a load; its pieces arrive in `done`, one of them the last, even if the load is cancelled."""
         self._requests.put(load)
 
-    def hand_over(self, piece: Piece) -> None:
+    def deliver_piece(self, piece: LoadedPiece) -> None:
         """Append a piece to `done`."""
         self.done.append(piece)
         self.has_done.set()
@@ -127,11 +127,11 @@ class Loader:
             num, miss = num + found.num_blocks, found.miss
             self.num_read += found.num_blocks
             is_last = miss is not None or num == len(load.keys)
-            self.hand_over(Piece(load, buffer, found.num_blocks, is_last, miss, seconds, latency))
+            self.deliver_piece(LoadedPiece(load, buffer, found.num_blocks, is_last, miss, seconds, latency))
             if is_last:
                 break
         else:
-            self.hand_over(Piece(load, None, 0, True, miss, 0.0, latency))
+            self.deliver_piece(LoadedPiece(load, None, 0, True, miss, 0.0, latency))
         self.num_read += len(load.keys) - num
 
     def _read(
@@ -143,19 +143,19 @@ class Loader:
             found = self._catalog.read(keys, memoryview(buffer), ahead)
             error = found.error
         except Exception as mistake:  # an internal error: it must not end the thread
-            say(traceback.format_exc())
+            write_stderr_line(traceback.format_exc())
             found, error = ReadResult(0, "io"), mistake
         now = self._clock()
         self._reading_since = float("inf")
         if error is None:
-            self.health.worked(now)
+            self.health.record_success(now)
         else:
             self._last_failed = keys[found.num_blocks]
-            self.health.failed(reason_of(error), now)
+            self.health.failed(describe_error(error), now)
         return found, now - began
 
     def _retry(self) -> None:
-        if self._last_failed is not None and self.health.may_try(self._clock()):
+        if self._last_failed is not None and self.health.may_attempt(self._clock()):
             self._read([self._last_failed], bytearray(self._block_bytes))
 
     def _buffer(self, load: BlockLoad) -> bytearray | None:

@@ -19,9 +19,9 @@ from headstart.core.cache.block_store import BlockKey, Data
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.errors import ConfigError
 from headstart.store import segment as segments
-from headstart.store.files import FileEntry, Files, prepare_folder
-from headstart.store.folder import CORRUPT, STALE_SECONDS, Folder, Index
-from headstart.store.format import MAX_SEGMENT_BYTES, MAX_SLOTS, BlockShape, Header
+from headstart.store.files import FileEntry, FileSystemCalls, create_store_folder
+from headstart.store.folder import CORRUPT, STALE_SECONDS, SegmentFolder, SlotIndex
+from headstart.store.format import MAX_SEGMENT_BYTES, MAX_SLOTS, BlockShape, SegmentHeader
 from headstart.store.segment import ReadResult, Segment, SegmentWriter
 
 MIN_SEGMENT_BYTES = 8 << 20
@@ -42,9 +42,9 @@ class SegmentEviction:
 
     def __init__(
         self,
-        folder: Folder,
-        index: Index,
-        files: Files,
+        folder: SegmentFolder,
+        index: SlotIndex,
+        files: FileSystemCalls,
         size: int,
         write: Callable[[Sequence[tuple[BlockKey, Data]]], None],
     ) -> None:
@@ -81,7 +81,7 @@ class SegmentEviction:
     def _evict(self, needed: int, own: str, kept: Container[BlockHash]) -> int:
         given_up = 0
         victims = self._oldest_first(self._folder.list(), own)
-        self._folder.sweep()
+        self._folder.delete_abandoned_files()
         for is_last_resort in (False, True):
             for name in victims:
                 if self.room() >= needed:
@@ -109,7 +109,7 @@ class SegmentEviction:
         segment = self._folder.known.get(name)
         if segment is None:
             return name in self._folder.others
-        pinned, used = self._index.worth_moving(segment, kept)
+        pinned, used = self._index.slots_to_move(segment, kept)
         if is_last_resort:
             return not pinned
         num_slots = segment.header.num_slots
@@ -117,7 +117,7 @@ class SegmentEviction:
             return False
         with contextlib.suppress(OSError):  # full or broken: unpinned blocks may be lost to make space
             self._move(segment, sorted(pinned + used[: max(0, num_slots // 2 - len(pinned))]))
-        return not self._index.worth_moving(segment, kept)[0]
+        return not self._index.slots_to_move(segment, kept)[0]
 
     def _move(self, segment: Segment, slots: list[int]) -> None:
         """Write these blocks again; unreadable ones are left. Raises OSError."""
@@ -125,13 +125,15 @@ class SegmentEviction:
         at_once = max(1, MOVE_BYTES // block_bytes)
         buffer = memoryview(bytearray(min(at_once, len(slots)) * block_bytes))
         while slots:
-            keys, found = segments.read_stored(self._files, segment, segments.first_run(slots, at_once), buffer)
+            keys, found = segments.read_stored_blocks(
+                self._files, segment, segments.leading_adjacent_slots(slots, at_once), buffer
+            )
             data = (buffer[at * block_bytes : (at + 1) * block_bytes] for at in range(found.num_blocks))
             self._write(list(zip(keys, data, strict=False)))
             del slots[: found.num_blocks + (found.miss is not None)]
 
 
-class Catalog:
+class SegmentCatalog:
     """The blocks of one shape in a folder, and the space for more.
 
     `contains`, `read` and `used` may be called from any thread; all else from one thread at a time. `num_blocks`,
@@ -143,20 +145,20 @@ class Catalog:
         folder: Path,
         shape: BlockShape,
         max_bytes: int,
-        files: Files | None = None,
+        files: FileSystemCalls | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the folder if needed, but read nothing: see `refresh`.
 
         Raises ConfigError for an unusable folder, and for a size below a single block.
         """
-        smallest = Header(shape, 1, bytes(8)).file_bytes
+        smallest = SegmentHeader(shape, 1, bytes(8)).file_bytes
         if smallest > max_bytes:
             raise ConfigError(f"--kv-store-size {max_bytes} holds not even one block; give at least {smallest} bytes")
-        prepare_folder(folder)
-        self._shape, self._files = shape, files or Files()
-        self._index = Index()
-        self._folder = Folder(folder.resolve(), shape, self._files, self._index, clock)
+        create_store_folder(folder)
+        self._shape, self._files = shape, files or FileSystemCalls()
+        self._index = SlotIndex()
+        self._folder = SegmentFolder(folder.resolve(), shape, self._files, self._index, clock)
         self._eviction = SegmentEviction(self._folder, self._index, self._files, max_bytes, self._write)
         self._writer: SegmentWriter | None = None
         self._unmarked: list[tuple[Segment, int]] = []  # discarded here, but not yet marked for other processes
@@ -200,7 +202,7 @@ class Catalog:
         """
         self._folder.refresh()
 
-    def read(self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()) -> ReadResult:
+    def read_blocks(self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()) -> ReadResult:
         """Read blocks from the first on, each verified against its key, until one is unavailable.
 
         `buffer` has space for all; after the blocks that count its content is undefined. A block that does not match
@@ -215,7 +217,7 @@ class Catalog:
                 return ReadResult(done, miss)
             segment, slot, length = run
             part = buffer[done * block_bytes : (done + length) * block_bytes]
-            found = segments.read_blocks(self._files, segment, slot, keys[done : done + length], part)
+            found = segments.read_and_verify_blocks(self._files, segment, slot, keys[done : done + length], part)
             if found.num_blocks:
                 self._index.mark_used(segment, slot, found.num_blocks)
                 self._folder.touch(segment)
@@ -227,7 +229,7 @@ class Catalog:
             miss = found.miss or "gone"
         return ReadResult(done)
 
-    def append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
+    def append_blocks(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
         """Write those that are not stored yet; return their number. Does not check `max_bytes`.
 
         Raises OSError; then some of them may have been written, and `contains` reports which.
@@ -250,14 +252,14 @@ class Catalog:
         own = self._writer.path.name if self._writer is not None else ""
         return self._eviction.make_room(needed, own, kept)
 
-    def used(self, block_hashes: Iterable[BlockHash]) -> None:
+    def mark_used(self, block_hashes: Iterable[BlockHash]) -> None:
         """Mark blocks, and their files, as used now: a request uses them."""
         for block_hash in block_hashes:
             for segment, slot in self._index.places(block_hash):
                 self._index.mark_used(segment, slot, 1)
                 self._folder.touch(segment)
 
-    def discard(self, block_hashes: Iterable[BlockHash]) -> None:
+    def discard_blocks(self, block_hashes: Iterable[BlockHash]) -> None:
         """Drop these and mark them in their files, so that other processes do not load them either.
 
         Raises OSError; then unmarked ones are dropped here all the same, and marked by the next call.
@@ -268,7 +270,7 @@ class Catalog:
                 self._unmarked.append((segment, slot))
         while self._unmarked:
             with contextlib.suppress(FileNotFoundError):
-                segments.discard_entry(self._files, *self._unmarked[0])
+                segments.mark_entry_discarded(self._files, *self._unmarked[0])
             del self._unmarked[0]
 
     def clear(self) -> None:
@@ -322,9 +324,9 @@ class Catalog:
         header = self._header(bytes(8))
         return max(0, -(-left // header.num_slots)) * header.payload_start
 
-    def _header(self, own_id: bytes) -> Header:
+    def _header(self, own_id: bytes) -> SegmentHeader:
         """Return a new segment's header: small enough that evictions lose little, large enough that files are few."""
-        max_bytes, smallest = self.max_bytes, Header(self._shape, 1, own_id).file_bytes
+        max_bytes, smallest = self.max_bytes, SegmentHeader(self._shape, 1, own_id).file_bytes
         wanted = min(max(max_bytes // 256, MIN_SEGMENT_BYTES), MAX_SEGMENT_BYTES, max_bytes // 4)
         num_slots = (wanted - smallest) // (self._shape.entry_bytes + self._shape.block_bytes)
-        return Header(self._shape, max(1, min(MAX_SLOTS, num_slots)), own_id)
+        return SegmentHeader(self._shape, max(1, min(MAX_SLOTS, num_slots)), own_id)

@@ -1,4 +1,4 @@
-"""DirectWrites: writes payloads past the page cache (O_DIRECT), if the disk and the sizes allow it.
+"""DirectFileWriter: writes payloads past the page cache (O_DIRECT), if the disk and the sizes allow it.
 
 Filling the page cache costs thirty times the CPU time of the transfer itself (benchmarks/experiments.md), which the
 compute threads lose. Later reads go through the page cache all the same: the kernel keeps both views of a file
@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headstart.core.cache.block_store import Data
-from headstart.store.files import Files
+from headstart.store.files import FileSystemCalls
 
 PAGE_BYTES = 4096
 GATHER_BYTES = 4 << 20
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)  # a file system without direct writes
 
 
-class DirectWrites:
+class DirectFileWriter:
     """Direct writes to one file of this process; `write` returns False if they are not possible."""
 
-    def __init__(self, files: Files, path: Path, block_bytes: int) -> None:
+    def __init__(self, files: FileSystemCalls, path: Path, block_bytes: int) -> None:
         """Raises OSError, but not for a file system without direct writes."""
         self._files, self._block_bytes = files, block_bytes
         self._fd: int | None = None
@@ -65,7 +65,7 @@ class DirectWrites:
     def _gather(self, payloads: Sequence[Data]) -> memoryview:
         size = self._block_bytes
         if not self._gathered:
-            self._gathered = aligned(max(GATHER_BYTES // size, 1) * size)
+            self._gathered = allocate_page_aligned(max(GATHER_BYTES // size, 1) * size)
         for place, payload in enumerate(payloads):
             self._gathered[place * size : (place + 1) * size] = payload
         return self._gathered[: len(payloads) * size]
@@ -78,7 +78,7 @@ class DirectWrites:
             self._files.close(fd)
 
 
-def aligned(num_bytes: int) -> memoryview:
+def allocate_page_aligned(num_bytes: int) -> memoryview:
     """Return writable memory that begins on a page."""
     memory = array("B", bytes(num_bytes + PAGE_BYTES))
     skip = -memory.buffer_info()[0] % PAGE_BYTES

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from headstart.core.cache.block_store import BlockKey, BlockSource, Data, Loaded, StoreStats
+from headstart.core.cache.block_store import BlockKey, BlockSource, Data, LoadedBlocks, StoreStats
 from headstart.core.cache.hashing import BlockHash
-from headstart.store.block_loader import LOOK_SECONDS, BlockLoad, Loader, Piece
-from headstart.store.catalog import Catalog
-from headstart.store.files import Files
+from headstart.store.block_loader import LOOK_SECONDS, BlockLoad, BlockLoader, LoadedPiece
+from headstart.store.catalog import SegmentCatalog
+from headstart.store.files import FileSystemCalls
 from headstart.store.format import BlockShape
-from headstart.store.tiers.tier import Tier
-from headstart.store.writer import Offer, Writer
+from headstart.store.tiers.tier import StorageTier
+from headstart.store.writer import BlockOffer, BlockWriter
 
 CLOSE_SECONDS, MAX_CLOSE_SECONDS = 5.0, 60.0  # to write pending blocks: without a written one, and in all
 MAX_LOADS = 1024  # in flight at once
@@ -33,15 +33,15 @@ class TierStore:
     """A tier of blocks of one size. It ends with close(), with the interpreter, or when it is garbage-collected."""
 
     def __init__(
-        self, tier: Tier, block_bytes: int, clock: Callable[[], float] = time.monotonic, *, writes: bool = True
+        self, tier: StorageTier, block_bytes: int, clock: Callable[[], float] = time.monotonic, *, writes: bool = True
     ) -> None:
         """Read which blocks the tier has; `writes` False: it lacks none. A tier that fails is degraded."""
         self._block_bytes, self._clock, self._writes = block_bytes, clock, writes
         self._catalog = catalog = tier
-        self._writer = writer = Writer(catalog, block_bytes, clock)
-        self._loader = loader = Loader(catalog, block_bytes, clock)
-        writer.look()
-        self._estimate = LoadEstimate()
+        self._writer = writer = BlockWriter(catalog, block_bytes, clock)
+        self._loader = loader = BlockLoader(catalog, block_bytes, clock)
+        writer.refresh_if_due()
+        self._estimate = LoadTimeEstimate()
         self._loads: dict[int, BlockLoad] = {}  # loads that are awaited
         self._num_loads, self._num_requested = 0, 0  # loads and blocks, in total
         self._lent: dict[int, bytearray] = {}  # by id: buffers in use by the engine
@@ -60,17 +60,17 @@ class TierStore:
             thread.start()
         self._finalizer = weakref.finalize(self, _end, writer, loader, catalog, threads, max_seconds=float("inf"))
 
-    def start(self, source: BlockSource) -> None:
+    def start_writing(self, source: BlockSource) -> None:
         """Start writing. `source` must not refer to this store, or dropping the store would not end it."""
         self._writer.source = source
 
     def contains(self, block_hash: BlockHash) -> bool:
         return not self._is_distrusted(block_hash) and self._catalog.contains(block_hash)
 
-    def lacks(self, block_hash: BlockHash) -> bool:
+    def should_write(self, block_hash: BlockHash) -> bool:
         return self._writes and not self.contains(block_hash)
 
-    def expected_seconds(self, num_blocks: int, first: BlockHash | None = None) -> float:
+    def expected_load_seconds(self, num_blocks: int, first: BlockHash | None = None) -> float:
         now, loader = self._clock(), self._loader
         if self._is_closed or loader.health.reason or len(self._loads) >= MAX_LOADS or loader.is_overdue(now):
             return float("inf")
@@ -81,7 +81,7 @@ class TierStore:
             now = self._measured_at  # until a load is complete only a probe may lower what is expected
         return self._estimate.expected(num_blocks + self._num_requested - loader.num_read, now)
 
-    def load(self, keys: Sequence[BlockKey]) -> int:
+    def begin_load(self, keys: Sequence[BlockKey]) -> int:
         now = self._clock()
         if len(self._loads) >= MAX_LOADS:
             self._misses["slow"] += 1
@@ -98,32 +98,32 @@ class TierStore:
             self._loader.submit(load)
         return load.load_id
 
-    def cancel(self, load_id: int, *, is_late: bool) -> None:
+    def cancel_load(self, load_id: int, *, is_late: bool) -> None:
         load = self._loads.pop(load_id, None)
         if load is not None:
             load.is_cancelled = True
         if load is not None and is_late:
             now = self._clock()
             self._misses["slow"] += 1
-            self._estimate.too_slow(max(1, load.num_waiting), now - load.requested_at, now)
+            self._estimate.record_load_timeout(max(1, load.num_waiting), now - load.requested_at, now)
             self._late, self._measured_at = load.keys[0] if load.keys else self._late, float("-inf")
 
-    def poll(self) -> list[Loaded]:
+    def poll_loads(self) -> list[LoadedBlocks]:
         self._loader.has_done.clear()
-        found: list[Loaded] = []
+        found: list[LoadedBlocks] = []
         done = self._loader.done
         while done:
             if (loaded := self._take(done.popleft())) is not None:
                 found.append(loaded)
         return found
 
-    def done_with(self, loaded: Loaded) -> None:
+    def release_loaded(self, loaded: LoadedBlocks) -> None:
         if loaded.data and isinstance(first := loaded.data[0], memoryview):
             buffer = self._lent.pop(id(first.obj), None)
             if buffer is not None:
                 self._loader.give_back(buffer)
 
-    def wait(self, timeout: float) -> None:
+    def wait_for_loads(self, timeout: float) -> None:
         until = time.monotonic() + timeout
         loader = self._loader
         while True:
@@ -134,18 +134,18 @@ class TierStore:
                 return
             loader.has_done.wait(left)
 
-    def offer(self, block: int, version: int, key: BlockKey) -> None:
+    def offer_block(self, block: int, version: int, key: BlockKey) -> None:
         if not self._is_closed:
-            self._writer.offer(Offer(block, version, key, self._clock()))
+            self._writer.offer(BlockOffer(block, version, key, self._clock()))
 
-    def touch(self, block_hashes: Sequence[BlockHash]) -> None:
+    def mark_used(self, block_hashes: Sequence[BlockHash]) -> None:
         if self._writes and not self._is_closed:
             self._writer.touch(block_hashes)
 
-    def keep(self, block_hashes: Iterable[BlockHash]) -> None:
+    def set_pinned(self, block_hashes: Iterable[BlockHash]) -> None:
         self._writer.keep(frozenset(block_hashes))
 
-    def distrust(self, block_hashes: Sequence[BlockHash]) -> None:
+    def discard_corrupt(self, block_hashes: Sequence[BlockHash]) -> None:
         if self._distrusted_until <= self._writer.num_settled:
             self._distrusted = set()
         if self._distrusted is not None:
@@ -188,7 +188,7 @@ class TierStore:
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _take(self, piece: Piece) -> Loaded | None:
+    def _take(self, piece: LoadedPiece) -> LoadedBlocks | None:
         """Return the engine's part of a piece; None if its load is no longer awaited."""
         load, buffer = piece.load, piece.buffer
         if piece.num_blocks:
@@ -215,7 +215,7 @@ class TierStore:
             load.is_cancelled = True  # the rest of it is not needed
             self._late = self._late if piece.miss else None
             del self._loads[load.load_id]
-        return Loaded(load.load_id, data, is_last)
+        return LoadedBlocks(load.load_id, data, is_last)
 
     def _probe(self, key: BlockKey, now: float) -> None:
         """Read one block, if due: after a load that was late no request pays for finding out how long loads take."""
@@ -233,7 +233,7 @@ class TierStore:
     def _end_load(self, load: BlockLoad) -> None:
         """End a load of a closed store: blocks not yet handed out are not delivered."""
         load.is_cancelled, load.num_wanted = True, load.num_given
-        self._loader.hand_over(Piece(load, None, 0, True, None, 0.0, 0.0))
+        self._loader.deliver_piece(LoadedPiece(load, None, 0, True, None, 0.0, 0.0))
 
     def _forget(self, block_hashes: Sequence[BlockHash] | None) -> None:
         self._distrusted_until = self._writer.forget(block_hashes)
@@ -264,14 +264,18 @@ class DiskStore(TierStore):
         shape: BlockShape,
         max_bytes: int,
         *,
-        files: Files | None = None,
+        files: FileSystemCalls | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the folder, created if needed. Raises ConfigError for an unusable one, and a size below one block."""
-        super().__init__(Catalog(folder, shape, max_bytes, files or Files(), clock), shape.block_bytes, clock)
+        super().__init__(
+            SegmentCatalog(folder, shape, max_bytes, files or FileSystemCalls(), clock), shape.block_bytes, clock
+        )
 
 
-def _end(writer: Writer, loader: Loader, catalog: Tier, threads: list[threading.Thread], max_seconds: float) -> None:
+def _end(
+    writer: BlockWriter, loader: BlockLoader, catalog: StorageTier, threads: list[threading.Thread], max_seconds: float
+) -> None:
     """End both threads, or abandon one whose disk does not answer: they are daemons."""
     loader.stop()
     writer.stop(min(max_seconds, max(CLOSE_SECONDS, MAX_CLOSE_SECONDS)))
@@ -288,7 +292,7 @@ def _end(writer: Writer, loader: Loader, catalog: Tier, threads: list[threading.
             catalog.close()
 
 
-class LoadEstimate:
+class LoadTimeEstimate:
     """The expected duration of loads: latency + a constant + blocks waiting or requested x seconds per block. No clock.
 
     Loads teach the seconds per block, by an exponentially weighted average, so that the fixed costs of small ones have
@@ -334,7 +338,7 @@ class LoadEstimate:
         self._constant = max(0.0, seconds - num_blocks * self._seconds / self._blocks)
         self._add(0, 0.0, latency, now)
 
-    def too_slow(self, num_blocks: int, seconds: float, now: float) -> None:
+    def record_load_timeout(self, num_blocks: int, seconds: float, now: float) -> None:
         """Record that a load was given up after `seconds`, within which `num_blocks` should have been read."""
         if not self._blocks:
             self._blocks = float(num_blocks)

@@ -37,14 +37,14 @@ class FileEntry(NamedTuple):
     is_safe: bool  # a regular file of this user
 
 
-class Space(NamedTuple):
+class DiskSpace(NamedTuple):
     """Bytes of the disk: free for this user, and in total."""
 
     free: int
     total: int
 
 
-class Files:
+class FileSystemCalls:
     """The system calls; any may raise OSError. Tests override single ones to simulate failures."""
 
     def open(self, path: Path, *, to_write: bool = False) -> int:
@@ -109,9 +109,9 @@ class Files:
         """Return whether an open file still has a name."""
         return os.fstat(fd).st_nlink > 0
 
-    def space(self, folder: Path) -> Space:
+    def space(self, folder: Path) -> DiskSpace:
         found = os.statvfs(folder)
-        return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+        return DiskSpace(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
 
     def lock(self, path: Path) -> int | None:
         """Lock a file among all processes until it is closed; None if another has it. Creates it if needed."""
@@ -131,7 +131,7 @@ class Files:
         return time.time()
 
 
-def prepare_folder(folder: Path) -> None:
+def create_store_folder(folder: Path) -> None:
     """Create the folder, for this user only, unless it exists.
 
     Raises ConfigError if the path is no folder, belongs to another user, or is accessible to others.
@@ -153,12 +153,12 @@ def prepare_folder(folder: Path) -> None:
         )
 
 
-def read_secret(folder: Path) -> bytes:
+def read_folder_secret(folder: Path) -> bytes:
     """Return the folder's secret, 32 random bytes, the same for all its processes; created at the first call.
 
     Raises ConfigError for an unusable folder and for a secret that is damaged or accessible to others.
     """
-    prepare_folder(folder)
+    create_store_folder(folder)
     path = folder / "secret"
     try:
         if not os.path.lexists(path):
@@ -171,7 +171,7 @@ def read_secret(folder: Path) -> bytes:
 def _make_secret(path: Path) -> None:
     """Create the secret atomically; the first process wins: a link to a complete file never replaces another one."""
     draft = path.with_name(f".{secrets.token_hex(8)}.tmp")
-    fd = Files().create(draft)
+    fd = FileSystemCalls().create(draft)
     try:
         os.write(fd, secrets.token_bytes(SECRET_BYTES))
         os.fsync(fd)
@@ -183,7 +183,7 @@ def _make_secret(path: Path) -> None:
 
 
 def _load_secret(path: Path) -> bytes:
-    fd = Files().open(path)
+    fd = FileSystemCalls().open(path)
     try:
         mode, secret = stat.S_IMODE(os.fstat(fd).st_mode), os.read(fd, SECRET_BYTES + 1)
     finally:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from headstart.core.cache.block_store import BlockKey
 from headstart.core.cache.hashing import BlockHash
 from headstart.store import segment as segments
-from headstart.store.files import FileEntry, Files
-from headstart.store.format import MAX_SLOTS, BlockShape, FormatError, Header
+from headstart.store.files import FileEntry, FileSystemCalls
+from headstart.store.format import MAX_SLOTS, BlockShape, FormatError, SegmentHeader
 from headstart.store.segment import Segment, segment_id
 
 TOUCH_SECONDS = 1.0
@@ -24,7 +24,8 @@ TOUCH_SECONDS = 1.0
 LIST_SECONDS = 2.0
 """After a change the folder is listed every time for this long: its mtime may be too coarse to show a second change."""
 CORRUPT = ("short", "magic", "checksum", "lengths", "swapped", "cut", "entry")
-"""Among the reasons in `Folder.skipped`; others: version, other shape, unsafe (no file of this user) and unreadable."""
+"""Among the reasons in `SegmentFolder.skipped`; others: version, other shape, unsafe (no file of this user) and
+unreadable."""
 STALE_SECONDS = 60.0
 """An unfinished file this old no longer has a writer."""
 STARVED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # unrelated to the file
@@ -38,7 +39,7 @@ class SlotRun(NamedTuple):
     length: int
 
 
-class Index:
+class SlotIndex:
     """The location of each block in all known segments of one shape, in memory: block hash -> segment and slot.
 
     A location is one int. `contains` reads one dict and needs no lock; everything else holds one during a lookup.
@@ -112,7 +113,7 @@ class Index:
             self._segments.pop(segment.number, None)
             return before - len(self._where)
 
-    def worth_moving(self, segment: Segment, kept: Container[BlockHash]) -> tuple[list[int], list[int]]:
+    def slots_to_move(self, segment: Segment, kept: Container[BlockHash]) -> tuple[list[int], list[int]]:
         """Return the slots whose block has no other copy: those in `kept`, and those used since they were written."""
         pinned: list[int] = []
         used: list[int] = []
@@ -145,10 +146,12 @@ class Index:
             self._copies.pop(block_hash, None)
 
 
-class Folder:
+class SegmentFolder:
     """The segment files of a folder. All methods except `touch` are for one thread at a time."""
 
-    def __init__(self, path: Path, shape: BlockShape, files: Files, index: Index, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, path: Path, shape: BlockShape, files: FileSystemCalls, index: SlotIndex, clock: Callable[[], float]
+    ) -> None:
         self.path, self._shape, self._files, self._index, self._clock = path, shape, files, index, clock
         self.known: dict[str, Segment] = {}  # segments of this shape, by file name
         self.others: dict[str, FileEntry] = {}  # all other segment files: not readable, but they take space
@@ -200,7 +203,7 @@ class Folder:
         self.measure()
         return entries
 
-    def begin(self, path: Path, header: Header) -> Segment:
+    def begin(self, path: Path, header: SegmentHeader) -> Segment:
         """Add a segment that this process has begun to write. Its content is known from writing it."""
         segment = self._new_segment(path, header, header.payload_start)
         segment.is_sealed = True
@@ -229,11 +232,11 @@ class Folder:
             with contextlib.suppress(OSError):  # it only affects recency; disk errors show elsewhere
                 self._files.touch(segment.path)
 
-    def sweep(self) -> None:
+    def delete_abandoned_files(self) -> None:
         """Delete files whose writers were killed before naming them. Raises OSError."""
         now = self._files.now()
         for entry in self._files.list(self.path):
-            if segments.is_draft(entry.name) and entry.is_safe and now - entry.mtime > STALE_SECONDS:
+            if segments.is_headerless_segment(entry.name) and entry.is_safe and now - entry.mtime > STALE_SECONDS:
                 with contextlib.suppress(FileNotFoundError):
                     self._files.unlink(self.path / entry.name)
 
@@ -252,7 +255,7 @@ class Folder:
                 return
             segment = self._new_segment(path, header, entry.num_bytes)
             block_hashes, num_bad = segments.read_block_hashes(self._files, segment)
-            is_cut = segments.is_cut(self._files, segment)
+            is_cut = segments.is_truncated(self._files, segment)
         except FileNotFoundError:
             return
         except FormatError as error:
@@ -285,6 +288,6 @@ class Folder:
         self.others[entry.name] = entry
         self.skipped[reason] += 1
 
-    def _new_segment(self, path: Path, header: Header, num_bytes: int) -> Segment:
+    def _new_segment(self, path: Path, header: SegmentHeader, num_bytes: int) -> Segment:
         self._next_number += 1
         return Segment(self._next_number, path, header, num_bytes)

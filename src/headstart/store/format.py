@@ -56,7 +56,7 @@ class BlockShape(NamedTuple):
         return _ENTRY_HEAD.size + 4 * self.block_size + 2 * _CHECKSUM_BYTES
 
 
-class Header(NamedTuple):
+class SegmentHeader(NamedTuple):
     """One segment: the shape of its blocks, how many it can hold, and its id, 8 random bytes."""
 
     shape: BlockShape
@@ -79,11 +79,11 @@ class Header(NamedTuple):
     def payload_offset(self, slot: int) -> int:
         return self.payload_start + slot * self.shape.block_bytes
 
-    def slots_within(self, file_bytes: int) -> int:
+    def num_slots_within(self, file_bytes: int) -> int:
         """Return the number of slots whose whole payload lies in a file of this length."""
         return min(max(0, file_bytes - self.payload_start) // self.shape.block_bytes, self.num_slots)
 
-    def is_sound(self) -> bool:
+    def is_plausible(self) -> bool:
         """Return whether the sizes are ones that a writer would choose."""
         fingerprint, block_size, block_bytes = self.shape
         return (
@@ -110,16 +110,16 @@ class BlockHashes(NamedTuple):
     bad: list[int]  # indexes in `by_slot` of entries that fail their check, or are empty before a later entry
 
 
-def encode_header(header: Header) -> bytes:
+def encode_header(header: SegmentHeader) -> bytes:
     shape = header.shape
-    assert header.is_sound(), header
+    assert header.is_plausible(), header
     sizes = (VERSION, HEADER_BYTES, shape.entry_bytes, shape.block_size, shape.block_bytes, header.num_slots)
     raw = _HEADER.pack(MAGIC, *sizes, header.payload_start, shape.fingerprint, header.segment_id)
     raw = raw.ljust(HEADER_BYTES - _CHECKSUM_BYTES, b"\0")
     return raw + xxh3_128_digest(raw)
 
 
-def decode_header(raw: bytes, segment_id: bytes) -> Header:
+def decode_header(raw: bytes, segment_id: bytes) -> SegmentHeader:
     """Decode the header of the file named `segment_id`.
 
     Raises FormatError: short, magic, version, checksum, lengths, or swapped (another file's).
@@ -136,20 +136,20 @@ def decode_header(raw: bytes, segment_id: bytes) -> Header:
         raise FormatError("version")
     if xxh3_128_digest(raw[:-_CHECKSUM_BYTES]) != raw[-_CHECKSUM_BYTES:]:
         raise FormatError("checksum")
-    header = Header(BlockShape(fingerprint, block_size, block_bytes), num_slots, own)
+    header = SegmentHeader(BlockShape(fingerprint, block_size, block_bytes), num_slots, own)
     said = (header_bytes, entry_bytes, payload_start)
-    if not header.is_sound() or said != (HEADER_BYTES, header.shape.entry_bytes, header.payload_start):
+    if not header.is_plausible() or said != (HEADER_BYTES, header.shape.entry_bytes, header.payload_start):
         raise FormatError("lengths")
     if own != segment_id:
         raise FormatError("swapped")
     return header
 
 
-def checksum(payload: Data) -> bytes:
+def payload_checksum(payload: Data) -> bytes:
     return xxh3_128_digest(payload)
 
 
-def encode_entry(header: Header, slot: int, entry: BlockEntry, *, discarded: bool = False) -> bytes:
+def encode_entry(header: SegmentHeader, slot: int, entry: BlockEntry, *, discarded: bool = False) -> bytes:
     """Return the entry of one slot; a discarded one marks its block as not to be used any more."""
     block_hash, parent, tokens = entry.key
     sizes = (len(block_hash), len(parent), len(tokens), len(entry.payload_checksum))
@@ -159,7 +159,7 @@ def encode_entry(header: Header, slot: int, entry: BlockEntry, *, discarded: boo
     return raw + xxh3_128_digest(raw, _seed(header, slot))
 
 
-def decode_entry(header: Header, slot: int, raw: bytes) -> BlockEntry:
+def decode_entry(header: SegmentHeader, slot: int, raw: bytes) -> BlockEntry:
     """Decode an entry. Raises FormatError: short, empty, checksum, magic, flags, or discarded."""
     if len(raw) != header.shape.entry_bytes:
         raise FormatError("short")
@@ -179,7 +179,7 @@ def decode_entry(header: Header, slot: int, raw: bytes) -> BlockEntry:
     return BlockEntry(key, raw[tokens_end:-_CHECKSUM_BYTES])
 
 
-def decode_block_hashes(header: Header, first: int, table: bytes) -> BlockHashes:
+def decode_block_hashes(header: SegmentHeader, first: int, table: bytes) -> BlockHashes:
     """Return the block hashes in a piece of the table that begins at slot `first`. A partial last entry is skipped."""
     size, empty = header.shape.entry_bytes, bytes(header.shape.entry_bytes)
     usable = _ENTRY_MAGIC + bytes([_STORED, 0, 0, 0])
@@ -204,6 +204,6 @@ def decode_block_hashes(header: Header, first: int, table: bytes) -> BlockHashes
     return BlockHashes(block_hashes[:end], sorted(bad + [hole for hole in holes if hole < end]))
 
 
-def _seed(header: Header, slot: int) -> int:
+def _seed(header: SegmentHeader, slot: int) -> int:
     """Return the seed of an entry's checksum: valid in this slot of this file only."""
     return (int.from_bytes(header.segment_id, "little") + slot) % (1 << 64)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headstart.store import segment as segments
-from headstart.store.files import FileEntry, Files
+from headstart.store.files import FileEntry, FileSystemCalls
 from headstart.store.format import BlockShape, FormatError
 from headstart.store.segment import Segment
 
@@ -54,9 +54,9 @@ class VerifyReport:
         return sum(counts.total() for counts in self.bad.values())
 
 
-def stat(folder: Path, files: Files | None = None) -> FolderStats:
+def stat_folder(folder: Path, files: FileSystemCalls | None = None) -> FolderStats:
     """Count the content of a folder, from headers and tables alone. Raises OSError for an unreadable folder."""
-    files = files or Files()
+    files = files or FileSystemCalls()
     found, by_shape = FolderStats(), dict[BlockShape, ShapeStats]()
     for entry in _segment_files(files, folder):
         segment, bad = _open(files, folder, entry)
@@ -75,9 +75,9 @@ def stat(folder: Path, files: Files | None = None) -> FolderStats:
     return found
 
 
-def verify(folder: Path, progress: Progress | None = None, files: Files | None = None) -> VerifyReport:
+def verify_folder(folder: Path, progress: Progress | None = None, files: FileSystemCalls | None = None) -> VerifyReport:
     """Read every block and check it as a load would. Raises OSError for an unreadable folder."""
-    files = files or Files()
+    files = files or FileSystemCalls()
     report = VerifyReport()
     entries = _segment_files(files, folder)
     before, total = 0, sum(entry.num_bytes for entry in entries)
@@ -99,15 +99,15 @@ def verify(folder: Path, progress: Progress | None = None, files: Files | None =
     return report
 
 
-def clear(folder: Path, files: Files | None = None) -> tuple[int, int]:
+def clear_folder(folder: Path, files: FileSystemCalls | None = None) -> tuple[int, int]:
     """Delete all segments, of every model; servers that use the folder continue. Return the numbers of files and bytes.
 
     Raises OSError for a folder that cannot be read or changed.
     """
-    files = files or Files()
+    files = files or FileSystemCalls()
     num_files = num_bytes = 0
     for entry in files.list(folder):
-        is_ours = segments.segment_id(entry.name) is not None or segments.is_draft(entry.name)
+        is_ours = segments.segment_id(entry.name) is not None or segments.is_headerless_segment(entry.name)
         if is_ours and entry.is_safe:
             with contextlib.suppress(FileNotFoundError):
                 files.unlink(folder / entry.name)
@@ -116,11 +116,11 @@ def clear(folder: Path, files: Files | None = None) -> tuple[int, int]:
     return num_files, num_bytes
 
 
-def _segment_files(files: Files, folder: Path) -> list[FileEntry]:
+def _segment_files(files: FileSystemCalls, folder: Path) -> list[FileEntry]:
     return sorted(entry for entry in files.list(folder) if segments.segment_id(entry.name) is not None)
 
 
-def _open(files: Files, folder: Path, entry: FileEntry) -> tuple[Segment | None, Counter[str]]:
+def _open(files: FileSystemCalls, folder: Path, entry: FileEntry) -> tuple[Segment | None, Counter[str]]:
     """Return a segment with all its block hashes, or None; and its faults."""
     path, own_id = folder / entry.name, segments.segment_id(entry.name)
     assert own_id is not None, entry.name
@@ -129,7 +129,7 @@ def _open(files: Files, folder: Path, entry: FileEntry) -> tuple[Segment | None,
     try:
         segment = Segment(0, path, segments.read_header(files, path, own_id), entry.num_bytes)
         num_bad = segments.read_all_block_hashes(files, segment)
-        is_cut = segments.is_cut(files, segment)
+        is_cut = segments.is_truncated(files, segment)
     except FileNotFoundError:
         return None, Counter()  # evicted just now
     except FormatError as error:
@@ -139,13 +139,13 @@ def _open(files: Files, folder: Path, entry: FileEntry) -> tuple[Segment | None,
     return segment, +Counter({"entry": num_bad, "cut": int(is_cut)})
 
 
-def _check(files: Files, segment: Segment) -> Iterator[tuple[int, str]]:
+def _check(files: FileSystemCalls, segment: Segment) -> Iterator[tuple[int, str]]:
     """Read all blocks, in runs. Yield the number of good ones, and the fault of the next one, if any."""
     block_bytes = segment.header.shape.block_bytes
     at_once = max(1, READ_BYTES // block_bytes)
     buffer = memoryview(bytearray(min(at_once, len(segment.block_hashes)) * block_bytes))
     slots = [slot for slot, block_hash in enumerate(segment.block_hashes) if block_hash]
     while slots:
-        found = segments.read_stored(files, segment, segments.first_run(slots, at_once), buffer)[1]
+        found = segments.read_stored_blocks(files, segment, segments.leading_adjacent_slots(slots, at_once), buffer)[1]
         yield found.num_blocks, found.miss if found.miss and found.miss != "gone" else ""
         del slots[: found.num_blocks + (found.miss is not None)]

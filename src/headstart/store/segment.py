@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 
 from headstart.core.cache.block_store import BlockKey, Data
 from headstart.store import format
-from headstart.store.direct import DirectWrites
-from headstart.store.files import Files
-from headstart.store.format import HEADER_BYTES, BlockEntry, FormatError, Header
+from headstart.store.direct import DirectFileWriter
+from headstart.store.files import FileSystemCalls
+from headstart.store.format import HEADER_BYTES, BlockEntry, FormatError, SegmentHeader
 
 SUFFIX = ".kv"
 DRAFT_SUFFIX = ".tmp"
@@ -32,7 +32,7 @@ class Segment:
 
     number: int  # for locations; never reused
     path: Path
-    header: Header
+    header: SegmentHeader
     num_bytes: int
     block_hashes: list[bytes] = field(
         default_factory=list[bytes]
@@ -68,7 +68,7 @@ def segment_id(name: str) -> bytes | None:
     return bytes.fromhex(stem)
 
 
-def is_draft(name: str) -> bool:
+def is_headerless_segment(name: str) -> bool:
     """Return whether a file is a segment that has no header yet."""
     return (
         name.startswith(".")
@@ -77,7 +77,7 @@ def is_draft(name: str) -> bool:
     )
 
 
-def read_header(files: Files, path: Path, own_id: bytes) -> Header:
+def read_header(files: FileSystemCalls, path: Path, own_id: bytes) -> SegmentHeader:
     """Read the header of a file. Raises OSError and FormatError."""
     fd = files.open(path)
     try:
@@ -86,7 +86,7 @@ def read_header(files: Files, path: Path, own_id: bytes) -> Header:
         files.close(fd)
 
 
-def read_block_hashes(files: Files, segment: Segment) -> tuple[list[bytes], int]:
+def read_block_hashes(files: FileSystemCalls, segment: Segment) -> tuple[list[bytes], int]:
     """Return the block hashes written since the last call, and the number of damaged entries.
 
     Stops before the first damaged entry unless it was damaged at an earlier call: its writer may be writing it.
@@ -94,7 +94,7 @@ def read_block_hashes(files: Files, segment: Segment) -> tuple[list[bytes], int]
     """
     found = files.stat(segment.path)
     first, header = len(segment.block_hashes), segment.header
-    stop, size = header.slots_within(found.size), header.shape.entry_bytes
+    stop, size = header.num_slots_within(found.size), header.shape.entry_bytes
     segment.num_bytes = found.num_bytes
     block_hashes: list[bytes] = []
     num_bad = 0
@@ -118,7 +118,7 @@ def read_block_hashes(files: Files, segment: Segment) -> tuple[list[bytes], int]
     return block_hashes, num_bad
 
 
-def read_all_block_hashes(files: Files, segment: Segment) -> int:
+def read_all_block_hashes(files: FileSystemCalls, segment: Segment) -> int:
     """Add all block hashes in the file now; return the number of damaged entries. Raises OSError."""
     num_bad = num_idle = 0
     while num_idle < 2:
@@ -129,20 +129,22 @@ def read_all_block_hashes(files: Files, segment: Segment) -> int:
     return num_bad
 
 
-def is_cut(files: Files, segment: Segment) -> bool:
+def is_truncated(files: FileSystemCalls, segment: Segment) -> bool:
     """Return whether the file is truncated: in header or table, or before an entry's payload. Raises OSError."""
     header = segment.header
-    first = header.slots_within(files.stat(segment.path).size)
+    first = header.num_slots_within(files.stat(segment.path).size)
     fd = files.open(segment.path)
     try:
         entry = files.pread(fd, header.shape.entry_bytes if first < header.num_slots else 0, header.entry_offset(first))
     finally:
         files.close(fd)
     size = files.stat(segment.path).size  # read last: a payload is written before its entry
-    return size < header.payload_start or (any(entry) and header.slots_within(size) <= first)
+    return size < header.payload_start or (any(entry) and header.num_slots_within(size) <= first)
 
 
-def read_blocks(files: Files, segment: Segment, slot: int, keys: Sequence[BlockKey], buffer: memoryview) -> ReadResult:
+def read_and_verify_blocks(
+    files: FileSystemCalls, segment: Segment, slot: int, keys: Sequence[BlockKey], buffer: memoryview
+) -> ReadResult:
     """Read and verify blocks in adjacent slots into `buffer`, and stop at the first that is not as requested.
 
     The content of `buffer` after the blocks that count is undefined. Raises nothing.
@@ -159,7 +161,7 @@ def read_blocks(files: Files, segment: Segment, slot: int, keys: Sequence[BlockK
         return ReadResult(0, "io", error)
 
 
-def first_run(slots: Sequence[int], at_most: int) -> range:
+def leading_adjacent_slots(slots: Sequence[int], at_most: int) -> range:
     """Return the leading slots that are adjacent, at most `at_most`. `slots` are ascending."""
     length = 1
     while length < min(len(slots), at_most) and slots[length] == slots[0] + length:
@@ -167,7 +169,9 @@ def first_run(slots: Sequence[int], at_most: int) -> range:
     return range(slots[0], slots[0] + length)
 
 
-def read_stored(files: Files, segment: Segment, slots: range, buffer: memoryview) -> tuple[list[BlockKey], ReadResult]:
+def read_stored_blocks(
+    files: FileSystemCalls, segment: Segment, slots: range, buffer: memoryview
+) -> tuple[list[BlockKey], ReadResult]:
     """Read adjacent blocks, whatever they are, as `read_blocks` does; return their keys as well. Raises nothing."""
     header, keys = segment.header, list[BlockKey]()
     size = header.shape.entry_bytes
@@ -187,11 +191,11 @@ def read_stored(files: Files, segment: Segment, slots: range, buffer: memoryview
         miss: Miss | None = _MISSES.get(error.reason, "corrupt")
     else:
         miss = None
-    found = read_blocks(files, segment, slots.start, keys, buffer)
+    found = read_and_verify_blocks(files, segment, slots.start, keys, buffer)
     return keys, found if found.miss is not None else found._replace(miss=miss)
 
 
-def discard_entry(files: Files, segment: Segment, slot: int) -> None:
+def mark_entry_discarded(files: FileSystemCalls, segment: Segment, slot: int) -> None:
     """Mark a stored block as unusable for all processes, even if another one wrote it. Raises OSError."""
     header = segment.header
     fd = files.open(segment.path, to_write=True)
@@ -202,7 +206,7 @@ def discard_entry(files: Files, segment: Segment, slot: int) -> None:
         except FormatError:
             return  # no reader accepts it anyway
         raw = format.encode_entry(header, slot, entry, discarded=True)
-        write_fully(files, fd, [raw], header.entry_offset(slot))
+        write_all_buffers(files, fd, [raw], header.entry_offset(slot))
     finally:
         files.close(fd)
 
@@ -210,17 +214,17 @@ def discard_entry(files: Files, segment: Segment, slot: int) -> None:
 class SegmentWriter:
     """A new segment file and its writer. The file appears in the folder under its final name with a complete header."""
 
-    def __init__(self, files: Files, folder: Path, header: Header) -> None:
+    def __init__(self, files: FileSystemCalls, folder: Path, header: SegmentHeader) -> None:
         self._files, self.header = files, header
         self.path = folder / f"{header.segment_id.hex()}{SUFFIX}"
         self.num_blocks = 0
         draft = folder / f".{header.segment_id.hex()}{DRAFT_SUFFIX}"
         self._fd = files.create(draft)
         try:
-            write_fully(files, self._fd, [format.encode_header(header)], 0)
-            write_fully(files, self._fd, [b"\0"], header.payload_start - 1)  # its length, to detect truncation
+            write_all_buffers(files, self._fd, [format.encode_header(header)], 0)
+            write_all_buffers(files, self._fd, [b"\0"], header.payload_start - 1)  # its length, to detect truncation
             files.rename(draft, self.path)
-            self._direct = DirectWrites(files, self.path, header.shape.block_bytes)
+            self._direct = DirectFileWriter(files, self.path, header.shape.block_bytes)
         except BaseException:
             self._abandon(draft)
             raise
@@ -243,13 +247,13 @@ class SegmentWriter:
         header, slot = self.header, self.num_blocks
         data = [payload for _, payload in blocks]
         assert all(len(payload) == header.shape.block_bytes for payload in data), [len(payload) for payload in data]
-        entries = [BlockEntry(key, format.checksum(payload)) for key, payload in blocks]
+        entries = [BlockEntry(key, format.payload_checksum(payload)) for key, payload in blocks]
         table = b"".join(format.encode_entry(header, slot + place, entry) for place, entry in enumerate(entries))
         offset = header.payload_offset(slot)
         if not self._direct.write(data, offset):
-            write_fully(self._files, self._fd, data, offset)
+            write_all_buffers(self._files, self._fd, data, offset)
         self.num_blocks = header.num_slots
-        write_fully(self._files, self._fd, [table], header.entry_offset(slot))
+        write_all_buffers(self._files, self._fd, [table], header.entry_offset(slot))
         self.num_blocks = slot + len(blocks)
 
     def close(self) -> None:
@@ -264,7 +268,7 @@ class SegmentWriter:
                 self._files.unlink(path)
 
 
-def write_fully(files: Files, fd: int, buffers: Sequence[Data], offset: int) -> None:
+def write_all_buffers(files: FileSystemCalls, fd: int, buffers: Sequence[Data], offset: int) -> None:
     """Write all buffers. Raises OSError, also for a disk that accepts only a part."""
     left = [memoryview(buffer) for buffer in buffers]
     while left:
@@ -279,7 +283,7 @@ def write_fully(files: Files, fd: int, buffers: Sequence[Data], offset: int) -> 
 
 
 def _read_blocks(
-    files: Files, fd: int, header: Header, slot: int, keys: Sequence[BlockKey], buffer: memoryview
+    files: FileSystemCalls, fd: int, header: SegmentHeader, slot: int, keys: Sequence[BlockKey], buffer: memoryview
 ) -> ReadResult:
     size, block_bytes = header.shape.entry_bytes, header.shape.block_bytes
     table = files.pread(fd, len(keys) * size, header.entry_offset(slot))
@@ -297,12 +301,12 @@ def _read_blocks(
         checksums.append(entry.payload_checksum)
     whole = _read_fully(files, fd, buffer[: len(checksums) * block_bytes], header.payload_offset(slot)) // block_bytes
     for place, expected in enumerate(checksums[:whole]):
-        if format.checksum(buffer[place * block_bytes : (place + 1) * block_bytes]) != expected:
+        if format.payload_checksum(buffer[place * block_bytes : (place + 1) * block_bytes]) != expected:
             return ReadResult(place, "corrupt")
     return ReadResult(whole, miss if whole == len(checksums) else "io")
 
 
-def _read_fully(files: Files, fd: int, buffer: memoryview, offset: int) -> int:
+def _read_fully(files: FileSystemCalls, fd: int, buffer: memoryview, offset: int) -> int:
     """Return the bytes read: fewer than requested only at the end of the file. Raises OSError."""
     done = 0
     while done < len(buffer):

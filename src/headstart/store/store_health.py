@@ -17,13 +17,13 @@ from contextlib import suppress
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds
 
 
-def say(text: str) -> None:
+def write_stderr_line(text: str) -> None:
     """Write one line to stderr, if it is still open."""
     with suppress(OSError, ValueError):
         print(f"headstart: KV store: {text}", file=sys.stderr, flush=True)
 
 
-def reason_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an error as text, with its symbol: "No space left on device (ENOSPC)"."""
     if isinstance(error, OSError) and error.errno is not None:
         return f"{error.strerror} ({errno.errorcode.get(error.errno, error.errno)})"
@@ -34,7 +34,12 @@ class SideHealth:
     """The state of one side, e.g. "writing"; `max_errors` in a row pause it."""
 
     def __init__(
-        self, side: str, *, max_errors: int = 1, longest: float = LONGEST_PAUSE, say: Callable[[str], None] = say
+        self,
+        side: str,
+        *,
+        max_errors: int = 1,
+        longest: float = LONGEST_PAUSE,
+        say: Callable[[str], None] = write_stderr_line,
     ) -> None:
         """`longest`: the longest pause in seconds."""
         self.side = side
@@ -53,7 +58,7 @@ class SideHealth:
         reason = self.reason
         return f"{self.side}: {reason}" if reason else ""
 
-    def may_try(self, now: float) -> bool:
+    def may_attempt(self, now: float) -> bool:
         """Return whether it works, or its pause is over."""
         return not self.reason or now >= self._retry_at
 
@@ -75,7 +80,7 @@ class SideHealth:
             self.num_degraded += 1
             self._say(f"{self.side} is paused: {reason}; serving goes on, and it is tried again until it works")
 
-    def worked(self, now: float) -> None:
+    def record_success(self, now: float) -> None:
         """Record a successful attempt."""
         self._errors = 0
         if self.reason:

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from headstart.core.cache.block_store import BlockKey, BlockSource, Data
 from headstart.core.cache.hashing import BlockHash
-from headstart.store.direct import aligned
-from headstart.store.store_health import SideHealth, reason_of, say
-from headstart.store.tiers.tier import Tier
+from headstart.store.direct import allocate_page_aligned
+from headstart.store.store_health import SideHealth, describe_error, write_stderr_line
+from headstart.store.tiers.tier import StorageTier
 
 ROUND_SECONDS = 0.02  # between two checks of the folder and of the offers
 RUN_BYTES = 4 << 20  # copied out of the pool and written at once
@@ -31,7 +31,7 @@ OVERDUE_SECONDS = 5.0  # for one round
 LOST = ("overwritten", "overload", "degraded", "closing")
 
 
-class Offer(NamedTuple):
+class BlockOffer(NamedTuple):
     """One block of the pool, valid as long as the block has this version."""
 
     block: int
@@ -40,10 +40,10 @@ class Offer(NamedTuple):
     offered_at: float = float("inf")
 
 
-_Offers = OrderedDict[BlockHash, Offer]
+_Offers = OrderedDict[BlockHash, BlockOffer]
 
 
-class Pending:
+class PendingOffers:
     """At most `max_blocks` offers: pinned ones first, then those used since they were offered, then the rest.
 
     Among equals the first offered, so that the head of a chain precedes its tail. A block that is offered again
@@ -58,7 +58,7 @@ class Pending:
     def __len__(self) -> int:
         return sum(map(len, self._places))
 
-    def add(self, offer: Offer) -> int:
+    def add(self, offer: BlockOffer) -> int:
         """Add an offer; return the number dropped for it (0 or 1): the oldest of the lowest priority."""
         block_hash = offer.key.block_hash
         place = self._pinned if block_hash in self._kept else self._used if block_hash in self._used else self._rest
@@ -80,7 +80,7 @@ class Pending:
         for block_hash in [block_hash for block_hash in self._pinned if block_hash not in block_hashes]:
             self._used[block_hash] = self._pinned.pop(block_hash)
 
-    def oldest(self) -> float:
+    def oldest_offer_time(self) -> float:
         """Return when the oldest of the next ones of each kind was offered; inf: there are none."""
         return min((next(iter(place.values())).offered_at for place in self._places if place), default=float("inf"))
 
@@ -94,15 +94,15 @@ class Pending:
         """Remove all; return their number."""
         return self._drop(len(self), self._places)
 
-    def take(self, num: int) -> list[Offer]:
+    def take(self, num: int) -> list[BlockOffer]:
         """Remove and return the next `num`, or all there are."""
-        taken: list[Offer] = []
+        taken: list[BlockOffer] = []
         for place in self._places:
             while place and len(taken) < num:
                 taken.append(place.popitem(last=False)[1])
         return taken
 
-    def put_back(self, taken: Iterable[Offer]) -> None:
+    def put_back(self, taken: Iterable[BlockOffer]) -> None:
         """Return offers from `take` to the front of their kind, unless they have been offered again since."""
         for offer in reversed(list(taken)):
             block_hash = offer.key.block_hash
@@ -111,7 +111,7 @@ class Pending:
                 place[block_hash] = offer
                 place.move_to_end(block_hash, last=False)
 
-    def shed(self, num_left: int) -> int:
+    def drop_oldest(self, num_left: int) -> int:
         """Drop the oldest unpinned offers until `num_left` of them remain; return the number dropped."""
         places = (self._used, self._rest)
         return self._drop(sum(map(len, places)) - num_left, places)
@@ -139,10 +139,10 @@ class _Forget(NamedTuple):
     block_hashes: Sequence[BlockHash] | None  # None: all blocks
 
 
-class Writer:
+class BlockWriter:
     """The thread's body and its counters, which other threads may read."""
 
-    def __init__(self, catalog: Tier, block_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(self, catalog: StorageTier, block_bytes: int, clock: Callable[[], float]) -> None:
         self.source: BlockSource | None = None  # nothing is written before it is set
         self.health = SideHealth("writing")
         self.folder_health = SideHealth("looking for other processes' blocks", max_errors=3)
@@ -157,10 +157,10 @@ class Writer:
         self._num_refused = 0  # offers while the queue was full; the engine's thread counts them
         self._catalog, self._block_bytes, self._clock = catalog, block_bytes, clock
         self._run_blocks = max(1, min(MAX_RUN_BLOCKS, RUN_BYTES // block_bytes))
-        self._run = aligned(self._run_blocks * block_bytes)
-        self._inbox: deque[Offer | _Touch | _Keep | _Forget] = deque()
+        self._run = allocate_page_aligned(self._run_blocks * block_bytes)
+        self._inbox: deque[BlockOffer | _Touch | _Keep | _Forget] = deque()
         self._num_orders = 0  # to forget; the engine's thread counts them
-        self._pending = Pending(MAX_PENDING)
+        self._pending = PendingOffers(MAX_PENDING)
         self._kept: frozenset[BlockHash] = frozenset()
         self._forgets: deque[_Forget] = deque()
         self._look_at = float("-inf")
@@ -172,7 +172,7 @@ class Writer:
 
     # Called by the engine's thread; never blocks. ----------------------------------------------------------------
 
-    def offer(self, offer: Offer) -> None:
+    def offer(self, offer: BlockOffer) -> None:
         """Queue a block to write."""
         if len(self._inbox) < MAX_PENDING:
             self._num_offered += 1
@@ -248,27 +248,27 @@ class Writer:
         self._busy_since = now = self._clock()
         try:
             self._read_inbox()
-            self._oldest_at = self._pending.oldest()
-            self.look()
+            self._oldest_at = self._pending.oldest_offer_time()
+            self.refresh_if_due()
             self._renew()
-            if self.health.may_try(now):
+            if self.health.may_attempt(now):
                 with self._guard(self.health):
                     self._forget()
                     return self._write()
-            self._lost["degraded"] += self._pending.shed(self._run_blocks)  # some stay, for the next attempt
+            self._lost["degraded"] += self._pending.drop_oldest(self._run_blocks)  # some stay, for the next attempt
             return False
         finally:
             self._num_writing = 0
-            self._oldest_at = self._pending.oldest()
+            self._oldest_at = self._pending.oldest_offer_time()
             self._busy_since = float("inf")
 
-    def look(self) -> None:
+    def refresh_if_due(self) -> None:
         """Index what other processes wrote, if due. Called once before the thread starts."""
         now = self._clock()
-        if now >= self._look_at and self.folder_health.may_try(now):
+        if now >= self._look_at and self.folder_health.may_attempt(now):
             with self._guard(self.folder_health):
                 self._catalog.refresh()
-                self.folder_health.worked(now)
+                self.folder_health.record_success(now)
             self._look_at = self._clock() + ROUND_SECONDS
 
     def _renew(self) -> None:
@@ -282,7 +282,7 @@ class Writer:
         used: list[BlockHash] = []
         for _ in range(len(self._inbox)):
             match self._inbox.popleft():
-                case Offer() as offer:
+                case BlockOffer() as offer:
                     if self._forgets or not self._catalog.contains(offer.key.block_hash):
                         self._lost["overload"] += self._pending.add(offer)
                     self._num_read += 1
@@ -313,7 +313,7 @@ class Writer:
         if source is None or not self._pending:
             if self.health.reason:  # no block to try: check whether there would be space
                 self._catalog.make_room(self._block_bytes, kept=self._kept)
-                self.health.worked(self._clock())
+                self.health.record_success(self._clock())
             return False
         self._num_writing = min(self._run_blocks, len(self._pending))
         taken = self._pending.take(self._run_blocks)
@@ -342,7 +342,7 @@ class Writer:
         now = self._clock()
         rate = num_bytes / max(now - began, 1e-9)
         self.bytes_per_s = KEEP_RATE * self.bytes_per_s + (1 - KEEP_RATE) * rate if self.bytes_per_s else rate
-        self.health.worked(now)
+        self.health.record_success(now)
 
     @contextmanager
     def _guard(self, health: SideHealth) -> Generator[None]:
@@ -351,8 +351,8 @@ class Writer:
             yield
         except Exception as error:
             if not isinstance(error, OSError):
-                say(traceback.format_exc())
-            health.failed(reason_of(error), self._clock())
+                write_stderr_line(traceback.format_exc())
+            health.failed(describe_error(error), self._clock())
 
 
 def _lower_priority() -> None:

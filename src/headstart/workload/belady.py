@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 NEVER = -1
 
 
-def optimal_hits(paths: Sequence[Sequence[int]], num_blocks: int) -> list[int]:
+def belady_hits(paths: Sequence[Sequence[int]], num_blocks: int) -> list[int]:
     """Return the number of leading blocks of each request that hit in a pool of `num_blocks`. O(n log n).
 
     `paths` are the chains of block ids, equal if all blocks up to there are equal. Of a path longer than the pool only
@@ -43,7 +43,7 @@ def optimal_hits(paths: Sequence[Sequence[int]], num_blocks: int) -> list[int]:
     return hits
 
 
-def infinite_hits(paths: Sequence[Sequence[int]]) -> list[int]:
+def infinite_cache_hits(paths: Sequence[Sequence[int]]) -> list[int]:
     """Return the number of leading blocks of each request that an infinite cache holds."""
     known: set[int] = set()
     hits: list[int] = []

@@ -33,7 +33,7 @@ class BlockPaths:
         return sum(max(length - size * hit, 1) for length, hit in zip(self.lengths, hits, strict=True))
 
 
-def block_paths(trace: Trace) -> BlockPaths:
+def trace_block_paths(trace: Trace) -> BlockPaths:
     """Return the paths of a trace: its own blocks, or blocks of 16 tokens of texts.
 
     Raises ConfigError for a trace that states lengths only.
@@ -57,7 +57,7 @@ def block_paths(trace: Trace) -> BlockPaths:
     return BlockPaths(TEXT_BLOCK, paths, lengths)
 
 
-def overlapped(trace: Trace, at_once: int, stretch: float = 1.0) -> Trace:
+def overlap_sessions(trace: Trace, at_once: int, stretch: float = 1.0) -> Trace:
     """Return the sessions of a trace, `at_once` of them at a time, with `stretch` times their recorded pauses.
 
     In order of their first request, each session begins when an earlier one has ended; its sub-agents belong to it.

@@ -11,7 +11,7 @@ from headstart.common_prefix import common_prefix_length
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class JobSampling:
     """The sampling of a job's tokens. `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 are no limits."""
 
     temperature: float = 0.0
@@ -19,7 +19,7 @@ class Sampling:
     top_k: int = 0
 
 
-GREEDY = Sampling()
+GREEDY = JobSampling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class Job:
     prompt: "array[int]"  # token ids
     output: int  # tokens
     at: float = 0.0  # seconds after the start at which it is due
-    sampling: Sampling = GREEDY
+    sampling: JobSampling = GREEDY
     after: tuple[int, ...] = ()  # indices of the jobs whose answers it needs: it is due a pause after the last of them
     pause: float = 0.0  # seconds
 
 
-class Waits:
+class JobDependencies:
     """The jobs of a list that are due after others."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
@@ -56,7 +56,7 @@ class Waits:
 
 
 def make_jobs(
-    prompts: "Iterable[array[int]]", output: int, due: Sequence[float] | None = None, sampling: Sampling = GREEDY
+    prompts: "Iterable[array[int]]", output: int, due: Sequence[float] | None = None, sampling: JobSampling = GREEDY
 ) -> list[Job]:
     """Return one job per prompt; `due`: when each arrives, in seconds (None: all at once).
 
@@ -68,7 +68,7 @@ def make_jobs(
     return [Job(prompt, output, at, sampling) for prompt, at in zip(found, times, strict=True)]
 
 
-def ideal_tokens(prompts: "Sequence[array[int]]") -> int:
+def perfect_cache_tokens(prompts: "Sequence[array[int]]") -> int:
     """Return the prefill tokens that a perfect, infinite cache computes for these prompts in order, starting empty.
 
     Every distinct prefix once, token by token; of a prompt that an earlier one contains, its last token, which yields

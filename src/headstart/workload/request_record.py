@@ -109,7 +109,7 @@ def percentiles(values: Iterable[float]) -> Percentiles | None:
     return Percentiles(sum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
 
 
-def summarize(records: Sequence[RequestRecord]) -> Summary:
+def summarize_records(records: Sequence[RequestRecord]) -> Summary:
     """Return the summary of all records of one run."""
     done = [record for record in records if record.ok]
     ends = [record.finish for record in done if record.finish is not None]

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from headstart.workload.jobs import GREEDY, Job, Sampling, make_jobs
-from headstart.workload.synthetic import INTENT, RequestShape, random_tokens, with_prefix
+from headstart.workload.jobs import GREEDY, Job, JobSampling, make_jobs
+from headstart.workload.synthetic import INTENT, RequestShape, prompts_with_prefix, random_tokens
 from headstart.workload.synthetic import rotations as rotated
 from headstart.workload.synthetic import shared_prefix as shared_prompts
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class WorkloadPhase:
     """Jobs that are served together: the next phase starts when all of them have ended."""
 
     name: str
@@ -27,11 +27,11 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
+class WorkloadScenario:
     """One repetition of a workload, to be served with a cache that contains none of its prompts."""
 
     name: str
-    phases: tuple[Phase, ...]
+    phases: tuple[WorkloadPhase, ...]
 
     @property
     def longest(self) -> int:
@@ -50,41 +50,53 @@ FIRST_TOKEN = RequestShape(INTENT.shared, INTENT.own, output=1)
 STREAMS = RequestShape(shared=1024, own=16, output=128)  # decode
 
 
-def rotations(vocab_size: int, rng: Random, *, count: int = 48, length: int = 1025, passes: int = 1) -> Scenario:
+def rotations(
+    vocab_size: int, rng: Random, *, count: int = 48, length: int = 1025, passes: int = 1
+) -> WorkloadScenario:
     """Rotations of one list of tokens (vLLM #3402), all at once, one output token: `cold`, then the same `warm`."""
     jobs = tuple(make_jobs(rotated(random_tokens(length, vocab_size, rng), count), 1))
-    return Scenario("rotations", (Phase("cold", jobs), *(Phase("warm", jobs) for _ in range(passes))))
+    return WorkloadScenario(
+        "rotations", (WorkloadPhase("cold", jobs), *(WorkloadPhase("warm", jobs) for _ in range(passes)))
+    )
 
 
-def single_stream(vocab_size: int, rng: Random, *, prompt: int = 128, output: int = 128, requests: int = 3) -> Scenario:
+def single_stream_scenario(
+    vocab_size: int, rng: Random, *, prompt: int = 128, output: int = 128, requests: int = 3
+) -> WorkloadScenario:
     """New prompts one at a time: time per output token without other requests."""
-    return Scenario("single-stream", (_one_at_a_time("alone", _new(requests, prompt, vocab_size, rng), output),))
+    return WorkloadScenario(
+        "single-stream", (_one_at_a_time("alone", _new(requests, prompt, vocab_size, rng), output),)
+    )
 
 
-def cold_ttft(vocab_size: int, rng: Random, *, length: int = 1000, requests: int = 3) -> Scenario:
+def cold_ttft_scenario(vocab_size: int, rng: Random, *, length: int = 1000, requests: int = 3) -> WorkloadScenario:
     """New prompts one at a time: time to the first token without cache hits."""
-    return Scenario("cold-ttft", (_one_at_a_time("cold", _new(requests, length, vocab_size, rng), 1),))
+    return WorkloadScenario("cold-ttft", (_one_at_a_time("cold", _new(requests, length, vocab_size, rng), 1),))
 
 
-def warm_ttft(vocab_size: int, rng: Random, *, shape: RequestShape = FIRST_TOKEN, requests: int = 8) -> Scenario:
+def warm_ttft_scenario(
+    vocab_size: int, rng: Random, *, shape: RequestShape = FIRST_TOKEN, requests: int = 8
+) -> WorkloadScenario:
     """Prompts one at a time whose first `shape.shared` tokens are cached from others: time to the first token."""
-    prompts = with_prefix(random_tokens(shape.shared, vocab_size, rng), requests + 2, shape.own, vocab_size, rng)
+    prompts = prompts_with_prefix(
+        random_tokens(shape.shared, vocab_size, rng), requests + 2, shape.own, vocab_size, rng
+    )
     before, asked = _warm_up(prompts[:2]), _one_at_a_time("warm", prompts[2:], shape.output)
-    return Scenario("warm-ttft", (before, asked))
+    return WorkloadScenario("warm-ttft", (before, asked))
 
 
 def prefill(
     vocab_size: int, rng: Random, *, lengths: Sequence[int], cached_share: float = 0.9, requests: int = 3
-) -> Scenario:
+) -> WorkloadScenario:
     """For each length: `cold LENGTH`, new prompts one at a time; `warm LENGTH`, of which `cached_share` is cached."""
-    phases: list[Phase] = []
+    phases: list[WorkloadPhase] = []
     for length in lengths:
         phases.append(_one_at_a_time(f"cold {length}", _new(requests, length, vocab_size, rng), 1))
         shared = min(int(length * cached_share), length - 1)
         prefix = random_tokens(shared, vocab_size, rng)
-        prompts = with_prefix(prefix, requests + 1, length - shared, vocab_size, rng)
+        prompts = prompts_with_prefix(prefix, requests + 1, length - shared, vocab_size, rng)
         phases += [_warm_up(prompts[:1]), _one_at_a_time(f"warm {length}", prompts[1:], 1)]
-    return Scenario("prefill", tuple(phases))
+    return WorkloadScenario("prefill", tuple(phases))
 
 
 def decode(
@@ -94,8 +106,8 @@ def decode(
     is_shared: bool,
     streams: int = 32,
     shape: RequestShape = STREAMS,
-    sampling: Sampling = GREEDY,
-) -> Scenario:
+    sampling: JobSampling = GREEDY,
+) -> WorkloadScenario:
     """Streams that decode at once with cached prefixes: one for all, or one for each."""
     count = 1 if is_shared else streams
     prefixes = [random_tokens(shape.shared, vocab_size, rng) for _ in range(count)]
@@ -103,7 +115,7 @@ def decode(
     prompts = [prefixes[i % count] + random_tokens(shape.own, vocab_size, rng) for i in range(streams)]
     name = "shared" if is_shared else "distinct"
     jobs = make_jobs(prompts, shape.output, sampling=sampling)
-    return Scenario(f"decode-{name}", (_warm_up(before), Phase(name, tuple(jobs))))
+    return WorkloadScenario(f"decode-{name}", (_warm_up(before), WorkloadPhase(name, tuple(jobs))))
 
 
 def shared_prefix(
@@ -115,51 +127,57 @@ def shared_prefix(
     shape: RequestShape = GENERATED,
     due: Sequence[float] | None = None,
     concurrency: int = 0,
-) -> Scenario:
+) -> WorkloadScenario:
     """SGLang's generated-shared-prefix: groups of questions, one system prompt per group, in random order, cold.
 
     All at once, or at the times `due` (seconds, rising), or `concurrency` at a time.
     """
     found = shared_prompts(groups, prompts, shape, vocab_size, rng)
     rng.shuffle(found)
-    return Scenario("shared-prefix", (Phase("cold", tuple(make_jobs(found, shape.output, due)), concurrency),))
+    return WorkloadScenario(
+        "shared-prefix", (WorkloadPhase("cold", tuple(make_jobs(found, shape.output, due)), concurrency),)
+    )
 
 
-def twins(vocab_size: int, rng: Random, *, requests: int = 32, shape: RequestShape = BURST) -> Scenario:
+def shared_burst_scenario(
+    vocab_size: int, rng: Random, *, requests: int = 32, shape: RequestShape = BURST
+) -> WorkloadScenario:
     """A burst of requests with one new prefix."""
-    found = with_prefix(random_tokens(shape.shared, vocab_size, rng), requests, shape.own, vocab_size, rng)
-    return Scenario("twins", (Phase("cold", tuple(make_jobs(found, shape.output))),))
+    found = prompts_with_prefix(random_tokens(shape.shared, vocab_size, rng), requests, shape.own, vocab_size, rng)
+    return WorkloadScenario("twins", (WorkloadPhase("cold", tuple(make_jobs(found, shape.output))),))
 
 
-def intent(vocab_size: int, rng: Random, *, shape: RequestShape = INTENT, requests: int = 8) -> Scenario:
+def intent(vocab_size: int, rng: Random, *, shape: RequestShape = INTENT, requests: int = 8) -> WorkloadScenario:
     """Intent recognition (PrefixCacheManager, blog) without load: requests with one cached prefix, one at a time."""
-    prompts = with_prefix(random_tokens(shape.shared, vocab_size, rng), requests + 2, shape.own, vocab_size, rng)
-    return Scenario("intent", (_warm_up(prompts[:2]), _one_at_a_time("alone", prompts[2:], shape.output)))
+    prompts = prompts_with_prefix(
+        random_tokens(shape.shared, vocab_size, rng), requests + 2, shape.own, vocab_size, rng
+    )
+    return WorkloadScenario("intent", (_warm_up(prompts[:2]), _one_at_a_time("alone", prompts[2:], shape.output)))
 
 
-def poisson(
+def poisson_intent_scenario(
     vocab_size: int, rng: Random, *, due: Sequence[float], prefix: "array[int]", shape: RequestShape = INTENT
-) -> Scenario:
+) -> WorkloadScenario:
     """Intent recognition (PrefixCacheManager, blog) under load: one request at each `due` second, `prefix` cached.
 
     `synthetic.unit_arrivals`, divided by the rate, are the times of a Poisson process.
     """
-    prompts = with_prefix(prefix, len(due), shape.own, vocab_size, rng)
-    warm = _warm_up(with_prefix(prefix, 1, shape.own, vocab_size, rng))
-    return Scenario("poisson", (warm, Phase("load", tuple(make_jobs(prompts, shape.output, due)))))
+    prompts = prompts_with_prefix(prefix, len(due), shape.own, vocab_size, rng)
+    warm = _warm_up(prompts_with_prefix(prefix, 1, shape.own, vocab_size, rng))
+    return WorkloadScenario("poisson", (warm, WorkloadPhase("load", tuple(make_jobs(prompts, shape.output, due)))))
 
 
 def _new(count: int, length: int, vocab_size: int, rng: Random) -> "list[array[int]]":
     return [random_tokens(length, vocab_size, rng) for _ in range(count)]
 
 
-def _one_at_a_time(name: str, prompts: "Sequence[array[int]]", output: int) -> Phase:
-    return Phase(name, tuple(make_jobs(prompts, output)), concurrency=1)
+def _one_at_a_time(name: str, prompts: "Sequence[array[int]]", output: int) -> WorkloadPhase:
+    return WorkloadPhase(name, tuple(make_jobs(prompts, output)), concurrency=1)
 
 
-def _warm_up(prompts: "Sequence[array[int]]") -> Phase:
+def _warm_up(prompts: "Sequence[array[int]]") -> WorkloadPhase:
     """Return a phase that brings prompts into the cache, one at a time.
 
     Two output tokens: some engines publish no blocks of a request that ends with its first token.
     """
-    return Phase("warm-up", tuple(make_jobs(prompts, 2)), concurrency=1, is_measured=False)
+    return WorkloadPhase("warm-up", tuple(make_jobs(prompts, 2)), concurrency=1, is_measured=False)

@@ -63,7 +63,7 @@ class Slo:
         return [(value, limit) for value, limit in found if value is not None]
 
 
-class TooManyLate:
+class LateRequestStop:
     """Returns for each finished record whether so many were late that the limit is certain to be missed.
 
     Passed to a runner as `give_up`, so that rates far above the sustainable one cost little time.

@@ -40,16 +40,18 @@ def shared_prefix(groups: int, prompts: int, shape: RequestShape, vocab_size: in
     result: list[array[int]] = []
     for _ in range(groups):
         prefix = random_tokens(shape.shared, vocab_size, rng)
-        result += with_prefix(prefix, prompts, shape.own, vocab_size, rng)
+        result += prompts_with_prefix(prefix, prompts, shape.own, vocab_size, rng)
     return result
 
 
-def with_prefix(prefix: "array[int]", prompts: int, own: int, vocab_size: int, rng: Random) -> "list[array[int]]":
+def prompts_with_prefix(
+    prefix: "array[int]", prompts: int, own: int, vocab_size: int, rng: Random
+) -> "list[array[int]]":
     """Return `prompts` prompts: the given prefix, then `own` random tokens each."""
     return [prefix + random_tokens(own, vocab_size, rng) for _ in range(prompts)]
 
 
-def unit_arrivals(count: int, rng: Random) -> list[float]:
+def unit_rate_arrivals(count: int, rng: Random) -> list[float]:
     """Return arrival times of a Poisson process of one request per second, the first after one gap.
 
     Divide by a rate to get that rate: the same draw then serves every rate of a search, and every engine in it.
@@ -61,4 +63,4 @@ def poisson_arrivals(rate: float, count: int, rng: Random) -> list[float]:
     """Return `count` arrival times in seconds of a Poisson process of `rate` requests per second."""
     if rate <= 0:
         raise ValueError(f"rate is {rate}; it must be above 0 requests per second")
-    return [time / rate for time in unit_arrivals(count, rng)]
+    return [time / rate for time in unit_rate_arrivals(count, rng)]

@@ -67,7 +67,7 @@ class Trace:
         """Return the first `count` requests; 0: all."""
         return replace(self, requests=self.requests[: count or None])
 
-    def up_to(self, longest: int) -> "Trace":
+    def up_to_length(self, longest: int) -> "Trace":
         """Return the requests with prompts of at most `longest` tokens; 0: all. Raises ConfigError if none is left.
 
         Of the sessions of coding agents, those with a longer prompt are left out as a whole.
@@ -85,7 +85,7 @@ class Trace:
             raise ConfigError(f"no prompt of the trace has {longest} tokens or less")
         return replace(self, requests=kept, num_dropped=len(self.requests) - len(kept))
 
-    def divided(self, divisor: int) -> "Trace":
+    def with_divided_lengths(self, divisor: int) -> "Trace":
         """Return the trace with all lengths divided, outputs too, and rounded up. Raises ConfigError.
 
         Blocks have fewer tokens, so what is shared is divided alike: the block size must be divisible.
@@ -152,7 +152,7 @@ def read_trace(lines: Iterable[str], units: TraceUnits = RECOGNISED) -> Trace:
     for number, row in rows:
         try:
             found.append(parse(row))
-            check_request(found[-1].at, found[-1].length, found[-1].output)
+            check_traced_request(found[-1].at, found[-1].length, found[-1].output)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"line {number} of the trace is no {kind} request: {error!r}"[:400]) from error
     if not found:
@@ -164,11 +164,11 @@ def read_trace(lines: Iterable[str], units: TraceUnits = RECOGNISED) -> Trace:
     scale = 1.0 if kind == "azure" else seconds_per_unit([one.at for one in found], DOCUMENTED.get(kind), units)
     found.sort(key=lambda request: request.at)
     start = found[0].at
-    check_span(scale * (found[-1].at - start))
+    check_workload_duration(scale * (found[-1].at - start))
     return Trace(kind, tuple(replace(request, at=scale * (request.at - start)) for request in found), size)
 
 
-def check_request(at: float, num_tokens: int, num_output: int) -> None:
+def check_traced_request(at: float, num_tokens: int, num_output: int) -> None:
     """Raise ValueError unless a request has a time, and numbers of tokens that a simulation can hold."""
     if not isfinite(at):
         raise ValueError(f"its time is {at}")
@@ -178,7 +178,7 @@ def check_request(at: float, num_tokens: int, num_output: int) -> None:
         raise ValueError(f"it has an output of {num_output:.6g} tokens; at most {MAX_TOKENS} are possible")
 
 
-def check_span(seconds: float) -> None:
+def check_workload_duration(seconds: float) -> None:
     """Raise ConfigError for a workload that lasts too long to be simulated."""
     if not seconds <= MAX_SECONDS:
         raise ConfigError(

@@ -6,15 +6,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.model.cuda.step_plan import Layout, StepPlanner, StepRows
-from headstart.model.cuda.triton_attention import LayerScoring, TileShape, attend, make_parts, merge
+from headstart.model.cuda.step_plan import PackedStepChunks, StepArrayLayout, StepPlanner
+from headstart.model.cuda.triton_attention import (
+    LayerScoring,
+    TileShape,
+    allocate_partial_results,
+    launch_attention,
+    merge_partial_results,
+)
 
 
 @dataclass
 class Case:
     """Chunks (first position, tokens) over a pool whose unused and future slots hold NaN."""
 
-    rows: StepRows
+    rows: PackedStepChunks
     queries: Tensor  # [T, Hq * D]: already rotated
     kv: Tensor  # [blocks, 2, Hkv, page, D]: one layer; holds the new tokens already
     heads: int
@@ -64,7 +70,7 @@ def make_case(
     table_ptr = np.cumsum([0, *need]).astype(np.int32)
     blocks = np.concatenate([np.array(t) for t in tables]).astype(np.int32)
     tokens = np.zeros(len(positions), np.int32)
-    step = StepRows(tokens, positions, slots, tokens - 1, indptr, table_ptr, blocks)
+    step = PackedStepChunks(tokens, positions, slots, tokens - 1, indptr, table_ptr, blocks)
     return Case(step, rows, kv, queries, scoring, expected)
 
 
@@ -85,7 +91,7 @@ def _dense(query: Tensor, kv: Tensor, start: int, scoring: LayerScoring) -> Tens
 def run_case(
     case: Case, *, padded: int | None = None, tile_rows: int = 16, processors: int = 132, split: int = 64,
     exact: bool = False, tile_keys: int = 32, single_rows: int = 16, programs: int = 3,
-) -> tuple[Layout, Tensor]:  # fmt: skip
+) -> tuple[StepArrayLayout, Tensor]:  # fmt: skip
     """Return the attention of a case as a step of the runner computes it; what nothing may read is NaN."""
     _, _, kvs, page, dim = case.kv.shape
     device = case.queries.device
@@ -105,15 +111,21 @@ def run_case(
     missing = torch.full((layout.rows - len(case.queries), case.queries.shape[1]), float("nan"), device=device)
     queries = torch.cat((case.queries, missing.to(case.queries.dtype)))
     out = torch.full((layout.rows, case.heads, dim), float("nan"), dtype=case.queries.dtype, device=device)
-    parts = make_parts(max(1, layout.num_parts), case.heads, kvs, dim, out.device)
+    parts = allocate_partial_results(max(1, layout.num_parts), case.heads, kvs, dim, out.device)
     parts.out.fill_(float("nan")), parts.lse.fill_(float("nan"))
     kv = (case.kv[:, 0], case.kv[:, 1])
-    common = (queries, kv, out, parts, meta, meta[layout.positions :], meta[layout.singles :], case.scoring)
+    common = (queries, kv, out, parts, meta, meta[layout.positions :], meta[layout.singles_offset :], case.scoring)
     wide = planner.split if exact else 0
-    attend(*common, TileShape(single_rows, tile_keys), single=True, programs=programs, split=wide)
+    launch_attention(*common, TileShape(single_rows, tile_keys), single=True, programs=programs, split=wide)
     if layout.num_tiles:
         shape = TileShape(tile_rows, tile_keys, max(1, tile_rows // 16))
-        attend(*common, shape, single=False, programs=2, split=wide)
+        launch_attention(*common, shape, single=False, programs=2, split=wide)
     if layout.merged:
-        merge(parts, out, meta[layout.merged_tokens :][: layout.merged], meta[layout.firsts :], case.scoring.sinks)
+        merge_partial_results(
+            parts,
+            out,
+            meta[layout.merged_tokens_offset :][: layout.merged],
+            meta[layout.firsts_offset :],
+            case.scoring.sinks,
+        )
     return layout, out

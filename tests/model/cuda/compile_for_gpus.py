@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from headstart.model.cuda import triton_attention, triton_rotary
-from headstart.model.cuda.triton_attention import LayerScoring, launch_shapes, make_parts
+from headstart.model.cuda.triton_attention import LayerScoring, allocate_partial_results, tile_shapes
 
 GPUS = {80: 166_912, 86: 101_376, 90: 232_448}  # compute capability, without its point: shared memory of a program
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
@@ -58,14 +58,14 @@ def compile_all(capability: int, dim: int, dtype: torch.dtype) -> list[int]:
     pdl = capability >= 90
     kv = tuple(torch.empty(9, 2, 16, dim, dtype=dtype, device=META) for _ in range(2))
     rows, out = (torch.empty(5, heads, dim, dtype=dtype, device=META) for heads in (2, 8))
-    parts, ints = make_parts(9, 8, 2, dim, META), torch.empty(99, dtype=torch.int32, device=META)
+    parts, ints = allocate_partial_results(9, 8, 2, dim, META), torch.empty(99, dtype=torch.int32, device=META)
     scoring = LayerScoring(1.0, 128, 30.0, torch.empty(8, device=META))
     common = (out, kv, out, parts, ints, ints, ints, scoring)
-    single, tile = launch_shapes(dim, dtype, GPUS[capability])
+    single, tile = tile_shapes(dim, dtype, GPUS[capability])
     triton_rotary.append_kv(rows, rows, ints, kv, pdl=pdl)
-    triton_attention.attend(*common, single, single=True, programs=4, pdl=pdl)
-    triton_attention.attend(*common, tile, single=False, programs=4, pdl=pdl)
-    triton_attention.merge(parts, out, ints, ints, scoring.sinks, pdl=pdl)
+    triton_attention.launch_attention(*common, single, single=True, programs=4, pdl=pdl)
+    triton_attention.launch_attention(*common, tile, single=False, programs=4, pdl=pdl)
+    triton_attention.merge_partial_results(parts, out, ints, ints, scoring.sinks, pdl=pdl)
     for name, module in kernels.items():
         setattr(module, name, before[name])
     return found

@@ -42,7 +42,7 @@ def make_engine(executor: Executor, *, budget: int, max_len: int = 512, **option
 
 def drive(executor: Executor, requests: Sequence[Request], *, budget: int = 256, **options: Any) -> list[Any]:
     """Return the tokens of each request."""
-    run = inprocess.drive(make_engine(executor, budget=budget, **options), requests, concurrency=8)
+    run = inprocess.run_requests(make_engine(executor, budget=budget, **options), requests, concurrency=8)
     assert not run.errors, run.errors[:2]
     return run.outputs
 

@@ -8,8 +8,8 @@ from tiny import make_checkpoint
 
 from headstart.core.errors import ConfigError
 from headstart.model.cuda.cuda_kv import CudaKV
-from headstart.model.cuda.step_graphs import GraphKey, StepGraphs, graph_tokens
-from headstart.model.kernels.library import find
+from headstart.model.cuda.step_graphs import GraphKey, StepGraphs, longest_graph_tokens
+from headstart.model.kernels.library import find_kernels
 from headstart.model.paged_kv import KVShape
 from headstart.model.weights.model_loader import load_model, runs_on_cuda
 
@@ -29,7 +29,7 @@ def test_batch_invariance_is_promised_only_where_it_is_kept(tmp_path: Path) -> N
     folder = make_checkpoint("llama", tmp_path)
     with pytest.raises(ConfigError, match=r"--batch-invariant: LlamaForCausalLM on cpu is not \(torch-products"):
         load_model(folder, device="cpu", linear_dispatch="torch", batch_invariant=True)
-    if find().kernels is not None:
+    if find_kernels().kernels is not None:
         assert load_model(folder, device="cpu", batch_invariant=True).exceptions == ()
 
 
@@ -37,7 +37,7 @@ def test_batch_invariance_is_promised_only_where_it_is_kept(tmp_path: Path) -> N
 def test_steps_get_graphs_while_launching_takes_longer_than_computing(
     layers: int, weights: float, expected: int
 ) -> None:
-    assert graph_tokens(layers, int(weights)) == expected
+    assert longest_graph_tokens(layers, int(weights)) == expected
 
 
 def test_a_step_takes_the_smallest_graph_with_room() -> None:
@@ -45,11 +45,11 @@ def test_a_step_takes_the_smallest_graph_with_room() -> None:
     graphs = StepGraphs(kv, max_rows=20, max_tokens=64)
     keys = graphs.keys()
     assert keys[0] == GraphKey("mixed", 64, 64) and GraphKey("decodes", 20, 0) in keys
-    assert graphs.padded("decodes", 5, 0) is None  # nothing is captured yet
+    assert graphs.find_padded_key("decodes", 5, 0) is None  # nothing is captured yet
     for key in keys:
-        graphs.capture(key, lambda: None)  # type: ignore[arg-type, return-value]
-    assert graphs.padded("decodes", 5, 0) == GraphKey("decodes", 8, 0)
-    assert graphs.padded("groups", 17, 0) == GraphKey("groups", 20, 0)
-    assert graphs.padded("mixed", 33, 20) == GraphKey("mixed", 64, 64)
-    assert graphs.padded("decodes", 21, 0) is None and graphs.padded("mixed", 65, 1) is None
-    assert graphs.padded("mixed", 10, 17) is None  # more outputs than the graph selects
+        graphs.capture_graph(key, lambda: None)  # type: ignore[arg-type, return-value]
+    assert graphs.find_padded_key("decodes", 5, 0) == GraphKey("decodes", 8, 0)
+    assert graphs.find_padded_key("groups", 17, 0) == GraphKey("groups", 20, 0)
+    assert graphs.find_padded_key("mixed", 33, 20) == GraphKey("mixed", 64, 64)
+    assert graphs.find_padded_key("decodes", 21, 0) is None and graphs.find_padded_key("mixed", 65, 1) is None
+    assert graphs.find_padded_key("mixed", 10, 17) is None  # more outputs than the graph selects

@@ -11,7 +11,7 @@ from tiny import NATIVE, make_checkpoint
 from headstart.core.request import Request, SamplingParams
 from headstart.model.cuda.cuda_runner import CudaRunner
 from headstart.model.cuda.step_graphs import GraphKey
-from headstart.model.cuda.triton_layers import exact_product
+from headstart.model.cuda.triton_layers import batch_invariant_matmul
 from headstart.model.model_runner import ModelRunner
 from headstart.model.weights.model_loader import LoadedModel, load_model, runs_on_cuda
 from headstart.workload.synthetic import random_tokens, rotations
@@ -69,9 +69,9 @@ def test_batch_invariant_runs_have_equal_bits(tmp_path: Path) -> None:
 def test_rows_of_an_exact_product_do_not_depend_on_their_number() -> None:
     rows = torch.randn(300, 1000, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(333, 1000, device="cuda", dtype=torch.bfloat16)
-    whole = exact_product(rows, weight)
+    whole = batch_invariant_matmul(rows, weight)
     for count in (1, 2, 17, 64, 65, 128, 299):
-        assert torch.equal(exact_product(rows[:count], weight), whole[:count])
+        assert torch.equal(batch_invariant_matmul(rows[:count], weight), whole[:count])
 
 
 def test_blocks_survive_the_way_to_the_host_and_back(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tiny import NATIVE
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
-from headstart.core.batch import UNKNOWN_TOKEN, Batch, Chunk, Row, RowErrorKind
+from headstart.core.batch import UNKNOWN_TOKEN, Batch, Chunk, RowErrorKind, RowResult
 from headstart.core.request import SamplingParams
 from headstart.model.cuda import decoder_pass
 from headstart.model.cuda.cuda_runner import CudaRunner
@@ -105,7 +105,7 @@ def test_a_step_continues_tokens_that_the_host_has_not_seen(llama: LoadedModel, 
     assert outputs[0] == outputs[1] and len(outputs[0][0]) == 5
 
 
-def _take(rows: tuple[Row, ...], order: list[int], found: list[list[int]]) -> None:
+def _take(rows: tuple[RowResult, ...], order: list[int], found: list[list[int]]) -> None:
     for at, row in zip(order, rows, strict=True):
         assert row.error is None
         found[at] += row.token_ids
@@ -195,7 +195,7 @@ def test_a_row_that_the_host_samples_again_is_continued_with_its_token(
     again = make_runner(llama)
     kept, chosen = again.sampler.rows, [other]
 
-    def rows(*arguments: Any) -> list[Row]:
+    def rows(*arguments: Any) -> list[RowResult]:
         """Return another token for the first row that is asked for."""
         found = kept(*arguments)
         return [found[0]._replace(token_ids=(chosen.pop(),))] if chosen else found
@@ -220,7 +220,7 @@ def test_a_step_that_does_not_fit_is_computed_in_several_passes(
     prompts = [Chunk(f"{at}", own, 0, (1 + at,), 0, 1, GREEDY, 9, own) for at, own in enumerate(tokens)]
     reference = ModelRunner(llama, num_blocks=60, block_size=16)
     runner = make_runner(llama)
-    monkeypatch.setattr(runner.planner, "fits", lambda rows, room: len(rows.indptr) == 2)  # one chunk
+    monkeypatch.setattr(runner.planner, "step_fits", lambda rows, room: len(rows.indptr) == 2)  # one chunk
     expected, outputs = ([list[int](), list[int](), list[int]()] for _ in range(2))
     _take(reference.execute(Batch(tuple(prompts))).rows, [0, 1, 2], expected)
     handle = runner.submit(Batch(tuple(prompts)))

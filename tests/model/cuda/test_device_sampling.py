@@ -18,15 +18,20 @@ from llguidance import LLParserLimits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headstart.core.batch import UNKNOWN_TOKEN, Chunk, Row, RowErrorKind
+from headstart.core.batch import UNKNOWN_TOKEN, Chunk, RowErrorKind, RowResult
 from headstart.core.request import GREEDY, SamplingParams
 from headstart.model.cuda import device_sampling, staged_sampling
 from headstart.model.cuda.device_sampling import DeviceSampler
-from headstart.model.cuda.staged_sampling import Staged
-from headstart.model.grammar.grammar_compiler import CompiledGrammars
+from headstart.model.cuda.staged_sampling import StagedParams
+from headstart.model.grammar.grammar_compiler import CachingGrammarCompiler
 from headstart.model.grammar.grammar_rows import GrammarRows
 from headstart.model.sampling.sampler import Sampler
-from headstart.openai.structured.grammar_text import choice_grammar, json_schema_grammar, lark_grammar, parser_limits
+from headstart.openai.structured.grammar_text import (
+    choice_grammar,
+    grammar_parser_limits,
+    json_schema_grammar,
+    lark_grammar,
+)
 
 FOLDER = Path(__file__).parents[3] / "src" / "headstart" / "bundled" / "intent"
 GRAMMAR_VOCAB = 1536
@@ -60,14 +65,14 @@ def chunk_of(
     )
 
 
-def launched(device: DeviceSampler, logits: Tensor, chunks: Sequence[Chunk]) -> tuple[np.ndarray, Staged]:
+def launched(device: DeviceSampler, logits: Tensor, chunks: Sequence[Chunk]) -> tuple[np.ndarray, StagedParams]:
     """The answer of the device, as the host gets it."""
     staged = device.stage(chunks, ROOM)
     params = torch.from_numpy(ROOM[: staged.used].copy()).to(logits.device)
     return device.launch(logits, params, staged).cpu().numpy(), staged
 
 
-def sample(device: DeviceSampler, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
+def sample(device: DeviceSampler, logits: Tensor, chunks: Sequence[Chunk]) -> list[RowResult]:
     answer, staged = launched(device, logits, chunks)
     return device.rows(answer, staged, chunks, logits)
 
@@ -145,7 +150,7 @@ def counted(sampler: Sampler) -> Iterator[list[Chunk]]:
     seen: list[Chunk] = []
     plain = sampler.sample
 
-    def recording(logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
+    def recording(logits: Tensor, chunks: Sequence[Chunk]) -> list[RowResult]:
         seen.extend(chunks)
         return plain(logits, chunks)
 
@@ -186,7 +191,7 @@ def test_logits_of_half_the_size_give_the_same_tokens(dtype: torch.dtype) -> Non
 def test_greedy_step_is_one_maximum_and_two_copies() -> None:
     device = DeviceSampler(50)
     staged = device.stage([chunk_of(GREEDY)] * 4, ROOM)
-    assert staged == Staged(4) and not staged.may_redo
+    assert staged == StagedParams(4) and not staged.may_sample_again
     logits, params = torch.randn(4, 50), torch.empty(0, dtype=torch.int32)
     with Watch() as watch:
         device.launch(logits, params, staged)
@@ -298,7 +303,7 @@ def test_min_tokens_that_forbids_all_tokens_is_ignored() -> None:
     logits = torch.full((2, 50), -math.inf)
     logits[:, 4] = 1.0
     chunks = [chunk_of(SamplingParams(min_tokens=1, stop_token_ids=(4,))), chunk_of(SamplingParams())]
-    assert sample(DeviceSampler(50), logits, chunks) == [Row((4,)), Row((4,))]
+    assert sample(DeviceSampler(50), logits, chunks) == [RowResult((4,)), RowResult((4,))]
 
 
 def test_id_that_cannot_be_edited_fails_its_row_alone() -> None:
@@ -317,7 +322,7 @@ def test_step_whose_parameters_do_not_fit_is_sampled_on_the_host() -> None:
     needed = device.stage(chunks, ROOM).used
     small = np.full(needed - 1, 7, np.int32)
     staged = device.stage(chunks, small)
-    assert staged.used == 0 and staged.redo == {0, 1} and (small == 7).all() and staged.may_redo
+    assert staged.used == 0 and staged.redo == {0, 1} and (small == 7).all() and staged.may_sample_again
     answer = device.launch(logits, torch.from_numpy(small[:0]), staged).numpy()
     assert device.rows(answer, staged, chunks, logits) == Sampler(50).sample(logits, chunks)
     assert device.stage(chunks, np.empty(needed, np.int32)).used == needed
@@ -339,8 +344,8 @@ def test_token_of_each_row_in_the_answer_is_that_of_its_row() -> None:
 
 
 @pytest.fixture(scope="module")
-def grammars() -> CompiledGrammars:
-    return CompiledGrammars(FOLDER, GRAMMAR_VOCAB, (EOS,), parser_limits())
+def grammars() -> CachingGrammarCompiler:
+    return CachingGrammarCompiler(FOLDER, GRAMMAR_VOCAB, (EOS,), grammar_parser_limits())
 
 
 GRAMMARS = (
@@ -358,7 +363,7 @@ def grammar_params(rng: Random) -> SamplingParams:
     return replace(params, grammar=grammar, stop_token_ids=(EOS,))
 
 
-def grammar_differences(grammars: CompiledGrammars, seed: int) -> tuple[int, int, int, set[RowErrorKind]]:
+def grammar_differences(grammars: CachingGrammarCompiler, seed: int) -> tuple[int, int, int, set[RowErrorKind]]:
     """Answers of many requests side by side, some with grammars and some with drafts; see `differences`."""
     rng, noise = Random(seed), torch.Generator().manual_seed(seed)
     device, oracle = (made(GRAMMAR_VOCAB, grammars=GrammarRows(grammars, 2)) for made in (DeviceSampler, Sampler))
@@ -398,7 +403,7 @@ def grammar_differences(grammars: CompiledGrammars, seed: int) -> tuple[int, int
     return differ, again, count, kinds
 
 
-def test_rows_with_grammars_are_those_of_the_sampler(grammars: CompiledGrammars) -> None:
+def test_rows_with_grammars_are_those_of_the_sampler(grammars: CachingGrammarCompiler) -> None:
     totals = [grammar_differences(grammars, seed) for seed in range(6)]
     assert [differ for differ, *_ in totals] == [0] * 6
     again, count = sum(total[1] for total in totals), sum(total[2] for total in totals)
@@ -408,7 +413,7 @@ def test_rows_with_grammars_are_those_of_the_sampler(grammars: CompiledGrammars)
 
 def test_grammar_that_exceeds_its_limits_fails_its_row_alone() -> None:
     tight = LLParserLimits(step_lexer_fuel=1, initial_lexer_fuel=2000, verbose_errors=False, step_max_items=1)
-    grammars = CompiledGrammars(FOLDER, GRAMMAR_VOCAB, (EOS,), tight)
+    grammars = CachingGrammarCompiler(FOLDER, GRAMMAR_VOCAB, (EOS,), tight)
     hard = lark_grammar("start: /[a-z]*(foo|bar)[a-z]{3,300}/ | /[b-x]*(baz)[a-z]{3,300}/")
     chunks = [chunk_of(SamplingParams(grammar=hard), request_id="hard"), chunk_of(ONE_OF_EACH, [5])]
     logits = torch.randn(2, GRAMMAR_VOCAB, generator=torch.Generator().manual_seed(1))
@@ -451,7 +456,7 @@ BUGS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("bug", ["", *BUGS])
-def test_planted_bug_is_seen(bug: str, grammars: CompiledGrammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bug_is_seen(bug: str, grammars: CachingGrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (staged_sampling, device_sampling):
         source = Path(str(module.__file__)).read_text(encoding="utf-8")
         if bug and BUGS[bug][0] is module:

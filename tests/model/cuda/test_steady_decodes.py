@@ -10,7 +10,7 @@ from headstart.core.batch import Chunk
 from headstart.core.request import SamplingParams
 from headstart.model.cuda.cuda_runner import _step_rows  # pyright: ignore[reportPrivateUsage]
 from headstart.model.cuda.steady_decodes import SteadyDecodes
-from headstart.model.cuda.step_plan import Ints, Layout, StepPlanner
+from headstart.model.cuda.step_plan import Ints, StepArrayLayout, StepPlanner
 from headstart.model.step_inputs import StepBounds, pack_chunks
 
 PAGE, SPLIT = 4, 16
@@ -44,10 +44,12 @@ class Sequences:
         return chunks
 
 
-def planned(steady: SteadyDecodes, chunks: list[Chunk], previous: list[int], padded: int) -> tuple[Ints, Layout]:
+def planned(
+    steady: SteadyDecodes, chunks: list[Chunk], previous: list[int], padded: int
+) -> tuple[Ints, StepArrayLayout]:
     packed = pack_chunks(chunks, BOUNDS)
     assert packed is not None
-    rows = steady.with_room(_step_rows(packed, chunks, previous, PAGE))
+    rows = steady.reserve_room(_step_rows(packed, chunks, previous, PAGE))
     memory = np.full(1 << 14, -7, np.int32)
     layout = PLANNER.fill(memory, rows, padded=padded, tile_rows=16, selected=NONE, outputs=0)
     steady.remember(chunks, rows, memory, layout)

@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headstart.model.cuda.step_plan import HEADER, ITEM, StepPlanner, StepRows
+from headstart.model.cuda.step_plan import HEADER, ITEM, PackedStepChunks, StepPlanner
 
 PAGE, ROOM = 16, 1 << 21
 
 
-def random_rows(random: np.random.Generator, *, decodes_only: bool, longest: int = 700) -> StepRows:
+def random_rows(random: np.random.Generator, *, decodes_only: bool, longest: int = 700) -> PackedStepChunks:
     """Return chunks, some of which begin with the blocks of the first."""
     count = int(random.integers(1, 9))
     lengths = np.where(random.random(count) < 0.6, 1, random.integers(1, 90, count))
@@ -25,11 +25,11 @@ def random_rows(random: np.random.Generator, *, decodes_only: bool, longest: int
     positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]).astype(np.int32)
     ends, pages = (np.concatenate(([0], np.cumsum(sizes))).astype(np.int32) for sizes in (lengths, need))
     blocks = np.concatenate(tables).astype(np.int32)
-    return StepRows(positions * 0, positions, positions * 0, positions * 0 - 1, ends, pages, blocks)
+    return PackedStepChunks(positions * 0, positions, positions * 0, positions * 0 - 1, ends, pages, blocks)
 
 
 def check(
-    rows: StepRows, random: np.random.Generator, *, padded: int | None, exact: bool,
+    rows: PackedStepChunks, random: np.random.Generator, *, padded: int | None, exact: bool,
     planner_class: type[StepPlanner] = StepPlanner,
 ) -> None:  # fmt: skip
     memory = np.full(ROOM, -7, np.int32)
@@ -37,14 +37,14 @@ def check(
         page=PAGE, group=int(random.choice([1, 2, 4])), kv_heads=int(random.integers(1, 40)), processors=132,
         max_parts=32768, split=int(random.choice([64, 128])), exact=exact,
     )  # fmt: skip
-    assert planner.fits(rows, ROOM)
+    assert planner.step_fits(rows, ROOM)
     selected = np.sort(random.choice(len(rows.tokens), random.integers(0, len(rows.tokens) + 1), replace=False))
     layout = planner.fill(
         memory, rows, padded=padded, tile_rows=int(random.choice([16, 64, 128])), selected=selected.astype(np.int32),
         outputs=len(selected) + 3,
     )  # fmt: skip
-    firsts = memory[layout.firsts :][: layout.merged + 1]
-    merged = memory[layout.merged_tokens :][: layout.merged].tolist()
+    firsts = memory[layout.firsts_offset :][: layout.merged + 1]
+    merged = memory[layout.merged_tokens_offset :][: layout.merged].tolist()
     seen = [np.zeros(position + 1, np.int32) for position in rows.positions]
     filled = np.zeros(layout.num_parts, np.int32)
     chunk_of = np.repeat(np.arange(len(rows.indptr) - 1), np.diff(rows.indptr))
@@ -65,7 +65,7 @@ def check(
             assert end - begin <= planner.split and part == firsts[at] + begin // planner.split
         filled[part] += 1
 
-    singles = memory[layout.singles :][: layout.num_singles * ITEM].reshape(-1, ITEM)
+    singles = memory[layout.singles_offset :][: layout.num_singles * ITEM].reshape(-1, ITEM)
     for token, part, table, begin, end, first, num_parts in singles.tolist():
         take(token, part, table, begin, end)
         at = merged.index(token)
@@ -78,7 +78,7 @@ def check(
     assert (filled == 1).all()
     assert memory[:2].tolist() == [layout.num_singles, layout.num_tiles]
     assert (memory[HEADER:][: len(rows.tokens)] == rows.tokens).all()
-    assert memory[layout.selected :][: layout.outputs].tolist() == [*selected, 0, 0, 0]
+    assert memory[layout.selected_offset :][: layout.outputs].tolist() == [*selected, 0, 0, 0]
     assert (memory[layout.total :] == -7).all()
 
 
@@ -105,7 +105,7 @@ def test_a_shared_prefix_is_one_set_of_items() -> None:
     tables = [np.append(common, 1000 + row) for row in range(32)]
     pointers = np.arange(33, dtype=np.int32)
     blocks = np.concatenate(tables).astype(np.int32)
-    rows = StepRows(starts * 0, starts, starts * 0, starts * 0 - 1, pointers, pointers * 513, blocks)
+    rows = PackedStepChunks(starts * 0, starts, starts * 0, starts * 0 - 1, pointers, pointers * 513, blocks)
     memory = np.zeros(ROOM, np.int32)
     planner = StepPlanner(page=PAGE, group=4, kv_heads=8, processors=132, max_parts=32768, exact=False)
     none = np.zeros(0, np.int32)
@@ -119,11 +119,11 @@ def test_what_does_not_fit_is_refused_before_it_is_written() -> None:
     pages = 131_072 // PAGE
     pointers = np.arange(5, dtype=np.int32)
     blocks = np.arange(1, 4 * pages + 1, dtype=np.int32)
-    rows = StepRows(ends * 0, ends - 1, ends * 0, ends * 0 - 1, pointers, pointers * pages, blocks)
+    rows = PackedStepChunks(ends * 0, ends - 1, ends * 0, ends * 0 - 1, pointers, pointers * pages, blocks)
     roomy = StepPlanner(page=PAGE, group=1, kv_heads=32, processors=132, max_parts=2048, exact=False)
-    assert roomy.fits(rows, ROOM) and not roomy.fits(rows, 4 * pages)
+    assert roomy.step_fits(rows, ROOM) and not roomy.step_fits(rows, 4 * pages)
     tight = StepPlanner(page=PAGE, group=1, kv_heads=32, processors=132, max_parts=2047, exact=False)
-    assert not tight.fits(rows, ROOM)
+    assert not tight.step_fits(rows, ROOM)
 
 
 @pytest.mark.parametrize(("num_decodes", "fits"), [(180, True), (230, False)])
@@ -133,13 +133,13 @@ def test_parts_of_a_prompt_have_room_beside_those_of_decodes(num_decodes: int, f
     indptr, table_ptr = np.cumsum([0, *lengths], dtype=np.int32), np.arange(len(lengths) + 1, dtype=np.int32) * pages
     blocks = np.arange(1, len(lengths) * pages + 1, dtype=np.int32)
     none = np.zeros(len(positions), np.int32)
-    rows = StepRows(none, positions, none, none - 1, indptr, table_ptr, blocks)
+    rows = PackedStepChunks(none, positions, none, none - 1, indptr, table_ptr, blocks)
     max_parts = 60 * 16 * 4  # a prompt of few tiles is cut into a quarter of them
     planner = StepPlanner(page=PAGE, group=1, kv_heads=8, processors=132, max_parts=max_parts, exact=False)
     selected = np.zeros(0, np.int32)
     layout = planner.fill(np.zeros(ROOM, np.int32), rows, padded=None, tile_rows=128, selected=selected, outputs=0)
     assert layout.num_parts == num_decodes * 16 + 60 * 16
-    assert planner.fits(rows, ROOM) == (layout.num_parts <= max_parts) == fits
+    assert planner.step_fits(rows, ROOM) == (layout.num_parts <= max_parts) == fits
     assert layout.num_parts <= planner.bounds(rows)[0] and layout.total <= planner.bounds(rows)[1]
 
 

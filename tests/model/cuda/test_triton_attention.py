@@ -31,7 +31,7 @@ def test_attention_is_that_of_dense_attention(name: str, scoring: str) -> None:
     case = make_case(chunks, shared=shared, seed=len(name), **SCORINGS[scoring])
     layout, out = run_case(case, **options)
     assert error(case, out) < 1e-5
-    assert layout.is_plain == (name == "decodes")
+    assert layout.needs_no_merge_pass == (name == "decodes")
 
 
 @pytest.mark.parametrize(("heads", "dim"), [((2, 2), 64), ((6, 2), 80), ((3, 1), 96), ((4, 2), 128), ((2, 1), 256)])

@@ -21,7 +21,7 @@ from headstart.core.batch import Batch, RowErrorKind
 from headstart.core.errors import ConfigError
 from headstart.model.attention import base
 from headstart.model.cuda import triton_backend
-from headstart.model.cuda.triton_backend import TritonAttention, TritonStep
+from headstart.model.cuda.triton_backend import TritonAttention, TritonAttentionStep
 from headstart.model.model_runner import ModelRunner
 from headstart.model.paged_kv import KVShape
 from headstart.model.weights.model_loader import LoadedModel, load_model
@@ -63,7 +63,11 @@ def assert_equal(pools: Pools, starts: list[int], **scoring: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["sinks", *(pytest.param(name, marks=pytest.mark.long) for name in ("plain", "window", "softcap"))]
+    "name",
+    [
+        "sinks",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("plain", "window", "softcap")),
+    ],
 )
 def test_a_mixed_step_is_that_of_the_reference(name: str) -> None:
     pools, starts = shared_pools(split_tokens=32)
@@ -102,7 +106,7 @@ def test_random_ragged_steps_equal_the_reference(seed: int) -> None:
 
 
 def assert_cut(monkeypatch: pytest.MonkeyPatch, most: int, plans: int) -> None:
-    monkeypatch.setattr(triton_backend, "max_parts", lambda *_: most)
+    monkeypatch.setattr(triton_backend, "max_partial_results", lambda *_: most)
     pools, starts = shared_pools(split_tokens=32)
     _, _, step = pools.compute(starts, scale=0.3)
     assert [len(found) for found in step._plans.values()] == [plans]
@@ -121,7 +125,7 @@ def test_one_row_has_room_however_long_it_is(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.long
 def test_a_chunk_may_read_what_another_one_of_the_step_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_backend, "max_parts", lambda *_: 1)
+    monkeypatch.setattr(triton_backend, "max_partial_results", lambda *_: 1)
     pools = Pools([70, 64], **TINY, split_tokens=32)
     pools.share(1, 0, 3)
     pools.fill([69, 32])
@@ -241,7 +245,7 @@ def test_models_on_a_gpu_have_the_logits_of_the_reference_and_attention_waits_fo
     if dtype == "bfloat16":
         allowed = 1.1 * float((logits_of(loaded, "reference").float() - due).norm() / due.norm())
         assert allowed < 0.1
-    original = TritonStep.__call__
+    original = TritonAttentionStep.__call__
 
     def watched(*arguments: Any, **options: Any) -> torch.Tensor:
         torch.cuda.set_sync_debug_mode("error")
@@ -250,7 +254,7 @@ def test_models_on_a_gpu_have_the_logits_of_the_reference_and_attention_waits_fo
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(TritonStep, "__call__", watched)
+    monkeypatch.setattr(TritonAttentionStep, "__call__", watched)
     error = float((logits_of(loaded, "triton").float() - due).norm() / due.norm())
     assert error < allowed
 

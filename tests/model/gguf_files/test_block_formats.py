@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headstart.core.errors import ConfigError
-from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor, row_bytes, unpack
+from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor, dequantise, row_bytes
 
 ROWS, WIDTH = 37, 1024
 
@@ -37,7 +37,7 @@ def test_sizes_are_those_of_the_package(kind: str) -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_random_bytes_unpack_to_the_same_bits(kind: str, seed: int) -> None:
     tensor = _random(kind, seed)
-    ours = unpack(tensor).numpy()
+    ours = dequantise(tensor).numpy()
     assert ours.shape == (ROWS, WIDTH)
     assert _same_bits(ours, _reference(kind, tensor.data).reshape(ROWS, WIDTH))
 
@@ -46,27 +46,27 @@ def test_random_bytes_unpack_to_the_same_bits(kind: str, seed: int) -> None:
 def test_quantised_weights_unpack_to_the_same_bits_near_the_weights(kind: str) -> None:
     weights = np.random.default_rng(1).standard_normal((ROWS, WIDTH), dtype=np.float32)
     packed = gguf.quantize(weights, gguf.GGMLQuantizationType[kind]).view(np.uint8).reshape(ROWS, -1)
-    ours = unpack(PackedTensor("w", kind, (ROWS, WIDTH), packed)).numpy()
+    ours = dequantise(PackedTensor("w", kind, (ROWS, WIDTH), packed)).numpy()
     assert _same_bits(ours, _reference(kind, packed).reshape(ROWS, WIDTH))
     assert np.abs(ours - weights).max() < 0.5  # a step of 4 bits over about 8 standard deviations
 
 
 def test_rows_are_taken_in_the_order_asked_for() -> None:
     tensor, order = _random("Q4_K", 4), np.array([5, 0, 36, 5])
-    assert torch.equal(unpack(tensor, rows=order).nan_to_num(), unpack(tensor)[order].nan_to_num())
+    assert torch.equal(dequantise(tensor, rows=order).nan_to_num(), dequantise(tensor)[order].nan_to_num())
 
 
 def test_tensors_larger_than_a_chunk_and_other_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = _random("Q6_K", 5)
-    whole = unpack(tensor)
+    whole = dequantise(tensor)
     monkeypatch.setattr("headstart.model.weights.gguf.block_formats.CHUNK_BYTES", 5000)
-    assert torch.equal(unpack(tensor).nan_to_num(), whole.nan_to_num())
-    assert torch.equal(unpack(tensor, torch.bfloat16).nan_to_num(), whole.bfloat16().nan_to_num())
+    assert torch.equal(dequantise(tensor).nan_to_num(), whole.nan_to_num())
+    assert torch.equal(dequantise(tensor, torch.bfloat16).nan_to_num(), whole.bfloat16().nan_to_num())
 
 
 def test_a_vector_has_one_row() -> None:
     data = np.arange(4, dtype=np.float32).view(np.uint8).reshape(1, 16)
-    assert unpack(PackedTensor("norm", "F32", (4,), data)).tolist() == [0, 1, 2, 3]
+    assert dequantise(PackedTensor("norm", "F32", (4,), data)).tolist() == [0, 1, 2, 3]
 
 
 def test_wrong_sizes_are_refused() -> None:

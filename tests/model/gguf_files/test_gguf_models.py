@@ -13,11 +13,11 @@ from model.tiny_gguf import write_gguf
 from transformers import PreTrainedModel
 
 from headstart.core.errors import ConfigError
-from headstart.model.kernels.library import find
+from headstart.model.kernels.library import find_kernels
 from headstart.model.kernels.packed import PackedLinear
 from headstart.model.layers.decoder import Decoder
 from headstart.model.setup.sizing import checkpoint_bytes
-from headstart.model.weights.checkpoint import Checkpoint
+from headstart.model.weights.checkpoint import ModelCheckpoint
 from headstart.model.weights.gguf.block_formats import FORMATS
 from headstart.model.weights.model_loader import load_model
 
@@ -205,7 +205,9 @@ def test_the_fingerprint_covers_weights_and_settings_not_the_name(tmp_path: Path
     write_gguf(paths[1], seed=1)
     write_gguf(paths[2], seed=2)
     write_gguf(paths[3], seed=1, metadata={"llama.rope.freq_base": 500.0})
-    first, same, *others = (Checkpoint(path).fingerprint(str(load_model(path).fingerprint).encode()) for path in paths)
+    first, same, *others = (
+        ModelCheckpoint(path).fingerprint(str(load_model(path).fingerprint).encode()) for path in paths
+    )
     assert first == same and first not in others and others[0] != others[1]
 
 
@@ -220,15 +222,15 @@ def test_memory_is_that_of_the_unpacked_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_embedding_stays_in_blocks_and_a_tied_one_is_kept_once(tied: bool, tmp_path: Path) -> None:
-    if find().kernels is None:
-        pytest.skip(find().note)
+    if find_kernels().kernels is None:
+        pytest.skip(find_kernels().note)
     path = tmp_path / "model.gguf"
     oracle = write_gguf(path, kind="Q4_K", mixed={"token_embd": "Q6_K"}, tie_word_embeddings=tied)
     model = load_model(path, dtype="bfloat16", device="cpu").model
     assert isinstance(model, Decoder) and isinstance(model.embedding, PackedLinear)
     assert (model.embedding in model.head.packed) == tied
     weight = oracle.get_input_embeddings().weight.detach().bfloat16()  # type: ignore[union-attr]
-    assert torch.equal(model.embedding.look_up(torch.arange(len(weight))), weight)
+    assert torch.equal(model.embedding.look_up_rows(torch.arange(len(weight))), weight)
     matrices = [linear for one in model.layers for linear in (one.qkv, one.out, one.gate_up, one.down)]
     held = model.head.weight_bytes + sum(linear.weight_bytes for linear in matrices)
     assert model.weight_bytes == held + (0 if tied else model.embedding.nbytes)

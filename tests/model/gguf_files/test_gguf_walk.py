@@ -15,10 +15,10 @@ from tokenizer_folders import BYTE_LEVEL, METASPACE
 
 from headstart.core.errors import ConfigError
 from headstart.gguf.gguf_reader import GGUFFile, TensorInfo, read_gguf
-from headstart.gguf.metadata import end_token_ids
-from headstart.gguf.tokenizer_json import gguf_tokenizer, named_tokens
+from headstart.gguf.metadata import read_end_token_ids
+from headstart.gguf.tokenizer_json import gguf_tokenizer, special_tokens_by_name
 from headstart.model.weights.gguf.gguf_config import gguf_config
-from headstart.model.weights.gguf.gguf_names import hf_name
+from headstart.model.weights.gguf.gguf_names import hf_tensor_name
 from headstart.model.weights.model_loader import load_model
 
 VALUES: list[Any] = [7, 1 << 31, 0.25, True, "odd", ["odd"], [7, 7], [True]]
@@ -92,7 +92,7 @@ def write(path: Path, architecture: str, vocabulary: str = BYTE_LEVEL) -> GGUFFi
 
 
 def meaning(file: GGUFFile) -> list[Any]:
-    return [gguf_config(file), gguf_tokenizer(file), named_tokens(file), end_token_ids(file)]
+    return [gguf_config(file), gguf_tokenizer(file), special_tokens_by_name(file), read_end_token_ids(file)]
 
 
 @pytest.mark.parametrize(
@@ -249,4 +249,4 @@ def test_factors_that_would_be_ignored_are_refused_by_name(
 
 
 def test_hf_names_are_those_of_one_tensor_each() -> None:
-    assert hf_name("blk.0.attn_q.weight", "llama") and hf_name("blk.00.attn_q.weight", "llama") is None
+    assert hf_tensor_name("blk.0.attn_q.weight", "llama") and hf_tensor_name("blk.00.attn_q.weight", "llama") is None

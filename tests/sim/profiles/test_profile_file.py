@@ -7,34 +7,34 @@ import pytest
 
 from headstart.core.errors import ConfigError
 from headstart.core.sched.step_time import MaxStepTime
-from headstart.sim.profile import REFERENCE, Profile
+from headstart.sim.profile import REFERENCE, ReplicaProfile
 from headstart.sim.profile_file import (
     GPUS,
     LABEL,
     MODELS,
     datasheet_profile,
     load_profile,
-    read_profile,
-    write_profile,
+    read_profile_file,
+    write_profile_file,
 )
-from headstart.sim.sim_store import Offload
-from headstart.sim.step_cost import PaddedCost, RooflineCost, StepWork, SumCost, SuperlinearCost
+from headstart.sim.sim_store import OffloadTier
+from headstart.sim.step_cost import AdditiveCost, PaddedCost, RooflineCost, StepWork, SuperlinearCost
 
 COSTS = (
-    SumCost(1.0, 2.0, 3.0, 4.0, 5.0),
+    AdditiveCost(1.0, 2.0, 3.0, 4.0, 5.0),
     RooflineCost(1.0, 2.0, 3.0, 4.0, 5.0, 6.0),
-    PaddedCost(SumCost(1.0), 4, 32),
+    PaddedCost(AdditiveCost(1.0), 4, 32),
     SuperlinearCost(RooflineCost(1.0, 2.0, 3.0, 4.0, 5.0), 2.0, 8.0),
 )
 
 
 @pytest.mark.parametrize("cost", COSTS)
-def test_what_is_written_is_read(cost: SumCost, tmp_path: Path) -> None:
-    profile = Profile(
-        "mine", "made up", cost, 99, block_size=16, step_bound=MaxStepTime(0.5), offload=Offload(7, 8.0, 0.5)
+def test_what_is_written_is_read(cost: AdditiveCost, tmp_path: Path) -> None:
+    profile = ReplicaProfile(
+        "mine", "made up", cost, 99, block_size=16, step_bound=MaxStepTime(0.5), offload=OffloadTier(7, 8.0, 0.5)
     )
-    write_profile(profile, tmp_path / "mine.json", {"p50": 0.1})
-    assert read_profile(tmp_path / "mine.json") == profile
+    write_profile_file(profile, tmp_path / "mine.json", {"p50": 0.1})
+    assert read_profile_file(tmp_path / "mine.json") == profile
     assert load_profile(str(tmp_path / "mine.json")) == profile
 
 
@@ -49,10 +49,10 @@ def test_what_is_written_is_read(cost: SumCost, tmp_path: Path) -> None:
 )
 def test_a_file_that_makes_no_sense_is_refused(change: dict[str, object], complaint: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    write_profile(REFERENCE, path, {})
+    write_profile_file(REFERENCE, path, {})
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ConfigError, match=complaint):
-        read_profile(path)
+        read_profile_file(path)
 
 
 def test_other_shapes_of_a_profile_cost_about_the_same() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from headstart.core.errors import ConfigError
-from headstart.sim.scenario import Autoscale, Event, parse_scenario, read_scenario
-from headstart.sim.sim_store import Offload
+from headstart.sim.scenario import AutoscalerSettings, ScenarioEvent, parse_scenario, read_scenario
+from headstart.sim.sim_store import OffloadTier
 
 TOML = """
 [[event]]
@@ -39,17 +39,17 @@ def test_a_file_becomes_values(tmp_path: Path) -> None:
     path.write_text(TOML)
     found = read_scenario(path)
     assert found.events == (
-        Event(5.0, "slow", ("r0", "r1"), 2.5),
-        Event(1.0, "jump", ("*",), factors=(1.0, 3.0), every=4.0),
+        ScenarioEvent(5.0, "slow", ("r0", "r1"), 2.5),
+        ScenarioEvent(1.0, "jump", ("*",), factors=(1.0, 3.0), every=4.0),
     )
-    assert found.autoscale == Autoscale(2, 8, 20.0, 4.0)
-    assert found.offload == Offload(100, 5000.0)
+    assert found.autoscale == AutoscalerSettings(2, 8, 20.0, 4.0)
+    assert found.offload == OffloadTier(100, 5000.0)
 
 
 def test_json_says_the_same(tmp_path: Path) -> None:
     path = tmp_path / "scenario.json"
     path.write_text(json.dumps({"event": [{"at": 3, "kind": "stop", "replica": "r1"}]}))
-    assert read_scenario(path).events == (Event(3.0, "stop", ("r1",)),)
+    assert read_scenario(path).events == (ScenarioEvent(3.0, "stop", ("r1",)),)
 
 
 @pytest.mark.parametrize(

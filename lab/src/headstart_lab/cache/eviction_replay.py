@@ -14,10 +14,10 @@ from typing import Any
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.free_blocks import EVICTION_POLICIES
 from headstart.core.cache.hashing import BlockHash
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Chart, Report, Sheet
-from headstart.workload.belady import infinite_hits, optimal_hits
-from headstart.workload.block_paths import BlockPaths, block_paths, overlapped
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable
+from headstart.workload.belady import belady_hits, infinite_cache_hits
+from headstart.workload.block_paths import BlockPaths, overlap_sessions, trace_block_paths
 from headstart.workload.recorded.trace_files import read_trace_file
 from headstart.workload.recorded.trace_units import TraceUnits
 
@@ -39,12 +39,12 @@ class EvictionConfig:
     trace_time_unit: str = ""  # empty: recognised
 
 
-def run_eviction(trace: Path, config: EvictionConfig = EvictionConfig(), bar: Bar = QUIET) -> Report:
+def run_eviction(trace: Path, config: EvictionConfig = EvictionConfig(), bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Replay a trace with every eviction policy and pool. Raises ConfigError for an unreadable trace."""
     recorded = read_trace_file(trace, TraceUnits(config.trace_block_size, config.trace_time_unit))
     if config.at_once:
-        recorded = overlapped(recorded, config.at_once, config.stretch)
-    prompts = block_paths(recorded)
+        recorded = overlap_sessions(recorded, config.at_once, config.stretch)
+    prompts = trace_block_paths(recorded)
     bar.stage(trace.name, len(config.pools))
     rows: list[dict[str, Any]] = []
     for share in config.pools:
@@ -52,14 +52,14 @@ def run_eviction(trace: Path, config: EvictionConfig = EvictionConfig(), bar: Ba
         rows[-1] = {"pool_percent": share, **rows[-1]}
         bar.advance()
     longest = max(map(len, prompts.paths))
-    return Report(
+    return BenchmarkReport(
         "lab eviction",
         {
             "requests": len(prompts.paths),
             "blocks": sum(map(len, prompts.paths)),
             "distinct_blocks": prompts.num_distinct,
             "longest_prompt_blocks": longest,
-            "infinite_hit_tokens": sum(prompts.lengths) - prompts.computed_tokens(infinite_hits(prompts.paths)),
+            "infinite_hit_tokens": sum(prompts.lengths) - prompts.computed_tokens(infinite_cache_hits(prompts.paths)),
             "prompt_tokens": sum(prompts.lengths),
             "pools": rows,
         },
@@ -78,8 +78,8 @@ def run_eviction(trace: Path, config: EvictionConfig = EvictionConfig(), bar: Ba
 
 def measure(prompts: BlockPaths, num_blocks: int, concurrency: int = 1) -> dict[str, Any]:
     """Return the redundancy of the bound and of every policy in a pool of `num_blocks`, and each over the bound."""
-    least = prompts.computed_tokens(infinite_hits(prompts.paths))
-    bound = prompts.computed_tokens(optimal_hits(prompts.paths, num_blocks)) / least
+    least = prompts.computed_tokens(infinite_cache_hits(prompts.paths))
+    bound = prompts.computed_tokens(belady_hits(prompts.paths, num_blocks)) / least
     redundancy = {
         policy: prompts.computed_tokens(replay(prompts, policy, num_blocks, concurrency)) / least
         for policy in EVICTION_POLICIES
@@ -105,10 +105,10 @@ def replay(prompts: BlockPaths, policy: str, num_blocks: int, concurrency: int =
         hashes = [BlockHash(block.to_bytes(8, "little")) for block in path[:num_blocks]]
         while held and len(held) >= concurrency:
             pool.release(held.popleft())
-        hit = pool.lookup(hashes, ROOT, b"", 0)
+        hit = pool.match_prefix(hashes, ROOT, b"", 0)
         hits.append(len(hit))
         new = len(hashes) - len(hit)
-        while held and new > pool.num_available(hit):
+        while held and new > pool.num_available_to_tenant(hit):
             pool.release(held.popleft())
         pool.acquire(hit)
         blocks = hit + pool.allocate(new)
@@ -120,17 +120,17 @@ def replay(prompts: BlockPaths, policy: str, num_blocks: int, concurrency: int =
     return hits
 
 
-def _sheet(name: str, rows: Sequence[dict[str, Any]], longest: int) -> Sheet:
+def _sheet(name: str, rows: Sequence[dict[str, Any]], longest: int) -> ReportTable:
     columns = ("pool, % of distinct", "blocks", "bound", *(f"{policy} / bound" for policy in EVICTION_POLICIES))
-    return Sheet(
+    return ReportTable(
         f"{name}: prompt tokens computed, over those of an infinite cache; longest prompt {longest:,} blocks",
         columns,
         tuple((row["pool_percent"], row["pool_blocks"], row["bound"], *row["over_bound"].values()) for row in rows),
     )
 
 
-def _chart(rows: Sequence[dict[str, Any]]) -> Chart:
+def _chart(rows: Sequence[dict[str, Any]]) -> ReportChart:
     series = {name: tuple(row["redundancy"][name] for row in rows) for name in EVICTION_POLICIES}
     x = tuple(row["pool_percent"] for row in rows)
     bound = tuple(row["bound"] for row in rows)
-    return Chart("prefill redundancy", "pool, % of distinct blocks", "", x, {"bound": bound, **series})
+    return ReportChart("prefill redundancy", "pool, % of distinct blocks", "", x, {"bound": bound, **series})

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headstart.bench.cli import cli_run
-from headstart.bench.cli.bench_flags import Quick, Runs, Where, takes_target
+from headstart.bench.cli.bench_flags import BenchTarget, Quick, Runs, add_target_flags
 
 if TYPE_CHECKING:
-    from headstart.measurement.progress_bar import Bar
-    from headstart.measurement.report import Report
-    from headstart.measurement.runner import Setup
+    from headstart.measurement.progress_bar import ProgressBar
+    from headstart.measurement.report import BenchmarkReport
+    from headstart.measurement.runner import EngineSetup
 
 
-@takes_target("quantization", "caching")
+@add_target_flags("quantization", "caching")
 def shared_burst(
     *,
-    where: Where,
+    where: BenchTarget,
     requests: Annotated[int, typer.Option(min=2, help="Requests at once.")] = 32,
     prefix_tokens: Annotated[int, typer.Option(min=16, help="New tokens that all of them share.")] = 2048,
     own_tokens: Annotated[int, typer.Option(min=1, help="Unshared tokens of each prompt.")] = 32,
@@ -38,23 +38,23 @@ def shared_burst(
     quick: Quick = False,
 ) -> None:
     """Send simultaneous requests behind one new prefix: prompt tokens computed against the least possible."""
-    if not where.is_here:
+    if not where.is_in_process:
         from headstart.bench.suite import SuitePlan
         from headstart.core.errors import ConfigError
         from headstart_lab.engine.burst_forms import Form, check_form, parse_tree
         from headstart_lab.engine.burst_forms import twins as build
 
-        with cli_run.refusing():
+        with cli_run.report_usage_errors():
             if abort or poison or every or long_prefill_token_threshold:
                 raise ConfigError("--abort, --poison, --every and the prefill cap need an engine in this process")
             form = check_form(
                 Form(requests, prefix_tokens, own_tokens, output_tokens, tree=parse_tree(tree), same=same)
             )
         plan = SuitePlan("twins", build(form), runs=1 if quick else runs, setup={"form": form.name, **asdict(form)})
-        cli_run.run_plan(plan, where)
+        cli_run.run_suite_plan(plan, where)
         return
 
-    def bench(setup: "Setup", bar: "Bar") -> "Report":
+    def bench(setup: "EngineSetup", bar: "ProgressBar") -> "BenchmarkReport":
         from headstart_lab.engine.burst_forms import Form, every_form, parse_tree
         from headstart_lab.engine.shared_burst import run_twins
 
@@ -63,4 +63,4 @@ def shared_burst(
         forms = every_form(base) if every else [replace(base, tree=parse_tree(tree), same=same, loss=loss)]
         return run_twins(setup, forms, runs=1 if quick else runs, baseline=baseline and not quick, bar=bar)
 
-    cli_run.run_on_model(bench, where.or_tiny())
+    cli_run.run_on_model(bench, where.with_tiny_model())

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from headstart.bench.cli.bench_flags import Flag
+from headstart.bench.cli.bench_flags import VerbFlag
 from headstart_lab.cli.experiment_flags import (
     FIVE_RUNS,
     FOLDER,
@@ -41,7 +41,7 @@ ENGINE = (
         name="int8",
         run="engine.int8:run_int8",
         config="Int8Config",
-        flags={"model": Flag(Model, ""), **THREADS, **SEED, **QUICK},
+        flags={"model": VerbFlag(Model, ""), **THREADS, **SEED, **QUICK},
         summary="The effect of int8 and int4 weights on logits and answers.",
         help="Compare logits of int8, int4 and bfloat16 weights with float32's, and the bundled model's answers.",
     ),
@@ -92,7 +92,7 @@ ENGINE = (
         run="cache.eviction_replay:run_eviction",
         config="EvictionConfig",
         flags={
-            "trace": Flag(Annotated[Path, TRACE]),
+            "trace": VerbFlag(Annotated[Path, TRACE]),
             "pools": flag(
                 None,
                 "Pool, in per cent of the trace's distinct blocks; may be repeated. Default: 1, 2, 5, 10, 20.",

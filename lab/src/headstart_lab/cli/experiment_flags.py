@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headstart.bench.cli.bench_flags import Dtype, Flag, Plot, Quick, Runs, Threads
+from headstart.bench.cli.bench_flags import Dtype, Plot, Quick, Runs, Threads, VerbFlag
 
 Model = Annotated[
     str,
@@ -26,9 +26,9 @@ Folder = Annotated[
 ]
 
 
-def flag(default: Any, text: str, *names: str, kind: Any = None, **option: Any) -> Flag:
+def flag(default: Any, text: str, *names: str, kind: Any = None, **option: Any) -> VerbFlag:
     """Return a flag with this help text. `kind`: its type, if not that of the default; `names`: unless the field's."""
-    return Flag(Annotated[kind or type(default), typer.Option(*names, help=text, **option)], default)
+    return VerbFlag(Annotated[kind or type(default), typer.Option(*names, help=text, **option)], default)
 
 
 TRACE_UNITS = {
@@ -37,9 +37,9 @@ TRACE_UNITS = {
         "", "Of the trace: s, ms, us, ns. Default: the format's, if it is possible.", show_default=False
     ),
 }
-SEED = {"seed": Flag(Seed, 0)}
-THREADS = {"threads": Flag(Threads, 0)}
-SETUP = {"model": Flag(Model, "tiny"), "dtype": Flag(Dtype, "auto"), **THREADS, **SEED}
-THREE_RUNS, FIVE_RUNS = {"runs": Flag(Runs, 3)}, {"runs": Flag(Runs, 5)}
-FOLDER = {"folder": Flag(Folder, None)}
-QUICK, PLOT = {"quick": Flag(Quick, False)}, {"plot": Flag(Plot, None)}
+SEED = {"seed": VerbFlag(Seed, 0)}
+THREADS = {"threads": VerbFlag(Threads, 0)}
+SETUP = {"model": VerbFlag(Model, "tiny"), "dtype": VerbFlag(Dtype, "auto"), **THREADS, **SEED}
+THREE_RUNS, FIVE_RUNS = {"runs": VerbFlag(Runs, 3)}, {"runs": VerbFlag(Runs, 5)}
+FOLDER = {"folder": VerbFlag(Folder, None)}
+QUICK, PLOT = {"quick": VerbFlag(Quick, False)}, {"plot": VerbFlag(Plot, None)}

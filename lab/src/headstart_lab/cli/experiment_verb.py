@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from headstart.bench.cli import cli_run
-from headstart.bench.cli.bench_flags import Flag, Where, signature
-from headstart.model.setup.threads import prepare_threads
+from headstart.bench.cli.bench_flags import BenchTarget, VerbFlag, verb_signature
+from headstart.model.setup.threads import choose_num_threads
 
 if TYPE_CHECKING:
-    from headstart.measurement.progress_bar import Bar
-    from headstart.measurement.report import Report
-    from headstart.measurement.runner import Setup
+    from headstart.measurement.progress_bar import ProgressBar
+    from headstart.measurement.report import BenchmarkReport
+    from headstart.measurement.runner import EngineSetup
 
 FOLDER = "headstart_lab"
 _OF_SETUP = ("model", "dtype", "threads", "seed")
@@ -32,7 +32,7 @@ class Experiment:
     name: str
     run: str  # module below headstart_lab:function
     config: str = ""  # class in the same module; empty: the function takes none
-    flags: Mapping[str, Flag] = dataclasses.field(default_factory=dict[str, Flag])
+    flags: Mapping[str, VerbFlag] = dataclasses.field(default_factory=dict[str, VerbFlag])
     keeps: tuple[str, ...] = ()  # flags that count under --quick; all other fields are those of the module's QUICK
     caps: tuple[str, ...] = ()  # the same, up to the field of QUICK
     summary: str  # in the list of verbs
@@ -46,10 +46,10 @@ class Experiment:
             _run(self, values)
 
         run.__doc__ = self.help
-        run.__signature__ = signature(self.flags)  # type: ignore[attr-defined]  # typer reads it
+        run.__signature__ = verb_signature(self.flags)  # type: ignore[attr-defined]  # typer reads it
         return run
 
-    def measure(self, values: Mapping[str, Any], *, is_quick: bool, bar: "Bar") -> "Report":
+    def measure(self, values: Mapping[str, Any], *, is_quick: bool, bar: "ProgressBar") -> "BenchmarkReport":
         """Import the experiment and run it. Flags without a value (None, []) keep the config's."""
         path, _, function = self.run.partition(":")
         module = import_module(f"{FOLDER}.{path}")
@@ -94,17 +94,17 @@ def _run(experiment: Experiment, values: dict[str, Any]) -> None:
     is_quick, plot = values.pop("quick", False), values.pop("plot", None)
     if "model" in values:
         of_setup = {name: values.pop(name) for name in _OF_SETUP if name in values}
-        where = Where(asked_seed=of_setup.pop("seed"), plot=plot, **{"threads": 1, **of_setup})
+        where = BenchTarget(asked_seed=of_setup.pop("seed"), plot=plot, **{"threads": 1, **of_setup})
 
-        def on_model(setup: "Setup", bar: "Bar") -> "Report":
+        def on_model(setup: "EngineSetup", bar: "ProgressBar") -> "BenchmarkReport":
             return experiment.measure({**values, "setup": setup}, is_quick=is_quick, bar=bar)
 
         cli_run.run_on_model(on_model, where)
         return
 
-    def on_machine(bar: "Bar") -> "Report":
+    def on_machine(bar: "ProgressBar") -> "BenchmarkReport":
         if "threads" in values:
-            values["threads"] = prepare_threads(values["threads"])
+            values["threads"] = choose_num_threads(values["threads"])
         return experiment.measure(values, is_quick=is_quick, bar=bar)
 
-    cli_run.finish(on_machine, plot)
+    cli_run.run_and_exit(on_machine, plot)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headstart.bench.cli import cli_run
-from headstart.bench.cli.bench_flags import Dtype, Flag, Quick, Where
+from headstart.bench.cli.bench_flags import BenchTarget, Dtype, Quick, VerbFlag
 from headstart_lab.cli.experiment_flags import FIVE_RUNS, PLOT, QUICK, SEED, TRACE_UNITS, Model, Seed, flag
 from headstart_lab.cli.experiment_verb import Experiment, Verb
 
 if TYPE_CHECKING:
-    from headstart.measurement.progress_bar import Bar
-    from headstart.measurement.report import Report
-    from headstart.measurement.runner import Setup
+    from headstart.measurement.progress_bar import ProgressBar
+    from headstart.measurement.report import BenchmarkReport
+    from headstart.measurement.runner import EngineSetup
 
 ROUTE_TRACE = typer.Option(exists=True, help="A trace with block ids or texts; a folder of sessions.")
 AGENT_TRACES = typer.Option("--trace", exists=True, dir_okay=False, help="An LMCache agent trace; may be repeated.")
@@ -33,7 +33,7 @@ def failover(
 ) -> None:
     """Kill replicas (-9) under load, restart them in turn at 70 % load, without retries: requests lost, by reason."""
 
-    def run(setup: "Setup | None", bar: "Bar") -> "Report":
+    def run(setup: "EngineSetup | None", bar: "ProgressBar") -> "BenchmarkReport":
         from headstart_lab.router.failover import QUICK, FailoverConfig, run_failover
 
         config = QUICK if quick else FailoverConfig(kills=kills, requests=requests)
@@ -41,9 +41,9 @@ def failover(
         return run_failover(config if setup is None else replace(config, model=setup.model, label=setup.label), bar)
 
     if quick or model == "none":
-        cli_run.finish(lambda bar: run(None, bar), None)
+        cli_run.run_and_exit(lambda bar: run(None, bar), None)
     else:
-        cli_run.run_on_model(run, Where(model, threads=1, asked_seed=seed))
+        cli_run.run_on_model(run, BenchTarget(model, threads=1, asked_seed=seed))
 
 
 FLEET = Experiment(
@@ -51,7 +51,7 @@ FLEET = Experiment(
     run="router.fleet_report:run_fleet",
     config="FleetConfig",
     flags={
-        "model": Flag(Model, "llama-3m"),
+        "model": VerbFlag(Model, "llama-3m"),
         "replicas": flag(4, "Servers of one thread each.", min=1),
         "policies": flag(
             None, "Policy of our router; may be repeated.", "--policy", kind=list[str] | None, show_default="all"
@@ -80,7 +80,7 @@ FLEET = Experiment(
         "decode_rate": flag(0.0, "Requests/s of decode-heavy chats; 0: --load.", min=0),
         "load": flag(0.7, "Share of the capacity under round robin.", min=0.01, max=2),
         "runs": flag(1, "Repetitions, in turn; published: 3.", min=1),
-        "dtype": Flag(Dtype, "auto"),
+        "dtype": VerbFlag(Dtype, "auto"),
         **SEED,
         **QUICK,
         **PLOT,
@@ -117,7 +117,7 @@ ROUTER = (
         run="router.policy_traces:run_route",
         config="RouteConfig",
         flags={
-            "trace": Flag(Annotated[Path, ROUTE_TRACE]),
+            "trace": VerbFlag(Annotated[Path, ROUTE_TRACE]),
             "replicas": flag(8, "Replicas behind the router.", min=1),
             "routers": flag(1, "Independent routers, each with a share of the traffic.", min=1),
             "speed": flag(2.6, "Times the recorded rate; of agents: calls per second.", min=0.01),
@@ -133,7 +133,7 @@ ROUTER = (
         run="router.predict:run_predict",
         config="PredictConfig",
         flags={
-            "traces": Flag(Annotated[list[Path], AGENT_TRACES]),
+            "traces": VerbFlag(Annotated[list[Path], AGENT_TRACES]),
             "replicas": flag(4, "Engines behind the router.", min=1),
             "cache": flag(2048, "Blocks in each engine's pool.", "--cache-blocks", min=8),
             "speed": flag(20.0, "Session starts relative to the recorded rate.", min=0.01),

@@ -57,7 +57,7 @@ def steps(limits: Limits, mix: Mix, seed: int, *, num_prompts: int, num_blocks: 
     for index in range(num_prompts):
         prompt = random_tokens(mix.prompt_length(rng), VOCAB_SIZE, rng)
         outputs = SamplingParams(max_tokens=rng.randint(1, mix.longest_output), temperature=0.0)
-        scheduler.add(Request(f"r{index}", prompt, outputs))
+        scheduler.add_request(Request(f"r{index}", prompt, outputs))
     while scheduler.has_work:
         batch = scheduler.schedule()
         yield Step(batch, sum(len(chunk.token_ids) for chunk in batch.chunks), _pressed(scheduler))

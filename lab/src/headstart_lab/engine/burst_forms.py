@@ -7,8 +7,8 @@ from random import Random
 from headstart.bench.suite import Build
 from headstart.core.errors import ConfigError
 from headstart.workload.jobs import make_jobs
-from headstart.workload.scenarios import Phase, Scenario
-from headstart.workload.synthetic import random_tokens, with_prefix
+from headstart.workload.scenarios import WorkloadPhase, WorkloadScenario
+from headstart.workload.synthetic import prompts_with_prefix, random_tokens
 
 BLOCK_SIZE = 16
 LOSS_STEP = 3  # the leader is aborted or fails in this step ...
@@ -41,10 +41,10 @@ class Form:
         if self.same:
             return [root + random_tokens(self.own, vocab_size, rng)] * self.requests
         if self.tree is None:
-            return with_prefix(root, self.requests, self.own, vocab_size, rng)
+            return prompts_with_prefix(root, self.requests, self.own, vocab_size, rng)
         branches, leaves = self.tree
-        stems = with_prefix(root, branches, self.branch, vocab_size, rng)
-        return [prompt for stem in stems for prompt in with_prefix(stem, leaves, self.own, vocab_size, rng)]
+        stems = prompts_with_prefix(root, branches, self.branch, vocab_size, rng)
+        return [prompt for stem in stems for prompt in prompts_with_prefix(stem, leaves, self.own, vocab_size, rng)]
 
     def ideal_tokens(self, lost: int) -> int:
         """Return the prompt tokens that must be computed if nothing is computed twice.
@@ -109,7 +109,9 @@ def every_form(base: Form) -> list[Form]:
 def twins(form: Form) -> Build:
     """Return the scenario of a burst of any form in which no request is aborted or fails."""
 
-    def build(vocab_size: int, rng: Random) -> Scenario:
-        return Scenario("twins", (Phase("cold", tuple(make_jobs(form.prompts(vocab_size, rng), form.output))),))
+    def build(vocab_size: int, rng: Random) -> WorkloadScenario:
+        return WorkloadScenario(
+            "twins", (WorkloadPhase("cold", tuple(make_jobs(form.prompts(vocab_size, rng), form.output))),)
+        )
 
     return build

@@ -13,10 +13,10 @@ from headstart.core.engine import Engine, EngineInfo
 from headstart.core.request import SamplingParams
 from headstart.core.sched.step_time import LEAST_TOKENS
 from headstart.measurement.inprocess import REAL, Clock, make_requests
-from headstart.measurement.machine import ContentionLog, uncontended
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Chart, Report, Sheet, spread
-from headstart.measurement.runner import Setup, describe
+from headstart.measurement.machine import ContentionLog, measure_uncontended
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
+from headstart.measurement.runner import EngineSetup, describe_engine
 from headstart.workload.request_record import median, percentile
 from headstart.workload.synthetic import random_tokens
 
@@ -70,7 +70,9 @@ class _Stall:
         return percentile(self.loaded, 99)
 
 
-def run_stall(setup: Setup, config: StallConfig, bar: Bar = QUIET, *, clock: Clock = REAL) -> Report:
+def run_stall(
+    setup: EngineSetup, config: StallConfig, bar: ProgressBar = QUIET, *, clock: Clock = REAL
+) -> BenchmarkReport:
     """Measure each bound on its own engine; a run lasts until the cold prompt has its first token."""
     log, found = ContentionLog.new(), dict[Bound, list[_Stall]]()
     info: EngineInfo | None = None
@@ -82,7 +84,7 @@ def run_stall(setup: Setup, config: StallConfig, bar: Bar = QUIET, *, clock: Clo
         found[bound] = []
         for number in range(config.runs + 1):
             rng = Random(f"{setup.seed}/{number}")
-            stall = uncontended(lambda e=engine, i=info, r=rng: _stall(e, i.vocab_size, config, r, clock), log)
+            stall = measure_uncontended(lambda e=engine, i=info, r=rng: _stall(e, i.vocab_size, config, r, clock), log)
             if number:  # the first one is a warm-up
                 found[bound].append(stall)
             bar.advance()
@@ -144,8 +146,8 @@ def _pool_blocks(config: StallConfig) -> int:
 
 
 def _report(
-    setup: Setup, config: StallConfig, info: EngineInfo, found: dict[Bound, list[_Stall]], log: ContentionLog
-) -> Report:
+    setup: EngineSetup, config: StallConfig, info: EngineInfo, found: dict[Bound, list[_Stall]], log: ContentionLog
+) -> BenchmarkReport:
     # over all runs: the p99 of one run's few calm steps is little more than its maximum
     unloaded = percentile((gap for stalls in found.values() for stall in stalls for gap in stall.calm), 99)
     rows = {
@@ -174,7 +176,7 @@ def _report(
     }
     names = tuple(bound.label for bound in rows)
     ratios = tuple(row["tpot_p99_over_unloaded"] for row in rows.values())
-    return Report(
+    return BenchmarkReport(
         "lab stall",
         values,
         model=setup.label,
@@ -182,25 +184,25 @@ def _report(
         runs=config.runs,
         threads=info.threads,
         spread={
-            "tpot_p99_over_unloaded": spread([stall.p99 / unloaded for stall in found[DEFAULT]]),
-            "tpot_p99_over_unloaded_no_bound": spread([stall.p99 / unloaded for stall in found[NO_BOUND]]),
-            "ttft_ms": spread([1e3 * stall.ttft for stall in found[DEFAULT]]),
-            "ttft_no_bound_ms": spread([1e3 * stall.ttft for stall in found[NO_BOUND]]),
+            "tpot_p99_over_unloaded": min_and_max([stall.p99 / unloaded for stall in found[DEFAULT]]),
+            "tpot_p99_over_unloaded_no_bound": min_and_max([stall.p99 / unloaded for stall in found[NO_BOUND]]),
+            "ttft_ms": min_and_max([1e3 * stall.ttft for stall in found[DEFAULT]]),
+            "ttft_no_bound_ms": min_and_max([1e3 * stall.ttft for stall in found[NO_BOUND]]),
         },
         setup={
             "decodes": config.decodes,
             "context_tokens": config.context,
             "prompt_tokens": config.prompt,
             "max_num_batched_tokens": setup.options(num_blocks=1).max_num_batched_tokens,
-            **describe(info),
+            **describe_engine(info),
         },
         contention=log.as_dict(),
         sheets=[
-            Sheet(
+            ReportTable(
                 f"a cold prompt of {config.prompt} tokens amid {config.decodes} decodes",
                 COLUMNS,
                 tuple((name, *list(row.values())[2:]) for name, row in zip(names, rows.values(), strict=True)),
             )
         ],
-        charts=[Chart("gap between tokens, p99 over unloaded", "bound", "ratio", names, {"ratio": ratios})],
+        charts=[ReportChart("gap between tokens, p99 over unloaded", "bound", "ratio", names, {"ratio": ratios})],
     )

@@ -17,11 +17,11 @@ from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.measurement.inprocess import Run, drive, make_requests
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Chart, Report, Sheet
+from headstart.measurement.inprocess import RunResult, make_requests, run_requests
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable
 from headstart.workload.request_record import RequestRecord, percentile
-from headstart.workload.synthetic import random_tokens, unit_arrivals
+from headstart.workload.synthetic import random_tokens, unit_rate_arrivals
 from headstart_lab.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
 
 BLOCK_SIZE = 16
@@ -45,7 +45,7 @@ class FairnessConfig:
     shared: int = 960  # of a hot prompt: 96 %
     hot_prefixes: int = 8
     output: int = 8
-    load: float = 0.97  # share of the throughput of `fcfs` with all requests queued at once
+    load: float = 0.97  # share of the throughput of `fcfs_key` with all requests queued at once
     budget: int = 512  # max_num_batched_tokens
     max_seqs: int = 64
     ks: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # the default and infinity are added
@@ -70,7 +70,7 @@ class _Served:
 
     policy: str
     k: int  # 1 for fcfs
-    run: Run
+    run: RunResult
     displacements: list[float]  # per request: admissions from its arrival to its own / (r + 1)
 
     def ttfts(self, names: "set[str] | None" = None) -> list[float]:
@@ -78,13 +78,13 @@ class _Served:
         return [record.ttft for record in records if record.ttft is not None]
 
 
-def run_fairness(seed: int, config: FairnessConfig, bar: Bar = QUIET) -> Report:
+def run_fairness(seed: int, config: FairnessConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Serve one stream under fcfs and under k-LPM for several k. Deterministic: one seed gives the same figures."""
     traffic = _make_traffic(config, Random(seed))
     infinity = config.requests + len(traffic.warm_up) + 1  # only the first admission is of the oldest request
     bar.stage("capacity", config.requests // 4)
     rate = config.load * _capacity(config, traffic, bar)
-    traffic.due = [time / rate for time in unit_arrivals(config.requests, Random(f"{seed}/arrivals"))]
+    traffic.due = [time / rate for time in unit_rate_arrivals(config.requests, Random(f"{seed}/arrivals"))]
     served: list[_Served] = []
     for policy, k in (("fcfs", 1), *(("lpm", k) for k in (*sorted({*config.ks, DEFAULT_K}), infinity))):
         bar.stage(_label(policy, k, config.requests), config.requests)
@@ -109,13 +109,13 @@ def _make_traffic(config: FairnessConfig, rng: Random) -> _Traffic:
     return traffic
 
 
-def _capacity(config: FairnessConfig, traffic: _Traffic, bar: Bar) -> float:
+def _capacity(config: FairnessConfig, traffic: _Traffic, bar: ProgressBar) -> float:
     """Return the requests per second for a quarter of the stream, queued at once: no step lacks work."""
     some = traffic.requests[: max(config.requests // 4, 1)]
     return len(some) / _drive("fcfs", 1, config, traffic.warm_up, some, None, bar)[0].seconds
 
 
-def _serve(policy: str, k: int, config: FairnessConfig, traffic: _Traffic, bar: Bar) -> _Served:
+def _serve(policy: str, k: int, config: FairnessConfig, traffic: _Traffic, bar: ProgressBar) -> _Served:
     run, admitted_at = _drive(policy, k, config, traffic.warm_up, traffic.requests, traffic.due, bar)
     return _Served(policy, k, run, displacements(admitted_at, traffic.requests, traffic.due))
 
@@ -143,8 +143,8 @@ def _drive(
     warm_up: list[Request],
     requests: list[Request],
     due: list[float] | None,
-    bar: Bar,
-) -> tuple[Run, dict[str, float]]:
+    bar: ProgressBar,
+) -> tuple[RunResult, dict[str, float]]:
     """Return (the run, admission time of each request) on a warm engine with a pool that never evicts a prefix."""
     blocks = (config.max_seqs + config.hot_prefixes) * (-(-(config.prompt + config.output) // BLOCK_SIZE) + 1) * 2
     limits = Limits(config.budget, config.max_seqs, max_model_len=config.prompt + config.output)
@@ -154,10 +154,10 @@ def _drive(
     clock = VirtualClock()
     executor = VirtualExecutor(blocks, BLOCK_SIZE, VOCAB_SIZE, COST, clock)
     engine = Engine(scheduler, executor)
-    drive(engine, warm_up, clock=clock)
+    run_requests(engine, warm_up, clock=clock)
     executor.first_chunks.clear()
     start = clock.now()
-    run = drive(engine, requests, due=due, bar=bar, clock=clock)
+    run = run_requests(engine, requests, due=due, bar=bar, clock=clock)
     return run, {request_id: time - start for request_id, time in executor.first_chunks.items()}
 
 
@@ -165,7 +165,9 @@ def _label(policy: str, k: int, requests: int) -> str:
     return policy if policy == "fcfs" else f"lpm k={k if k <= requests else 'inf'}"
 
 
-def _report(seed: int, config: FairnessConfig, rate: float, traffic: _Traffic, served: list[_Served]) -> Report:
+def _report(
+    seed: int, config: FairnessConfig, rate: float, traffic: _Traffic, served: list[_Served]
+) -> BenchmarkReport:
     fcfs, *others = served
     hot = {request.request_id for request in traffic.requests} - traffic.cold
     rows = [_row(found, fcfs, config, hot, traffic.cold) for found in served]
@@ -183,7 +185,7 @@ def _report(seed: int, config: FairnessConfig, rate: float, traffic: _Traffic, s
     keys += ("cold_p99_over_fcfs", "displacement_over_bound")
     ks = tuple(row["policy"] for row in rows)
     series = {key: tuple(row[key] for row in rows) for key in ("mean_ttft_over_fcfs", "cold_p99_over_fcfs")}
-    report = Report(
+    report = BenchmarkReport(
         "lab fairness",
         values,
         seed=seed,
@@ -194,13 +196,13 @@ def _report(seed: int, config: FairnessConfig, rate: float, traffic: _Traffic, s
             **{name: getattr(config, name) for name in FairnessConfig.__dataclass_fields__},
         },
         sheets=[
-            Sheet(
+            ReportTable(
                 f"time to first token: {config.requests} requests at {rate:.3g}/s, {config.load:.0%} of capacity",
                 COLUMNS,
                 tuple(tuple(row[key] for key in keys) for row in rows),
             )
         ],
-        charts=[Chart("time to first token, over fcfs", "policy", "ratio", ks, series)],
+        charts=[ReportChart("time to first token, over fcfs", "policy", "ratio", ks, series)],
         problems=[problem for found in served for problem in _problems(found, config)],
     )
     if values["max_displacement_over_bound"] > 1:

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.bundled import bundled_model
+from headstart.bundled import bundled_model_folder
 from headstart.core.batch import Batch, Chunk
 from headstart.core.request import GREEDY
 from headstart.engine.llm import LLM
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Report, Sheet
-from headstart.measurement.runner import Setup
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportTable
+from headstart.measurement.runner import EngineSetup
 from headstart.model.model_runner import ModelRunner
 from headstart.model.setup.sizing import apply_threads
-from headstart.model.step_inputs import StepBounds, build_step
+from headstart.model.step_inputs import StepBounds, build_step_inputs
 from headstart.model.weights.model_loader import LoadedModel, load_model
 from headstart.workload.synthetic import random_tokens
 from headstart_lab.intent.intent import is_correct
@@ -82,10 +82,10 @@ class Difference:
         }
 
 
-def run_int8(setup: Setup, config: Int8Config = Int8Config(), bar: Bar = QUIET) -> Report:
+def run_int8(setup: EngineSetup, config: Int8Config = Int8Config(), bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Load the model in each form and compare. An empty `setup.model` is the bundled one."""
     apply_threads(setup.threads)
-    folder, rng = Path(setup.model) if setup.model else bundled_model(), Random(setup.seed)
+    folder, rng = Path(setup.model) if setup.model else bundled_model_folder(), Random(setup.seed)
     prompts: Sequence[Sequence[int]] = []
     accuracy: dict[str, float] = {}
     if not setup.model:
@@ -127,12 +127,14 @@ def logits(loaded: LoadedModel, tokens: Sequence[int]) -> Tensor:
         history=ids,
     )
     bounds = StepBounds(num_blocks, BLOCK_SIZE, loaded.vocab_size, loaded.max_model_len)
-    step, _, errors = build_step(Batch((chunk,)), bounds, loaded.device)
+    step, _, errors = build_step_inputs(Batch((chunk,)), bounds, loaded.device)
     assert step is not None and not errors, errors
     return loaded.model.logits(loaded.model.forward(step, runner.attention.begin(step))).float()
 
 
-def _conversations(setup: Setup, config: Int8Config, bar: Bar) -> tuple[list[list[int]], dict[str, float]]:
+def _conversations(
+    setup: EngineSetup, config: Int8Config, bar: ProgressBar
+) -> tuple[list[list[int]], dict[str, float]]:
     """Return prompts with float32's answers to them, and the share of exact answers in each form."""
     examples, asked = questions(AccuracyConfig(config.prompts, preambles=min(4, config.prompts), seed=setup.seed))
     prompts: list[list[int]] = []
@@ -149,8 +151,8 @@ def _conversations(setup: Setup, config: Int8Config, bar: Bar) -> tuple[list[lis
 
 
 def _report(
-    setup: Setup, config: Int8Config, found: dict[str, Difference], spread: float, accuracy: dict[str, float]
-) -> Report:
+    setup: EngineSetup, config: Int8Config, found: dict[str, Difference], spread: float, accuracy: dict[str, float]
+) -> BenchmarkReport:
     values: dict[str, Any] = {"logits_deviation": spread, "positions": next(iter(found.values())).positions}
     for name, difference in found.items():
         values |= {f"{name}_{key}": value for key, value in difference.values().items()}
@@ -160,12 +162,12 @@ def _report(
     if accuracy:
         rows += (("exact answers", *(accuracy[name] for name in found)),)
     title = f"against float32, whose logits have a standard deviation of {spread:.2f}"
-    return Report(
+    return BenchmarkReport(
         "lab int8",
         values,
         model=setup.label,
         seed=setup.seed,
         threads=setup.threads,
         setup={"prompts": config.prompts, "tokens": config.tokens},
-        sheets=[Sheet(title, ("logits", *found), rows)],
+        sheets=[ReportTable(title, ("logits", *found), rows)],
     )

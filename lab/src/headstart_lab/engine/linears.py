@@ -16,14 +16,14 @@ from torch import Tensor
 
 from headstart.core.errors import ConfigError
 from headstart.measurement.machine import ContentionMeter
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Report, Sheet, spread
-from headstart.model.kernels.chain import Buffers, Chain, Link
-from headstart.model.kernels.library import Kernels, kernels
-from headstart.model.kernels.packed import Norm, PackedLinear
-from headstart.model.layers.linear import can_pack
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportTable, min_and_max
+from headstart.model.kernels.chain import ChainBuffers, ChainLink, LinearChain
+from headstart.model.kernels.library import KernelLibrary, loaded_kernels
+from headstart.model.kernels.packed import PackedLinear, PackedNorm
+from headstart.model.layers.linear import can_pack_weight
 from headstart.model.setup.sizing import apply_threads
-from headstart.model.weights.shapes import SHAPES, Shape
+from headstart.model.weights.shapes import SHAPES, DecoderShape
 
 ROWS = (1, 4, 8, 16, 32, 48, 64, 104, 128, 256, 512, 1024, 2048, 4096)
 READ_BYTES = 256 << 20
@@ -46,7 +46,7 @@ class LinearsConfig:
 QUICK = LinearsConfig(rows=(1, 32, 256), seconds=1.0)
 
 
-def run_linears(config: LinearsConfig, bar: Bar = QUIET) -> Report:
+def run_linears(config: LinearsConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Time every form at every number of rows. Raises ConfigError for an unknown shape."""
     if config.shape not in SHAPES:
         raise ConfigError(f"shape {config.shape!r} is not known; choose {', '.join(SHAPES)}")
@@ -64,11 +64,11 @@ def run_linears(config: LinearsConfig, bar: Bar = QUIET) -> Report:
         times = _by_turns(model.passes(count), config.seconds)
         others[str(count)] = meter.stop()
         for name, seconds in times.items():
-            values[f"{name}.{count}"], bounds[f"{name}.{count}"] = median(seconds), spread(seconds)
+            values[f"{name}.{count}"], bounds[f"{name}.{count}"] = median(seconds), min_and_max(seconds)
             rows.append((count, name, *_figures(model, count, name, seconds)))
         bar.advance(1)
     title = f"{config.layers} layers of {config.shape}, times in ms"
-    return Report(
+    return BenchmarkReport(
         "lab linears",
         values,
         model=config.shape,
@@ -77,14 +77,14 @@ def run_linears(config: LinearsConfig, bar: Bar = QUIET) -> Report:
         spread=bounds,
         setup={"layers": config.layers, "seconds": config.seconds},
         contention=others,
-        sheets=[Sheet(title, ("rows", "form", "median", "least", "GFLOP/s", "GB/s"), tuple(rows))],
+        sheets=[ReportTable(title, ("rows", "form", "median", "least", "GFLOP/s", "GB/s"), tuple(rows))],
     )
 
 
 class Layers:
     """The products of `count` layers, in all forms available here, with the same random weights."""
 
-    def __init__(self, shape: Shape, count: int) -> None:
+    def __init__(self, shape: DecoderShape, count: int) -> None:
         hidden, wide = shape.hidden_size, shape.intermediate_size
         attended = shape.num_attention_heads * shape.head_dim
         heads = attended + 2 * shape.num_key_value_heads * shape.head_dim
@@ -92,13 +92,13 @@ class Layers:
         self.sizes = [(hidden, attended), (2 * wide, hidden), (hidden, wide), (heads, hidden)]
         self.num_weights = count * sum(rows * columns for rows, columns in self.sizes)
         weights = [[torch.randn(size).bfloat16() for size in self.sizes] for _ in range(count)]
-        found = kernels()
-        self.chains: dict[str, list[Chain]] = {}
+        found = loaded_kernels()
+        self.chains: dict[str, list[LinearChain]] = {}
         if found is not None:
             for name, int8 in (("ours", False), ("ours_int8", True)):
                 self.chains[name] = [self._chain(found, layer, int8=int8) for layer in weights]
         self._packed: list[list[Tensor]] = []
-        if can_pack(weights[0][0]):
+        if can_pack_weight(weights[0][0]):
             reorder = torch.ops.mkldnn._reorder_linear_weight
             self._packed = [[reorder(weight, 16) for weight in layer] for layer in weights]
         self.plain = weights
@@ -112,24 +112,29 @@ class Layers:
             found["onednn"] = _each(self._packed, inputs, lambda x, w: multiply(x, w, None, "none", [], ""))
         return found | {"plain": _each(self.plain, inputs, F.linear)}
 
-    def _chain(self, found: Kernels, weights: list[Tensor], *, int8: bool) -> Chain:
-        norm = Norm(torch.ones(self.widths[1]).bfloat16(), 1e-5)
+    def _chain(self, found: KernelLibrary, weights: list[Tensor], *, int8: bool) -> LinearChain:
+        norm = PackedNorm(torch.ones(self.widths[1]).bfloat16(), 1e-5)
         out = PackedLinear(found, weights[0], int8=int8)
         gate_up = PackedLinear(found, weights[1], norm=norm, gated=True, int8=int8)
         down = PackedLinear(found, weights[2], int8=int8)
         qkv = PackedLinear(found, weights[3], norm=norm, int8=int8)
-        links = [Link(out, 0, 1, residual=1), Link(gate_up, 1, 2), Link(down, 2, 1, residual=1), Link(qkv, 1, 3)]
-        return Chain(found, links, self.widths)
+        links = [
+            ChainLink(out, 0, 1, residual=1),
+            ChainLink(gate_up, 1, 2),
+            ChainLink(down, 2, 1, residual=1),
+            ChainLink(qkv, 1, 3),
+        ]
+        return LinearChain(found, links, self.widths)
 
-    def buffers(self, count: int) -> Buffers:
+    def buffers(self, count: int) -> ChainBuffers:
         """Return the inputs and outputs of a chain: attention output, residual stream, gated rows, q/k/v heads."""
-        buffers = Buffers(count, self.widths)
+        buffers = ChainBuffers(count, self.widths)
         buffers.fill(1, 2, 3)
         buffers[0] = torch.randn(count, self.widths[0]).bfloat16()
         return buffers
 
 
-def ours(chains: list[Chain], buffers: Buffers) -> Pass:
+def ours(chains: list[LinearChain], buffers: ChainBuffers) -> Pass:
     """Return a function that runs all chains on the same buffers, from a residual stream of zeros."""
     scratch = chains[0].scratch(buffers.count)
 
@@ -174,7 +179,7 @@ def _figures(model: Layers, count: int, name: str, seconds: list[float]) -> tupl
 
 def _read_rate(threads: int) -> float | None:
     """Return the bytes per second of a plain memory read; None without kernels."""
-    found = kernels()
+    found = loaded_kernels()
     if found is None:
         return None
     memory = found.arena.take((READ_BYTES,), torch.uint8).fill_(1)

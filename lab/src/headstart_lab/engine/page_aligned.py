@@ -22,18 +22,18 @@ from headstart.core.engine import Engine
 from headstart.core.request import SamplingParams
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.measurement.inprocess import Run, drive, make_requests
-from headstart.measurement.machine import ContentionLog, uncontended
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Chart, Report, Sheet, spread
-from headstart.measurement.runner import Setup, describe
+from headstart.measurement.inprocess import RunResult, make_requests, run_requests
+from headstart.measurement.machine import ContentionLog, measure_uncontended
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
+from headstart.measurement.runner import EngineSetup, describe_engine
 from headstart.model.attention.base import resolve_backend
-from headstart.model.kernels.library import Kernels, kernels
-from headstart.model.kv_writes import Writes
+from headstart.model.kernels.library import KernelLibrary, loaded_kernels
+from headstart.model.kv_writes import KVWrites
 from headstart.model.packed_kv import PackedKV
 from headstart.model.paged_kv import KVShape, PagedKV
-from headstart.model.step_inputs import StepBounds, build_step
-from headstart.model.weights.shapes import SHAPES, Shape
+from headstart.model.step_inputs import StepBounds, build_step_inputs
+from headstart.model.weights.shapes import SHAPES, DecoderShape
 from headstart.workload.request_record import median
 from headstart.workload.synthetic import random_tokens
 from headstart_lab.engine.aligned_prefill import (
@@ -73,10 +73,12 @@ class Planned(NamedTuple):
     """The KV writes of one step."""
 
     num_tokens: int
-    writes: Writes
+    writes: KVWrites
 
 
-def run_page_aligned(setup: Setup, config: AlignedConfig = AlignedConfig(), bar: Bar = QUIET) -> Report:
+def run_page_aligned(
+    setup: EngineSetup, config: AlignedConfig = AlignedConfig(), bar: ProgressBar = QUIET
+) -> BenchmarkReport:
     """Measure all three modes in turn. Figures only; there is no pass or fail."""
     log = ContentionLog.new()
     found: dict[str, list[float]] = {}
@@ -98,14 +100,14 @@ def run_page_aligned(setup: Setup, config: AlignedConfig = AlignedConfig(), bar:
         "budget_lost_by_mix": by_mix,
         "differing_tokens": facts.differing,
     }
-    return Report(
+    return BenchmarkReport(
         "lab page-aligned",
         {name: values[name] for name in first} | values | extra,
         model=setup.label,
         seed=setup.seed,
         runs=config.runs,
         threads=facts.threads,
-        spread={name: spread(figures) for name, figures in found.items()},
+        spread={name: min_and_max(figures) for name, figures in found.items()},
         setup={"budget": BUDGET, "mixes": MIXES, "kv_layout": layout, **asdict(config), **facts.described},
         contention=log.as_dict(),
         sheets=_sheets(values, by_mix),
@@ -114,7 +116,7 @@ def run_page_aligned(setup: Setup, config: AlignedConfig = AlignedConfig(), bar:
     )
 
 
-def _budgets(seed: int, config: AlignedConfig, bar: Bar) -> dict[str, dict[str, list[float]]]:
+def _budgets(seed: int, config: AlignedConfig, bar: ProgressBar) -> dict[str, dict[str, list[float]]]:
     """Return the share of the budget lost by mix and mode, for each run's prompts."""
     lost: dict[str, dict[str, list[float]]] = {mix: {mode: [] for mode in MODES} for mix in MIXES}
     for run in range(config.runs):
@@ -125,7 +127,7 @@ def _budgets(seed: int, config: AlignedConfig, bar: Bar) -> dict[str, dict[str, 
     return lost
 
 
-def _write_times(seed: int, config: AlignedConfig, log: ContentionLog, bar: Bar) -> dict[str, list[float]]:
+def _write_times(seed: int, config: AlignedConfig, log: ContentionLog, bar: ProgressBar) -> dict[str, list[float]]:
     """Return the microseconds of KV writing per full budget, by key and run."""
     planned = {mode: _planned(mode, seed, config) for mode in MODES}
     benches = {prefix: _WriteBench(SHAPES[name], config.write_blocks) for prefix, name in WRITE_SHAPES.items()}
@@ -136,7 +138,7 @@ def _write_times(seed: int, config: AlignedConfig, log: ContentionLog, bar: Bar)
     found: dict[str, list[float]] = {}
     for _ in range(config.runs):
         for prefix, bench in benches.items():
-            for key, seconds in uncontended(lambda b=bench: b.seconds(ways), log).items():
+            for key, seconds in measure_uncontended(lambda b=bench: b.seconds(ways), log).items():
                 found.setdefault(prefix + key, []).append(1e6 * seconds)
         bar.advance()
     return found
@@ -149,7 +151,7 @@ def _planned(mode: str, seed: int, config: AlignedConfig) -> list[Planned]:
     mix = MIXES["mixed"]._replace(longest_output=8)  # so that the budget is the limit, not the pool
     for step in steps(MODES[mode], mix, seed, num_prompts=config.write_prompts, num_blocks=config.write_blocks):
         if step.pressed:
-            inputs, _, errors = build_step(step.batch, bounds, CPU)
+            inputs, _, errors = build_step_inputs(step.batch, bounds, CPU)
             assert inputs is not None and not errors, errors
             planned.append(Planned(step.num_tokens, inputs.writes))
     return planned[-config.write_steps :]
@@ -168,7 +170,7 @@ class _PackedPages:
         pages = self._kv.plan_writes(writes, len(keys))
         made = time.perf_counter()
         for layer in range(self._kv.shape.num_layers):
-            self._kv.write_planned(layer, keys, values, pages)
+            self._kv.write_layer_planned(layer, keys, values, pages)
         return made - begin, time.perf_counter() - made
 
 
@@ -180,19 +182,19 @@ class _TorchPages:
 
     def write(self, planned: Planned, keys: Tensor, values: Tensor, *, by_token: bool) -> tuple[float, float]:
         """Return the seconds of planning for the step (0), and the seconds for all layers."""
-        write = self._kv.write_tokens if by_token else self._kv.write
+        write = self._kv.write_layer_by_token if by_token else self._kv.write
         begin = time.perf_counter()
         for layer in range(self._kv.shape.num_layers):
             write(layer, keys, values, planned.writes)
         return 0.0, time.perf_counter() - begin
 
 
-def _packing_kernels(head_dim: int) -> Kernels | None:
+def _packing_kernels(head_dim: int) -> KernelLibrary | None:
     """Return the kernels whose layout a server on this machine uses; None: torch's."""
-    return kernels() if resolve_backend("auto", CPU, head_dim) == "cpu" else None
+    return loaded_kernels() if resolve_backend("auto", CPU, head_dim) == "cpu" else None
 
 
-def _by_token(writes: Writes) -> Writes:
+def _by_token(writes: KVWrites) -> KVWrites:
     """Return the same writes without spans."""
     tokens = None if writes.tokens is None else writes.tokens.numpy()
     return writes._replace(spans=(), loose=tokens, loose_slots=writes.slots.numpy())
@@ -201,7 +203,7 @@ def _by_token(writes: Writes) -> Writes:
 class _WriteBench:
     """KV of one model shape in bfloat16, with keys and values as its decoder passes them: parts of wider rows."""
 
-    def __init__(self, shape: Shape, num_blocks: int) -> None:
+    def __init__(self, shape: DecoderShape, num_blocks: int) -> None:
         heads, dim = shape.num_key_value_heads, shape.head_dim
         num_layers = min(TENSORS, shape.num_hidden_layers)
         self._scale = shape.num_hidden_layers / num_layers
@@ -246,8 +248,8 @@ class _Facts(NamedTuple):
 
 
 def _whole(
-    setup: Setup, config: AlignedConfig, log: ContentionLog, bar: Bar
-) -> tuple[dict[str, list[Run]], _Facts, list[str]]:
+    setup: EngineSetup, config: AlignedConfig, log: ContentionLog, bar: ProgressBar
+) -> tuple[dict[str, list[RunResult]], _Facts, list[str]]:
     """Run the same prompts through one executor under three schedulers, in turn."""
     mix, rng = MIXES["mixed"], Random(setup.seed)
     num_blocks = config.whole_prompts * -(-(mix.longest + config.whole_outputs) // BLOCK_SIZE)
@@ -258,31 +260,31 @@ def _whole(
     sampling = SamplingParams(max_tokens=config.whole_outputs, temperature=0.0)
     bar.stage("the same prompts, to completion", (1 + config.runs * len(MODES)) * len(prompts))
 
-    def timed(mode: str, name: str) -> Run:
+    def timed(mode: str, name: str) -> RunResult:
         limits = replace(engine.scheduler.limits, align=MODES[mode].align, charge_ceil=MODES[mode].charge_ceil)
         scheduler = Scheduler(
             SchedulerConfig(
                 engine.scheduler.pool.num_blocks, BLOCK_SIZE, limits, enable_prefix_caching=False, policy="fcfs"
             )
         )
-        return drive(Engine(scheduler, engine.executor), make_requests(prompts, sampling, name), bar=bar)
+        return run_requests(Engine(scheduler, engine.executor), make_requests(prompts, sampling, name), bar=bar)
 
     first = timed("off", "warm-up")  # first touch of all memory
-    found: dict[str, list[Run]] = {mode: [] for mode in MODES}
+    found: dict[str, list[RunResult]] = {mode: [] for mode in MODES}
     problems: list[str] = []
     for run in range(config.runs):
         order = list(MODES)[run % len(MODES) :] + list(MODES)[: run % len(MODES)]
         for mode in order:
-            done = uncontended(lambda m=mode, r=run: timed(m, f"{m}{r}"), log)
+            done = measure_uncontended(lambda m=mode, r=run: timed(m, f"{m}{r}"), log)
             problems += done.problems(mode)
             found[mode].append(done)
     differing = sum(done.outputs != first.outputs for runs in found.values() for done in runs)
     if differing and info.dtype == "float32":
         problems.append(f"{differing} runs gave other tokens than the first in float32")
-    return found, _Facts(info.threads, describe(info), prompts, differing), problems
+    return found, _Facts(info.threads, describe_engine(info), prompts, differing), problems
 
 
-def _sheets(values: dict[str, float], by_mix: dict[str, dict[str, float]]) -> list[Sheet]:
+def _sheets(values: dict[str, float], by_mix: dict[str, dict[str, float]]) -> list[ReportTable]:
     writes = tuple(
         (name, *(values[f"{prefix}write_us_{key}"] for key in ("by_token", "off", "on", "ceil")))
         for prefix, name in WRITE_SHAPES.items()
@@ -290,13 +292,15 @@ def _sheets(values: dict[str, float], by_mix: dict[str, dict[str, float]]) -> li
     budgets = tuple((mix, *(100 * share for share in modes.values())) for mix, modes in by_mix.items())
     whole = (("seconds", *(values[f"whole_s_{mode}"] for mode in MODES)),)
     return [
-        Sheet("KV writes, us per 2,048 tokens in all layers", ("shape", "by token", "off", "exact", "ceil"), writes),
-        Sheet("token budget lost while prompts wait, %", ("prompts", "off", "exact", "ceil"), budgets),
-        Sheet("the same prompts to completion", ("", "off", "exact", "ceil"), whole),
+        ReportTable(
+            "KV writes, us per 2,048 tokens in all layers", ("shape", "by token", "off", "exact", "ceil"), writes
+        ),
+        ReportTable("token budget lost while prompts wait, %", ("prompts", "off", "exact", "ceil"), budgets),
+        ReportTable("the same prompts to completion", ("", "off", "exact", "ceil"), whole),
     ]
 
 
-def _charts(values: dict[str, float], by_mix: dict[str, dict[str, float]]) -> list[Chart]:
+def _charts(values: dict[str, float], by_mix: dict[str, dict[str, float]]) -> list[ReportChart]:
     keys = {"by token": "by_token", "off": "off", "exact": "on", "ceil": "ceil"}
     writes: dict[str, tuple[float | None, ...]] = {
         name: tuple(values[f"{prefix}write_us_{key}"] / 1e3 for key in keys.values())
@@ -306,6 +310,6 @@ def _charts(values: dict[str, float], by_mix: dict[str, dict[str, float]]) -> li
         mode: tuple(100 * shares[mode] for shares in by_mix.values()) for mode in MODES
     }
     return [
-        Chart("KV writes of 2,048 tokens", "", "ms in all layers", tuple(keys), writes, log_y=True),
-        Chart("token budget lost while prompts wait", "prompts", "%", tuple(by_mix), budgets),
+        ReportChart("KV writes of 2,048 tokens", "", "ms in all layers", tuple(keys), writes, log_y=True),
+        ReportChart("token budget lost while prompts wait", "prompts", "%", tuple(by_mix), budgets),
     ]

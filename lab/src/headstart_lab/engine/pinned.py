@@ -12,10 +12,10 @@ from typing import Any
 from headstart.core.cache.pinned_prefix import PrefixState
 from headstart.core.engine import Engine
 from headstart.core.request import CacheMode, SamplingParams
-from headstart.measurement.inprocess import Run, drive, make_requests
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Report, Sheet
-from headstart.measurement.runner import Setup, describe
+from headstart.measurement.inprocess import RunResult, make_requests, run_requests
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportTable
+from headstart.measurement.runner import EngineSetup, describe_engine
 from headstart.workload.synthetic import random_tokens
 
 PREFIX = 900
@@ -26,7 +26,7 @@ POOLS = 3  # of one-off prompts
 AT_LEAST = 896  # whole blocks of 16 in 900 tokens
 
 
-def run_pinned(setup: Setup, bar: Bar = QUIET) -> Report:
+def run_pinned(setup: EngineSetup, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Pin the prefix, send the first prompt that begins with it, flood the pool, and send another."""
     bar.stage("loading the model", None)
     engine, info = setup.build(setup.options(num_blocks=NUM_BLOCKS))
@@ -39,11 +39,11 @@ def run_pinned(setup: Setup, bar: Bar = QUIET) -> Report:
     first_prompt, second_prompt = fixed + tokens(OWN), fixed + tokens(OWN)
     flood = [tokens(PREFIX + OWN) for _ in range(-(-POOLS * NUM_BLOCKS * info.block_size // (PREFIX + OWN)))]
 
-    def send(label: str, *prompts: "array[int]", cache: CacheMode = CacheMode.READ_WRITE) -> Run:
+    def send(label: str, *prompts: "array[int]", cache: CacheMode = CacheMode.READ_WRITE) -> RunResult:
         bar.stage(label, len(prompts))
         sampling = SamplingParams(max_tokens=OUTPUT, temperature=0.0)
         requests = [replace(request, cache=cache) for request in make_requests(prompts, sampling, label)]
-        return drive(engine, requests, bar=bar)
+        return run_requests(engine, requests, bar=bar)
 
     cold = send("cold", tokens(PREFIX + OWN))
     bar.stage("warming", None)
@@ -58,7 +58,7 @@ def run_pinned(setup: Setup, bar: Bar = QUIET) -> Report:
     evictions = engine.stats().pool.total_evictions
     report = _report(setup, runs, {"warm_ms": 1e3 * warm_seconds, "evicted_blocks": evictions})
     report.threads = info.threads
-    report.setup = {"prefix_tokens": PREFIX, "own_tokens": OWN, "flood_pools": POOLS, **describe(info)}
+    report.setup = {"prefix_tokens": PREFIX, "own_tokens": OWN, "flood_pools": POOLS, **describe_engine(info)}
     if report.values["differing_tokens"] and info.dtype == "float32":
         report.problems.append("the first answer differs in float32 from the one without the cache")
     return report
@@ -73,7 +73,7 @@ def _pin(engine: Engine, fixed: "array[int]") -> float:
     return time.perf_counter() - start
 
 
-def _report(setup: Setup, runs: dict[str, Run], more: dict[str, Any]) -> Report:
+def _report(setup: EngineSetup, runs: dict[str, RunResult], more: dict[str, Any]) -> BenchmarkReport:
     first, after = runs["first"], runs["after"]
     values: dict[str, Any] = {
         "cached_tokens": first.records[0].cached_tokens,
@@ -92,11 +92,13 @@ def _report(setup: Setup, runs: dict[str, Run], more: dict[str, Any]) -> Report:
     for key in ("cached_tokens", "cached_tokens_after_flood"):
         if values[key] < AT_LEAST:
             problems.append(f"{key} is {values[key]} instead of at least {AT_LEAST}")
-    sheet = Sheet(f"a pinned prefix of {PREFIX} tokens, prompts of {PREFIX + OWN}", columns, tuple(rows))
-    return Report("lab pinned", values, model=setup.label, seed=setup.seed, runs=1, sheets=[sheet], problems=problems)
+    sheet = ReportTable(f"a pinned prefix of {PREFIX} tokens, prompts of {PREFIX + OWN}", columns, tuple(rows))
+    return BenchmarkReport(
+        "lab pinned", values, model=setup.label, seed=setup.seed, runs=1, sheets=[sheet], problems=problems
+    )
 
 
-def _ttft_ms(run: Run) -> float | None:
+def _ttft_ms(run: RunResult) -> float | None:
     """Return the TTFT of the first request; None if that failed."""
     ttft = run.records[0].ttft
     return None if ttft is None else 1e3 * ttft

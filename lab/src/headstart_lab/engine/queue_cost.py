@@ -19,11 +19,11 @@ from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.waiting_queue import POLICIES
 from headstart.measurement.inprocess import make_requests
-from headstart.measurement.machine import ContentionLog, uncontended
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Chart, Report, Sheet, spread
+from headstart.measurement.machine import ContentionLog, measure_uncontended
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
 from headstart.workload.request_record import median
-from headstart.workload.synthetic import random_tokens, with_prefix
+from headstart.workload.synthetic import prompts_with_prefix, random_tokens
 from headstart_lab.runners.null_executor import NullExecutor
 
 BLOCK_SIZE = 16
@@ -79,7 +79,7 @@ class _Cost:
         self.order_mean.append(mean(queued) - mean(alone))
 
 
-def run_order(seed: int, config: OrderConfig, bar: Bar = QUIET) -> Report:
+def run_order(seed: int, config: OrderConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Measure every form: none fits, one is admitted in each step, twins wait for blocks that their leader computes.
 
     Raises ConfigError for an unknown policy, and for a queue that would be empty before the last step.
@@ -93,7 +93,7 @@ def run_order(seed: int, config: OrderConfig, bar: Bar = QUIET) -> Report:
         bar.stage(f"queues {number + 1}/{len(FORMS)}", 2 * config.runs)
         for run in range(config.runs):
             for case in make(config, Random(f"{seed}/{run}")):
-                steps = uncontended(lambda c=case: _measure(c, config), log)
+                steps = measure_uncontended(lambda c=case: _measure(c, config), log)
                 costs.setdefault(case.name, _Cost()).add(steps.alone, steps.queued)
                 if steps.admitted != case.admits * case.steps:
                     problems.append(f"{case.name}: {steps.admitted} requests admitted in {case.steps} steps")
@@ -113,8 +113,10 @@ def _distinct(config: OrderConfig, rng: Random) -> list[_Case]:
 def _hot(config: OrderConfig, rng: Random) -> list[_Case]:
     """Return prompts with one prefix up to the last block, which running sequences hold."""
     prefix = random_tokens(config.prompt - BLOCK_SIZE, VOCAB_SIZE, rng)
-    decodes = with_prefix(prefix, DECODES, BLOCK_SIZE, VOCAB_SIZE, rng)
-    return _cases("one hot prefix", config, decodes, with_prefix(prefix, config.waiting, BLOCK_SIZE, VOCAB_SIZE, rng))
+    decodes = prompts_with_prefix(prefix, DECODES, BLOCK_SIZE, VOCAB_SIZE, rng)
+    return _cases(
+        "one hot prefix", config, decodes, prompts_with_prefix(prefix, config.waiting, BLOCK_SIZE, VOCAB_SIZE, rng)
+    )
 
 
 def _half(config: OrderConfig, rng: Random) -> list[_Case]:
@@ -132,7 +134,7 @@ def _half(config: OrderConfig, rng: Random) -> list[_Case]:
 def _twins(config: OrderConfig, rng: Random) -> list[_Case]:
     """Return prompts with one new prefix, computed by the first in chunks; there are slots and blocks for all."""
     prefix = random_tokens(config.prompt - BLOCK_SIZE, VOCAB_SIZE, rng)
-    waiting = with_prefix(prefix, config.waiting, BLOCK_SIZE, VOCAB_SIZE, rng)
+    waiting = prompts_with_prefix(prefix, config.waiting, BLOCK_SIZE, VOCAB_SIZE, rng)
     decodes = _own(config, rng)
     blocks = _held(decodes) + (DECODES + 2) * config.prompt // BLOCK_SIZE
     steps = config.prompt // config.cap - 1  # after the one in which the leader is admitted
@@ -224,7 +226,9 @@ def _timed_step(engine: Engine) -> float:
     return seconds - (engine.stats().step_seconds - before)
 
 
-def _report(seed: int, config: OrderConfig, costs: dict[str, _Cost], problems: list[str], log: ContentionLog) -> Report:
+def _report(
+    seed: int, config: OrderConfig, costs: dict[str, _Cost], problems: list[str], log: ContentionLog
+) -> BenchmarkReport:
     rows = [
         {
             "form": name,
@@ -237,13 +241,13 @@ def _report(seed: int, config: OrderConfig, costs: dict[str, _Cost], problems: l
     ]
     worst = max(rows, key=lambda row: row["order_us"])
     names = tuple(row["form"] for row in rows)
-    return Report(
+    return BenchmarkReport(
         "lab order",
         {"order_us_per_step": worst["order_us"], "worst_form": worst["form"], "max_us": MAX_US, "forms": rows},
         seed=seed,
         runs=config.runs,
         threads=1,
-        spread={"order_us_per_step": [1e6 * value for value in spread(costs[worst["form"]].order)]},
+        spread={"order_us_per_step": [1e6 * value for value in min_and_max(costs[worst["form"]].order)]},
         setup={
             "waiting": config.waiting,
             "prompt_tokens": config.prompt,
@@ -254,12 +258,14 @@ def _report(seed: int, config: OrderConfig, costs: dict[str, _Cost], problems: l
         },
         contention=log.as_dict(),
         sheets=[
-            Sheet(
+            ReportTable(
                 f"{config.waiting} prompts of {config.prompt} tokens wait ({config.policy}), microseconds per step",
                 COLUMNS,
                 tuple(tuple(row.values()) for row in rows),
             )
         ],
-        charts=[Chart("ordering, per step", "form", "us", names, {"order": tuple(row["order_us"] for row in rows)})],
+        charts=[
+            ReportChart("ordering, per step", "form", "us", names, {"order": tuple(row["order_us"] for row in rows)})
+        ],
         problems=problems,
     )

@@ -4,24 +4,26 @@ from random import Random
 from typing import Any
 
 from headstart.core.request import SamplingParams
-from headstart.measurement.inprocess import drive, make_requests
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Report, Sheet
-from headstart.measurement.runner import Setup, describe
+from headstart.measurement.inprocess import make_requests, run_requests
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportTable
+from headstart.measurement.runner import EngineSetup, describe_engine
 from headstart.workload.synthetic import random_tokens
 
 PROMPT = 1024
 NUM_BLOCKS = 256
 
 
-def run_repeated_prompt(setup: Setup, bar: Bar = QUIET) -> Report:
+def run_repeated_prompt(setup: EngineSetup, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Send one prompt of 1,024 tokens twice, one output token each."""
     bar.stage("loading the model", None)
     engine, info = setup.build(setup.options(num_blocks=NUM_BLOCKS))
     prompt = random_tokens(PROMPT, info.vocab_size, Random(setup.seed))
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     bar.stage("the same prompt twice", 2)
-    first, again = (drive(engine, make_requests([prompt], sampling, name), bar=bar) for name in ("first", "again"))
+    first, again = (
+        run_requests(engine, make_requests([prompt], sampling, name), bar=bar) for name in ("first", "again")
+    )
     values: dict[str, Any] = {
         "tokens_computed": again.computed_tokens,
         "tokens_cached": again.records[0].cached_tokens,
@@ -34,14 +36,16 @@ def run_repeated_prompt(setup: Setup, bar: Bar = QUIET) -> Report:
         ("first", first.computed_tokens, first.records[0].cached_tokens, values["first_ms"]),
         ("again", again.computed_tokens, again.records[0].cached_tokens, values["again_ms"]),
     )
-    report = Report(
+    report = BenchmarkReport(
         "lab repeat",
         values,
         model=setup.label,
         seed=setup.seed,
         threads=info.threads,
-        setup={"prompt_tokens": PROMPT, **describe(info)},
-        sheets=[Sheet("one prompt of 1,024 tokens, twice", ("time", "tokens computed", "tokens cached", "ms"), rows)],
+        setup={"prompt_tokens": PROMPT, **describe_engine(info)},
+        sheets=[
+            ReportTable("one prompt of 1,024 tokens, twice", ("time", "tokens computed", "tokens cached", "ms"), rows)
+        ],
         problems=first.problems("first") + again.problems("again"),
     )
     if again.computed_tokens != 1:

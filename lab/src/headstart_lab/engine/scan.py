@@ -17,9 +17,9 @@ from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.measurement.inprocess import drive, make_requests
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Report, Sheet
+from headstart.measurement.inprocess import make_requests, run_requests
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportTable
 from headstart.workload.synthetic import random_tokens
 from headstart_lab.runners.null_executor import NullExecutor
 
@@ -52,7 +52,7 @@ class _Found:
     evictions: int
 
 
-def run_scan(seed: int, config: ScanConfig = ScanConfig(), bar: Bar = QUIET) -> Report:
+def run_scan(seed: int, config: ScanConfig = ScanConfig(), bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Send the hot prompt `uses` times with a scan before each but the first, once per eviction policy."""
     found: dict[str, _Found] = {}
     problems: list[str] = []
@@ -72,7 +72,7 @@ def run_scan(seed: int, config: ScanConfig = ScanConfig(), bar: Bar = QUIET) -> 
     rows = tuple((name, f.hot_hit_rate, f.first_hit, f.computed_tokens, f.evictions) for name, f in found.items())
     title = f"{config.prefix:,} hot tokens, {config.uses} uses, scans of {config.pools} pools between them"
     columns = ("policy", "hit rate of the prefix", "first full hit at use", "tokens computed", "evictions")
-    return Report(
+    return BenchmarkReport(
         "lab scan",
         values,
         seed=seed,
@@ -88,12 +88,12 @@ def run_scan(seed: int, config: ScanConfig = ScanConfig(), bar: Bar = QUIET) -> 
             "pool_tokens": _pool_tokens(config),
             "block_size": config.block_size,
         },
-        sheets=[Sheet(title, columns, rows)],
+        sheets=[ReportTable(title, columns, rows)],
         problems=problems,
     )
 
 
-def _run(policy: str, seed: int, config: ScanConfig, bar: Bar, problems: list[str]) -> _Found:
+def _run(policy: str, seed: int, config: ScanConfig, bar: ProgressBar, problems: list[str]) -> _Found:
     limits = Limits(
         max_batched_tokens=8192,
         max_seqs=config.concurrency,
@@ -110,9 +110,9 @@ def _run(policy: str, seed: int, config: ScanConfig, bar: Bar, problems: list[st
     cached: list[int] = []
     for use in range(config.uses):
         if use:
-            problems += drive(engine, list(_one_offs(config, use, rng))).problems(f"scan before use {use + 1}")
+            problems += run_requests(engine, list(_one_offs(config, use, rng))).problems(f"scan before use {use + 1}")
         prompt = prefix + random_tokens(config.own, VOCAB_SIZE, rng)
-        run = drive(engine, make_requests([prompt], _greedy(), f"hot{use}"))
+        run = run_requests(engine, make_requests([prompt], _greedy(), f"hot{use}"))
         problems += run.problems(f"use {use + 1}")
         cached.append(min(run.records[0].cached_tokens, config.prefix))
         bar.advance()

@@ -19,18 +19,18 @@ from typing import Any
 
 import headstart
 from headstart.core.batch import Batch, StepResult
-from headstart.core.cache.hashing import BlockHash, HashChain, extend_hashes, root_hash
+from headstart.core.cache.hashing import BlockHash, HashChain, extend_block_hashes, root_hash
 from headstart.core.engine import Engine
 from headstart.core.errors import ConfigError
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.measurement.machine import ContentionLog, uncontended
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Report, Sheet, spread
-from headstart.model.kernels.block_hashes import compiled_chain
-from headstart.model.kernels.compiled_blocks import compiled_ops
+from headstart.measurement.machine import ContentionLog, measure_uncontended
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportTable, min_and_max
+from headstart.model.kernels.block_hashes import compiled_hash_chain
+from headstart.model.kernels.compiled_blocks import compiled_block_loops
 from headstart.workload.request_record import median
 from headstart.workload.synthetic import random_tokens, rotations
 from headstart_lab.runners.null_executor import NullExecutor
@@ -57,12 +57,12 @@ def peer_command(python: Path | None) -> list[str]:
     return [str(python), str(PEER_SCRIPT)]
 
 
-def run_beside_peer(seed: int, runs: int, peer_python: Path | None = None, bar: Bar = QUIET) -> Report:
+def run_beside_peer(seed: int, runs: int, peer_python: Path | None = None, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Measure the costs, and vLLM's with the interpreter `peer_python`. Raises ConfigError without a checkout."""
     return run_scheduler(seed, runs, bar, peer=peer_command(peer_python))
 
 
-def run_scheduler(seed: int, runs: int, bar: Bar = QUIET, *, peer: Sequence[str] = ()) -> Report:
+def run_scheduler(seed: int, runs: int, bar: ProgressBar = QUIET, *, peer: Sequence[str] = ()) -> BenchmarkReport:
     """Measure a step of 256 decodes, one request of 4,096 tokens with 4,080 cached, hashing, and a warm pass.
 
     `peer` is a command that measures another scheduler in the same way, given the seed: it runs in turn with ours.
@@ -72,13 +72,13 @@ def run_scheduler(seed: int, runs: int, bar: Bar = QUIET, *, peer: Sequence[str]
     bar.stage("scheduling", runs)
     for run in range(runs):
         if peer:  # first, so that one that cannot be run is named at once
-            theirs.append(uncontended(lambda r=run: _peer_costs([*peer, f"{seed}/{r}"]), log))
-        ours.append(uncontended(lambda r=run: _costs(Random(f"{seed}/{r}")), log))
+            theirs.append(measure_uncontended(lambda r=run: _peer_costs([*peer, f"{seed}/{r}"]), log))
+        ours.append(measure_uncontended(lambda r=run: _costs(Random(f"{seed}/{r}")), log))
         bar.advance()
     return _report(ours, theirs, seed, log)
 
 
-def _report(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], seed: int, log: ContentionLog) -> Report:
+def _report(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], seed: int, log: ContentionLog) -> BenchmarkReport:
     values: dict[str, float | None] = {}
     ranges: dict[str, list[float]] = {}
     rows: list[tuple[Any, ...]] = []
@@ -89,12 +89,12 @@ def _report(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], seed: int,
             times = [run[key] for run in runs if key in run]
             values[name] = median(times) if times else None
             if times:
-                ranges[name] = spread(times)
+                ranges[name] = min_and_max(times)
             row += [values[name], *ranges.get(name, (None, None))]
         mine, peer = values[key], values[f"vllm_{key}"]
         values[f"{figure}_ratio"] = peer / mine if mine and peer else None
         rows.append((*row, values[f"{figure}_ratio"]))
-    return Report(
+    return BenchmarkReport(
         "lab scheduler",
         values,
         seed=seed,
@@ -108,11 +108,11 @@ def _report(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], seed: int,
             "cached_tokens": CACHED,
             "warm_prompts": WARM_PROMPTS,
             "warm_tokens": WARM_TOKENS,
-            "compiled_hashes": compiled_chain() is not None,
+            "compiled_hashes": compiled_hash_chain() is not None,
             "peer_versions": theirs[0].get("versions") if theirs else None,
         },
         contention=log.as_dict(),
-        sheets=[Sheet("scheduling without a model, microseconds", COLUMNS, tuple(rows))],
+        sheets=[ReportTable("scheduling without a model, microseconds", COLUMNS, tuple(rows))],
     )
 
 
@@ -138,7 +138,7 @@ def _costs(rng: Random) -> dict[str, float]:
     gc.collect()
     gc.freeze()  # as the engine process does after startup
     admit, finish = _admit_cached(rng)
-    seconds = [_step_of_decodes(rng), admit, finish, _hash_1k(rng, compiled_chain()), _hash_1k(rng, None)]
+    seconds = [_step_of_decodes(rng), admit, finish, _hash_1k(rng, compiled_hash_chain()), _hash_1k(rng, None)]
     seconds += _warm_pass(rng)
     return {f"{figure}_us": 1e6 * value for figure, value in zip((*FIGURES, *OWN_FIGURES), seconds, strict=True)}
 
@@ -160,8 +160,8 @@ def _engine(num_blocks: int) -> tuple[Engine, _Stopwatch]:
     limits = Limits(max_batched_tokens=8192, max_seqs=DECODES, max_model_len=2 * PROMPT)
     scheduler = Scheduler(
         SchedulerConfig(num_blocks, BLOCK_SIZE, limits, policy="fcfs", eviction_policy="lru", tenant_floor=0.0),
-        chain=compiled_chain(),
-        ops=compiled_ops(),
+        chain=compiled_hash_chain(),
+        ops=compiled_block_loops(),
     )
     watch = _Stopwatch(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
     return Engine(scheduler, watch), watch
@@ -211,7 +211,7 @@ def _warm_pass(rng: Random, passes: int = 32) -> tuple[float, float, float, floa
     num_blocks = 2 * WARM_PROMPTS * (WARM_TOKENS // BLOCK_SIZE + 1)
     config = SchedulerConfig(num_blocks, BLOCK_SIZE, limits, tenant_floor=0.0)  # as `serve` has them
     watch = _Stopwatch(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
-    engine = Engine(Scheduler(config, chain=compiled_chain(), ops=compiled_ops()), watch)
+    engine = Engine(Scheduler(config, chain=compiled_hash_chain(), ops=compiled_block_loops()), watch)
     prompts = rotations(random_tokens(WARM_TOKENS, VOCAB_SIZE, rng), WARM_PROMPTS)
     times: list[tuple[float, float, float, float]] = []
     for number in range(passes + 2):  # the first two compute the prompts, and make their blocks protected ones
@@ -235,7 +235,7 @@ def _hash_1k(rng: Random, chain: HashChain | None, rounds: int = 200) -> float:
     def once() -> float:
         hashes: list[BlockHash] = []
         start = thread_time()
-        extend_hashes(hashes, tokens, BLOCK_SIZE, root, chain=chain)
+        extend_block_hashes(hashes, tokens, BLOCK_SIZE, root, chain=chain)
         return thread_time() - start
 
     return median(once() for _ in range(rounds))

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from headstart.core.batch import Batch, Row, RowError, RowErrorKind, StepResult
+from headstart.core.batch import Batch, RowError, RowErrorKind, RowResult, StepResult
 from headstart.core.cache.block_store import Data
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.executor import Executor
 from headstart.core.request import CacheMode, Request, SamplingParams
-from headstart.measurement.inprocess import Run, drive, make_requests
-from headstart.measurement.machine import ContentionLog, uncontended
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Chart, Report, Sheet, spread
-from headstart.measurement.runner import Setup, describe
+from headstart.measurement.inprocess import RunResult, make_requests, run_requests
+from headstart.measurement.machine import ContentionLog, measure_uncontended
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
+from headstart.measurement.runner import EngineSetup, describe_engine
 from headstart.workload.request_record import median
 from headstart_lab.engine.burst_forms import BLOCK_SIZE, LOSS_STEP, Form, check_form
 
@@ -27,11 +27,13 @@ MAX_REDUNDANCY = 1.02
 COLUMNS = ("form", "prefill computed", "ideal", "redundancy", "steps", "seconds", "seconds, caching off")
 
 
-def run_twins(setup: Setup, forms: list[Form], *, runs: int = 3, baseline: bool = True, bar: Bar = QUIET) -> Report:
+def run_twins(
+    setup: EngineSetup, forms: list[Form], *, runs: int = 3, baseline: bool = True, bar: ProgressBar = QUIET
+) -> BenchmarkReport:
     """Measure bursts, each on its own engine, cold every time; with `baseline` also without any reuse."""
     forms = [check_form(form) for form in forms]
     log, results = ContentionLog.new(), list[_Result]()
-    known: dict[bytes, Run] = {}  # runs without reuse, by their prompts
+    known: dict[bytes, RunResult] = {}  # runs without reuse, by their prompts
     info: EngineInfo | None = None
     for form in forms:
         bar.stage(f"loading the model for {form.name}", None)
@@ -46,7 +48,7 @@ def run_twins(setup: Setup, forms: list[Form], *, runs: int = 3, baseline: bool 
             result.off = known[key]
         for number in range(runs):
             bar.stage(f"{form.name} {number + 1}/{runs}", form.num_requests)
-            result.add(uncontended(lambda e=engine, f=form, p=prompts, n=number: _run(e, f, p, n, bar), log))
+            result.add(measure_uncontended(lambda e=engine, f=form, p=prompts, n=number: _run(e, f, p, n, bar), log))
         results.append(result)
     assert info is not None, "no form to measure"
     return _report(setup, info, results, runs, log)
@@ -57,11 +59,11 @@ class _Result:
     """The results of one form."""
 
     form: Form
-    runs: list[Run] = field(default_factory=list[Run])
+    runs: list[RunResult] = field(default_factory=list[RunResult])
     lost: list[int] = field(default_factory=list[int])
-    off: Run | None = None  # the same prompts, every token computed
+    off: RunResult | None = None  # the same prompts, every token computed
 
-    def add(self, found: tuple[Run, int]) -> None:
+    def add(self, found: tuple[RunResult, int]) -> None:
         run, lost = found
         self.runs.append(run)
         self.lost.append(lost)
@@ -154,31 +156,33 @@ class _LosingExecutor:
             return result
         rows = (
             *result.rows[:index],
-            Row(error=RowError(RowErrorKind.NON_FINITE, "planted")),
+            RowResult(error=RowError(RowErrorKind.NON_FINITE, "planted")),
             *result.rows[index + 1 :],
         )
         return result._replace(rows=rows)
 
 
-def _run(engine: Engine, form: Form, prompts: "list[array[int]]", number: int, bar: Bar) -> tuple[Run, int]:
+def _run(
+    engine: Engine, form: Form, prompts: "list[array[int]]", number: int, bar: ProgressBar
+) -> tuple[RunResult, int]:
     """Return (the burst on an empty cache, tokens computed by its aborted or failed leader)."""
     assert engine.reset_prefix_cache(), "an idle engine did not clear its prefix cache"
     requests = make_requests(prompts, _greedy(form), f"{form.name}-{number}")
     if not form.loss:
-        return drive(engine, requests, bar=bar), 0
+        return run_requests(engine, requests, bar=bar), 0
     executor = engine.executor
     engine.executor = losing = _LosingExecutor(executor, engine, requests[0].request_id, form.loss)
     try:
-        return drive(engine, requests, bar=bar), losing.lost
+        return run_requests(engine, requests, bar=bar), losing.lost
     finally:
         engine.executor = executor
 
 
-def _run_without_reuse(engine: Engine, form: Form, prompts: "list[array[int]]", bar: Bar) -> Run:
+def _run_without_reuse(engine: Engine, form: Form, prompts: "list[array[int]]", bar: ProgressBar) -> RunResult:
     """Run the same prompts with the cache bypassed."""
     bar.stage(f"{form.name}, caching off", len(prompts))
     requests = make_requests(prompts, _greedy(form), "off")
-    return drive(engine, [_bypassing(request) for request in requests], bar=bar)
+    return run_requests(engine, [_bypassing(request) for request in requests], bar=bar)
 
 
 def _bypassing(request: Request) -> Request:
@@ -199,11 +203,13 @@ def _index(request_id: str) -> int:
     return int(request_id.rpartition("-")[2])
 
 
-def _report(setup: Setup, info: EngineInfo, results: list[_Result], runs: int, log: ContentionLog) -> Report:
+def _report(
+    setup: EngineSetup, info: EngineInfo, results: list[_Result], runs: int, log: ContentionLog
+) -> BenchmarkReport:
     found = [result.values() for result in results]
     worst = max(range(len(found)), key=lambda index: found[index]["redundancy"])
     names = [result.form.name for result in results]
-    report = Report(
+    report = BenchmarkReport(
         "twins",
         {
             **found[worst],
@@ -214,14 +220,14 @@ def _report(setup: Setup, info: EngineInfo, results: list[_Result], runs: int, l
         seed=setup.seed,
         runs=runs,
         threads=info.threads,
-        spread={"total_s": spread([run.seconds for run in results[worst].runs])},
+        spread={"total_s": min_and_max([run.seconds for run in results[worst].runs])},
         setup={
             "requests": results[0].form.num_requests,
             "prefix_tokens": results[0].form.prefix,
             "own_tokens": results[0].form.own,
             "branch_tokens": results[0].form.branch,
             "output_tokens": results[0].form.output,
-            **describe(info),
+            **describe_engine(info),
         },
         contention=log.as_dict(),
         problems=[problem for result in results for problem in result.problems()],
@@ -231,7 +237,7 @@ def _report(setup: Setup, info: EngineInfo, results: list[_Result], runs: int, l
         report.problems.append(f"{differing} first tokens differ from those without reuse in float32")
     keys = ("prefill_computed", "ideal", "redundancy", "steps", "total_s", "off_s")
     rows = tuple((name, *(values[key] for key in keys)) for name, values in zip(names, found, strict=True))
-    report.sheets.append(Sheet("a burst behind one new prefix", COLUMNS, rows))
+    report.sheets.append(ReportTable("a burst behind one new prefix", COLUMNS, rows))
     series = {key: tuple(values[key] for values in found) for key in ("prefill_computed", "ideal")}
-    report.charts.append(Chart("prompt tokens computed", "form", "tokens", tuple(names), series))
+    report.charts.append(ReportChart("prompt tokens computed", "form", "tokens", tuple(names), series))
     return report

@@ -17,8 +17,8 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from headstart.measurement.machine import print_document
-from headstart.measurement.progress_bar import QUIET, Bar, progress_bar
+from headstart.measurement.machine import print_figures
+from headstart.measurement.progress_bar import QUIET, ProgressBar, progress_bar
 from headstart.workload.jobs import Job
 from headstart.workload.synthetic import random_tokens
 from headstart.workload.traces import CHAIN_BLOCK, Trace, read_trace
@@ -168,7 +168,7 @@ def row(workloads: Sequence[Workload], servers: Sequence[Server]) -> dict[str, A
 
 
 def measure(
-    workloads: Sequence[list[Workload]], pools: Sequence[float], policies: Sequence[str], bar: Bar = QUIET
+    workloads: Sequence[list[Workload]], pools: Sequence[float], policies: Sequence[str], bar: ProgressBar = QUIET
 ) -> list[dict[str, Any]]:
     """Return a row per load, pool, eviction and scheduling policy; pools without space for a prompt are left out."""
     rows: list[dict[str, Any]] = []
@@ -225,7 +225,7 @@ def main() -> int:
         bar.stage("made cases")
         found["best case"] = made("best case", best_case, "fcfs") + made("best case", best_case, "lpm")
         found["worst case"] = made("worst case", worst_case, "priority")
-    print_document(
+    print_figures(
         {
             "bench": "queued block references",
             "traces": [path.name for path in (args.chat, args.agents) if path],

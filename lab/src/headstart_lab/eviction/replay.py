@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headstart.core.cache.eviction import PROTECTED_SHARE, EvictionOrder, TwoQueue
+from headstart.core.cache.eviction import PROTECTED_SHARE, EvictionOrder, TwoQueueOrder
 from headstart.core.cache.free_blocks import EVICTION_POLICIES
-from headstart.measurement.machine import print_document
-from headstart.workload.block_paths import block_paths
+from headstart.measurement.machine import print_figures
+from headstart.workload.block_paths import trace_block_paths
 from headstart.workload.traces import read_trace
 from headstart_lab.cache.eviction_replay import replay
 
@@ -27,7 +27,7 @@ SHARES = (0.3, 0.8)  # other shares of the pool that 2q might protect
 
 def two_queue(share: float) -> Callable[[bytearray, int], EvictionOrder]:
     """Return 2q with another share of the pool protected."""
-    return lambda marks, _: TwoQueue(marks, int(share * (len(marks) - 1)))
+    return lambda marks, _: TwoQueueOrder(marks, int(share * (len(marks) - 1)))
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=16, help="requests that hold their blocks at a time")
     args = parser.parse_args()
     with args.trace.open(encoding="utf-8") as lines:
-        prompts = block_paths(read_trace(lines))
+        prompts = trace_block_paths(read_trace(lines))
     distinct = prompts.num_distinct
     total = sum(map(len, prompts.paths))
     longest = max(map(len, prompts.paths))
@@ -52,7 +52,7 @@ def main() -> int:
         }
         rows.append({"pool_blocks": num_blocks, "pool_share": share, **rates})
         print(json.dumps(rows[-1]), file=sys.stderr)
-    print_document(
+    print_figures(
         {
             "bench": "eviction replay",
             "trace": args.trace.name,

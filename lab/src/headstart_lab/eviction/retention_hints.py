@@ -17,9 +17,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from headstart.core.request import DEFAULT_RETENTION, Retention
-from headstart.measurement.machine import print_document
-from headstart.measurement.progress_bar import QUIET, Bar, progress_bar
+from headstart.core.request import DEFAULT_RETENTION, RetentionHint
+from headstart.measurement.machine import print_figures
+from headstart.measurement.progress_bar import QUIET, ProgressBar, progress_bar
 from headstart.openai.cache_params import KEYED_PRIORITY, MAX_TTL, TIMED_PRIORITY
 from headstart.workload.jobs import Job
 from headstart.workload.traces import CHAIN_BLOCK, Trace, read_trace
@@ -39,10 +39,10 @@ from headstart_lab.eviction.virtual_serving import (
 
 EVICTIONS = ("lru", "2q")
 SEEDS = 3
-TTL = Retention(TIMED_PRIORITY, 300.0)  # "cache_ttl": 300
-SHORT = Retention(TIMED_PRIORITY, 10.0)  # over before the block is evicted, on larger pools
-DAY = Retention(KEYED_PRIORITY, float(MAX_TTL))  # "prompt_cache_retention": "24h"
-HINTS: dict[str, tuple[Retention, Retention]] = {  # of the agents, of the others
+TTL = RetentionHint(TIMED_PRIORITY, 300.0)  # "cache_ttl": 300
+SHORT = RetentionHint(TIMED_PRIORITY, 10.0)  # over before the block is evicted, on larger pools
+DAY = RetentionHint(KEYED_PRIORITY, float(MAX_TTL))  # "prompt_cache_retention": "24h"
+HINTS: dict[str, tuple[RetentionHint, RetentionHint]] = {  # of the agents, of the others
     "none": (DEFAULT_RETENTION, DEFAULT_RETENTION),
     "agents send cache_ttl 300": (TTL, DEFAULT_RETENTION),
     "all send cache_ttl 300": (TTL, TTL),
@@ -62,7 +62,7 @@ CHAT_POOLS = (0.05, 0.1, 0.25)  # of the distinct blocks, for the chat service a
 CHAT_REQUESTS = 1200  # of each slice
 
 
-def with_hints(sessions: Sequence[Session], retention: Retention) -> list[Session]:
+def with_hints(sessions: Sequence[Session], retention: RetentionHint) -> list[Session]:
     """Return the sessions with another hint."""
     return [replace(session, retention=retention) for session in sessions]
 
@@ -73,7 +73,7 @@ def arrivals(trace: Trace, start: float, seconds: float, factor: float, seed: in
     return replace(trace, requests=rows).jobs(VOCAB_SIZE, seed, factor=factor)
 
 
-def measure(agents: Trace, others: Trace, name: str, bar: Bar = QUIET) -> list[dict[str, Any]]:
+def measure(agents: Trace, others: Trace, name: str, bar: ProgressBar = QUIET) -> list[dict[str, Any]]:
     """Return a row per stretch, pool and eviction policy: agents beside other traffic, with each kind of hints."""
     rows: list[dict[str, Any]] = []
     factor = BLOCK_SIZE / CHAIN_BLOCK if others.kind == "mooncake" else FACTOR
@@ -97,7 +97,7 @@ def measure(agents: Trace, others: Trace, name: str, bar: Bar = QUIET) -> list[d
     return rows
 
 
-def measure_alike(trace: Trace, bar: Bar = QUIET) -> list[dict[str, Any]]:
+def measure_alike(trace: Trace, bar: ProgressBar = QUIET) -> list[dict[str, Any]]:
     """Return a row per pool and eviction policy: a chat service whose requests all send the same hint."""
     rows: list[dict[str, Any]] = []
     slices: list[list[Session]] = []
@@ -159,7 +159,7 @@ def main() -> int:
                 rows += measure(traces["agents"], traces[name], name, bar)
         if "chat" in traces:
             rows += measure_alike(traces["chat"], bar)
-    print_document(
+    print_figures(
         {
             "bench": "retention hints",
             "traces": [path.name for path in (args.agents, args.one_off, args.chat) if path],

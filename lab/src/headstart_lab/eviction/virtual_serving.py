@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from headstart.core.engine import Engine
-from headstart.core.request import DEFAULT_RETENTION, Request, Retention, SamplingParams
+from headstart.core.request import DEFAULT_RETENTION, Request, RetentionHint, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
@@ -34,7 +34,7 @@ class Session:
     """Turns one after the other, with what all their requests have in common."""
 
     turns: tuple[Turn, ...]
-    retention: Retention = DEFAULT_RETENTION
+    retention: RetentionHint = DEFAULT_RETENTION
     priority: int = 0
 
 
@@ -80,7 +80,7 @@ def serve(server: Server, sessions: Sequence[Session]) -> Counts:
     cost = StepCost(server.step_tokens * server.token_seconds, server.token_seconds)
     executor = VirtualExecutor(config.num_blocks, BLOCK_SIZE, VOCAB_SIZE, cost, clock)
     scheduler = Scheduler(config)
-    scheduler.waiting.references = server.queued_refs  # by default with `fcfs` only
+    scheduler.waiting.references = server.queued_refs  # by default with `fcfs_key` only
     engine = Engine(scheduler, executor)
     waiting = steps = 0
     due = [(session.turns[0].pause, index, 0) for index, session in enumerate(sessions)]
@@ -110,7 +110,7 @@ def serve(server: Server, sessions: Sequence[Session]) -> Counts:
     )
 
 
-def singles(jobs: Sequence[Job], retention: Retention = DEFAULT_RETENTION) -> list[Session]:
+def singles(jobs: Sequence[Job], retention: RetentionHint = DEFAULT_RETENTION) -> list[Session]:
     """Return a session of one turn per job, at its own arrival time."""
     return [Session((Turn(job.at, job),), retention) for job in jobs]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headstart.engine.llm import LLM, Completion
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Report, Sheet
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportTable
 from headstart.measurement.runner import BUNDLED
 from headstart_lab.intent.intent import Example, answer_schema, is_correct, is_valid, make_examples, make_preamble
 
@@ -56,7 +56,7 @@ class Accuracy:
     problems: list[str]
 
 
-def measure_accuracy(answer: Answer, config: AccuracyConfig, bar: Bar = QUIET) -> Accuracy:
+def measure_accuracy(answer: Answer, config: AccuracyConfig, bar: ProgressBar = QUIET) -> Accuracy:
     """Send every request with caching off and on. Only answers with exactly the expected JSON count as correct."""
     examples, conversations = questions(config)
     found: dict[str, Sequence[Completed]] = {}
@@ -89,7 +89,7 @@ def measure_accuracy(answer: Answer, config: AccuracyConfig, bar: Bar = QUIET) -
     return Accuracy(values, problems)
 
 
-def _measure_with_schema(answer: Answer, config: AccuracyConfig, found: Accuracy, bar: Bar) -> None:
+def _measure_with_schema(answer: Answer, config: AccuracyConfig, found: Accuracy, bar: ProgressBar) -> None:
     """Send every request with the schema of its preamble; add the figures and problems to `found`."""
     examples, conversations = questions(config)
     preambles = [make_preamble(seed) for seed, share in _shares(config) for _ in range(share)]
@@ -105,16 +105,16 @@ def _measure_with_schema(answer: Answer, config: AccuracyConfig, found: Accuracy
         found.problems.append("fewer answers are exact with a schema than without")
 
 
-def bundled_accuracy(examples: int, schema: bool, threads: int) -> Callable[[Report, Bar], None]:
+def bundled_accuracy(examples: int, schema: bool, threads: int) -> Callable[[BenchmarkReport, ProgressBar], None]:
     """Return a function that adds the accuracy of the bundled model to a report: `headstart bench intent` calls it."""
 
-    def add(report: Report, bar: Bar) -> None:
+    def add(report: BenchmarkReport, bar: ProgressBar) -> None:
         add_accuracy(report, AccuracyConfig(examples=examples, schema=schema), bundled_answers(threads, bar), bar)
 
     return add
 
 
-def add_accuracy(report: Report, config: AccuracyConfig, answer: Answer, bar: Bar = QUIET) -> None:
+def add_accuracy(report: BenchmarkReport, config: AccuracyConfig, answer: Answer, bar: ProgressBar = QUIET) -> None:
     """Measure the answers, and add their figures, problems and table to a report."""
     accuracy = measure_accuracy(answer, config, bar)
     report.values.update(accuracy.values)
@@ -124,7 +124,7 @@ def add_accuracy(report: Report, config: AccuracyConfig, answer: Answer, bar: Ba
     report.sheets.append(_table(accuracy.values))
 
 
-def bundled_answers(threads: int, bar: Bar = QUIET) -> Answer:
+def bundled_answers(threads: int, bar: ProgressBar = QUIET) -> Answer:
     """Return the answer function of the bundled model, in float32, through the Python API and its chat template."""
 
     def answer(
@@ -172,7 +172,7 @@ def _shares(config: AccuracyConfig) -> list[tuple[str, int]]:
     ]
 
 
-def _table(values: dict[str, Any]) -> Sheet:
+def _table(values: dict[str, Any]) -> ReportTable:
     columns = ("bundled model, float32", "caching off", "caching on")
     rows = (
         ("exact answers", values["accuracy_off"], values["accuracy_on"]),
@@ -181,4 +181,4 @@ def _table(values: dict[str, Any]) -> Sheet:
     if "accuracy_schema" in values:
         rows += (("exact with a schema", None, values["accuracy_schema"]),)
         rows += (("valid with a schema", None, values["valid_schema"]),)
-    return Sheet(f"{values['examples']} held-out sentences, {values['preambles']} preambles", columns, rows)
+    return ReportTable(f"{values['examples']} held-out sentences, {values['preambles']} preambles", columns, rows)

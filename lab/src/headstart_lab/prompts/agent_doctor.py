@@ -13,8 +13,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from headstart.reuse.log_report import report_log
-from headstart.reuse.logged_prompt import read_log
+from headstart.reuse.log_report import lint_report
+from headstart.reuse.logged_prompt import parse_log
 from headstart_lab.prompts.agent_chats import Body, Call, agent, bodies_of, recorded_chats
 from headstart_lab.prompts.prompt_mistakes import MISTAKES, UNKNOWN_FORMS
 
@@ -27,7 +27,7 @@ def log_of(chat: list[Call], seed: object, max_calls: int) -> list[Body]:
 
 
 def blamed(bodies: list[Body]) -> set[str]:
-    return {cost.cause for cost in report_log(read_log(map(json.dumps, bodies)).prompts).causes}
+    return {cost.cause for cost in lint_report(parse_log(map(json.dumps, bodies)).prompts).causes}
 
 
 def can_have(cause: str, bodies: list[Body]) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from headstart.openai.bounds import Bounds
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.chat.chat_template import ChatTemplate
 from headstart.openai.request_bodies import parse_chat
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
@@ -126,8 +126,8 @@ class Server:
         plain = Tokenizer.from_folder(folder)
         self._tokenizer = SegmentedTokenizer(plain).for_domain("", b"")
         self._template = ChatTemplate(template.read_text(encoding="utf-8"), {})
-        self._bounds = Bounds(plain.vocab_size, 1 << 20, prompt_rules=frozenset(rules))
-        self._plain = Bounds(plain.vocab_size, 1 << 20)
+        self._bounds = RequestBounds(plain.vocab_size, 1 << 20, prompt_rules=frozenset(rules))
+        self._plain = RequestBounds(plain.vocab_size, 1 << 20)
         self.cache = InfiniteCache()
         self.num_prompt = self.num_computed = 0
         self.chains: list[list[int]] = []

@@ -6,8 +6,8 @@ from itertools import combinations
 from random import Random
 from typing import Any
 
-from headstart.reuse.log_report import LogReport, report_log
-from headstart.reuse.logged_prompt import read_log
+from headstart.reuse.log_report import LogReport, lint_report
+from headstart.reuse.logged_prompt import parse_log
 from headstart_lab.prompts.prompt_mistakes import (
     ENGINE_MISTAKES,
     MISTAKES,
@@ -20,7 +20,7 @@ from headstart_lab.prompts.prompt_mistakes import (
 
 
 def report(bodies: list[Body]) -> LogReport:
-    return report_log(read_log(map(json.dumps, bodies)).prompts)
+    return lint_report(parse_log(map(json.dumps, bodies)).prompts)
 
 
 def causes(bodies: list[Body]) -> set[str]:

@@ -29,11 +29,11 @@ from typing import Any
 import httpx
 
 from headstart.core.request import SamplingParams
-from headstart.openai.engine_requests import Origin
+from headstart.openai.engine_requests import RequestOrigin
 from headstart.openai.generation_params import GenerationParams
-from headstart.reuse.cache_comparison import compare_prompts, fingerprint
-from headstart.server.apis.answer_diagnosis import FingerprintMemory, shape_of
-from headstart.server.prompt_doctor import PromptDoctor
+from headstart.reuse.cache_comparison import compare_prompts, fingerprint_prompt
+from headstart.server.apis.answer_diagnosis import FingerprintCache, chat_source_hashes
+from headstart.server.prompt_doctor import AvoidableTextEstimator
 
 ARMS = {"off": signal.SIGUSR1, "control": signal.SIGUSR1, "on": signal.SIGUSR2}
 RULES = "".join(f"Rule {number}: answer the reader of the library in one short sentence. " for number in range(60))
@@ -170,20 +170,20 @@ def in_process() -> list[dict[str, Any]]:
     is before the last; `comparison` is before the first, of requests that ask for one.
     """
     rows: list[dict[str, Any]] = []
-    rng, params, origin = Random(1), GenerationParams(SamplingParams()), Origin("id")
+    rng, params, origin = Random(1), GenerationParams(SamplingParams()), RequestOrigin("id")
     for num_tokens in (1024, 4096, 16384):
-        memory, doctor = FingerprintMemory(16 << 20), PromptDoctor(0.003, lambda: 0.0)
+        memory, doctor = FingerprintCache(16 << 20), AvoidableTextEstimator(0.003, lambda: 0.0)
         times: dict[str, list[float]] = {"shape": [], "fingerprint": [], "comparison": []}
         for number in range(200):
             rules, question = "".join(rng.choices("abcdefgh ", k=4 * num_tokens)), f"Question {number}"
             messages = [{"role": "system", "content": rules}, {"role": "user", "content": question}]
             token_ids = array("i", rng.choices(range(30000), k=num_tokens))
             start = time.process_time_ns()
-            shape = shape_of(messages, params, b"")
+            shape = chat_source_hashes(messages, params, b"")
             doctor.note(origin, None, messages, (), num_tokens)
             times["shape"].append(time.process_time_ns() - start)
             start = time.process_time_ns()
-            kept = fingerprint(shape, token_ids)
+            kept = fingerprint_prompt(shape, token_ids)
             memory.put("", str(number), kept)
             times["fingerprint"].append(time.process_time_ns() - start)
             start = time.process_time_ns()

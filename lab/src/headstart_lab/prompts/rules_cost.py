@@ -14,13 +14,13 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from headstart.gateway.proxy.request_reader import RequestReader, Sender
-from headstart.openai.bounds import Bounds
+from headstart.gateway.proxy.request_reader import RequestParser, RequestSender
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.canonical.canonical_body import CHAT
 from headstart.openai.canonical.prompt_rules import NO_RULES, RULE_TEXTS, PromptRules
 from headstart.openai.engine_requests import encode_chat
 from headstart.openai.request_bodies import parse_chat
-from headstart.openai.request_json import parse_json
+from headstart.openai.request_json import parse_json_object
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart_lab.prompts.agent_chats import agent, bodies_of, recorded_chats
@@ -60,16 +60,16 @@ def main() -> None:
             bodies += [json.dumps(body).encode() for body in sent]
 
         def server(rules: PromptRules) -> Callable[[bytes], object]:
-            bounds = Bounds(tokenizer.vocab_size, 1 << 20, tool_call_parser="hermes", prompt_rules=rules)
-            return lambda data: encode_chat(parse_chat(parse_json(data), bounds), segmented, bounds)
+            bounds = RequestBounds(tokenizer.vocab_size, 1 << 20, tool_call_parser="hermes", prompt_rules=rules)
+            return lambda data: encode_chat(parse_chat(parse_json_object(data), bounds), segmented, bounds)
 
         def parsed(rules: PromptRules) -> Callable[[bytes], object]:
-            bounds = Bounds(tokenizer.vocab_size, 1 << 20, prompt_rules=rules)
-            return lambda data: parse_chat(parse_json(data), bounds)
+            bounds = RequestBounds(tokenizer.vocab_size, 1 << 20, prompt_rules=rules)
+            return lambda data: parse_chat(parse_json_object(data), bounds)
 
         def router(rules: PromptRules) -> Callable[[bytes], object]:
-            reader = RequestReader(None, rules)
-            return lambda data: reader.read(CHAT, data, Sender())
+            reader = RequestParser(None, rules)
+            return lambda data: reader.read(CHAT, data, RequestSender())
 
         for part, make in (("server_parses", parsed), ("server_prepares", server), ("router_reads", router)):
             works = [make(rules) for rules in (NO_RULES, ALL)]

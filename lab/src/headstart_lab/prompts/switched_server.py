@@ -18,8 +18,8 @@ from headstart.config.options import ServerOptions
 from headstart.core.engine import EngineInfo
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.server import run_server
-from headstart.server.prompt_log import PromptLog
-from headstart.server.server_state import Model, ServerState
+from headstart.server.prompt_log import RecentBodyLog
+from headstart.server.server_state import ServedModel, ServerState
 
 TIME_ON = 1 / 3  # of overhead.py's requests
 
@@ -27,7 +27,7 @@ TIME_ON = 1 / 3  # of overhead.py's requests
 class SwitchedState(ServerState):
     """A server's state with two models, which share the engine and differ in diagnostics."""
 
-    def prepare(self, info: EngineInfo) -> Model:
+    def prepare(self, info: EngineInfo) -> ServedModel:
         on = replace(self.options, doctor_share=self.options.doctor_share * TIME_ON)
         off = replace(on, diagnostics_size=0, doctor_share=0.0, prompt_rule=(), prompt_log_size=0)
         models = [(options, self._prepared(info, options)) for options in (off, on)]
@@ -35,13 +35,13 @@ class SwitchedState(ServerState):
             signal.signal(number, lambda *_, options=options, model=model: self._switch(options, model))
         return models[0][1]
 
-    def _prepared(self, info: EngineInfo, options: ServerOptions) -> Model:
+    def _prepared(self, info: EngineInfo, options: ServerOptions) -> ServedModel:
         self.options = options
         return super().prepare(info)
 
-    def _switch(self, options: ServerOptions, model: Model) -> None:
+    def _switch(self, options: ServerOptions, model: ServedModel) -> None:
         self.options = options
-        self.prompt_log = PromptLog(options.prompt_log_size, frozenset(options.prompt_rule))
+        self.prompt_log = RecentBodyLog(options.prompt_log_size, frozenset(options.prompt_rule))
         self.open(model)
 
 

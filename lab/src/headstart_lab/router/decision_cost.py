@@ -17,17 +17,17 @@ from time import thread_time
 from typing import Any, TypeVar
 
 from headstart.core.cache.hashing import BlockHash
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Report, Sheet
-from headstart.model.kernels.block_hashes import compiled_chain
-from headstart.model.kernels.compiled_pool import compiled_pools
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportTable
+from headstart.model.kernels.block_hashes import compiled_hash_chain
+from headstart.model.kernels.compiled_pool import compiled_pool_factory
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.modelled_pool import ModelledPool
 from headstart.router.policies.policy_table import make_policy, policy_names
 from headstart.router.router import Router
-from headstart.router.routing_decision import InFlight
-from headstart.router.routing_request import Prompt, RoutingRequest, router_root
+from headstart.router.routing_decision import RoutedInFlight
+from headstart.router.routing_request import RoutingPrompt, RoutingRequest, router_root
 from headstart.workload.request_record import percentile
 from headstart.workload.synthetic import random_tokens
 
@@ -55,7 +55,7 @@ class PickConfig:
 QUICK = PickConfig(replicas=4, blocks=2048, long_prompt=4096, decisions=50, unique=20_000)
 
 
-def run_pick(seed: int, config: PickConfig = PickConfig(), bar: Bar = QUIET) -> Report:
+def run_pick(seed: int, config: PickConfig = PickConfig(), bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Measure decisions over full indexes, the rate of whole requests, and an index under unrepeated prompts."""
     values: dict[str, Any] = {}
     problems: list[str] = []
@@ -91,7 +91,7 @@ def run_pick(seed: int, config: PickConfig = PickConfig(), bar: Bar = QUIET) -> 
         if values["requests_per_second"] < RATE:
             problems.append(f"{values['requests_per_second']:.0f} requests per second; the minimum is {RATE:.0f}")
     title = f"{config.long_prompt:,} tokens, {config.replicas} replicas, {before:,} blocks; microseconds"
-    return Report(
+    return BenchmarkReport(
         "lab pick",
         values,
         seed=seed,
@@ -106,15 +106,15 @@ def run_pick(seed: int, config: PickConfig = PickConfig(), bar: Bar = QUIET) -> 
             "unique_prompts": config.unique,
             "switch_interval": sys.getswitchinterval(),
         },
-        sheets=[Sheet(title, ("what", "p50", "p99"), tuple(rows))],
+        sheets=[ReportTable(title, ("what", "p50", "p99"), tuple(rows))],
         problems=problems,
     )
 
 
-def full_router(config: PickConfig, rng: Random, bar: Bar = QUIET) -> tuple[Router, list[list[BlockHash]], int]:
+def full_router(config: PickConfig, rng: Random, bar: ProgressBar = QUIET) -> tuple[Router, list[list[BlockHash]], int]:
     """Return a router with full approximate indexes, chains cached on half of the replicas, and the index bytes."""
-    pools = compiled_pools() if config.compiled else None
-    router = Router() if pools is None else Router(match_all=pools.match_all, prices=pools.prices)
+    pools = compiled_pool_factory() if config.compiled else None
+    router = Router() if pools is None else Router(match_all=pools.match_in_all_pools, prices=pools.prices)
     length = config.long_prompt // BLOCK_SIZE
     gc.collect()
     size = _resident_bytes()
@@ -137,7 +137,7 @@ def _resident_bytes() -> int:
 
 def times_of_requests(router: Router, config: PickConfig, share: float, rng: Random) -> dict[str, list[float]]:
     """Return the milliseconds of each part of requests with the long prompt, of which `share` was sent before."""
-    root, chain = router_root("m"), compiled_chain() if config.compiled else None
+    root, chain = router_root("m"), compiled_hash_chain() if config.compiled else None
     prefix = random_tokens(int(share * config.long_prompt), VOCAB_SIZE, rng)
     times: dict[str, list[float]] = {part: [] for part in PARTS}
 
@@ -149,7 +149,7 @@ def times_of_requests(router: Router, config: PickConfig, share: float, rng: Ran
 
     for number in range(config.decisions + 1):
         tokens = array("i", prefix + random_tokens(config.long_prompt - len(prefix), VOCAB_SIZE, rng))
-        request, now = RoutingRequest(Prompt(tokens, root, chain=chain)), 1e6 + number
+        request, now = RoutingRequest(RoutingPrompt(tokens, root, chain=chain)), 1e6 + number
         timed("hash", lambda request=request: request.prompt.block_hashes(BLOCK_SIZE))
         decision = timed("pick", lambda request=request, now=now: router.pick(request, now))
         sent = timed("sent", lambda decision=decision, now=now: router.sent(decision, now))
@@ -165,12 +165,12 @@ def decision_times(router: Router, shared: list[list[BlockHash]], config: PickCo
     last decision left it.
     """
     times: list[float] = []
-    in_flight: deque[InFlight] = deque()
+    in_flight: deque[RoutedInFlight] = deque()
     for number in range(config.decisions):
         chain = shared[number % len(shared)]
         keep = rng.choice((0, len(chain) // 2, len(chain)))
         block_hashes = chain[:keep] + _chain(len(chain) - keep, rng)
-        request = RoutingRequest(Prompt.of_block_hashes(block_hashes, config.long_prompt, BLOCK_SIZE))
+        request = RoutingRequest(RoutingPrompt.from_block_hashes(block_hashes, config.long_prompt, BLOCK_SIZE))
         start = thread_time()
         decision = router.pick(request, float(number))
         times.append((thread_time() - start) * 1e6)
@@ -190,7 +190,7 @@ def _sent(router: Router, config: PickConfig, rng: Random) -> list[float]:
     for number in range(max(config.decisions // 10, 10)):
         block_hashes = _chain(config.long_prompt // BLOCK_SIZE, rng)
         decision = router.pick(
-            RoutingRequest(Prompt.of_block_hashes(block_hashes, config.long_prompt, BLOCK_SIZE)), float(number)
+            RoutingRequest(RoutingPrompt.from_block_hashes(block_hashes, config.long_prompt, BLOCK_SIZE)), float(number)
         )
         start = thread_time()
         decision = router.sent(decision, float(number))
@@ -207,17 +207,17 @@ def _whole(router: Router, config: PickConfig, rng: Random) -> float:
     prompts = [prefix + random_tokens(config.short_prompt // 2, VOCAB_SIZE, rng) for _ in range(config.decisions)]
     start = thread_time()
     for number, tokens in enumerate(prompts):
-        decision = router.pick(RoutingRequest(Prompt(tokens, root)), 1e6 + number)
+        decision = router.pick(RoutingRequest(RoutingPrompt(tokens, root)), 1e6 + number)
         decision = router.sent(decision, 1e6 + number)
         router.first_token(decision, 1e6 + number + 0.1)
         router.finished(decision, 1e6 + number + 0.2)
     return config.decisions / (thread_time() - start)
 
 
-def _unique(router: Router, config: PickConfig, rng: Random, bar: Bar) -> None:
+def _unique(router: Router, config: PickConfig, rng: Random, bar: ProgressBar) -> None:
     for number in range(config.unique):
         decision = router.pick(
-            RoutingRequest(Prompt.of_block_hashes(_chain(1, rng), BLOCK_SIZE, BLOCK_SIZE)), 2e6 + number
+            RoutingRequest(RoutingPrompt.from_block_hashes(_chain(1, rng), BLOCK_SIZE, BLOCK_SIZE)), 2e6 + number
         )
         decision = router.sent(decision, 2e6 + number)
         router.finished(decision, 2e6 + number + 0.1)

@@ -12,15 +12,15 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
-from headstart.core.batch import Output
+from headstart.core.batch import RequestStepOutput
 from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.router.router import Router
-from headstart.router.routing_decision import InFlight
-from headstart.router.routing_request import RoutingRequest, Usage
+from headstart.router.routing_decision import RoutedInFlight
+from headstart.router.routing_request import ReportedTokenUsage, RoutingRequest
 from headstart_lab.runners.null_executor import NullExecutor
 from headstart_lab.runners.virtual_time import StepCost
 
@@ -38,8 +38,8 @@ class Call:
 class Served(NamedTuple):
     """The prediction for a call, and the usage that the engine reported."""
 
-    pick: InFlight
-    usage: Usage
+    pick: RoutedInFlight
+    usage: ReportedTokenUsage
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class _Flight:
     """A call in flight."""
 
     call: Call
-    decision: InFlight
+    decision: RoutedInFlight
     output: list[int]
 
 
@@ -152,7 +152,7 @@ class EngineFleet:
         seconds = replica.cost.seconds(engine.scheduler.counters.computed_tokens - before)
         self._at(now + seconds, lambda then: self._deliver(replica, outputs, then))
 
-    def _deliver(self, replica: EngineReplica, outputs: Sequence[Output], now: float) -> None:
+    def _deliver(self, replica: EngineReplica, outputs: Sequence[RequestStepOutput], now: float) -> None:
         for output in outputs:
             flight = replica.flights[output.request_id]
             first = not flight.output
@@ -162,7 +162,7 @@ class EngineFleet:
                     self.router.first_token(flight.decision, now)
                 continue
             assert output.error is None, output.error
-            usage = Usage(output.num_prompt_tokens, output.num_cached_tokens)
+            usage = ReportedTokenUsage(output.num_prompt_tokens, output.num_cached_tokens)
             output_ids = flight.output if self.tells_output else ()
             self.router.finished(flight.decision, now, usage, output_ids)
             del replica.flights[output.request_id]

@@ -16,8 +16,8 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Report, Sheet
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportTable
 from headstart_lab.router.failover_load import Load, Outcome
 from headstart_lab.router.failover_processes import (
     Served,
@@ -64,7 +64,7 @@ class _Found:
     restarts: list[float] = field(default_factory=list[float])  # from SIGTERM until the router sends requests again
 
 
-def run_failover(config: FailoverConfig, bar: Bar = QUIET) -> Report:
+def run_failover(config: FailoverConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Start everything once; run the kills first, then the restarts."""
     found = _Found()
     with TemporaryDirectory(prefix="headstart-failover-") as scratch:
@@ -91,7 +91,7 @@ def eject_seconds(decisions: Sequence[dict[str, Any]], kills: Sequence[tuple[str
 
 
 @contextmanager
-def _fleet(config: FailoverConfig, folder: Path, bar: Bar) -> Generator[tuple[list[Served], Served]]:
+def _fleet(config: FailoverConfig, folder: Path, bar: ProgressBar) -> Generator[tuple[list[Served], Served]]:
     """Yield ready replicas and a router that sends requests to all of them; all are killed at the end."""
     *ports, router_port = quiet_ports(config.replicas + 1)
     bar.stage(f"starting {config.replicas} replicas and a router", None)
@@ -116,7 +116,9 @@ def _fleet(config: FailoverConfig, folder: Path, bar: Bar) -> Generator[tuple[li
             time.sleep(POLL_SECONDS)
 
 
-async def _measure(config: FailoverConfig, replicas: Sequence[Served], router: Served, found: _Found, bar: Bar) -> None:
+async def _measure(
+    config: FailoverConfig, replicas: Sequence[Served], router: Served, found: _Found, bar: ProgressBar
+) -> None:
     rng = Random(config.seed)
     for replica in replicas:
         await _until(lambda replica=replica: _is_served(router, replica))
@@ -127,7 +129,7 @@ async def _measure(config: FailoverConfig, replicas: Sequence[Served], router: S
 
 
 async def _kills(
-    config: FailoverConfig, replicas: Sequence[Served], router: Served, rng: Random, found: _Found, bar: Bar
+    config: FailoverConfig, replicas: Sequence[Served], router: Served, rng: Random, found: _Found, bar: ProgressBar
 ) -> None:
     load, over = Load(router.url, rng, config.output_tokens), False
     working = asyncio.create_task(load.closed(config.workers, lambda: not over))
@@ -159,7 +161,7 @@ async def _capacity(config: FailoverConfig, router: Served, rng: Random) -> floa
 
 
 async def _rolling(
-    config: FailoverConfig, replicas: Sequence[Served], router: Served, rng: Random, found: _Found, bar: Bar
+    config: FailoverConfig, replicas: Sequence[Served], router: Served, rng: Random, found: _Found, bar: ProgressBar
 ) -> None:
     load, is_rolled = Load(router.url, rng, config.output_tokens), False
     rate = config.load * found.capacity
@@ -198,7 +200,7 @@ async def _until(probe: Callable[[], bool]) -> None:
             await asyncio.sleep(POLL_SECONDS)
 
 
-def _report(config: FailoverConfig, found: _Found, ejections: Sequence[float]) -> Report:
+def _report(config: FailoverConfig, found: _Found, ejections: Sequence[float]) -> BenchmarkReport:
     killed, rolled = found.killed, found.rolled
     broken = [one for one in killed if one.started and not one.ended]
     values = {
@@ -215,7 +217,7 @@ def _report(config: FailoverConfig, found: _Found, ejections: Sequence[float]) -
         "rolling.rate_per_second": config.load * found.capacity,
         "rolling.restart_seconds_max": max(found.restarts, default=None),
     }
-    return Report(
+    return BenchmarkReport(
         "lab failover",
         values,
         model=config.label or "none",
@@ -231,7 +233,7 @@ def _report(config: FailoverConfig, found: _Found, ejections: Sequence[float]) -
             "restart_seconds": found.restarts,
         },
         sheets=[
-            Sheet(
+            ReportTable(
                 f"{config.replicas} replicas of {config.label or 'no model'}, no client retries",
                 ("what", "times", "requests", "lost", "cut off", "typed error", "non-2xx"),
                 (
@@ -239,7 +241,7 @@ def _report(config: FailoverConfig, found: _Found, ejections: Sequence[float]) -
                     _row(f"restart, {config.load:.0%} load", len(found.restarts), rolled),
                 ),
             ),
-            Sheet(
+            ReportTable(
                 "time to ejection",
                 ("", "s"),
                 (("last request sent to a killed replica", max(ejections, default=None)),),

@@ -16,18 +16,18 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 from headstart.bench.streamed_request import (
-    Call,
-    Reply,
+    EndpointTarget,
+    StreamedCall,
+    StreamedReply,
     StreamFailedError,
-    Target,
-    body_of,
     open_session,
-    send,
+    request_body_of_job,
+    send_streamed_request,
 )
 from headstart.core.errors import ConfigError
 from headstart.measurement.machine import ContentionMeter
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.runner import Setup
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.runner import EngineSetup
 from headstart.workload.jobs import Job
 from headstart.workload.request_record import RequestRecord
 from headstart_lab.router.fleet_trial import BASELINE, BLOCK_SIZE, TITLES, FleetConfig, Measured, Trial
@@ -40,7 +40,7 @@ LOADED = 2  # requests in flight per replica while the capacity of round robin i
 PATIENCE = 30.0  # seconds
 
 
-def measure_fleet(setup: Setup, config: FleetConfig, bar: Bar = QUIET) -> Measured:
+def measure_fleet(setup: EngineSetup, config: FleetConfig, bar: ProgressBar = QUIET) -> Measured:
     """Start the replicas and run every router on each workload `config.runs` times, in turn. Raises ConfigError."""
     config.check()
     entrants, words = config.entrants(), Words.of_model(setup.model)
@@ -67,13 +67,13 @@ class _Fleet:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: EngineSetup,
         config: FleetConfig,
         words: Words,
         replicas: Sequence[Replica],
         scratch: Path,
         measured: Measured,
-        bar: Bar,
+        bar: ProgressBar,
     ) -> None:
         self.setup, self.config, self.words = setup, config, words
         self.replicas, self.scratch, self.measured, self.bar = replicas, scratch, measured, bar
@@ -142,8 +142,10 @@ class _Fleet:
         text = self.words.draw(BLOCK_SIZE // 2, Random(0))
         return "".join(text), Job(self.words.ids(text), 2)
 
-    def _send(self, router: RouterProcess, questions: Sequence[Question], concurrency: int, bar: Bar) -> list[Reply]:
-        return asyncio.run(send_all(Target(router.url, self.model), questions, concurrency, bar))
+    def _send(
+        self, router: RouterProcess, questions: Sequence[Question], concurrency: int, bar: ProgressBar
+    ) -> list[StreamedReply]:
+        return asyncio.run(send_all(EndpointTarget(router.url, self.model), questions, concurrency, bar))
 
     def _reset(self) -> None:
         """Clear all caches once no request is in flight: a router may end before its requests do."""
@@ -166,29 +168,33 @@ class _Fleet:
         return sum(one.cpu_seconds() for one in self.replicas)
 
 
-async def send_all(target: Target, questions: Sequence[Question], concurrency: int, bar: Bar = QUIET) -> list[Reply]:
+async def send_all(
+    target: EndpointTarget, questions: Sequence[Question], concurrency: int, bar: ProgressBar = QUIET
+) -> list[StreamedReply]:
     """Send each question at its arrival time, or `concurrency` at a time (0: off); return the replies in order."""
     slots = asyncio.Semaphore(concurrency or len(questions) + 1)
     async with open_session(target.timeout) as session:
         calls = [
-            Call(str(number), question.job, body_of(question.job, target.model, prompt=question.text))
+            StreamedCall(
+                str(number), question.job, request_body_of_job(question.job, target.model, prompt=question.text)
+            )
             for number, question in enumerate(questions)
         ]
         start = time.perf_counter()
 
-        async def one(call: Call) -> Reply:
+        async def one(call: StreamedCall) -> StreamedReply:
             if not concurrency:
                 await asyncio.sleep(max(start + call.job.at - time.perf_counter(), 0.0))
             async with slots:
                 due = time.perf_counter() - start if concurrency else call.job.at
-                reply = await send(session, target, call, due, start)
+                reply = await send_streamed_request(session, target, call, due, start)
             bar.advance()
             return reply
 
         return list(await asyncio.gather(*(one(call) for call in calls)))
 
 
-def replica_launch(setup: Setup, config: FleetConfig, scratch: Path) -> Launch:
+def replica_launch(setup: EngineSetup, config: FleetConfig, scratch: Path) -> Launch:
     """Return the settings of each replica."""
     flags = ("--num-blocks", str(config.pool_blocks), "--block-size", str(BLOCK_SIZE), "--threads", "1")
     return Launch(setup.model, scratch, (*flags, "--max-model-len", str(config.context), "--dtype", setup.dtype))

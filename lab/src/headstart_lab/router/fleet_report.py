@@ -6,9 +6,9 @@ from itertools import chain
 from random import Random
 from typing import Any
 
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Chart, Report, Sheet, spread
-from headstart.measurement.runner import Setup
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
+from headstart.measurement.runner import EngineSetup
 from headstart.workload.request_record import percentile
 from headstart_lab.bootstrap import Interval, interval, mean
 from headstart_lab.router.fleet import measure_fleet
@@ -25,15 +25,17 @@ COLUMNS = (
 )
 
 
-def run_fleet(setup: Setup, config: FleetConfig, bar: Bar = QUIET, *, peer: Sequence[str] = ()) -> Report:
+def run_fleet(
+    setup: EngineSetup, config: FleetConfig, bar: ProgressBar = QUIET, *, peer: Sequence[str] = ()
+) -> BenchmarkReport:
     """Measure every router on each workload, and every NAME=ENVIRONMENT of `peer`. Raises ConfigError."""
     config = replace(config, peers=(*config.peers, *map(parse_peer, peer)))
     return make_report(setup, config, measure_fleet(setup, config, bar))
 
 
-def make_report(setup: Setup, config: FleetConfig, measured: Measured) -> Report:
+def make_report(setup: EngineSetup, config: FleetConfig, measured: Measured) -> BenchmarkReport:
     """Return the report: figures, intervals, tables, a chart. Failed requests make it invalid."""
-    report = Report(
+    report = BenchmarkReport(
         "fleet",
         {},
         model=setup.label,
@@ -54,11 +56,11 @@ def make_report(setup: Setup, config: FleetConfig, measured: Measured) -> Report
             if not all(trial.ttfts for trial in runs):
                 continue
             report.values |= {f"{key}.{figure}": value for figure, value in _figures(runs).items()}
-            report.spread[f"{key}.ttft_mean_ms"] = spread([mean(trial.ttfts) for trial in runs])
+            report.spread[f"{key}.ttft_mean_ms"] = min_and_max([mean(trial.ttfts) for trial in runs])
             intervals |= {f"{key}.{figure}": found for figure, found in _intervals(runs, setup.seed).items()}
             rows.append(_row(name, report.values, intervals[f"{key}.ttft_mean_ms"], key, runs))
         title = f"{TITLES[kind]}: {_lengths(config, kind)}, {measured.rates[kind]:.3g} requests/s"
-        report.sheets.append(Sheet(title, COLUMNS, tuple(rows)))
+        report.sheets.append(ReportTable(title, COLUMNS, tuple(rows)))
     report.values["intervals"] = {key: list(found) for key, found in intervals.items()}
     report.values |= goals(report.values, intervals)
     report.charts.append(_chart(report.values, measured))
@@ -158,11 +160,11 @@ def _setup(config: FleetConfig, measured: Measured) -> dict[str, Any]:
     }
 
 
-def _chart(values: Mapping[str, Any], measured: Measured) -> Chart:
+def _chart(values: Mapping[str, Any], measured: Measured) -> ReportChart:
     names = list(next(iter(measured.trials.values())))
     series = {
         f"{TITLES[kind]}, {label}": tuple(values.get(f"{kind}.{name}.{figure}") for name in names)
         for kind in measured.trials
         for figure, label in zip(FIGURES, ("mean", "p90"), strict=True)
     }
-    return Chart("time to the first token by router", "", "ms", tuple(names), series, log_y=True)
+    return ReportChart("time to the first token by router", "", "ms", tuple(names), series, log_y=True)

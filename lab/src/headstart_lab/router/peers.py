@@ -7,8 +7,8 @@ its index, its tokenizer or its sources of load. Random choices are drawn from t
 from math import sqrt
 
 from headstart.router.endpoint import Endpoint
-from headstart.router.policies.policy import Candidate, Choice, View, by_number
-from headstart.router.policies.rendezvous import weight
+from headstart.router.policies.policy import Candidate, PolicyInput, RankedCandidates, rank_by_number
+from headstart.router.policies.rendezvous import rendezvous_weight
 from headstart.router.policies.scorers import MAX_INFLIGHT_TOKENS
 from headstart.router.policies.simple import uncached_tokens
 
@@ -28,7 +28,7 @@ class LlmdPolicy:
         self.max_penalty = max_penalty
         self.rate = rate
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PolicyInput) -> RankedCandidates:
         """Rank by tokens in flight, replicas with the prefix first."""
         loads = [float(c.endpoint.load.inflight_tokens + uncached_tokens(view, c)) for c in view.candidates]
         enough = self.threshold * max(view.prompt_tokens, 1)
@@ -38,11 +38,11 @@ class LlmdPolicy:
             c.endpoint.load.inflight_tokens for c, is_in in zip(view.candidates, sticky, strict=True) if not is_in
         ]
         if not inside or (outside and min(inside) - min(outside) > self.max_penalty * self.rate):
-            return by_number(view, loads, "fewest tokens in flight")
+            return rank_by_number(view, loads, "fewest tokens in flight")
         ranks = [load + (0 if is_in else MAX_INFLIGHT_TOKENS) for load, is_in in zip(loads, sticky, strict=True)]
-        return by_number(view, ranks, "has the prefix, fewest tokens in flight")
+        return rank_by_number(view, ranks, "has the prefix, fewest tokens in flight")
 
-    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Do nothing."""
 
 
@@ -55,7 +55,7 @@ class DynamoPolicy:
 
     name = "dynamo"
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PolicyInput) -> RankedCandidates:
         """Rank by blocks."""
 
         def blocks(candidate: Candidate) -> float:
@@ -66,9 +66,9 @@ class DynamoPolicy:
             held, own = endpoint.index.held(block_hashes)
             return prefill + held + len(block_hashes) - own
 
-        return by_number(view, [blocks(candidate) for candidate in view.candidates], "fewest blocks")
+        return rank_by_number(view, [blocks(candidate) for candidate in view.candidates], "fewest blocks")
 
-    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Do nothing."""
 
 
@@ -90,7 +90,7 @@ class SmgPolicy:
         self.balance_abs = balance_abs
         self.balance_rel = balance_rel
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PolicyInput) -> RankedCandidates:
         """Rank by overload, by match where it counts, and by load."""
         loads = [candidate.endpoint.num_requests(view.now) for candidate in view.candidates]
         mean = sum(loads) / len(loads)
@@ -101,14 +101,14 @@ class SmgPolicy:
             candidate, load = item
             is_spilled = load > mean + margin and load > self.balance_rel * mean
             match = candidate.hit_tokens if candidate.hit_tokens > enough and not is_spilled else 0
-            tie = weight(view.key, candidate.name)
+            tie = rendezvous_weight(view.key, candidate.name)
             return self._is_overloaded(candidate.endpoint, view.now), -match, load, len(candidate.endpoint.index), tie
 
         ranked = sorted(zip(view.candidates, loads, strict=True), key=rank)
         reason = "longest match" if rank(ranked[0])[1] else "fewest requests"
-        return Choice(tuple(c for c, _ in ranked), tuple(map(float, range(len(ranked)))), reason)
+        return RankedCandidates(tuple(c for c, _ in ranked), tuple(map(float, range(len(ranked)))), reason)
 
-    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Do nothing."""
 
     def _is_overloaded(self, endpoint: Endpoint, now: float) -> bool:
@@ -129,7 +129,7 @@ class RayPolicy:
         self.threshold = threshold
         self._count = 0
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PolicyInput) -> RankedCandidates:
         """Rank two random replicas of the group by load, then the rest of it, then all others."""
         longest = max(candidate.hit_tokens for candidate in view.candidates)
         if longest >= self.threshold * max(view.prompt_tokens, 1):
@@ -138,13 +138,13 @@ class RayPolicy:
             least = min(len(candidate.endpoint.index) for candidate in view.candidates)
             group, reason = {c.name for c in view.candidates if len(c.endpoint.index) == least}, "smallest index"
         key = view.key + self._count.to_bytes(8, "little")
-        drawn = sorted(view.candidates, key=lambda c: (c.name not in group, weight(key, c.name)))
+        drawn = sorted(view.candidates, key=lambda c: (c.name not in group, rendezvous_weight(key, c.name)))
         pair = [candidate for candidate in drawn[:2] if candidate.name in group]
         pair.sort(key=lambda candidate: candidate.endpoint.num_requests(view.now))
         ranked = (*pair, *drawn[len(pair) :])
-        return Choice(ranked, tuple(map(float, range(len(ranked)))), reason)
+        return RankedCandidates(ranked, tuple(map(float, range(len(ranked)))), reason)
 
-    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Count the decision: the next one draws again."""
         self._count += 1
 
@@ -154,12 +154,12 @@ class LmetricPolicy:
 
     name = "lmetric"
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PolicyInput) -> RankedCandidates:
         """Rank by the product."""
         numbers = [float(uncached_tokens(view, c) * (c.endpoint.num_requests(view.now) + 1)) for c in view.candidates]
-        return by_number(view, numbers, "least uncached tokens x requests")
+        return rank_by_number(view, numbers, "least uncached tokens x requests")
 
-    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Do nothing."""
 
 
@@ -178,15 +178,15 @@ class DualMapPolicy:
         self.slo = slo
         self.rate = rate
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PolicyInput) -> RankedCandidates:
         """Rank the two by hit or by work, then all others by work."""
         prompt, size = view.request.prompt, view.candidates[0].endpoint.block_size
         block_hashes = prompt.block_hashes(size)
         depth = min(max(self.prefix_tokens // size, 1), len(block_hashes))
-        key = block_hashes[depth - 1] if depth else prompt.tail_key()
-        first = max(view.candidates, key=lambda c: weight(b"1" + key, c.name)).name
+        key = block_hashes[depth - 1] if depth else prompt.short_prompt_key()
+        first = max(view.candidates, key=lambda c: rendezvous_weight(b"1" + key, c.name)).name
         others = (c.name for c in view.candidates if c.name != first)
-        pair = {first, max(others, key=lambda name: weight(b"2" + key, name), default=first)}
+        pair = {first, max(others, key=lambda name: rendezvous_weight(b"2" + key, name), default=first)}
         work = {c.name: c.endpoint.load.pending_tokens + uncached_tokens(view, c) for c in view.candidates}
         longest = max((c for c in view.candidates if c.name in pair), key=lambda c: (c.hit_tokens, -work[c.name]))
         is_late = work[longest.name] > self.slo * self.rate
@@ -197,7 +197,7 @@ class DualMapPolicy:
 
         ranked = tuple(sorted(view.candidates, key=rank))
         reason = "less work of two" if is_late else "longer match of two"
-        return Choice(ranked, tuple(map(float, range(len(ranked)))), reason)
+        return RankedCandidates(ranked, tuple(map(float, range(len(ranked)))), reason)
 
-    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Do nothing."""

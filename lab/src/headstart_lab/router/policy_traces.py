@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from headstart.core.errors import ConfigError
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Report, Sheet
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportTable
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.policies.policy import Policy
@@ -23,10 +23,10 @@ from headstart.router.routing_request import pack_text
 from headstart.sim.profile import SERIAL
 from headstart.sim.sim_fleet import FleetOptions, VirtualFleet
 from headstart.sim.sim_replica import SimReplica
-from headstart.sim.sim_request import SimRequest, from_trace
+from headstart.sim.sim_request import SimRequest, requests_from_trace
 from headstart.workload.recorded.trace_files import read_trace_file
 from headstart.workload.recorded.trace_units import TraceUnits
-from headstart.workload.request_record import summarize
+from headstart.workload.request_record import summarize_records
 
 TEXT_BLOCK = 16
 
@@ -65,7 +65,7 @@ CASES = (
 COLUMNS = ("policy", "hit rate", "TTFT mean ms", "p50", "p90", "p99", "error, tokens", "fewest", "most")
 
 
-def run_route(trace: Path, config: RouteConfig, bar: Bar = QUIET) -> Report:
+def run_route(trace: Path, config: RouteConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Replay a Mooncake trace (or agent texts) once per policy. Raises ConfigError."""
     requests, block_size = _requests(trace, config)
     longest = max(one.prompt_tokens + one.output_tokens for one in requests)
@@ -80,7 +80,7 @@ def run_route(trace: Path, config: RouteConfig, bar: Bar = QUIET) -> Report:
         rows.append((case.label, *row.values()))
         bar.advance()
     title = f"{len(requests):,} requests of {trace.name}, {config.replicas} replicas, {config.cache:,} blocks each"
-    return Report(
+    return BenchmarkReport(
         "lab route",
         values,
         threads=1,
@@ -93,7 +93,7 @@ def run_route(trace: Path, config: RouteConfig, bar: Bar = QUIET) -> Report:
             "block_size": block_size,
             "profile": f"{SERIAL.name}: {SERIAL.source}",
         },
-        sheets=[Sheet(title, COLUMNS, tuple(rows))],
+        sheets=[ReportTable(title, COLUMNS, tuple(rows))],
     )
 
 
@@ -110,7 +110,7 @@ def _run(case: _Case, requests: Sequence[SimRequest], block_size: int, config: R
         routers.append(router)
     fleet = VirtualFleet(replicas, routers, FleetOptions(probe_interval=0.0))
     records = fleet.run(requests)
-    summary = summarize([one.record for one in records])
+    summary = summarize_records([one.record for one in records])
     served = [sum(one.replica == replica.name for one in records) for replica in replicas]
     assert summary.ttft is not None, "nothing was served"
     return {
@@ -131,7 +131,9 @@ def _requests(trace: Path, config: RouteConfig) -> tuple[list[SimRequest], int]:
         config.max_requests
     )
     if all(row.hash_ids for row in found.requests):
-        return [replace(one, output_tokens=1) for one in from_trace(found, speed=config.speed)], found.block_size
+        return [
+            replace(one, output_tokens=1) for one in requests_from_trace(found, speed=config.speed)
+        ], found.block_size
     if found.kind != "agent":
         raise ConfigError(f"{trace}: a trace of kind {found.kind} does not record shared prefixes")
     # Agents' clocks differ by days between files: the calls follow one another at a fixed rate.

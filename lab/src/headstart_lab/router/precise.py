@@ -13,9 +13,9 @@ from time import thread_time
 from typing import Any
 
 from headstart.core.cache.events import BlockRemoved, BlockStored
-from headstart.gateway.kv_events.kv_event_decoding import EventDecoder
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Report, Sheet
+from headstart.gateway.kv_events.kv_event_decoding import KVEventDecoder
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportTable
 from headstart.router.index.event_sequencer import EventSequencer
 from headstart.workload.request_record import percentile
 from headstart_lab.router.precise_rig import Difference, Rig, Sizes
@@ -58,7 +58,7 @@ CASES = (
 _COUNTS = ("batches", "heard", "replays", "gaps", "lost", "restarts", "voids", "unknown_parents")
 
 
-def run_precise(seed: int, config: PreciseConfig = PreciseConfig(), bar: Bar = QUIET) -> Report:
+def run_precise(seed: int, config: PreciseConfig = PreciseConfig(), bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Measure every case in turn, and the cost of an event."""
     values: dict[str, Any] = {}
     problems: list[str] = []
@@ -83,7 +83,7 @@ def run_precise(seed: int, config: PreciseConfig = PreciseConfig(), bar: Bar = Q
     values |= {"block_us": percentile(costs, 50) / blocks * 1e6}
     columns = ("case", "engine", "router", "missing", "wrong", "evictions", "lost", "replays", "restarts", "voids")
     cost_row = (events, blocks, values["event_us"], values["block_us"])
-    return Report(
+    return BenchmarkReport(
         "lab precise",
         values,
         seed=seed,
@@ -97,8 +97,10 @@ def run_precise(seed: int, config: PreciseConfig = PreciseConfig(), bar: Bar = Q
             "loss": config.loss,
         },
         sheets=[
-            Sheet("blocks in the engine's index and in the router's", columns, tuple(rows)),
-            Sheet("applying events, microseconds of CPU", ("events", "blocks", "per event", "per block"), (cost_row,)),
+            ReportTable("blocks in the engine's index and in the router's", columns, tuple(rows)),
+            ReportTable(
+                "applying events, microseconds of CPU", ("events", "blocks", "per event", "per block"), (cost_row,)
+            ),
         ],
         problems=problems,
     )
@@ -143,7 +145,7 @@ async def _case(case: Case, config: PreciseConfig, seed: int) -> _Found:
             rig.close()
 
 
-def _cost(config: PreciseConfig, seed: int, bar: Bar) -> tuple[list[float], int, int]:
+def _cost(config: PreciseConfig, seed: int, bar: ProgressBar) -> tuple[list[float], int, int]:
     """Return (CPU seconds per pass to apply all batches of one run, number of events, number of blocks in them)."""
     with tempfile.TemporaryDirectory() as folder:
         rig = Rig(folder, config.sizes, seed, relayed=False)
@@ -151,7 +153,7 @@ def _cost(config: PreciseConfig, seed: int, bar: Bar) -> tuple[list[float], int,
         rig.close()
         seconds: list[float] = []
         for _ in range(config.passes):
-            feed, decoder, index = EventSequencer(), EventDecoder("headstart"), rig.listener().index
+            feed, decoder, index = EventSequencer(), KVEventDecoder("headstart"), rig.listener().index
             gc.collect()
             start = thread_time()
             for number, payload in enumerate(payloads):
@@ -159,7 +161,7 @@ def _cost(config: PreciseConfig, seed: int, bar: Bar) -> tuple[list[float], int,
                     index.apply(decoder.decode(batch))
             seconds.append(thread_time() - start)
             bar.advance()
-        decoder = EventDecoder("headstart")
+        decoder = KVEventDecoder("headstart")
         events = [event for payload in payloads for event in decoder.decode(payload)]
     blocks = sum(len(event.block_hashes) for event in events if isinstance(event, BlockStored | BlockRemoved))
     return seconds, decoder.counts["events"], blocks

@@ -21,13 +21,13 @@ from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.engine.kv_event_encoding import BatchEncoder
+from headstart.engine.kv_event_encoding import KVEventEncoder
 from headstart.engine.kv_event_publisher import KVEventPublisher, KVEventsConfig
 from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
-from headstart.gateway.kv_events.kv_event_decoding import event_domain
+from headstart.gateway.kv_events.kv_event_decoding import domain_of_cache_salt
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.measurement.inprocess import drive
-from headstart.openai.engine_requests import narrow_domain
+from headstart.measurement.inprocess import run_requests
+from headstart.openai.engine_requests import salted_domain
 from headstart.router.index.kv_event_index import KVEventIndex
 from headstart_lab.runners.null_executor import NullExecutor
 
@@ -122,7 +122,7 @@ class Rig:
         self.consumer = self.listener()
         self._count = 0
         self._prefixes = [self._tokens(sizes.prefix) for _ in range(sizes.groups)]
-        self._domains = {event_domain(salt): narrow_domain(b"", salt) for salt in SALTS}
+        self._domains = {domain_of_cache_salt(salt): salted_domain(b"", salt) for salt in SALTS}
         self._start(sizes.block_size)
 
     def listener(self) -> KVEventConsumer:
@@ -145,14 +145,14 @@ class Rig:
         """Serve `rounds` batches of requests, outside the event loop."""
         for _ in range(rounds):
             requests = [self._request() for _ in range(self.sizes.requests)]
-            await asyncio.to_thread(drive, self.engine, requests)
+            await asyncio.to_thread(run_requests, self.engine, requests)
 
     def payloads(self, rounds: int) -> list[bytes]:
         """Return the payloads published while serving `rounds` batches of requests, one payload per event batch."""
-        encoder, found = BatchEncoder("CPU"), list[bytes]()
+        encoder, found = KVEventEncoder("CPU"), list[bytes]()
         self._heard = lambda events: found.append(encoder.encode(1.5, events))
         for _ in range(rounds):
-            drive(self.engine, [self._request() for _ in range(self.sizes.requests)])
+            run_requests(self.engine, [self._request() for _ in range(self.sizes.requests)])
         return found
 
     async def warm_up(self) -> None:
@@ -165,7 +165,7 @@ class Rig:
         """Wait until the consumer has applied the last published batch."""
         consumer = consumer or self.consumer
         await self.until(
-            lambda: consumer.position == self.num_published and not (consumer.is_missing or consumer.is_taking)
+            lambda: consumer.position == self.num_published and not (consumer.has_gap or consumer.is_taking)
         )
 
     async def settled(self) -> None:
@@ -185,7 +185,7 @@ class Rig:
             await self.serve()
             await asyncio.sleep(5 * STEP_SECONDS)
             consumer = self.consumer
-            is_behind = consumer.position != self.num_published or consumer.is_missing or consumer.is_taking
+            is_behind = consumer.position != self.num_published or consumer.has_gap or consumer.is_taking
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -233,7 +233,7 @@ class Rig:
             prompt,
             SamplingParams(max_tokens=self.rng.randrange(1, 12), temperature=0.0),
             adapter=self.rng.choice(ADAPTERS),
-            domain=narrow_domain(b"", self.rng.choice(SALTS)),
+            domain=salted_domain(b"", self.rng.choice(SALTS)),
         )
 
     def _tokens(self, count: int) -> "array[int]":

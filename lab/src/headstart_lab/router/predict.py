@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headstart.bundled import bundled_model
+from headstart.bundled import bundled_model_folder
 from headstart.core.errors import ConfigError
 from headstart.core.request import Request
 from headstart.core.sched.limits import Limits
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Report, Sheet
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportTable
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.policies.policy_table import make_policy
 from headstart.router.router import Router
-from headstart.router.routing_request import Prompt, RoutingRequest, pack_text, router_root
+from headstart.router.routing_request import RoutingPrompt, RoutingRequest, pack_text, router_root
 from headstart.workload.recorded.trace_files import read_trace_file
 from headstart.workload.recorded.trace_units import TraceUnits
 from headstart.workload.traces import TracedRequest
@@ -95,7 +95,9 @@ class _Text:
     request: Request
 
 
-def run_predict(traces: Sequence[Path], config: PredictConfig = PredictConfig(), bar: Bar = QUIET) -> Report:
+def run_predict(
+    traces: Sequence[Path], config: PredictConfig = PredictConfig(), bar: ProgressBar = QUIET
+) -> BenchmarkReport:
     """Serve the traces together once per form, with correction and without. Raises ConfigError."""
     texts, num_left_out, vocab_size = _texts(traces, config, bar)
     values: dict[str, Any] = {"requests": len(texts), "left_out": num_left_out}
@@ -127,7 +129,7 @@ def run_predict(traces: Sequence[Path], config: PredictConfig = PredictConfig(),
     title = (
         f"{len(texts):,} requests, {config.replicas} engines of {config.cache:,} blocks; mean error of cached_tokens"
     )
-    return Report(
+    return BenchmarkReport(
         "lab predict",
         values,
         model="bundled tokenizer",
@@ -141,7 +143,7 @@ def run_predict(traces: Sequence[Path], config: PredictConfig = PredictConfig(),
             "step_seconds": COST.step,
             "token_seconds": COST.token,
         },
-        sheets=[Sheet(title, COLUMNS, tuple(rows))],
+        sheets=[ReportTable(title, COLUMNS, tuple(rows))],
         problems=problems,
     )
 
@@ -195,9 +197,9 @@ def figures(served: Sequence[Served]) -> dict[str, float]:
     }
 
 
-def _texts(traces: Sequence[Path], config: PredictConfig, bar: Bar) -> tuple[list[_Text], int, int]:
+def _texts(traces: Sequence[Path], config: PredictConfig, bar: ProgressBar) -> tuple[list[_Text], int, int]:
     """Return (the requests of all traces that fit, in arrival order; number left out; vocabulary size)."""
-    tokenizer = Tokenizer.from_folder(bundled_model())
+    tokenizer = Tokenizer.from_folder(bundled_model_folder())
     most = int(LONGEST_SHARE * config.cache) * BLOCK_SIZE
     found: list[_Text] = []
     num_left_out = 0
@@ -229,9 +231,9 @@ def _calls(texts: Sequence[_Text], config: PredictConfig, exact: bool) -> list[C
     for text in texts:
         begin = begins.setdefault(text.session, text.row.at)
         if exact:
-            prompt = Prompt(text.request.prompt, root)
+            prompt = RoutingPrompt(text.request.prompt, root)
         else:
-            prompt = Prompt(pack_text(text.row.text.encode()), root, exact=False)
+            prompt = RoutingPrompt(pack_text(text.row.text.encode()), root, exact=False)
         ask = RoutingRequest(prompt, session=text.session, max_tokens=text.request.sampling.max_tokens)
         calls.append(Call(begin / config.speed + text.row.at - begin, text.session, text.request, ask))
     return calls

@@ -22,8 +22,8 @@ import psutil
 from headstart.core.errors import ConfigError
 from headstart.gateway.picker.envoy_process import find_envoy
 from headstart.measurement.machine import ContentionLog, ContentionMeter, describe_machine
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Report, Sheet, spread
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportTable, min_and_max
 from headstart_lab.runners.route_process import OURS, Entrant, RouterProcess, parse_peer, running_router
 from headstart_lab.runners.stream_load import Plan
 
@@ -83,12 +83,12 @@ class Turn:
         return (self.found["client_cpu_seconds"] + self.router_seconds + self.replica_seconds) / seconds
 
 
-def run_beside_peers(config: ProxyConfig, peer: Sequence[str] = (), bar: Bar = QUIET) -> Report:
+def run_beside_peers(config: ProxyConfig, peer: Sequence[str] = (), bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Measure our router and every NAME=ENVIRONMENT of `peer`. Raises ConfigError."""
     return run_proxy(config, [parse_peer(text) for text in peer], bar)
 
 
-def run_proxy(config: ProxyConfig, peers: Sequence[Entrant] = (), bar: Bar = QUIET) -> Report:
+def run_proxy(config: ProxyConfig, peers: Sequence[Entrant] = (), bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Measure every side `runs` times, in turn. Raises ConfigError if one does not start."""
     log = ContentionLog.new()
     sides: list[Entrant] = [Entrant(OURS.name, policy=config.policy), *peers]
@@ -189,7 +189,9 @@ def _turn(
     return Turn(json.loads(lines[-1]), *spent)
 
 
-def _report(config: ProxyConfig, turns: list[dict[str, Turn]], versions: dict[str, str], log: ContentionLog) -> Report:
+def _report(
+    config: ProxyConfig, turns: list[dict[str, Turn]], versions: dict[str, str], log: ContentionLog
+) -> BenchmarkReport:
     values: dict[str, Any] = {}
     spreads: dict[str, list[float]] = {}
     problems: list[str] = []
@@ -198,7 +200,7 @@ def _report(config: ProxyConfig, turns: list[dict[str, Turn]], versions: dict[st
         known = [value for value in found if value is not None]
         values[key] = median(known) if known else None
         if known:
-            spreads[key] = spread(known)
+            spreads[key] = min_and_max(known)
         return values[key]
 
     rows: list[tuple[Any, ...]] = []
@@ -231,7 +233,7 @@ def _report(config: ProxyConfig, turns: list[dict[str, Turn]], versions: dict[st
         )
     columns = ("", "1st byte p50", "p99", "token p50", "p99", "gap p99", "CPU s/1000 req", "errors")
     title = f"{config.streams} streams of {config.tokens} tokens, one each {config.token_ms:g} ms; added ms"
-    return Report(
+    return BenchmarkReport(
         "lab proxy",
         values,
         runs=config.runs,
@@ -243,7 +245,7 @@ def _report(config: ProxyConfig, turns: list[dict[str, Turn]], versions: dict[st
             "order": "direct, ours, peers; every other run backwards",
         },
         contention=log.as_dict(),
-        sheets=[Sheet(title, columns, tuple(rows))],
+        sheets=[ReportTable(title, columns, tuple(rows))],
         problems=problems,
     )
 

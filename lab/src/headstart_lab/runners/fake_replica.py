@@ -19,8 +19,8 @@ from typing import Any
 import uvloop
 
 from headstart.core.cache.block_pool import BlockPool
-from headstart.core.cache.hashing import BlockHash, extend_hashes, pack, root_hash
-from headstart.http.answer_report import AnswerReport
+from headstart.core.cache.hashing import BlockHash, extend_block_hashes, pack_tokens, root_hash
+from headstart.http.answer_report import UsageReportHeader
 from headstart_lab.runners.fake_connection import JSON, Connection
 
 _EVENTS = {"completion": ("text_completion", '"text":%s'), "chat": ("chat.completion.chunk", '"delta":{"content":%s}')}
@@ -55,10 +55,10 @@ class Cache:
     def take(self, tokens: "array[int]") -> tuple[int, list[int]]:
         """Return (cached tokens of a prompt, its blocks, held until `release`). The prompt is cached from now on."""
         pool, hashes = self._pool, list[BlockHash]()
-        extend_hashes(hashes, tokens, self.block_size, self._root)
-        found = [entry[0] for entry in takewhile(bool, map(pool.entry, hashes)) if entry]
+        extend_block_hashes(hashes, tokens, self.block_size, self._root)
+        found = [entry[0] for entry in takewhile(bool, map(pool.published_entry, hashes)) if entry]
         cached = max(min(len(found) * self.block_size, len(tokens) - 1), 0)
-        if len(hashes) - len(found) > pool.num_available(found):
+        if len(hashes) - len(found) > pool.num_available_to_tenant(found):
             return cached, []  # all blocks are in use: this prompt is not cached
         pool.acquire(found)
         blocks = found + pool.allocate(len(hashes) - len(found))
@@ -213,7 +213,7 @@ class Answer:
     def _report(self) -> bytes:
         usage, settings = self.usage, self.replica.settings
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        return AnswerReport(f"{self.kind}-1", usage["prompt_tokens"], cached, settings.ttft_ms).encode()
+        return UsageReportHeader(f"{self.kind}-1", usage["prompt_tokens"], cached, settings.ttft_ms).encode()
 
     def leave(self) -> None:
         """Release the resources, at the end or after a disconnect. Idempotent."""
@@ -241,7 +241,7 @@ def tokens_of(asked: dict[str, Any]) -> "array[int]":
         text = "".join(f"{message['role']}\n{message['content']}\n" for message in asked["messages"])
     else:
         text = asked["prompt"]
-    return pack(list(text.encode()) if isinstance(text, str) else text)
+    return pack_tokens(list(text.encode()) if isinstance(text, str) else text)
 
 
 async def serve(settings: Settings, host: str = "127.0.0.1", port: int = 0) -> None:

@@ -3,7 +3,7 @@
 import time
 from array import array
 
-from headstart.core.batch import Batch, Row, StepResult
+from headstart.core.batch import Batch, RowResult, StepResult
 from headstart.core.cache.block_store import Data
 
 
@@ -22,7 +22,7 @@ class NullExecutor:
 
     def execute(self, batch: Batch) -> StepResult:
         start = time.perf_counter()
-        rows = tuple(Row((self._sample(chunk.history),) * chunk.num_logits) for chunk in batch.chunks)
+        rows = tuple(RowResult((self._sample(chunk.history),) * chunk.num_logits) for chunk in batch.chunks)
         return StepResult(rows, time.perf_counter() - start)
 
     def read_block(self, block_id: int) -> Data:

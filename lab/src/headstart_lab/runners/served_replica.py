@@ -26,7 +26,7 @@ import headstart
 from headstart.bench.streamed_request import StreamFailedError, read_event
 from headstart.core.errors import ConfigError
 from headstart.measurement.machine import ContentionLog, ContentionMeter
-from headstart.measurement.progress_bar import QUIET, Bar
+from headstart.measurement.progress_bar import QUIET, ProgressBar
 
 START_SECONDS = 300.0
 ANSWER_SECONDS = 300.0
@@ -202,7 +202,7 @@ def ask_in_turn(
     prompts: "Iterable[array[int]]",
     *,
     key: str = "",
-    bar: Bar = QUIET,
+    bar: ProgressBar = QUIET,
     log: ContentionLog | None = None,
 ) -> list[Answer]:
     """Return the answers to all prompts, sent one after the other; `log` records the CPU use of other processes."""

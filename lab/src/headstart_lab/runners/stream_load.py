@@ -4,7 +4,7 @@ Made for fake replicas with `--stamps`: each token carries the time of its write
 of its request. So the latency between client and replica is known for every token, independent of the replica's own
 time. Processes on one machine share a clock (`time.monotonic`).
 
-`python -m headstart_lab.runners.stream_load PLAN` (JSON of `Plan`) prints one JSON line when measuring begins, one
+`python -m headstart_lab.runners.stream_load PLAN` (JSON of `StepPlan`) prints one JSON line when measuring begins, one
 when it ends, and one with the findings.
 """
 

@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from headstart.measurement.machine import ContentionLog
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Chart, Report, Sheet, spread
-from headstart.measurement.runner import Setup
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
+from headstart.measurement.runner import EngineSetup
 from headstart.workload.request_record import median
 from headstart.workload.synthetic import random_tokens
 from headstart_lab.runners.served_replica import (
@@ -92,7 +92,7 @@ class _Restart:
         return _ttft_ms(self.restart) / _ttft_ms(self.cold)
 
 
-def run_restart(setup: Setup, config: RestartConfig, bar: Bar = QUIET) -> Report:
+def run_restart(setup: EngineSetup, config: RestartConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Measure every form `runs` times, in turn, and then the time to open a large store."""
     found = {form: list[_Restart]() for form in config.forms}
     log = ContentionLog.new()
@@ -111,7 +111,7 @@ def run_restart(setup: Setup, config: RestartConfig, bar: Bar = QUIET) -> Report
     return report
 
 
-def _launch(setup: Setup, config: RestartConfig, scratch: Path) -> Launch:
+def _launch(setup: EngineSetup, config: RestartConfig, scratch: Path) -> Launch:
     """Return the launch settings of servers whose pool holds all prompts, so that warm ones stay in memory."""
     blocks = (config.prompts + 2 * config.warm_ups) * (-(-config.tokens // BLOCK_SIZE) + 1) + 64
     flags = ("--num-blocks", str(blocks), "--threads", str(setup.threads), "--dtype", setup.dtype)
@@ -126,7 +126,7 @@ class _Measurement:
     config: RestartConfig
     form: Form
     rng: Random
-    bar: Bar
+    bar: ProgressBar
     log: ContentionLog
 
     def run(self, label: str) -> _Restart:
@@ -174,7 +174,9 @@ class _Measurement:
         return ask_in_turn(server, prompts, bar=self.bar, log=self.log)
 
 
-def _report(setup: Setup, config: RestartConfig, found: dict[Form, list[_Restart]], log: ContentionLog) -> Report:
+def _report(
+    setup: EngineSetup, config: RestartConfig, found: dict[Form, list[_Restart]], log: ContentionLog
+) -> BenchmarkReport:
     forms = {form.name: _figures(runs) for form, runs in found.items()}
     first = next(iter(found.values()))
     keys = ("redundancy_after_restart", "ttft_cold_ms", "ttft_restart_ms", "ttft_warm_ms", "ttft_restart_over_cold")
@@ -184,7 +186,7 @@ def _report(setup: Setup, config: RestartConfig, found: dict[Form, list[_Restart
     )
     every = [run for runs in found.values() for run in runs]
     wrong = sum(differing(run.cold, run.restart) for run in every)
-    report = Report(
+    report = BenchmarkReport(
         "lab restart",
         {**forms[config.forms[0].name], "forms": forms},
         model=setup.label,
@@ -192,10 +194,10 @@ def _report(setup: Setup, config: RestartConfig, found: dict[Form, list[_Restart
         runs=config.runs,
         threads=setup.threads,
         spread={
-            "redundancy_after_restart": spread([run.redundancy for run in first]),
-            "ttft_cold_ms": spread([_ttft_ms(run.cold) for run in first]),
-            "ttft_restart_ms": spread([_ttft_ms(run.restart) for run in first]),
-            "ttft_restart_over_cold": spread([run.restart_over_cold for run in first]),
+            "redundancy_after_restart": min_and_max([run.redundancy for run in first]),
+            "ttft_cold_ms": min_and_max([_ttft_ms(run.cold) for run in first]),
+            "ttft_restart_ms": min_and_max([_ttft_ms(run.restart) for run in first]),
+            "ttft_restart_over_cold": min_and_max([run.restart_over_cold for run in first]),
         },
         setup={
             "prompts": config.prompts,
@@ -206,8 +208,8 @@ def _report(setup: Setup, config: RestartConfig, found: dict[Form, list[_Restart
         },
         contention=log.as_dict(),
         sheets=[
-            Sheet(f"{config.prompts} prompts of {config.tokens} tokens, kill -9, again", COLUMNS, rows),
-            Sheet("from start to ready", ("form", "first, s", "after kill -9, s", "MB on disk"), starts),
+            ReportTable(f"{config.prompts} prompts of {config.tokens} tokens, kill -9, again", COLUMNS, rows),
+            ReportTable("from start to ready", ("form", "first, s", "after kill -9, s", "MB on disk"), starts),
         ],
         charts=[_chart(forms)],
         problems=[problem for run in every for problem in run.problems],
@@ -217,10 +219,10 @@ def _report(setup: Setup, config: RestartConfig, found: dict[Form, list[_Restart
     return report
 
 
-def _chart(forms: dict[str, dict[str, Any]]) -> Chart:
+def _chart(forms: dict[str, dict[str, Any]]) -> ReportChart:
     whens = ("cold", "restart", "warm")
     series = {name: tuple(row[f"ttft_{when}_ms"] for when in whens) for name, row in forms.items()}
-    return Chart("time to the first token", "when", "ms, median", whens, series, log_y=True)
+    return ReportChart("time to the first token", "when", "ms, median", whens, series, log_y=True)
 
 
 def _figures(runs: list[_Restart]) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from headstart.measurement.machine import ContentionLog
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Chart, Report, Sheet, spread
-from headstart.measurement.runner import Setup
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
+from headstart.measurement.runner import EngineSetup
 from headstart.workload.request_record import median
 from headstart.workload.synthetic import random_tokens
 from headstart_lab.runners.served_replica import Answer, Launch, Replica, ask_in_turn, differing, problems, replica
@@ -77,7 +77,7 @@ class _Found:
     problems: list[str] = field(default_factory=list[str])
 
 
-def run_siblings(setup: Setup, config: SiblingsConfig, bar: Bar = QUIET) -> Report:
+def run_siblings(setup: EngineSetup, config: SiblingsConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Start both servers once and repeat everything `runs` times with new prompts."""
     log = ContentionLog.new()
     with TemporaryDirectory(prefix="headstart-lab-", dir=config.folder) as scratch, ExitStack() as stack:
@@ -89,7 +89,7 @@ def run_siblings(setup: Setup, config: SiblingsConfig, bar: Bar = QUIET) -> Repo
     return _report(setup, config, found, a.dtype, log)
 
 
-def _launch(setup: Setup, config: SiblingsConfig, scratch: Path) -> Launch:
+def _launch(setup: EngineSetup, config: SiblingsConfig, scratch: Path) -> Launch:
     """Return the launch settings of servers with two tenants each and a pool for the prompts of one phase."""
     blocks = (config.prompts + 4) * (-(-config.tokens // BLOCK_SIZE) + 1) + 64
     flags = ("--num-blocks", str(blocks), "--threads", str(setup.threads), "--dtype", setup.dtype)
@@ -104,7 +104,7 @@ class _Lab:
     b: Replica
     config: SiblingsConfig
     rng: Random
-    bar: Bar
+    bar: ProgressBar
     log: ContentionLog
 
     def measure(self) -> _Found:
@@ -171,7 +171,9 @@ class _Lab:
         return [random_tokens(self.config.tokens, SMALLEST_VOCABULARY, self.rng) for _ in range(count)]
 
 
-def _report(setup: Setup, config: SiblingsConfig, found: _Found, dtype: str, log: ContentionLog) -> Report:
+def _report(
+    setup: EngineSetup, config: SiblingsConfig, found: _Found, dtype: str, log: ContentionLog
+) -> BenchmarkReport:
     shares = {delay: [pair.computed_share for pair in pairs] for delay, pairs in found.delayed.items()}
     settled = [pair.computed_share for pair in found.settled]
     pairs = [*found.settled, *(pair for pairs in found.delayed.values() for pair in pairs)]
@@ -196,7 +198,7 @@ def _report(setup: Setup, config: SiblingsConfig, found: _Found, dtype: str, log
     rows += [_row(f"each to A, {delay:g} s, to B", pairs) for delay, pairs in found.delayed.items()]
     delays = tuple(f"{delay:g}" for delay in shares)
     drawn: dict[str, tuple[float | None, ...]] = {"computed by B": tuple(median(runs) for runs in shares.values())}
-    return Report(
+    return BenchmarkReport(
         "lab siblings",
         values,
         model=setup.label,
@@ -204,8 +206,8 @@ def _report(setup: Setup, config: SiblingsConfig, found: _Found, dtype: str, log
         runs=config.runs,
         threads=setup.threads,
         spread={
-            "computed_by_b": spread(settled),
-            **{f"computed_by_b_after_{delay:g}_s": spread(runs) for delay, runs in shares.items()},
+            "computed_by_b": min_and_max(settled),
+            **{f"computed_by_b_after_{delay:g}_s": min_and_max(runs) for delay, runs in shares.items()},
         },
         setup={
             "prompts": config.prompts,
@@ -217,14 +219,14 @@ def _report(setup: Setup, config: SiblingsConfig, found: _Found, dtype: str, log
         },
         contention=log.as_dict(),
         sheets=[
-            Sheet(f"two servers, one folder, prompts of {config.tokens} tokens", COLUMNS, tuple(rows)),
-            Sheet(
+            ReportTable(f"two servers, one folder, prompts of {config.tokens} tokens", COLUMNS, tuple(rows)),
+            ReportTable(
                 "the owner's prompts, computed by A, at B",
                 ("tokens loaded by another tenant", "by the owner"),
                 ((found.tenants.by_other, found.tenants.by_owner),),
             ),
         ],
-        charts=[Chart("computed by B", "seconds after A's answer", "share of tokens", delays, drawn)],
+        charts=[ReportChart("computed by B", "seconds after A's answer", "share of tokens", delays, drawn)],
         problems=found.problems,
     )
 

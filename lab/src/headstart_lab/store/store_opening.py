@@ -25,11 +25,11 @@ import headstart
 from headstart.core.cache.block_store import BlockKey, Data
 from headstart.core.cache.hashing import BlockHash, root_hash
 from headstart.core.errors import ConfigError
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Sheet, spread
-from headstart.store.catalog import Catalog
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import ReportTable, min_and_max
+from headstart.store.catalog import SegmentCatalog
 from headstart.store.disk import DiskStore
-from headstart.store.files import Files
+from headstart.store.files import FileSystemCalls
 from headstart.store.format import BlockShape
 from headstart.workload.request_record import median
 from headstart_lab.store import page_cache
@@ -68,11 +68,11 @@ class Opened:
     """The results, as parts of a report."""
 
     values: dict[str, Any]
-    sheet: Sheet
+    sheet: ReportTable
     problems: list[str] = field(default_factory=list[str])
 
 
-class SparseFiles(Files):
+class SparseFiles(FileSystemCalls):
     """Files that leave a hole where a block of zeros would be written, up to its last byte."""
 
     def __init__(self, block_bytes: int) -> None:
@@ -87,7 +87,9 @@ class SparseFiles(Files):
         return total
 
 
-def measure_openings(openings: Sequence[Opening], folder: Path, bar: Bar = QUIET, *, runs: int = RUNS) -> Opened:
+def measure_openings(
+    openings: Sequence[Opening], folder: Path, bar: ProgressBar = QUIET, *, runs: int = RUNS
+) -> Opened:
     """Make each store in `folder`, open it `runs` times, and remove it. `start_s` is of the first store."""
     rows: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
@@ -107,15 +109,15 @@ def measure_openings(openings: Sequence[Opening], folder: Path, bar: Bar = QUIET
     keys = ("blocks_found", "start_s", "start_warm_s", "rss_mib", "dropped_page_share")
     table = [(name, *(row.get(key) for key in keys)) for name, row in rows.items()]
     start = next((row.get("start_s") for row in rows.values()), None)
-    sheet = Sheet(f"opening a store, median of {runs}", columns, tuple(table))
+    sheet = ReportTable(f"opening a store, median of {runs}", columns, tuple(table))
     return Opened({"start_s": start, "openings": rows}, sheet, problems)
 
 
-def _make(opening: Opening, store: Path, bar: Bar) -> None:
+def _make(opening: Opening, store: Path, bar: ProgressBar) -> None:
     bar.stage(f"writing {opening.num_blocks:,} blocks of {opening.block_bytes:,} bytes", opening.num_blocks)
     shape = BlockShape(MODEL, BLOCK_SIZE, opening.block_bytes)
-    files = SparseFiles(opening.block_bytes) if opening.sparse else Files()
-    catalog = Catalog(store, shape, opening.max_bytes, files)
+    files = SparseFiles(opening.block_bytes) if opening.sparse else FileSystemCalls()
+    catalog = SegmentCatalog(store, shape, opening.max_bytes, files)
     noise = bytes(opening.block_bytes) * 2 if opening.sparse else os.urandom(2 * opening.block_bytes)
     keys = _chain(opening.num_blocks)
     try:
@@ -139,7 +141,7 @@ def _chain(num_blocks: int) -> Iterator[BlockKey]:
         parent = block_hash
 
 
-def _open_again_and_again(opening: Opening, store: Path, runs: int, bar: Bar) -> dict[str, Any]:
+def _open_again_and_again(opening: Opening, store: Path, runs: int, bar: ProgressBar) -> dict[str, Any]:
     """Return the figures of `runs` openings without pages in memory, and of as many with them."""
     cold, warm, dropped = list[dict[str, float]](), list[dict[str, float]](), list[float | None]()
     bar.stage(f"opening {opening.name}", 2 * runs)
@@ -151,7 +153,7 @@ def _open_again_and_again(opening: Opening, store: Path, runs: int, bar: Bar) ->
     known = [share for share in dropped if share is not None]
     return {
         "start_s": median(run["seconds"] for run in cold),
-        "start_s_spread": spread([run["seconds"] for run in cold]),
+        "start_s_spread": min_and_max([run["seconds"] for run in cold]),
         "start_warm_s": median(run["seconds"] for run in warm),
         "rss_mib": median(run["rss_bytes"] for run in cold) / (1 << 20),
         "blocks_found": int(cold[0]["num_blocks"]),

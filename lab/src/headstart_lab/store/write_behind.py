@@ -17,11 +17,11 @@ from typing import Any
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.request import SamplingParams
-from headstart.measurement.inprocess import Run, drive, make_requests
-from headstart.measurement.machine import ContentionLog, uncontended
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.measurement.report import Chart, Report, Sheet, spread
-from headstart.measurement.runner import Setup, describe
+from headstart.measurement.inprocess import RunResult, make_requests, run_requests
+from headstart.measurement.machine import ContentionLog, measure_uncontended
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
+from headstart.measurement.runner import EngineSetup, describe_engine
 from headstart.workload.request_record import median, percentile
 from headstart.workload.synthetic import RequestShape, shared_prefix
 
@@ -70,7 +70,7 @@ QUICK = WriteBehindConfig(
 class _Side:
     """One workload on one fresh engine."""
 
-    run: Run
+    run: RunResult
     most_pending: int = 0  # largest number of blocks waiting to be written
     last_pending: int = 0  # the same after the last step
     drain_seconds: float = 0.0  # until none was left
@@ -98,7 +98,7 @@ class _Pair:
         return self.on.throughput / self.off.throughput
 
 
-def run_write_behind(setup: Setup, config: WriteBehindConfig, bar: Bar = QUIET) -> Report:
+def run_write_behind(setup: EngineSetup, config: WriteBehindConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Measure every workload in `runs` rounds: off, on, on, off. The first side of a pair is a little slower."""
     log, found = ContentionLog.new(), dict[str, list[_Pair]]()
     info: EngineInfo | None = None
@@ -110,7 +110,7 @@ def run_write_behind(setup: Setup, config: WriteBehindConfig, bar: Bar = QUIET) 
                 side = "on" if with_store else "off"
                 label = f"{workload.name}, store {side}, pair {number + 1} of {2 * config.runs}"
                 lab = _Lab(setup, workload, with_store, config.folder, f"{setup.seed}/{number}")
-                sides[with_store], info = uncontended(lambda lab=lab, label=label: lab.measure(label, bar), log)
+                sides[with_store], info = measure_uncontended(lambda lab=lab, label=label: lab.measure(label, bar), log)
             found[workload.name].append(_Pair(sides[False], sides[True]))
     assert info is not None
     return _report(setup, config, info, found, log)
@@ -120,13 +120,13 @@ def run_write_behind(setup: Setup, config: WriteBehindConfig, bar: Bar = QUIET) 
 class _Lab:
     """One workload on one side."""
 
-    setup: Setup
+    setup: EngineSetup
     workload: Workload
     with_store: bool
     folder: Path | None
     seed: str
 
-    def measure(self, label: str, bar: Bar) -> tuple[_Side, EngineInfo]:
+    def measure(self, label: str, bar: ProgressBar) -> tuple[_Side, EngineInfo]:
         """Build an engine, warm it up, run the workload on it, and wait for the writer."""
         with TemporaryDirectory(prefix="headstart-lab-", dir=self.folder) as scratch:
             options = self.setup.options(num_blocks=self.workload.num_blocks)
@@ -140,9 +140,9 @@ class _Lab:
                 del engine
                 gc.collect()  # the next engine's model must not be in memory beside this one's
 
-    def _drive(self, engine: Engine, vocab_size: int, label: str, bar: Bar) -> _Side:
+    def _drive(self, engine: Engine, vocab_size: int, label: str, bar: ProgressBar) -> _Side:
         rng, shape = Random(self.seed), self.workload.shape
-        drive(engine, make_requests(shared_prefix(1, 2, shape, vocab_size, rng), _sampling(shape), "warm-up"))
+        run_requests(engine, make_requests(shared_prefix(1, 2, shape, vocab_size, rng), _sampling(shape), "warm-up"))
         _drain(engine)
         prompts = shared_prefix(self.workload.groups, self.workload.prompts, shape, vocab_size, rng)
         rng.shuffle(prompts)
@@ -153,7 +153,7 @@ class _Lab:
             if num_steps % LOOK_STEPS == 0:
                 pending.append(_pending(engine))
 
-        run = drive(engine, make_requests(prompts, _sampling(shape), "work"), bar=bar, on_step=look)
+        run = run_requests(engine, make_requests(prompts, _sampling(shape), "work"), bar=bar, on_step=look)
         last = _pending(engine)
         drained = _drain(engine)
         return _Side(run, max(*pending, last), last, drained, engine.stats().store)
@@ -178,8 +178,8 @@ def _drain(engine: Engine) -> float:
 
 
 def _report(
-    setup: Setup, config: WriteBehindConfig, info: EngineInfo, found: dict[str, list[_Pair]], log: ContentionLog
-) -> Report:
+    setup: EngineSetup, config: WriteBehindConfig, info: EngineInfo, found: dict[str, list[_Pair]], log: ContentionLog
+) -> BenchmarkReport:
     rows = {name: _figures(pairs) for name, pairs in found.items()}
     values: dict[str, Any] = {
         "throughput_on_over_off": min(row["throughput_on_over_off"] for row in rows.values()),
@@ -195,14 +195,14 @@ def _report(
         for name, row in rows.items()
     )
     ratios = {"on / off": tuple(row["throughput_on_over_off"] for row in rows.values())}
-    return Report(
+    return BenchmarkReport(
         "lab write-behind",
         values,
         model=setup.label,
         seed=setup.seed,
         runs=config.runs,
         threads=info.threads,
-        spread={f"{name}_throughput_on_over_off": spread(_ratios(found[name])) for name in rows},
+        spread={f"{name}_throughput_on_over_off": min_and_max(_ratios(found[name])) for name in rows},
         setup={
             "workloads": {
                 workload.name: {
@@ -214,18 +214,18 @@ def _report(
                 for workload in config.workloads
             },
             "order": "off, on, on, off in each round",
-            **describe(info),
+            **describe_engine(info),
         },
         contention=log.as_dict(),
         sheets=[
-            Sheet(
+            ReportTable(
                 "the same work without and with a store",
                 SPEED,
                 tuple((name, *(row[key] for key in speed)) for name, row in rows.items()),
             ),
-            Sheet("the writer, all pairs", WRITER, writer),
+            ReportTable("the writer, all pairs", WRITER, writer),
         ],
-        charts=[Chart("throughput with a store", "workload", "over without", tuple(rows), ratios)],
+        charts=[ReportChart("throughput with a store", "workload", "over without", tuple(rows), ratios)],
         problems=list(
             dict.fromkeys(p for name, pairs in found.items() for pair in pairs for p in _problems(name, pair))
         ),

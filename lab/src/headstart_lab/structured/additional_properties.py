@@ -9,7 +9,7 @@ from typing import Any
 
 import headstart
 from headstart import LLM
-from headstart.openai.structured.schema_rewrites import closed_schema
+from headstart.openai.structured.schema_rewrites import close_schema_objects
 
 TEXT, NUMBER = {"type": "string", "maxLength": 40}, {"type": "integer", "minimum": 0, "maximum": 999}
 SCHEMAS: dict[str, dict[str, Any]] = {  # as pydantic and zod write them, without additionalProperties
@@ -37,7 +37,7 @@ def main() -> None:
             num_ended = num_tokens = num_answers = 0
             for schema in SCHEMAS.values():
                 whole = {"type": "object", "required": list(schema["properties"]), **schema}
-                sent = closed_schema(whole) if is_closed else whole
+                sent = close_schema_objects(whole) if is_closed else whole
                 wanted = {"json": sent, "disable_additional_properties": False}
                 for seed in range(SEEDS):
                     sampling = {"structured_outputs": wanted, "max_tokens": MAX_TOKENS, "seed": seed}

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer
 
-from headstart.openai.structured.dropped_keywords import loosened_schema
-from headstart.openai.structured.schema_rewrites import rewritten_schema
+from headstart.openai.structured.dropped_keywords import loosen_schema
+from headstart.openai.structured.schema_rewrites import rewrite_schema
 from headstart_lab.structured.suite import SuiteSchema, integral, validator
 
 LARGEST = 1.7976931348623157e308
@@ -80,7 +80,7 @@ class Checker:
             return math.copysign(LARGEST, float(digits))
 
         if self._validator is None:
-            kept = loosened_schema(self._case.schema).schema  # of a schema that is accepted: without uniqueItems
+            kept = loosen_schema(self._case.schema).schema  # of a schema that is accepted: without uniqueItems
             self._validator = validator(self._case.draft, kept, self._folder)
         try:
             value = json.loads(text, parse_float=number, parse_constant=_refuse)
@@ -92,7 +92,7 @@ class Checker:
 
     def _is_prefix(self, text: str) -> bool:
         # The rewritten schema allows a part of the sent one; llguidance compiles it if the server accepts it.
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(rewritten_schema("schema", integral(self._sent))))
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(rewrite_schema("schema", integral(self._sent))))
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         tokens = self._tokenizer.tokenize_bytes(text.rstrip("\ufffd").encode())
         return matcher.try_consume_tokens(tokens) == len(tokens)

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headstart import LLM
-from headstart.bench.cli.cli_run import find_model
+from headstart.bench.cli.cli_run import resolve_bench_model
 from headstart.core.request import Request, SamplingParams
 from headstart.openai.structured.grammar_process import build
 from headstart.openai.structured.grammar_text import json_schema_grammar
-from headstart.openai.structured.structured_fields import check_schema
+from headstart.openai.structured.structured_fields import read_json_schema
 
 PROMPT_TOKENS = 32
 MAX_RATIO = 1.15  # of the kinds that force few tokens
@@ -120,7 +120,7 @@ class Bench:
 
 def new_grammar(kind: str, number: int) -> str:
     """Return the grammar of a schema that differs from those of all other numbers."""
-    return json_schema_grammar(check_schema("schema", KINDS[kind](f"{number:05d}")))
+    return json_schema_grammar(read_json_schema("schema", KINDS[kind](f"{number:05d}")))
 
 
 def _seconds(check: Callable[[str], str], kind: str, number: int) -> float:
@@ -179,7 +179,7 @@ def main() -> int:
     parser.add_argument("--report", type=Path, help="also write the report here")
     options = parser.parse_args()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "bench-models"
-    bench = Bench(find_model(options.model, cache), options.streams, options.max_tokens)
+    bench = Bench(resolve_bench_model(options.model, cache), options.streams, options.max_tokens)
     kinds = measure(bench, options.rounds)
     checks = bench.check_seconds()
     document = {

@@ -127,9 +127,9 @@ def run(server: Running, cases: list[SuiteSchema], folder: Path, wanted: int, at
 
 def random_model(folder: Path) -> str:
     """Make a model with random weights, and return its folder."""
-    from headstart.model.weights.init_model import init_model
+    from headstart.model.weights.init_model import write_random_model
 
-    return str(init_model("tiny", folder / "random", std=0.2, dtype="float32", progress=False))
+    return str(write_random_model("tiny", folder / "random", std=0.2, dtype="float32", progress=False))
 
 
 def main() -> int:

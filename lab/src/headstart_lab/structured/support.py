@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from llguidance import LLMatcher, LLTokenizer
 
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.structured.dropped_keywords import strict_schema
-from headstart.openai.structured.grammar_process import reason
-from headstart.openai.structured.grammar_text import json_schema_grammar, parser_limits
-from headstart.openai.structured.structured_fields import check_schema
+from headstart.openai.structured.dropped_keywords import loosen_or_refuse_schema
+from headstart.openai.structured.grammar_process import shorten_grammar_error
+from headstart.openai.structured.grammar_text import grammar_parser_limits, json_schema_grammar
+from headstart.openai.structured.structured_fields import read_json_schema
 from headstart_lab.structured.checks import KEYWORDS, named_keywords
 from headstart_lab.structured.suite import DRAFTS, VERSION, SuiteSchema, fetch_suite, integral, read_suite
 
@@ -85,13 +85,13 @@ class Grammar:
     def __init__(self, schema: Any, tokenizer: LLTokenizer) -> None:
         self._tokenizer, self._matcher, self.error = tokenizer, None, ""
         try:
-            text = json_schema_grammar(strict_schema("schema", check_schema("schema", schema), "").schema)
+            text = json_schema_grammar(loosen_or_refuse_schema("schema", read_json_schema("schema", schema), "").schema)
         except InvalidRequestError as error:
             self.error = str(error)
             return
-        matcher = LLMatcher(tokenizer, text, log_level=0, limits=parser_limits())
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=grammar_parser_limits())
         if matcher.is_error():
-            self.error = reason(matcher.get_error())
+            self.error = shorten_grammar_error(matcher.get_error())
         else:
             self._matcher = matcher
 
@@ -188,7 +188,7 @@ def report(verdicts: list[Verdict]) -> dict[str, Any]:
                 "instances": sum(len(v.schema.instances) for v in accepted),
                 "looser": {v.schema.description: v.looser for v in accepted if v.looser},
                 "stricter": {v.schema.description: v.stricter for v in accepted if v.stricter},
-                "other_order": sum(v.reordered for v in accepted),
+                "other_order": sum(v.in_order for v in accepted),
             }
         )
     return {

@@ -14,7 +14,7 @@ from weakref import ref
 
 from litellm.integrations.custom_logger import CustomLogger  # pyright: ignore[reportMissingImports]
 
-from headstart.router.routing_request import Usage
+from headstart.router.routing_request import ReportedTokenUsage
 from headstart_plugins.litellm.prefix_router import CallProgress, PrefixRouter, PromptKey
 from headstart_plugins.versions import check_version
 
@@ -139,13 +139,13 @@ def _progress_of(logging_obj: Any) -> Callable[[], CallProgress]:
     return progress
 
 
-def _usage_of(usage: Any) -> tuple[Usage | None, int]:
+def _usage_of(usage: Any) -> tuple[ReportedTokenUsage | None, int]:
     """Return the usage that a server reported, None without cached tokens, and the number of output tokens."""
     details = getattr(usage, "prompt_tokens_details", None) or getattr(usage, "input_tokens_details", None)
     cached = getattr(details, "cached_tokens", None)
     prompt = getattr(usage, "prompt_tokens", None) or getattr(usage, "input_tokens", None)
     output = getattr(usage, "completion_tokens", None) or getattr(usage, "output_tokens", None) or 0
-    return (Usage(prompt, cached) if isinstance(prompt, int) and isinstance(cached, int) else None), output
+    return (ReportedTokenUsage(prompt, cached) if isinstance(prompt, int) and isinstance(cached, int) else None), output
 
 
 prefix_routing = PrefixRouting()

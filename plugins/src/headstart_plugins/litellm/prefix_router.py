@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headstart.core.cache.hashing import BlockHash
-from headstart.gateway.proxy.request_reader import conversation
+from headstart.gateway.proxy.request_reader import conversation_text
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.router import Router
-from headstart.router.routing_decision import InFlight
-from headstart.router.routing_request import Prompt, RoutingRequest, Usage, pack_text, router_root
+from headstart.router.routing_decision import RoutedInFlight
+from headstart.router.routing_request import ReportedTokenUsage, RoutingPrompt, RoutingRequest, pack_text, router_root
 
 MAX_CALLS = 8_192  # in flight; the oldest is taken for lost
 MAX_PROMPTS = 64  # whose hashes are kept between the choice and the sending
@@ -55,17 +55,17 @@ class PromptKey:
             prompt = prompt[0] if prompt else ""
         return cls(root, (str(prompt) if prompt else _chat_text(values)).encode(errors="replace"))
 
-    def prompt(self) -> Prompt:
+    def prompt(self) -> RoutingPrompt:
         """Return it with the hashes of its blocks, which are computed when they are needed."""
         units = pack_text(self.body)
-        return Prompt(units, self.root, exact=self.is_tokens)
+        return RoutingPrompt(units, self.root, exact=self.is_tokens)
 
 
 @dataclass(eq=False, slots=True)
 class _Call:
     """A call in flight."""
 
-    in_flight: InFlight
+    in_flight: RoutedInFlight
     key: PromptKey
     trace: str
     progress: Callable[[], CallProgress]
@@ -79,7 +79,7 @@ class PrefixRouter:
         self.router = Router()
         self._seen: dict[str, float] = {}  # servers, and when a request could last use them
         self._calls: OrderedDict[str, _Call] = OrderedDict()
-        self._prompts: OrderedDict[PromptKey, Prompt] = OrderedDict()
+        self._prompts: OrderedDict[PromptKey, RoutingPrompt] = OrderedDict()
         self._failed: OrderedDict[tuple[str, PromptKey], frozenset[str]] = OrderedDict()  # by trace and prompt
 
     @property
@@ -120,9 +120,9 @@ class PrefixRouter:
         in_flight = self.router.sent(self.router.pick(request, now), now)
         self._calls[call_id] = _Call(in_flight, key, trace, progress, is_stream)
         if len(self._calls) > MAX_CALLS:
-            self.router.abandoned(self._calls.popitem(last=False)[1].in_flight, now)
+            self.router.record_client_disconnect(self._calls.popitem(last=False)[1].in_flight, now)
 
-    def finished(self, call_id: str, now: float, usage: Usage | None = None, num_output: int = 0) -> None:
+    def finished(self, call_id: str, now: float, usage: ReportedTokenUsage | None = None, num_output: int = 0) -> None:
         """Record a complete answer. `usage` None: the server did not report cached tokens."""
         self._advance(now)
         call = self._calls.pop(call_id, None)
@@ -152,8 +152,8 @@ class PrefixRouter:
         states = {call_id: call.progress() for call_id, call in self._calls.items()}
         for call_id, state in states.items():
             if state.is_lost:
-                self.router.abandoned(self._calls.pop(call_id).in_flight, now)
-        began: list[tuple[float, InFlight, bool]] = []
+                self.router.record_client_disconnect(self._calls.pop(call_id).in_flight, now)
+        began: list[tuple[float, RoutedInFlight, bool]] = []
         for call_id, call in self._calls.items():
             flight, at = call.in_flight, states[call_id].first_token_at
             if flight.first_token is not None:
@@ -179,7 +179,7 @@ class PrefixRouter:
                 del self._seen[name]
                 self.router.remove(name)
 
-    def _prompt(self, key: PromptKey) -> Prompt:
+    def _prompt(self, key: PromptKey) -> RoutingPrompt:
         prompt = self._prompts.pop(key, None) or key.prompt()
         self._prompts[key] = prompt
         if len(self._prompts) > MAX_PROMPTS:
@@ -196,7 +196,7 @@ def _chat_text(values: Mapping[str, Any]) -> str:
             messages.append({"role": "system", "content": plain[name]})
     for given in (plain["messages"] or plain["input"],):
         messages += [{"role": "user", "content": given}] if isinstance(given, str) else given or []
-    return conversation({"tools": plain["tools"], "messages": [_message(item) for item in messages]})
+    return conversation_text({"tools": plain["tools"], "messages": [_message(item) for item in messages]})
 
 
 def _message(item: Any) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class StorePlanner:
         return block_hash not in self._unreadable and self._store.contains(BlockHash(bytes(block_hash)))
 
     def _lacks(self, block_hash: bytes) -> bool:
-        return block_hash in self._unreadable or self._store.lacks(BlockHash(bytes(block_hash)))
+        return block_hash in self._unreadable or self._store.should_write(BlockHash(bytes(block_hash)))
 
     def _seconds_to_compute(self, num_blocks: int) -> float:
         return num_blocks * self._block_size * self._rate.seconds_per_token

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from headstart.model.setup.sizes import parse_bytes
 from headstart.store.format import BlockShape
-from headstart.store.tiers.tier import Places, places, read_shared_secrets
+from headstart.store.tiers.tier import TierPlaces, parse_tier_places, read_shared_secrets
 from headstart_plugins.vllm.host import HOST_VERSION
 
 FORM = 1  # of the stored blocks: a layer after the other, each as vLLM's CPU backend has it in memory
@@ -32,7 +32,7 @@ _CHUNK = 1 << 22
 class StoreSettings(NamedTuple):
     """The arguments of `open_store`: a folder and its limit in bytes, a server and what its blocks are sealed with."""
 
-    found: Places
+    found: TierPlaces
     max_bytes: int
     password: str | None
     secrets: tuple[bytes, ...]
@@ -53,7 +53,7 @@ def read_settings(extra: dict[str, Any]) -> StoreSettings:
     given: dict[str, Any] = {**OPTIONS, **extra}
     if not given["folder"] and not given["url"]:
         raise ValueError("kv_connector_extra_config: name the folder of the store, the url of a server, or both")
-    found = places(",".join(filter(None, (given["folder"], given["url"]))))
+    found = parse_tier_places(",".join(filter(None, (given["folder"], given["url"]))))
     secrets = read_shared_secrets(given["secret"]) if found.url else ()
     return StoreSettings(found, parse_bytes(given["size"]), os.environ.get(PASSWORD), secrets, given["ttl"])
 

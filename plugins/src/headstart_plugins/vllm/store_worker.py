@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.envs import VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
 
-from headstart.core.cache.block_store import BlockStore, Loaded
+from headstart.core.cache.block_store import BlockStore, LoadedBlocks
 from headstart.core.cache.transfers import BLIND_SECONDS, GRACE_SECONDS, GRACE_SHARE, PATIENCE
 from headstart_plugins.vllm.store_planner import BlockLoad, StoreMetadata, StoreReport
 
@@ -73,7 +73,7 @@ class StoreWorker:
         self._layers: list[NDArray[np.uint8]] = []  # [blocks, bytes] each
         self._loads: dict[int, _Load] = {}
         self._finished = _Finished()
-        store.start(self._staged.take)
+        store.start_writing(self._staged.take)
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take over vLLM's KV: a tensor [blocks, heads, slots, size] in memory order for each layer.
@@ -91,35 +91,35 @@ class StoreWorker:
     def begin_loads(self, metadata: StoreMetadata) -> None:
         """Begin the loads of a step, but those that take longer than computing from the tier that has them."""
         for plan in metadata.loads:
-            expected = self._store.expected_seconds(len(plan.keys), plan.keys[0].block_hash)
+            expected = self._store.expected_load_seconds(len(plan.keys), plan.keys[0].block_hash)
             grace = GRACE_SHARE * plan.computing if plan.computing else BLIND_SECONDS
             patience = max(PATIENCE * expected, grace) + GRACE_SECONDS
             load = _Load(plan, time.monotonic() + patience, patience)
             if plan.computing and expected >= plan.computing:
                 self._end(load)
             else:
-                self._loads[self._store.load(plan.keys)] = load
+                self._loads[self._store.begin_load(plan.keys)] = load
 
     def save(self, metadata: StoreMetadata) -> None:
         """Copy the blocks that this step has filled, and offer them to the store."""
         for block_id, key in metadata.saves:
-            if self._store.lacks(key.block_hash):
+            if self._store.should_write(key.block_hash):
                 data = b"".join(layer[block_id].data for layer in self._layers)
-                self._store.offer(self._staged.stage(data), 0, key)
+                self._store.offer_block(self._staged.stage(data), 0, key)
 
     def poll(self, metadata: StoreMetadata) -> set[str]:
         """Copy the blocks that have arrived; return the requests whose loads have ended, in full or in part."""
         if self._loads and not metadata.num_scheduled:
-            self._store.wait(IDLE_SECONDS)
-        for loaded in self._store.poll():
+            self._store.wait_for_loads(IDLE_SECONDS)
+        for loaded in self._store.poll_loads():
             load = self._loads.get(loaded.load_id)
             if load is not None:
                 self._take_in(load, loaded)
-            self._store.done_with(loaded)
+            self._store.release_loaded(loaded)
         now = time.monotonic()
         for load_id, load in list(self._loads.items()):
             if now > load.deadline:
-                self._store.cancel(load_id, is_late=True)
+                self._store.cancel_load(load_id, is_late=True)
                 self._fail(self._loads.pop(load_id))
         ended, self._finished.request_ids = self._finished.request_ids, set()
         return ended
@@ -132,7 +132,7 @@ class StoreWorker:
     def report(self) -> StoreReport:
         """Return the report of this step."""
         unreadable, self._finished.hashes = self._finished.hashes, []
-        one, many = self._store.expected_seconds(1), self._store.expected_seconds(101)
+        one, many = self._store.expected_load_seconds(1), self._store.expected_load_seconds(101)
         if many == float("inf"):
             return StoreReport(many, 0.0, unreadable)
         per_block = (many - one) / 100
@@ -142,7 +142,7 @@ class StoreWorker:
         """Write what is pending, as far as vLLM waits for its worker: it kills one that takes longer."""
         self._store.close(max(0.0, VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS - SPARE_SECONDS))
 
-    def _take_in(self, load: _Load, loaded: Loaded) -> None:
+    def _take_in(self, load: _Load, loaded: LoadedBlocks) -> None:
         for data in loaded.data:
             block_id, at = load.plan.block_ids[load.num_done], 0
             content = np.frombuffer(data, dtype=np.uint8)
@@ -159,7 +159,7 @@ class StoreWorker:
             self._end(load)
         elif load.num_done > load.num_before and self._store.contains(rest[0].block_hash):  # in another tier
             load.num_before = load.num_done
-            self._loads[self._store.load(rest)] = load
+            self._loads[self._store.begin_load(rest)] = load
         else:
             self._fail(load)
 

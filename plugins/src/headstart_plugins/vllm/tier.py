@@ -72,7 +72,7 @@ class HeadstartTier(SecondaryTierManager):
         self._store = store
         num_staged = max(1, STAGED_BYTES // self.block_size_bytes)
         self._staged = StagedBlocks(num_staged, is_chain=isinstance(store, ChainedStore))
-        store.start(self._staged.take)
+        store.start_writing(self._staged.take)
         self._jobs: Queue[TransferJob | None] = Queue()
         self._finished: deque[JobResult] = deque()
         self._failed: set[OffloadKey] = set()  # could not be read, until they are stored again
@@ -94,7 +94,7 @@ class HeadstartTier(SecondaryTierManager):
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._store.touch([_identity(key).block_hash for key in keys])
+        self._store.mark_used([_identity(key).block_hash for key in keys])
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -115,7 +115,7 @@ class HeadstartTier(SecondaryTierManager):
             try:
                 job = self._jobs.get(timeout=LOOK_SECONDS)
             except Empty:
-                self._is_usable = self._store.expected_seconds(1) < float("inf")
+                self._is_usable = self._store.expected_load_seconds(1) < float("inf")
                 continue
             if job is not None:
                 self._finished.append(self._result(job))
@@ -143,8 +143,8 @@ class HeadstartTier(SecondaryTierManager):
         """Copy chunks and offer them to the store; return their number."""
         for key, place in zip(keys, places, strict=True):
             identity = _identity(key)
-            if key in self._failed or self._store.lacks(identity.block_hash):
-                self._store.offer(self._staged.stage(self._chunks[place].tobytes()), 0, identity)
+            if key in self._failed or self._store.should_write(identity.block_hash):
+                self._store.offer_block(self._staged.stage(self._chunks[place].tobytes()), 0, identity)
             self._failed.discard(key)
         return len(keys)
 
@@ -152,21 +152,21 @@ class HeadstartTier(SecondaryTierManager):
         """Read chunks into the host pool, from the first on; return how many of them were read."""
         identities, done, before = [_identity(key) for key in keys], 0, -1
         while before < done < len(keys) and self._store.contains(identities[done].block_hash):  # one tier each
-            before, expected = done, self._store.expected_seconds(len(keys) - done, identities[done].block_hash)
+            before, expected = done, self._store.expected_load_seconds(len(keys) - done, identities[done].block_hash)
             if expected == float("inf"):
                 break
             patience = PATIENCE * expected + BLIND_SECONDS + GRACE_SECONDS
-            load_id, until, is_last = self._store.load(identities[done:]), time.monotonic() + patience, False
+            load_id, until, is_last = self._store.begin_load(identities[done:]), time.monotonic() + patience, False
             while not is_last and time.monotonic() < until:
-                self._store.wait(LOOK_SECONDS)
-                for loaded in self._store.poll():
+                self._store.wait_for_loads(LOOK_SECONDS)
+                for loaded in self._store.poll_loads():
                     for data in loaded.data if loaded.load_id == load_id else ():
                         self._chunks[places[done]] = np.frombuffer(data, dtype=np.uint8)
                         done += 1
                     is_last |= loaded.load_id == load_id and loaded.is_last
-                    self._store.done_with(loaded)
+                    self._store.release_loaded(loaded)
             if not is_last:
-                self._store.cancel(load_id, is_late=True)
+                self._store.cancel_load(load_id, is_late=True)
         return done
 
 

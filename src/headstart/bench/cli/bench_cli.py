@@ -12,12 +12,12 @@ from typer.core import TyperGroup
 from headstart.bench.cli import cli_reuse, cli_suite, laboratory
 
 BENCH = {
-    "rotations": (cli_reuse.rotations, "48 rotated prompts, cold and warm (vLLM #3402)."),
-    "intent": (cli_reuse.intent, "900 shared + 100 own tokens, caching off and on."),
-    "shared-prefix": (cli_suite.shared_prefix, "Groups of prompts with a shared prefix each; any rate."),
-    "decode": (cli_suite.decode, "Streams behind one cached prefix, or one each."),
-    "prefill": (cli_suite.prefill, "Time to the first token by length, cold and warm."),
-    "trace": (cli_suite.trace, "Recorded traffic: Mooncake, agents, Azure."),
+    "rotations": (cli_reuse.bench_rotations, "48 rotated prompts, cold and warm (vLLM #3402)."),
+    "intent": (cli_reuse.bench_intent, "900 shared + 100 own tokens, caching off and on."),
+    "shared-prefix": (cli_suite.bench_shared_prefix, "Groups of prompts with a shared prefix each; any rate."),
+    "decode": (cli_suite.bench_decode, "Streams behind one cached prefix, or one each."),
+    "prefill": (cli_suite.bench_prefill, "Time to the first token by length, cold and warm."),
+    "trace": (cli_suite.bench_trace, "Recorded traffic: Mooncake, agents, Azure."),
 }
 LAB = {
     "shared-burst": "A burst behind one new prefix: prefill redundancy.",
@@ -28,7 +28,7 @@ LAB = {
 ORDER = ("rotations", "intent", "shared-prefix", "shared-burst", "twins", "decode", "prefill", "trace", "fleet", "lab")
 
 
-class BenchVerbs(TyperGroup):
+class BenchCommandGroup(TyperGroup):
     """The verbs of `headstart bench`. Without the laboratory, its verbs name the command that installs it."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -40,13 +40,13 @@ class BenchVerbs(TyperGroup):
         own = super().get_command(ctx, cmd_name)
         if own is not None or cmd_name not in LAB:
             return own
-        verbs = laboratory.find("verbs")
+        verbs = laboratory.find_lab_entry_point("verbs")
         group: Any = typer.main.get_command(_without(cmd_name) if verbs is None else verbs.load())
         return group.get_command(ctx, cmd_name)
 
 
 app = typer.Typer(
-    cls=BenchVerbs,
+    cls=BenchCommandGroup,
     help="Measure an engine in this process, or any OpenAI endpoint (--against URL). Tables for people go to stderr; "
     "the last line of stdout is one JSON document.",
     no_args_is_help=True,
@@ -63,9 +63,9 @@ def _without(name: str) -> typer.Typer:
     found.callback()(lambda: None)  # a group, although it has only one verb
 
     def refuse() -> None:
-        raise laboratory.not_installed(f"headstart bench {name}")
+        raise laboratory.lab_not_installed_error(f"headstart bench {name}")
 
-    refuse.__doc__ = str(laboratory.not_installed(f"headstart bench {name}"))
+    refuse.__doc__ = str(laboratory.lab_not_installed_error(f"headstart bench {name}"))
     anything = {"allow_extra_args": True, "ignore_unknown_options": True}
     found.command(name, short_help=LAB[name], hidden=name == "twins", context_settings=anything)(refuse)
     return found

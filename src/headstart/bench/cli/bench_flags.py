@@ -38,25 +38,25 @@ SloTpot = Annotated[float | None, typer.Option(min=0, metavar="MS", help="Limit 
 SloE2e = Annotated[float | None, typer.Option(min=0, metavar="MS", help="Limit of the end-to-end latency.")]
 
 
-class Flag(NamedTuple):
+class VerbFlag(NamedTuple):
     """A flag: its annotation for typer (`Annotated[type, typer.Option(...)]`) and default; without one, required."""
 
     annotation: Any
     default: Any = inspect.Parameter.empty
 
-    def parameter(self, name: str) -> inspect.Parameter:
+    def to_parameter(self, name: str) -> inspect.Parameter:
         """Return the parameter of a verb."""
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=self.annotation)
 
 
-def signature(flags: Mapping[str, Flag], own: Iterable[inspect.Parameter] = ()) -> inspect.Signature:
+def verb_signature(flags: Mapping[str, VerbFlag], own: Iterable[inspect.Parameter] = ()) -> inspect.Signature:
     """Return the signature of a verb with its `own` parameters first."""
-    parameters = [*own, *(each.parameter(name) for name, each in flags.items())]
+    parameters = [*own, *(each.to_parameter(name) for name, each in flags.items())]
     return inspect.Signature(parameters)
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class BenchTarget:
     """The target: an engine in this process, or the server at `against`; and the file of the plot."""
 
     model: str
@@ -72,10 +72,10 @@ class Where:
     plot: Path | None = None
 
     @property
-    def is_here(self) -> bool:
+    def is_in_process(self) -> bool:
         return not self.against
 
-    def or_tiny(self) -> "Where":
+    def with_tiny_model(self) -> "BenchTarget":
         """Return the same with a model of random weights if none is named."""
         return replace(self, model=self.model or "tiny")
 
@@ -83,24 +83,24 @@ class Where:
         """Return the requested seed, else 0, or a new one where prompts must be new to be cold."""
         if self.asked_seed is not None:
             return self.asked_seed
-        return 0 if self.is_here else secrets.randbelow(2**31)
+        return 0 if self.is_in_process else secrets.randbelow(2**31)
 
 
-_FIRST = {"model": Flag(Named, ""), "against": Flag(Against, "")}
+_FIRST = {"model": VerbFlag(Named, ""), "against": VerbFlag(Against, "")}
 _LAST = {
-    "asked_seed": Flag(NewSeed, None),
-    "plot": Flag(Plot, None),
-    "threads": Flag(Threads, 0),
-    "dtype": Flag(Dtype, "auto"),
-    "quantization": Flag(Quantization, "none"),
-    "caching": Flag(Caching, True),
-    "api_key": Flag(ApiKey, ""),
-    "vocab_size": Flag(VocabSize, 512),
-    "timeout": Flag(Timeout, 300),
+    "asked_seed": VerbFlag(NewSeed, None),
+    "plot": VerbFlag(Plot, None),
+    "threads": VerbFlag(Threads, 0),
+    "dtype": VerbFlag(Dtype, "auto"),
+    "quantization": VerbFlag(Quantization, "none"),
+    "caching": VerbFlag(Caching, True),
+    "api_key": VerbFlag(ApiKey, ""),
+    "vocab_size": VerbFlag(VocabSize, 512),
+    "timeout": VerbFlag(Timeout, 300),
 }
 
 
-def takes_target(*skip: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def add_target_flags(*skip: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds the flags of a target, but those in `skip`, to a verb and passes it as `where`."""
     first, last = ({name: each for name, each in part.items() if name not in skip} for part in (_FIRST, _LAST))
 
@@ -108,12 +108,17 @@ def takes_target(*skip: str) -> Callable[[Callable[..., None]], Callable[..., No
         @functools.wraps(verb)
         def wrapper(**arguments: Any) -> None:
             target = {name: arguments.pop(name) for name in (*first, *last)}
-            verb(**arguments, where=Where(**target))
+            verb(**arguments, where=BenchTarget(**target))
 
         own = [p for p in inspect.signature(verb).parameters.values() if p.name != "where"]
         required = [p for p in own if p.default is inspect.Parameter.empty]
         optional = [p for p in own if p not in required]
-        flags = [*required, *signature(first).parameters.values(), *optional, *signature(last).parameters.values()]
+        flags = [
+            *required,
+            *verb_signature(first).parameters.values(),
+            *optional,
+            *verb_signature(last).parameters.values(),
+        ]
         wrapper.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]  # typer reads it
         return wrapper
 

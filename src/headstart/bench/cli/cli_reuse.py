@@ -9,45 +9,45 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headstart.bench.cli import cli_run, laboratory
-from headstart.bench.cli.bench_flags import Quick, Runs, SloE2e, SloTpot, SloTtft, Where, takes_target
+from headstart.bench.cli.bench_flags import BenchTarget, Quick, Runs, SloE2e, SloTpot, SloTtft, add_target_flags
 
 if TYPE_CHECKING:
-    from headstart.measurement.progress_bar import Bar
-    from headstart.measurement.report import Report
-    from headstart.measurement.runner import Runner, Setup
+    from headstart.measurement.progress_bar import ProgressBar
+    from headstart.measurement.report import BenchmarkReport
+    from headstart.measurement.runner import EngineSetup, JobRunner
 
 
-@takes_target("quantization", "caching")
-def rotations(
+@add_target_flags("quantization", "caching")
+def bench_rotations(
     *,
-    where: Where,
+    where: BenchTarget,
     runs: Runs = 3,
     quick: Quick = False,
 ) -> None:
     """Send 48 rotations of 1,025 tokens, cold and warm: only uncached tokens use the budget (vLLM #3402)."""
-    if not where.is_here:
+    if not where.is_in_process:
         from headstart.bench.suite import SuitePlan
-        from headstart.bench.suite_plans import rotations as build
+        from headstart.bench.suite_plans import rotations_scenario as build
 
         plan = SuitePlan(
             "rotations", build(48, 1025, 3), runs=1 if quick else runs, setup={"requests": 48, "length": 1025}
         )
-        cli_run.run_plan(plan, where)
+        cli_run.run_suite_plan(plan, where)
         return
 
-    def bench(setup: "Setup", bar: "Bar") -> "Report":
+    def bench(setup: "EngineSetup", bar: "ProgressBar") -> "BenchmarkReport":
         from headstart.bench.rotations import RotationsConfig, run_rotations
 
         config = RotationsConfig(runs=1, decode_rounds=6) if quick else RotationsConfig(runs=runs)
         return run_rotations(setup, config, bar)
 
-    cli_run.run_on_model(bench, where.or_tiny())
+    cli_run.run_on_model(bench, where.with_tiny_model())
 
 
-@takes_target("quantization", "caching")
-def intent(
+@add_target_flags("quantization", "caching")
+def bench_intent(
     *,
-    where: Where,
+    where: BenchTarget,
     load: Annotated[bool, typer.Option(help="Latency and Poisson load, on --model (default: the bundled one).")] = True,
     accuracy: Annotated[
         bool | None, typer.Option(help="Answers of the bundled model, float32. Default: without --model only.")
@@ -70,29 +70,29 @@ def intent(
     Published figures: --seconds 30 --min-requests 40 --examples 200.
     With --against: unloaded requests, then the highest rate within the limits, or four times the unloaded latency.
     """
-    if not where.is_here:
-        from headstart.bench.rate_report import RateConfig, RatePlan, behind_prefix, run_rate_search
+    if not where.is_in_process:
+        from headstart.bench.rate_report import RateConfig, RatePlan, cached_prefix_load, run_rate_search
 
         config = RateConfig(5.0, 10, 1.3) if quick else RateConfig(seconds, min_requests)
-        slo = cli_run.limits(slo_ttft, slo_tpot, slo_e2e)
+        slo = cli_run.slo_from_ms(slo_ttft, slo_tpot, slo_e2e)
 
-        def search(runner: "Runner", new_seed: int, bar: "Bar") -> "Report":
-            plan = RatePlan("intent", behind_prefix(), new_seed, slo, config, is_guarded=False)
+        def search(runner: "JobRunner", new_seed: int, bar: "ProgressBar") -> "BenchmarkReport":
+            plan = RatePlan("intent", cached_prefix_load(), new_seed, slo, config, is_guarded=False)
             return run_rate_search(runner, plan, bar)
 
         cli_run.run_on_runner(search, where, 0)
         return
 
     asked = accuracy if accuracy is not None else schema or not where.model
-    found = laboratory.find("accuracy") if asked else None
+    found = laboratory.find_lab_entry_point("accuracy") if asked else None
     if asked and found is None:
-        with cli_run.refusing():
-            missing = laboratory.not_installed("the accuracy of answers")
+        with cli_run.report_usage_errors():
+            missing = laboratory.lab_not_installed_error("the accuracy of answers")
             if accuracy or schema or not load:
                 raise missing
             print(f"not measured: {missing}", file=sys.stderr)
 
-    def bench(setup: "Setup", bar: "Bar") -> "Report":
+    def bench(setup: "EngineSetup", bar: "ProgressBar") -> "BenchmarkReport":
         from headstart.bench.intent_report import QUICK, IntentConfig, run_intent
 
         config = QUICK if quick else IntentConfig(runs=runs, draws=draws, seconds=seconds, min_requests=min_requests)

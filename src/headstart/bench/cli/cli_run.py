@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headstart.bench.cli.bench_flags import Where
+from headstart.bench.cli.bench_flags import BenchTarget
 from headstart.config.options import EngineOptions
 from headstart.core.errors import ConfigError, HeadstartError
-from headstart.measurement.progress_bar import QUIET, Bar
-from headstart.model.setup.threads import prepare_threads
+from headstart.measurement.progress_bar import QUIET, ProgressBar
+from headstart.model.setup.threads import choose_num_threads
 from headstart.model.weights.shapes import SHAPES
 
 if TYPE_CHECKING:
     from headstart.bench.suite import SuitePlan
-    from headstart.measurement.report import Report
-    from headstart.measurement.runner import Runner, Setup
+    from headstart.measurement.report import BenchmarkReport
+    from headstart.measurement.runner import EngineSetup, JobRunner
     from headstart.workload.slo import Slo
 
 MAX_BLOCKS = 16_384
@@ -35,7 +35,7 @@ STD = 0.2
 """
 
 
-def find_model(name: str, cache: Path, seed: int = 0, bar: Bar = QUIET) -> str:
+def resolve_bench_model(name: str, cache: Path, seed: int = 0, bar: ProgressBar = QUIET) -> str:
     """Return a value for `EngineOptions.model`: a folder or hub id unchanged, or the folder made for a shape name.
 
     An existing folder takes precedence over a shape of the same name. Raises ConfigError if the cache is not writable.
@@ -45,13 +45,13 @@ def find_model(name: str, cache: Path, seed: int = 0, bar: Bar = QUIET) -> str:
     folder = cache / f"{name}-std{STD}-seed{seed}"
     if folder.is_dir():
         return str(folder)
-    from headstart.model.weights.init_model import init_model
+    from headstart.model.weights.init_model import write_random_model
 
     bar.stage(f"making {name} with random weights", None)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=cache) as scratch:
-            made = init_model(name, Path(scratch) / "model", std=STD, seed=seed, progress=False)
+            made = write_random_model(name, Path(scratch) / "model", std=STD, seed=seed, progress=False)
             _move(made, folder)
     except OSError as error:
         raise ConfigError(f"cannot write models into {cache}: {error.strerror}; set XDG_CACHE_HOME") from error
@@ -68,7 +68,7 @@ def _move(made: Path, folder: Path) -> None:
 
 
 @contextmanager
-def refusing() -> Generator[None]:
+def report_usage_errors() -> Generator[None]:
     """Report errors raised in the block as the user's mistake: one line, and exit code 2."""
     try:
         yield
@@ -77,29 +77,31 @@ def refusing() -> Generator[None]:
         raise typer.Exit(2) from error
 
 
-def limits(ttft: float | None, tpot: float | None, e2e: float | None) -> "Slo":
+def slo_from_ms(ttft: float | None, tpot: float | None, e2e: float | None) -> "Slo":
     """Return limits in ms as an Slo."""
     from headstart.workload.slo import Slo
 
     return Slo(*(None if limit is None else limit / 1e3 for limit in (ttft, tpot, e2e)))
 
 
-def run_plan(plan: "SuitePlan", where: Where) -> None:
+def run_suite_plan(plan: "SuitePlan", where: BenchTarget) -> None:
     """Measure a plan on the requested target, publish, exit."""
     from headstart.bench.suite import run_suite
 
-    def bench(runner: "Runner", seed: int, bar: "Bar") -> "Report":
-        return run_suite(runner, replace(plan, seed=seed, is_guarded=where.is_here), bar)
+    def bench(runner: "JobRunner", seed: int, bar: "ProgressBar") -> "BenchmarkReport":
+        return run_suite(runner, replace(plan, seed=seed, is_guarded=where.is_in_process), bar)
 
     run_on_runner(bench, where, plan.build(512, Random(0)).num_blocks())
 
 
-def run_on_runner(bench: "Callable[[Runner, int, Bar], Report]", where: Where, num_blocks: int) -> None:
+def run_on_runner(
+    bench: "Callable[[JobRunner, int, ProgressBar], BenchmarkReport]", where: BenchTarget, num_blocks: int
+) -> None:
     """Measure the requested target: `bench` gets a runner and the seed. `num_blocks`: KV that a local engine needs."""
     seed = where.seed()
-    if where.is_here:
+    if where.is_in_process:
 
-        def on_engine(setup: "Setup", bar: "Bar") -> "Report":
+        def on_engine(setup: "EngineSetup", bar: "ProgressBar") -> "BenchmarkReport":
             from headstart.measurement.inprocess import EngineRunner
 
             bar.stage("loading the model", None)
@@ -107,59 +109,59 @@ def run_on_runner(bench: "Callable[[Runner, int, Bar], Report]", where: Where, n
             with closing(EngineRunner.build(setup, options)) as runner:
                 return bench(runner, seed, bar)
 
-        run_on_model(on_engine, where.or_tiny())
+        run_on_model(on_engine, where.with_tiny_model())
         return
 
-    def on_server(bar: "Bar") -> "Report":
+    def on_server(bar: "ProgressBar") -> "BenchmarkReport":
         from headstart.bench.endpoint_runner import EndpointRunner
-        from headstart.bench.streamed_request import Target
+        from headstart.bench.streamed_request import EndpointTarget
 
-        target = Target(where.against, where.model, where.api_key, where.timeout)
+        target = EndpointTarget(where.against, where.model, where.api_key, where.timeout)
         bar.stage(f"connecting to {where.against}", None)
         with closing(EndpointRunner.connect(target, where.vocab_size, Random(f"{seed}/probe"))) as runner:
             return bench(runner, seed, bar)
 
-    finish(on_server, where.plot)
+    run_and_exit(on_server, where.plot)
 
 
-def run_on_model(bench: "Callable[[Setup, Bar], Report]", where: Where) -> None:
+def run_on_model(bench: "Callable[[EngineSetup, ProgressBar], BenchmarkReport]", where: BenchTarget) -> None:
     """Set threads before torch is imported, find or make the model, measure, publish, exit."""
 
-    def on_model(bar: "Bar") -> "Report":
-        count, seed = prepare_threads(where.threads), where.seed()
+    def on_model(bar: "ProgressBar") -> "BenchmarkReport":
+        count, seed = choose_num_threads(where.threads), where.seed()
         _check(where.model, EngineOptions(dtype=where.dtype, threads=where.threads, quantization=where.quantization))
         from headstart.engine.assembly import build_engine
-        from headstart.measurement.runner import BUNDLED, Setup
+        from headstart.measurement.runner import BUNDLED, EngineSetup
 
-        found = find_model(where.model, _cache_folder(), seed, bar)
+        found = resolve_bench_model(where.model, _cache_folder(), seed, bar)
         return bench(
-            Setup(build_engine, found, where.model or BUNDLED, where.dtype, count, seed, where.quantization), bar
+            EngineSetup(build_engine, found, where.model or BUNDLED, where.dtype, count, seed, where.quantization), bar
         )
 
-    finish(on_model, where.plot)
+    run_and_exit(on_model, where.plot)
 
 
 def _check(model: str, options: EngineOptions) -> None:
     """Raise ConfigError for options that no engine supports, before torch is imported. A shape name is no folder."""
-    from headstart.engine.engine_checks import check_engine
+    from headstart.engine.engine_checks import check_engine_can_start
 
-    check_engine(options if model in SHAPES and not Path(model).is_dir() else replace(options, model=model))
+    check_engine_can_start(options if model in SHAPES and not Path(model).is_dir() else replace(options, model=model))
 
 
-def finish(bench: "Callable[[Bar], Report]", plot: Path | None) -> None:
+def run_and_exit(bench: "Callable[[ProgressBar], BenchmarkReport]", plot: Path | None) -> None:
     """Run a benchmark under its progress bar; exit code 1: invalid, 2: cannot run, 130: interrupted."""
     from headstart.measurement.progress_bar import progress_bar
-    from headstart.measurement.report import check_plot, publish
+    from headstart.measurement.report import check_plot, publish_report
 
     try:
-        with refusing():
+        with report_usage_errors():
             check_plot(plot)
             with progress_bar() as bar:
                 report = bench(bar)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
-    raise typer.Exit(publish(report, spin_count=os.environ.get("GOMP_SPINCOUNT"), plot=plot))
+    raise typer.Exit(publish_report(report, spin_count=os.environ.get("GOMP_SPINCOUNT"), plot=plot))
 
 
 def _cache_folder() -> Path:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headstart.bench.cli import cli_run
-from headstart.bench.cli.bench_flags import Runs, SloE2e, SloTpot, SloTtft, Where, takes_target
+from headstart.bench.cli.bench_flags import BenchTarget, Runs, SloE2e, SloTpot, SloTtft, add_target_flags
 
 if TYPE_CHECKING:
-    from headstart.measurement.progress_bar import Bar
-    from headstart.measurement.report import Report
-    from headstart.measurement.runner import Runner
+    from headstart.measurement.progress_bar import ProgressBar
+    from headstart.measurement.report import BenchmarkReport
+    from headstart.measurement.runner import JobRunner
 
 PrefixTokens = Annotated[int, typer.Option(min=0, help="Shared tokens.")]
 OwnTokens = Annotated[int, typer.Option(min=1, help="Unshared tokens of each prompt.")]
@@ -23,10 +23,10 @@ OutputTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate (igno
 Concurrency = Annotated[int, typer.Option(min=0, help="Closed loop: concurrent requests; 0: at their arrival times.")]
 
 
-@takes_target()
-def shared_prefix(
+@add_target_flags()
+def bench_shared_prefix(
     *,
-    where: Where,
+    where: BenchTarget,
     groups: Annotated[int, typer.Option(min=1, help="Groups of prompts; each shares a prefix.")] = 8,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts per group.")] = 8,
     prefix_tokens: PrefixTokens = 1024,
@@ -48,29 +48,29 @@ def shared_prefix(
     """
     from headstart.bench.rate_report import RateConfig, RatePlan, run_rate_search
     from headstart.bench.suite import SuitePlan
-    from headstart.bench.suite_plans import Groups, parse_rate
+    from headstart.bench.suite_plans import SharedPrefixGroups, parse_rate
     from headstart.workload.synthetic import RequestShape
 
-    slo = cli_run.limits(slo_ttft, slo_tpot, slo_e2e)
+    slo = cli_run.slo_from_ms(slo_ttft, slo_tpot, slo_e2e)
     shape = RequestShape(prefix_tokens, own_tokens, output_tokens)
-    with cli_run.refusing():
+    with cli_run.report_usage_errors():
         found = parse_rate(rate)
-    sizes = Groups(groups, prompts, shape, found or 0.0, 0 if found else concurrency)
+    sizes = SharedPrefixGroups(groups, prompts, shape, found or 0.0, 0 if found else concurrency)
     if found is not None:
-        cli_run.run_plan(SuitePlan("shared-prefix", sizes.build, runs=runs, slo=slo, setup=sizes.setup), where)
+        cli_run.run_suite_plan(SuitePlan("shared-prefix", sizes.build, runs=runs, slo=slo, setup=sizes.setup), where)
         return
 
-    def search(runner: "Runner", new_seed: int, bar: "Bar") -> "Report":
-        plan = RatePlan("shared-prefix", sizes.load, new_seed, slo, RateConfig(seconds), is_guarded=where.is_here)
+    def search(runner: "JobRunner", new_seed: int, bar: "ProgressBar") -> "BenchmarkReport":
+        plan = RatePlan("shared-prefix", sizes.load, new_seed, slo, RateConfig(seconds), is_guarded=where.is_in_process)
         return run_rate_search(runner, replace(plan, setup=sizes.setup), bar)
 
     cli_run.run_on_runner(search, where, cli_run.MAX_BLOCKS)
 
 
-@takes_target()
-def decode(
+@add_target_flags()
+def bench_decode(
     *,
-    where: Where,
+    where: BenchTarget,
     streams: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 32,
     prefixes: Annotated[str, typer.Option(help="both | shared | distinct.")] = "both",
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0: greedy; above 0: sampled.")] = 0.0,
@@ -83,12 +83,12 @@ def decode(
 ) -> None:
     """Run streams that decode at once behind cached prefixes; tokens/s count from the last first token on."""
     from headstart.bench.suite import SuitePlan
-    from headstart.bench.suite_plans import decode as build
-    from headstart.workload.jobs import Sampling
+    from headstart.bench.suite_plans import decode_scenario as build
+    from headstart.workload.jobs import JobSampling
     from headstart.workload.synthetic import RequestShape
 
-    with cli_run.refusing():
-        sampling = Sampling(temperature, top_p, top_k)
+    with cli_run.report_usage_errors():
+        sampling = JobSampling(temperature, top_p, top_k)
         made = build(prefixes, streams, RequestShape(prefix_tokens, own_tokens, output_tokens), sampling)
     sizes = {
         "streams": streams,
@@ -99,13 +99,13 @@ def decode(
         "top_p": top_p,
         "top_k": top_k,
     }
-    cli_run.run_plan(SuitePlan("decode", made, runs=runs, setup=sizes), where)
+    cli_run.run_suite_plan(SuitePlan("decode", made, runs=runs, setup=sizes), where)
 
 
-@takes_target()
-def prefill(
+@add_target_flags()
+def bench_prefill(
     *,
-    where: Where,
+    where: BenchTarget,
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "128,512,1000,2000",
     cached_share: Annotated[float, typer.Option(min=0, max=1, help="Cached share of a warm prompt.")] = 0.9,
     requests: Annotated[int, typer.Option(min=1, help="Prompts per length and repetition.")] = 3,
@@ -114,23 +114,25 @@ def prefill(
     """Send prompts one at a time, one token out: time to the first token, all new and with a cached beginning."""
     from headstart.bench.suite import SuitePlan, run_suite
     from headstart.bench.suite_plans import add_length_chart, parse_lengths
-    from headstart.bench.suite_plans import prefill as build
+    from headstart.bench.suite_plans import prefill_scenario as build
 
-    with cli_run.refusing():
+    with cli_run.report_usage_errors():
         parsed = parse_lengths(lengths)
     sizes = {"lengths": parsed, "cached_share": cached_share, "requests": requests}
     plan = SuitePlan("prefill", build(parsed, cached_share, requests), runs=runs, setup=sizes)
 
-    def bench(runner: "Runner", new_seed: int, bar: "Bar") -> "Report":
-        return add_length_chart(run_suite(runner, replace(plan, seed=new_seed, is_guarded=where.is_here), bar), parsed)
+    def bench(runner: "JobRunner", new_seed: int, bar: "ProgressBar") -> "BenchmarkReport":
+        return add_length_chart(
+            run_suite(runner, replace(plan, seed=new_seed, is_guarded=where.is_in_process), bar), parsed
+        )
 
     cli_run.run_on_runner(bench, where, requests * sum(2 * length // 16 + 4 for length in parsed))
 
 
-@takes_target()
-def trace(
+@add_target_flags()
+def bench_trace(
     *,
-    where: Where,
+    where: BenchTarget,
     trace: Annotated[
         Path,
         typer.Option(
@@ -141,20 +143,24 @@ def trace(
     limit: Annotated[int, typer.Option(min=0, help="Use the first N requests; 0: all.")] = 100,
     skip_above: Annotated[
         int,
-        typer.Option(min=0, help="Leave out longer prompts, or sessions with one, in the trace's tokens; 0: none."),
+        typer.Option(
+            min=0, help="Leave out longer prompts, or sessions with one, in the bench_trace's tokens; 0: none."
+        ),
     ] = 0,
     trace_block_size: Annotated[
-        int, typer.Option(min=0, help="Tokens per id of the trace; 0: by the lengths of its prompts.")
+        int, typer.Option(min=0, help="Tokens per id of the bench_trace; 0: by the lengths of its prompts.")
     ] = 0,
     trace_time_unit: Annotated[
         str,
-        typer.Option(help="Of the trace: s, ms, us, ns. Default: the format's, if it is possible.", show_default=False),
+        typer.Option(
+            help="Of the bench_trace: s, ms, us, ns. Default: the format's, if it is possible.", show_default=False
+        ),
     ] = "",
     divide_lengths: Annotated[
-        int, typer.Option(min=1, help="Divide all lengths of a trace with ids by N, also outputs.")
+        int, typer.Option(min=1, help="Divide all lengths of a bench_trace with ids by N, also outputs.")
     ] = 1,
     sessions_at_once: Annotated[
-        int, typer.Option(min=0, help="Sessions of the trace at a time; 0: all as recorded.")
+        int, typer.Option(min=0, help="Sessions of the bench_trace at a time; 0: all as recorded.")
     ] = 0,
     speed: Annotated[float, typer.Option(min=0.001, help="Arrival rate relative to the recorded one.")] = 1,
     max_prompt_tokens: Annotated[
@@ -168,12 +174,12 @@ def trace(
 ) -> None:
     """Replay recorded traffic: its arrivals, its lengths and its shared prefixes, with synthetic tokens."""
     from headstart.bench.suite import SuitePlan
-    from headstart.bench.suite_plans import avoidable_share, loop_of, replay
+    from headstart.bench.suite_plans import avoidable_share, describe_loop, trace_scenario
     from headstart.measurement.progress_bar import progress_bar
     from headstart.workload.recorded.trace_files import TraceOptions
     from headstart.workload.recorded.trace_units import TraceUnits
 
-    with cli_run.refusing(), progress_bar() as bar:
+    with cli_run.report_usage_errors(), progress_bar() as bar:
         units = TraceUnits(trace_block_size, trace_time_unit)
         options = TraceOptions(units, divide_lengths, skip_above, sessions_at_once)
         bar.stage(f"reading {trace.name}")
@@ -181,13 +187,13 @@ def trace(
     factor = found.factor(max_prompt_tokens)
     sizes = {
         "trace": trace.name,
-        **options.stated(found),
+        **options.report_facts(found),
         "requests": len(found.requests),
         "avoidable_share": avoidable_share(found),
         "speed": speed,
         "factor": factor,
-        "loop": loop_of(found, concurrency),
+        "loop": describe_loop(found, concurrency),
     }
-    made = replay(found, speed=speed, factor=factor, concurrency=concurrency)
-    slo = cli_run.limits(slo_ttft, slo_tpot, slo_e2e)
-    cli_run.run_plan(SuitePlan("trace", made, runs=runs, slo=slo, setup=sizes), where)
+    made = trace_scenario(found, speed=speed, factor=factor, concurrency=concurrency)
+    slo = cli_run.slo_from_ms(slo_ttft, slo_tpot, slo_e2e)
+    cli_run.run_suite_plan(SuitePlan("trace", made, runs=runs, slo=slo, setup=sizes), where)

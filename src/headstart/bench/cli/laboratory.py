@@ -12,11 +12,11 @@ GROUP = "headstart.bench"
 INSTALL = "pip install -e lab"
 
 
-def find(name: str) -> EntryPoint | None:
+def find_lab_entry_point(name: str) -> EntryPoint | None:
     """Return a part of the laboratory, not yet imported; None: it is not installed."""
     return next(iter(entry_points(group=GROUP, name=name)), None)
 
 
-def not_installed(what: str) -> ConfigError:
+def lab_not_installed_error(what: str) -> ConfigError:
     """Return the error for a feature of the laboratory where it is not installed."""
     return ConfigError(f"{what} is part of Headstart's laboratory, which is not installed; in a checkout: {INSTALL}")

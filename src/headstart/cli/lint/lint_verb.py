@@ -45,23 +45,32 @@ def lint(
     as one tenant's. A trace of ids has no text: its report names no causes. A server shows a key its own tenant's
     requests only; the key is read from HEADSTART_ADMIN_API_KEY or HEADSTART_API_KEY.
     """
-    from headstart.cli.lint.log_source import check_plot, id_prompts_of, is_trace, read_file, read_server, write_plot
+    from headstart.cli.lint.log_source import (
+        check_plot,
+        fetch_recent_requests,
+        is_trace_path,
+        read_log_file,
+        read_trace_prompts,
+        write_lint_plot,
+    )
     from headstart.measurement.progress_bar import progress_bar
-    from headstart.openai.canonical.nonces import rule_for_line
-    from headstart.reuse.log_report import id_report_text, report_ids, report_log, report_text
-    from headstart.reuse.logged_prompt import ReadLog
+    from headstart.openai.canonical.nonces import nonce_rule_of_line
+    from headstart.reuse.log_report import id_trace_report, id_trace_report_text, lint_report, lint_report_text
+    from headstart.reuse.logged_prompt import ParsedLog
 
     if log is None and against is None:
         raise ConfigError("name a FILE, or a server with --against URL")
     if plot is not None:
         check_plot()
     with progress_bar() as bar:
-        if log is not None and is_trace(log):
+        if log is not None and is_trace_path(log):
             if against is not None:
                 raise ConfigError(f"{log} is a trace of ids, which cannot be compared with the texts of a server")
-            found = ReadLog(id_prompts=id_prompts_of(log, trace_block_size, bar))
+            found = ParsedLog(id_prompts=read_trace_prompts(log, trace_block_size, bar))
         else:
-            found = read_file(log, [] if against is None else read_server(against, last), prompt_rule or [])
+            found = read_log_file(
+                log, [] if against is None else fetch_recent_requests(against, last), prompt_rule or []
+            )
         notes = found.told()
         if not found.prompts and not found.id_prompts:
             told = "".join(f"; {note}" for note in notes)
@@ -71,11 +80,11 @@ def lint(
         if num_requests > MANY:
             bar.stage("comparing requests", num_requests)
         if found.prompts:
-            report = report_log(found.prompts, found.num_skipped, notes, rule_for_line, bar.advance)
-            text = report_text(report)
+            report = lint_report(found.prompts, found.num_skipped, notes, nonce_rule_of_line, bar.advance)
+            text = lint_report_text(report)
         else:
-            report = report_ids(found.id_prompts, found.num_skipped, notes, bar.advance)
-            text = id_report_text(report)
+            report = id_trace_report(found.id_prompts, found.num_skipped, notes, bar.advance)
+            text = id_trace_report_text(report)
     if plot is not None:
-        write_plot(report, plot)
+        write_lint_plot(report, plot)
     print(json.dumps(report.as_dict()) if as_json else text)

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from headstart.cli.client_request import call_server
 from headstart.core.errors import ConfigError
-from headstart.reuse.log_report import IdReport, LogReport
-from headstart.reuse.logged_prompt import IdPrompt, ReadLog, read_log
+from headstart.reuse.log_report import IdTraceReport, LogReport
+from headstart.reuse.logged_prompt import ParsedLog, TokenIdPrompt, parse_log
 from headstart.workload.recorded.trace_files import read_trace_file
 from headstart.workload.recorded.trace_units import TraceUnits
 
 if TYPE_CHECKING:
-    from headstart.measurement.progress_bar import Bar
+    from headstart.measurement.progress_bar import ProgressBar
 
 PEEKED = 1 << 16  # bytes in which a trace shows its keys
 STDIN = Path("-")
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
-def is_trace(path: Path) -> bool:
+def is_trace_path(path: Path) -> bool:
     """Return whether a path has traces: a folder, or a file of objects with block ids. Raises ConfigError."""
     if path.is_dir() or path == STDIN:
         return path.is_dir()
@@ -36,7 +36,7 @@ def is_trace(path: Path) -> bool:
     return b'"hash_ids"' in head and (b'"input_length"' in head or b'"requests"' in head)
 
 
-def id_prompts_of(path: Path, block_size: int, bar: "Bar") -> list[IdPrompt]:
+def read_trace_prompts(path: Path, block_size: int, bar: "ProgressBar") -> list[TokenIdPrompt]:
     """Return the requests of a trace, numbered in order of arrival. Raises ConfigError."""
 
     def on_file(index: int, count: int) -> None:
@@ -47,30 +47,30 @@ def id_prompts_of(path: Path, block_size: int, bar: "Bar") -> list[IdPrompt]:
 
     trace = read_trace_file(path, TraceUnits(block_size, "ns"), on_file)  # the order of times needs no unit
     return [
-        IdPrompt(number, request.hash_ids, request.length, trace.block_size, session=request.session)
+        TokenIdPrompt(number, request.hash_ids, request.length, trace.block_size, session=request.session)
         for number, request in enumerate(trace.requests, 1)
     ]
 
 
-def read_server(url: str, last: int) -> list[Any]:
+def fetch_recent_requests(url: str, last: int) -> list[Any]:
     """Return the last requests that a server keeps. Raises HeadstartError."""
     return call_server(url, "GET", f"/v1/cache/requests?last={last}")["data"]
 
 
-def read_file(log: Path | None, before: list[Any], rules: Sequence[str] = ()) -> ReadLog:
+def read_log_file(log: Path | None, before: list[Any], rules: Sequence[str] = ()) -> ParsedLog:
     """Return the requests of a file behind those `before` it, all after `rules` for prompts. Raises ConfigError.
 
     Bytes that are no UTF-8 are replaced, alike wherever they occur, and counted. A byte order mark is left out; UTF-16
     is read if it has one, as PowerShell writes it.
     """
     if log is None:
-        return read_log(_after_rules(before, rules))
+        return parse_log(_after_rules(before, rules))
     try:
         data = sys.stdin.buffer.read() if log == STDIN else log.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {log}: {error}") from error
     text = data.decode("utf-16" if data.startswith(UTF_16) else "utf-8", "replace")
-    found = read_log(_after_rules([*before, *_entries(text)], rules))
+    found = parse_log(_after_rules([*before, *_entries(text)], rules))
     try:
         str(b"" if data.startswith(UTF_16) else data, "utf-8")
     except UnicodeDecodeError as error:
@@ -96,14 +96,14 @@ def _entries(text: str) -> list[Any]:
 
 def _after_rules(entries: list[Any], names: Sequence[str]) -> list[Any]:
     """Return the entries with their bodies after rules for prompts. Raises ConfigError for an unknown rule."""
-    from headstart.config.options import ServerOptions, check_values
-    from headstart.openai.canonical.canonical_body import canonical_line
+    from headstart.config.options import ServerOptions, check_option_values
+    from headstart.openai.canonical.canonical_body import canonical_log_line
 
     if not names:
         return entries
-    check_values(ServerOptions(prompt_rule=tuple(names)))
+    check_option_values(ServerOptions(prompt_rule=tuple(names)))
     lines = (one if isinstance(one, str) else json.dumps(one) for one in entries)
-    return [canonical_line(line, frozenset(names)) for line in lines]
+    return [canonical_log_line(line, frozenset(names)) for line in lines]
 
 
 def check_plot() -> None:
@@ -112,7 +112,7 @@ def check_plot() -> None:
         raise ConfigError("--plot needs matplotlib, which is not installed; pip install 'headstart[plots]'")
 
 
-def write_plot(report: LogReport | IdReport, path: Path) -> None:
+def write_lint_plot(report: LogReport | IdTraceReport, path: Path) -> None:
     """Write the picture; of ids, without causes. Raises ConfigError if the file cannot be written."""
     from matplotlib.figure import Figure
 

@@ -35,10 +35,10 @@ def ps(
 def _servers() -> Iterator[dict[str, Any]]:
     import psutil
 
-    from headstart.http.logs import printable
+    from headstart.http.logs import escape_unprintable
 
     for process in psutil.process_iter(["cmdline"]):
-        verb = verb_of(process.info["cmdline"] or [])
+        verb = serving_verb_of(process.info["cmdline"] or [])
         if verb is None:
             continue
         try:
@@ -48,11 +48,11 @@ def _servers() -> Iterator[dict[str, Any]]:
             continue
         url = min((_url(one.laddr.ip, one.laddr.port) for one in listening), default=None)
         state, model = ("starting", "-") if url is None else _asked(url)
-        answer = {"pid": process.pid, "url": url, "verb": verb, "state": state, "model": printable(model)}
+        answer = {"pid": process.pid, "url": url, "verb": verb, "state": state, "model": escape_unprintable(model)}
         yield answer | {"seconds": seconds}
 
 
-def verb_of(words: list[str]) -> str | None:
+def serving_verb_of(words: list[str]) -> str | None:
     """Return the verb of a command line that serves: `headstart serve ...`, `python -m headstart route ...`."""
     for before, word in pairwise(words):
         if word in VERBS and before.replace("\\", "/").split("/")[-1] in ("headstart", "__main__.py"):

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from headstart.core.errors import HeadstartError
-from headstart.http.logs import printable
+from headstart.http.logs import escape_unprintable
 
 BAR = 30  # columns
 MARKS = "#=-.+"  # of the parts of a bar, in their order
@@ -17,7 +17,7 @@ _KV = {"referenced": "in use", "pinned_idle": "pinned", "idle": "evictable", "sc
 _STATES = {"in_use": "in use", "reused": "reused", "cached": "cached once"}
 
 
-class Lost(msgspec.Struct):
+class CauseLoss(msgspec.Struct):
     """Tokens computed for one cause."""
 
     cause: str
@@ -56,7 +56,7 @@ class LiveFrame(msgspec.Struct):
     window_seconds: float = 0.0
     sources: dict[str, int] = {}
     hit_rate: float | None = None
-    losses: list[Lost] = []
+    losses: list[CauseLoss] = []
     tenants: list[TenantFigures] = []
     running: int | None = None
     waiting: int = 0
@@ -81,7 +81,7 @@ class TreeReply(msgspec.Struct):
     tenants: dict[str, int] = {}  # cached tokens
 
 
-def screen(address: str, figures: Any, tree: Any | None, *, columns: int, rows: int) -> list[str]:
+def render_screen(address: str, figures: Any, tree: Any | None, *, columns: int, rows: int) -> list[str]:
     """Return at most `rows` lines of at most `columns` characters. `tree` None: of a router.
 
     Raises HeadstartError for answers that are not those of this version.
@@ -95,7 +95,7 @@ def screen(address: str, figures: Any, tree: Any | None, *, columns: int, rows: 
             made += [*_tenants(frame.tenants, reply.tenants), *_tree(reply, columns)]
     except (msgspec.ValidationError, LookupError, TypeError, ValueError) as error:
         raise HeadstartError(f"{address} does not answer as this version does ({error})") from error
-    return [printable(line)[:columns] for line in made[:rows]]
+    return [escape_unprintable(line)[:columns] for line in made[:rows]]
 
 
 def _server(frame: LiveFrame) -> Iterator[str]:

@@ -9,7 +9,7 @@ import typer
 
 from headstart.cli.client_request import DEFAULT_URL, call_server
 from headstart.core.errors import HeadstartError
-from headstart.http.logs import printable
+from headstart.http.logs import escape_unprintable
 
 MAX_RUNS = 60
 COLUMNS, ROWS = 160, 200  # where stdout is not a terminal
@@ -51,16 +51,20 @@ def _patient(url: str, columns: int, rows: int) -> list[str]:
     try:
         return _screen(url, columns, rows)
     except HeadstartError as error:
-        return [*wrap(printable(str(error)), columns, break_on_hyphens=False), "", "trying again; Ctrl-C ends this"]
+        return [
+            *wrap(escape_unprintable(str(error)), columns, break_on_hyphens=False),
+            "",
+            "trying again; Ctrl-C ends this",
+        ]
 
 
 def _screen(url: str, columns: int, rows: int) -> list[str]:
-    from headstart.cli.live.top_text import screen
+    from headstart.cli.live.top_text import render_screen
 
     figures = _last_frame(url)
     is_fleet = isinstance(figures, dict) and figures.get("object") == "fleet.figures"
     tree = None if is_fleet else call_server(url, "GET", f"/v1/cache/tree?max_runs={MAX_RUNS}")
-    return screen(url, figures, tree, columns=columns, rows=rows)
+    return render_screen(url, figures, tree, columns=columns, rows=rows)
 
 
 def _last_frame(url: str) -> Any:

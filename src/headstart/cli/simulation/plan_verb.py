@@ -19,17 +19,17 @@ from headstart.cli.simulation.workload_flags import (
     Trace,
     TraceBlockSize,
     TraceTimeUnit,
-    Workload,
-    blocks_of,
-    names_of,
-    seconds_of,
-    trace_options,
+    WorkloadChoice,
+    parse_block_counts,
+    parse_duration,
+    parse_name_list,
+    trace_options_of_flags,
 )
 from headstart.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headstart.measurement.progress_bar import Bar
-    from headstart.measurement.report import Report
+    from headstart.measurement.progress_bar import ProgressBar
+    from headstart.measurement.report import BenchmarkReport
 
 EXAMPLES = """Examples:
   headstart plan --trace conversation_trace.jsonl --slo-ttft 2s --slo-tpot 50ms
@@ -66,17 +66,19 @@ def plan(
     A fleet meets them if no request fails and the 90th percentile of every limited latency is within its limit. With
     several sizes of --blocks, there is a fleet for each.
     """
-    with cli_run.refusing():
-        options = trace_options(trace_block_size, trace_time_unit, divide_lengths, skip_above, sessions_at_once)
-        workload = Workload(trace, decisions, synthetic, rate, count, skip, options)
+    with cli_run.report_usage_errors():
+        options = trace_options_of_flags(
+            trace_block_size, trace_time_unit, divide_lengths, skip_above, sessions_at_once
+        )
+        workload = WorkloadChoice(trace, decisions, synthetic, rate, count, skip, options)
         given = (("--slo-ttft", slo_ttft), ("--slo-tpot", slo_tpot), ("--slo-e2e", slo_e2e))
-        seconds = [seconds_of(flag, text) for flag, text in given]
+        seconds = [parse_duration(flag, text) for flag, text in given]
         if not any(seconds):
             raise ConfigError("give a limit: --slo-ttft, --slo-tpot or --slo-e2e, such as --slo-ttft 500ms")
-        policies = names_of("--policy", policy)
-        counts, shares = blocks_of("--blocks", blocks)
+        policies = parse_name_list("--policy", policy)
+        counts, shares = parse_block_counts("--blocks", blocks)
 
-    def run(bar: "Bar") -> "Report":
+    def run(bar: "ProgressBar") -> "BenchmarkReport":
         from headstart.sim.fleet_plan import PlanConfig, run_fleet_plan
         from headstart.workload.slo import Slo
 
@@ -94,4 +96,4 @@ def plan(
         )
         return run_fleet_plan(config, bar)
 
-    cli_run.finish(run, None)
+    cli_run.run_and_exit(run, None)

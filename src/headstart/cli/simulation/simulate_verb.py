@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headstart.bench.cli import cli_run
-from headstart.bench.cli.bench_flags import Where
-from headstart.cli.help_text import GroupedCommand, GroupedVerb
+from headstart.bench.cli.bench_flags import BenchTarget
+from headstart.cli.help_text import PanelHelpCommand, PanelHelpGroup
 from headstart.cli.simulation.workload_flags import (
     Blocks,
     Count,
@@ -24,19 +24,19 @@ from headstart.cli.simulation.workload_flags import (
     Trace,
     TraceBlockSize,
     TraceTimeUnit,
-    Workload,
-    blocks_of,
-    names_of,
-    seconds_of,
-    trace_options,
-    values_of,
+    WorkloadChoice,
+    parse_block_counts,
+    parse_duration,
+    parse_name_list,
+    parse_number_list,
+    trace_options_of_flags,
 )
 from headstart.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headstart.measurement.progress_bar import Bar
-    from headstart.measurement.report import Report
-    from headstart.measurement.runner import Setup
+    from headstart.measurement.progress_bar import ProgressBar
+    from headstart.measurement.report import BenchmarkReport
+    from headstart.measurement.runner import EngineSetup
 
 EXAMPLES = """Examples:
   headstart simulate --trace conversation_trace.jsonl --replicas 8 --policy cost,least-load
@@ -45,7 +45,7 @@ EXAMPLES = """Examples:
   headstart simulate --trace conversation_trace.jsonl --replicas 1 --blocks 5%,20% --eviction-policy lru,lhd
   headstart simulate --decisions route.jsonl --policy cost,weighted
   headstart simulate calibrate llama-100m --out here.json"""
-app = typer.Typer(cls=GroupedVerb, rich_markup_mode=None, invoke_without_command=True, epilog=EXAMPLES)
+app = typer.Typer(cls=PanelHelpGroup, rich_markup_mode=None, invoke_without_command=True, epilog=EXAMPLES)
 
 
 @app.callback()
@@ -91,24 +91,26 @@ def simulate(
     """
     if ctx.invoked_subcommand is not None:
         return
-    with cli_run.refusing():
-        options = trace_options(trace_block_size, trace_time_unit, divide_lengths, skip_above, sessions_at_once)
-        workload = Workload(trace, decisions, synthetic, rate, count, skip, options)
+    with cli_run.report_usage_errors():
+        options = trace_options_of_flags(
+            trace_block_size, trace_time_unit, divide_lengths, skip_above, sessions_at_once
+        )
+        workload = WorkloadChoice(trace, decisions, synthetic, rate, count, skip, options)
         if noise is not None and not isfinite(noise):
             raise ConfigError(f"--noise {noise}: a finite share of a step's time")
-        counts, shares = blocks_of("--blocks", blocks)
-        limits = seconds_of("--slo-ttft", slo_ttft), seconds_of("--slo-tpot", slo_tpot)
+        counts, shares = parse_block_counts("--blocks", blocks)
+        limits = parse_duration("--slo-ttft", slo_ttft), parse_duration("--slo-tpot", slo_tpot)
         settings: dict[str, Any] = {
-            "policies": names_of("--policy", policy),
-            "replicas": [int(value) for value in values_of("--replicas", replicas, int)],
-            "speeds": values_of("--speed", speed, float),
-            "profiles": names_of("--profile", profile),
+            "policies": parse_name_list("--policy", policy),
+            "replicas": [int(value) for value in parse_number_list("--replicas", replicas, int)],
+            "speeds": parse_number_list("--speed", speed, float),
+            "profiles": parse_name_list("--profile", profile),
             "blocks": counts,
             "pool_shares": shares,
-            "evictions": names_of("--eviction-policy", eviction) if eviction else (),
+            "evictions": parse_name_list("--eviction-policy", eviction) if eviction else (),
         }
 
-    def run(bar: "Bar") -> "Report":
+    def run(bar: "ProgressBar") -> "BenchmarkReport":
         from headstart.sim.fleet_sweep import SweepConfig, run_fleet_sweep
         from headstart.workload.slo import Slo
 
@@ -125,10 +127,10 @@ def simulate(
         )
         return run_fleet_sweep(config, bar)
 
-    cli_run.finish(run, plot)
+    cli_run.run_and_exit(run, plot)
 
 
-@app.command(cls=GroupedCommand)
+@app.command(cls=PanelHelpCommand)
 def calibrate(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Folder, hub id or shape; without: the bundled model.")
@@ -142,9 +144,9 @@ def calibrate(
 ) -> None:
     """Fit a step cost to real steps of a model on this machine, and print its error on held-out steps."""
 
-    def run(setup: "Setup", bar: "Bar") -> "Report":
+    def run(setup: "EngineSetup", bar: "ProgressBar") -> "BenchmarkReport":
         from headstart.sim.calibration import CalibrationConfig, run_calibration
 
         return run_calibration(setup, CalibrationConfig(out=out, blocks=blocks, output=output), bar)
 
-    cli_run.run_on_model(run, Where(model or "", dtype=dtype, threads=threads, asked_seed=seed))
+    cli_run.run_on_model(run, BenchTarget(model or "", dtype=dtype, threads=threads, asked_seed=seed))

@@ -11,7 +11,7 @@ import typer
 from headstart.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headstart.measurement.progress_bar import Bar
+    from headstart.measurement.progress_bar import ProgressBar
     from headstart.sim.sim_request import SimRequest
     from headstart.workload.recorded.trace_files import TraceOptions
     from headstart.workload.traces import Trace as OpenedTrace
@@ -67,7 +67,7 @@ SYNTHETIC_COUNT = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class WorkloadChoice:
     """A named workload. Calling it with (speed, seed) gives its requests; picklable."""
 
     trace: Path | None
@@ -95,11 +95,11 @@ class Workload:
         return path.name
 
     @property
-    def stated(self) -> dict[str, Any]:
+    def report_facts(self) -> dict[str, Any]:
         """The facts that a report states of an opened trace."""
-        return {} if self.options is None or self.opened is None else {"trace": self.options.stated(self.opened)}
+        return {} if self.options is None or self.opened is None else {"trace": self.options.report_facts(self.opened)}
 
-    def open(self, bar: "Bar") -> "Workload":
+    def open(self, bar: "ProgressBar") -> "WorkloadChoice":
         """Return the workload with its trace file read, if it has one. Raises ConfigError."""
         from headstart.workload.recorded.trace_files import TraceOptions
 
@@ -119,22 +119,22 @@ class Workload:
         """Return the requests. Raises ConfigError for a file that cannot be read."""
         from headstart.measurement.progress_bar import QUIET
         from headstart.sim import sim_workload
-        from headstart.sim.sim_request import from_trace
+        from headstart.sim.sim_request import requests_from_trace
 
         if not 0 < speed < inf:
             raise ConfigError(f"--speed {speed}: a finite number above 0")
         if self.synthetic is not None:
             count = self.count or SYNTHETIC_COUNT
-            return sim_workload.synthetic(self.synthetic, self.rate * speed, count, seed)
+            return sim_workload.synthetic_requests(self.synthetic, self.rate * speed, count, seed)
         if self.trace is not None:
             opened = self.opened or self.open(QUIET).opened
             assert opened is not None
-            return sim_workload.window(from_trace(opened, speed=speed), self.skip, self.count)
+            return sim_workload.request_window(requests_from_trace(opened, speed=speed), self.skip, self.count)
         assert self.decisions is not None
-        return sim_workload.read_decisions(self.decisions, speed=speed, skip=self.skip, count=self.count)
+        return sim_workload.read_decision_log_requests(self.decisions, speed=speed, skip=self.skip, count=self.count)
 
 
-def trace_options(
+def trace_options_of_flags(
     block_size: int, time_unit: str, divide_lengths: int, skip_above: int, sessions_at_once: int
 ) -> "TraceOptions":
     """Return the options of a trace from their flags. Raises ConfigError."""
@@ -144,7 +144,7 @@ def trace_options(
     return TraceOptions(TraceUnits(block_size, time_unit), divide_lengths, skip_above, sessions_at_once)
 
 
-def values_of(flag: str, text: str, convert: Callable[[str], float]) -> list[float]:
+def parse_number_list(flag: str, text: str, convert: Callable[[str], float]) -> list[float]:
     """Return the numbers of a list with commas. Raises ConfigError."""
     try:
         found = [convert(part) for part in text.split(",")]
@@ -155,7 +155,7 @@ def values_of(flag: str, text: str, convert: Callable[[str], float]) -> list[flo
     return found
 
 
-def blocks_of(flag: str, text: str) -> tuple[list[int], list[float]]:
+def parse_block_counts(flag: str, text: str) -> tuple[list[int], list[float]]:
     """Return the numbers of a list such as 2930,5%: counts, and shares of a whole from parts in per cent.
 
     Raises ConfigError.
@@ -164,12 +164,12 @@ def blocks_of(flag: str, text: str) -> tuple[list[int], list[float]]:
     shares = [part[:-1] for part in parts if part.endswith("%")]
     counts = [part for part in parts if not part.endswith("%")]
     return (
-        [int(value) for value in values_of(flag, ",".join(counts), int)] if counts else [],
-        [value / 100 for value in values_of(flag, ",".join(shares), float)] if shares else [],
+        [int(value) for value in parse_number_list(flag, ",".join(counts), int)] if counts else [],
+        [value / 100 for value in parse_number_list(flag, ",".join(shares), float)] if shares else [],
     )
 
 
-def names_of(flag: str, text: str) -> list[str]:
+def parse_name_list(flag: str, text: str) -> list[str]:
     """Return the names of a list with commas. Raises ConfigError."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not found:
@@ -177,7 +177,7 @@ def names_of(flag: str, text: str) -> list[str]:
     return found
 
 
-def seconds_of(flag: str, text: str | None) -> float | None:
+def parse_duration(flag: str, text: str | None) -> float | None:
     """Return a duration such as 500ms, 2s or 0.5 (seconds); None for None. Raises ConfigError."""
     if text is None:
         return None

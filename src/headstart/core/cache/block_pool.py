@@ -16,9 +16,9 @@ from typing import NamedTuple, Protocol
 
 from headstart.core.cache.eviction import HOT, PYTHON, SEEN, Entries, KVBlockLoops
 from headstart.core.cache.free_blocks import FreeBlocks
-from headstart.core.cache.hashing import BlockHash, is_page
-from headstart.core.cache.history import Evicted, EvictionHistory
-from headstart.core.request import DEFAULT_RETENTION, Retention
+from headstart.core.cache.hashing import BlockHash, is_checkpoint_page
+from headstart.core.cache.history import EvictionHistory, EvictionRecord
+from headstart.core.request import DEFAULT_RETENTION, RetentionHint
 from headstart.core.sched.queued_block_refs import QueuedBlockRefs
 
 HISTORY_POOLS = 8  # upper bound of the eviction history, in pools; at least half as many hashes are remembered
@@ -39,13 +39,13 @@ class PublishedBlock(NamedTuple):
 class BlockListener(Protocol):
     """Receiver of every change of the block index, called synchronously; must not call the pool."""
 
-    def published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+    def on_block_published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
         """Handle a block that can now be found."""
 
-    def removed(self, block_hash: BlockHash) -> None:
+    def on_block_removed(self, block_hash: BlockHash) -> None:
         """Handle a block that can no longer be found."""
 
-    def cleared(self) -> None:
+    def on_cache_cleared(self) -> None:
         """Handle the removal of all blocks; `removed` is not called for each."""
 
 
@@ -118,7 +118,7 @@ class BlockPool:
         return len(self._idle_pinned)
 
     @property
-    def published(self) -> Container[BlockHash]:
+    def published_hashes(self) -> Container[BlockHash]:
         """The hashes of published blocks, for many questions at once. The pool's own table."""
         return self._entries
 
@@ -138,13 +138,13 @@ class BlockPool:
 
     # ------------------------------------------------------------------------------------------------- questions
 
-    def lookup(self, block_hashes: list[BlockHash], root: BlockHash, tokens: bytes, stride: int) -> list[int]:
+    def match_prefix(self, block_hashes: list[BlockHash], root: BlockHash, tokens: bytes, stride: int) -> list[int]:
         """Return the blocks of the longest published prefix of `block_hashes`. Changes nothing.
 
         `tokens` are the packed token ids of those blocks, `stride` bytes per block. The tokens and the parent hash of
         each entry are compared too: a hash collision is a miss, never a wrong hit.
         """
-        return self._ops.find(self._entries, block_hashes, root, tokens, stride)
+        return self._ops.find_prefix(self._entries, block_hashes, root, tokens, stride)
 
     def contains(self, block_hash: BlockHash) -> bool:
         """Return whether a block with this hash is published."""
@@ -154,7 +154,7 @@ class BlockPool:
         """Return whether the hash is pinned, published or not."""
         return block_hash in self._pins
 
-    def published_in(self, start: int, stop: int) -> list[PublishedBlock]:
+    def published_blocks_in_range(self, start: int, stop: int) -> list[PublishedBlock]:
         """Return the published blocks of tokens with ids in [start, stop). Changes nothing."""
         refs, marks, tenants, pins = self._refs, self._marks, self._tenants, self._pins
         return [
@@ -168,14 +168,14 @@ class BlockPool:
                 tenants[block],
             )
             for block, block_hash in enumerate(self._block_hashes[start:stop], start)
-            if block_hash is not None and not is_page(block_hash)
+            if block_hash is not None and not is_checkpoint_page(block_hash)
         ]
 
-    def refs(self, block: int) -> int:
+    def ref_count(self, block: int) -> int:
         """Return the number of references to a block; 0: free, or idle and pinned."""
         return self._refs[block]
 
-    def version(self, block: int) -> int:
+    def block_version(self, block: int) -> int:
         """Return the version of a block's content. Callable from any thread.
 
         It increases when the block is allocated or distrusted. While it is unchanged, so is the content of a published
@@ -183,32 +183,32 @@ class BlockPool:
         """
         return self._versions[block]
 
-    def entry(self, block_hash: BlockHash) -> tuple[int, BlockHash, bytes] | None:
+    def published_entry(self, block_hash: BlockHash) -> tuple[int, BlockHash, bytes] | None:
         """Return block, parent hash and tokens of the entry published under a hash."""
         return self._entries.get(block_hash)
 
-    def num_idle(self, block_ids: Sequence[int]) -> int:
+    def num_idle_among(self, block_ids: Sequence[int]) -> int:
         """Return how many of these free blocks `acquire` would take; idle pinned ones are not free."""
         unused = list(map(self._refs.__getitem__, block_ids)).count(0)
         if unused and self._idle_pinned:
             unused -= sum(1 for block in block_ids if block in self._idle_pinned)
         return unused
 
-    def num_available(self, block_ids: Sequence[int], tenant: str = "", *, last_resort: bool = False) -> int:
+    def num_available_to_tenant(self, block_ids: Sequence[int], tenant: str = "", *, last_resort: bool = False) -> int:
         """Return the free blocks left to `tenant` after it acquires these (vLLM #3402: a hit is not also free).
 
         Other tenants' shares are not available, except as a last resort.
         """
-        available = self.num_free - self.num_idle(block_ids)
-        if last_resort or not self._idle.has_shares:
+        available = self.num_free - self.num_idle_among(block_ids)
+        if last_resort or not self._idle.has_tenant_shares:
             return available
-        return available - self._idle.num_protected([b for b in block_ids if self._is_idle(b)], tenant)
+        return available - self._idle.num_protected_blocks([b for b in block_ids if self._is_idle(b)], tenant)
 
-    def eviction_of(self, block_hash: BlockHash) -> Evicted | None:
+    def find_eviction(self, block_hash: BlockHash) -> EvictionRecord | None:
         """Return why a block was evicted; None if it is unknown or no longer remembered."""
         return self._history.get(block_hash)
 
-    def in_eviction_order(self) -> Iterator[int]:
+    def iterate_in_eviction_order(self) -> Iterator[int]:
         """Iterate idle blocks in eviction order, ignoring queued references. The pool must not change meanwhile."""
         return iter(self._idle)
 
@@ -216,7 +216,7 @@ class BlockPool:
 
     def acquire(self, block_ids: Sequence[int]) -> None:
         """Add one reference to each of these published blocks."""
-        unused = self._ops.hold(self._refs, self._block_hashes, block_ids)
+        unused = self._ops.add_refs(self._refs, self._block_hashes, block_ids)
         if unused and self._idle_pinned:
             pinned = self._idle_pinned.intersection(unused)
             self._idle_pinned -= pinned
@@ -224,7 +224,7 @@ class BlockPool:
                 self._marks[block] = HOT | SEEN
             unused = [block for block in unused if block not in pinned] if pinned else unused
         if unused:
-            self._idle.revive(unused)
+            self._idle.remove_reused(unused)
 
     def allocate(
         self,
@@ -242,7 +242,7 @@ class BlockPool:
         that are no keys, so they are cleared before their next use. The caller has checked `num_available`.
         """
         if num > len(self._scratch):
-            free = self.num_available((), tenant, last_resort=last_resort)
+            free = self.num_available_to_tenant((), tenant, last_resort=last_resort)
             assert num <= free, f"{num} blocks wanted, {free} free: check before allocating"
         refs, scratch = self._refs, self._scratch
         blocks = [scratch.pop() for _ in range(min(num, len(scratch)))]
@@ -252,7 +252,7 @@ class BlockPool:
             refs[block] = 1
             self._versions[block] += 1
         if tenant:
-            self._idle.sees(tenant)
+            self._idle.register_tenant(tenant)
         if states:
             self._suspect.update(blocks)
         elif self._suspect or zeroed:
@@ -260,21 +260,21 @@ class BlockPool:
             self._suspect.difference_update(blocks)
         return blocks
 
-    def release(self, block_ids: Sequence[int], retention: Retention = DEFAULT_RETENTION) -> None:
+    def release(self, block_ids: Sequence[int], retention: RetentionHint = DEFAULT_RETENTION) -> None:
         """Drop one reference to each block, from the end: a chain's tail is evicted before its head.
 
         `retention` is what the releasing request asks for its published blocks.
         """
         block_hashes = self._block_hashes
-        idle, held = self._ops.drop(self._refs, block_hashes, self._scratch, block_ids)
+        idle, held = self._ops.drop_refs(self._refs, block_hashes, self._scratch, block_ids)
         if idle and self._pins:
             pinned = [block for block in idle if block_hashes[block] in self._pins]
             self._idle_pinned.update(pinned)
             held = [*pinned, *held]
             idle = [block for block in idle if block not in self._idle_pinned] if pinned else idle
-        hot = self._idle.add(idle, retention, self.now) if idle else 0
+        hot = self._idle.add_idle(idle, retention, self.now) if idle else 0
         if held:
-            self._idle.note_users(held, retention, self.now, hot)
+            self._idle.record_shared_release(held, retention, self.now, hot)
 
     def publish(
         self,
@@ -302,30 +302,32 @@ class BlockPool:
         self._marks[block] = HOT if is_again else 0
         if self._model is not None:
             before = self._entries.get(parent)
-            self._model.published(block, before[0] if before else 0, evicted.memo if evicted and is_again else -1)
+            self._model.record_published(
+                block, before[0] if before else 0, evicted.memo if evicted and is_again else -1
+            )
         self._tenants[block] = tenant
         if tenant:
-            self._idle.sees(tenant)
+            self._idle.register_tenant(tenant)
         if ahead:
             self._ahead.add(block)
         for listener in self.planners:
-            listener.published(block, block_hash, parent, tokens)
-        page = is_page(block_hash)
+            listener.on_block_published(block, block_hash, parent, tokens)
+        page = is_checkpoint_page(block_hash)
         self.num_pages += page
         for listener in () if ahead or page else self.listeners:
-            listener.published(block, block_hash, parent, tokens)
+            listener.on_block_published(block, block_hash, parent, tokens)
         return True
 
-    def confirm(self, block: int) -> None:
+    def confirm_published(self, block: int) -> None:
         """Tell the listeners of a block that was published ahead and is computed now."""
         self._ahead.remove(block)
         block_hash = self._block_hashes[block]
         assert block_hash is not None and self._refs[block], f"block {block} was published ahead and is gone"
         _, parent, tokens = self._entries[block_hash]
         for listener in self.listeners:
-            listener.published(block, block_hash, parent, tokens)
+            listener.on_block_published(block, block_hash, parent, tokens)
 
-    def withdraw(self, block_ids: Iterable[int]) -> None:
+    def unpublish_failed(self, block_ids: Iterable[int]) -> None:
         """Unpublish blocks published ahead whose step has failed; their owners keep them."""
         for block in block_ids:
             self._ahead.remove(block)
@@ -334,13 +336,13 @@ class BlockPool:
             del self._entries[block_hash]
             self._block_hashes[block] = None
             if self._model is not None:
-                self._model.forgotten(block)
+                self._model.record_content_lost(block)
             if self._idle.retentions:
-                self._idle.retentions.drop(block)
+                self._idle.retentions.drop_hints(block)
             for listener in self.planners:
-                listener.removed(block_hash)
+                listener.on_block_removed(block_hash)
 
-    def grow(self, num: int) -> None:
+    def add_blocks(self, num: int) -> None:
         """Add `num` scratch blocks."""
         start = self.num_blocks
         self.num_blocks += num
@@ -348,17 +350,17 @@ class BlockPool:
         self._versions += [0] * num
         self._block_hashes += [None] * num
         self._scratch += range(self.num_blocks - 1, start - 1, -1)
-        self._idle.grow(num)
+        self._idle.add_blocks(num)
         self._max_history = max(self._max_history, self._history_pools * self.num_blocks)
         self._history.resize(self._max_history)
 
-    def dismantle(self, num: int) -> int:
+    def free_entries(self, num: int) -> int:
         """Free up to `num` entries of a pool that is no longer used; return the number freed, 0 when nothing is left.
 
         Dropping a large pool at once would block for a while.
         """
         freed = 0
-        for table in (self._entries, *self._history.tables, *self._idle.tables):
+        for table in (self._entries, *self._history.block_tables, *self._idle.block_tables):
             while table and freed < num:
                 table.popitem()
                 freed += 1
@@ -381,11 +383,11 @@ class BlockPool:
         """Undo `add_queued_refs` for these block hashes, in one call or several."""
         self._queued_refs.discard(block_hashes)
         if self._idle.num_aside:
-            self._queued_refs.count()
+            self._queued_refs.count_pending()
             blocks = [
                 self._entries[block_hash][0] for block_hash in reversed(block_hashes) if block_hash in self._entries
             ]
-            self._idle.unwanted([block for block in blocks if self._is_idle(block)], self._is_queued)
+            self._idle.restore_set_aside([block for block in blocks if self._is_idle(block)], self._is_queued)
 
     def pin(self, block_hashes: Iterable[BlockHash]) -> None:
         """Keep the blocks that have or will have these hashes from eviction; calls are counted."""
@@ -408,24 +410,24 @@ class BlockPool:
             entry = self._entries.get(block_hash)
             if entry is not None and entry[0] in self._idle_pinned:
                 self._idle_pinned.remove(entry[0])
-                self._idle.put(entry[0])
+                self._idle.add_most_recent(entry[0])
 
     # ------------------------------------------------------------------------------------------------- forgetting
 
-    def distrust(self, block_ids: Sequence[int]) -> None:
+    def discard_corrupt(self, block_ids: Sequence[int]) -> None:
         """Withdraw blocks that may not be finite: they can no longer be found, and are zeroed before their next use."""
         self._suspect.update(block_ids)
         for block in block_ids:
             self._versions[block] += 1
         published = [block for block in block_ids if self._block_hashes[block] is not None]
         self._vacate(published)
-        self._forget(published, Evicted("failed", "", self.now))
+        self._forget(published, EvictionRecord("failed", "", self.now))
 
-    def discard(self, block_ids: Sequence[int]) -> None:
+    def discard_replaced(self, block_ids: Sequence[int]) -> None:
         """Withdraw those of these published blocks that no sequence holds: what is in them has been replaced."""
         unused = [block for block in block_ids if not self._refs[block]]
         self._vacate(unused)
-        self._forget(unused, Evicted("replaced", "", self.now))
+        self._forget(unused, EvictionRecord("replaced", "", self.now))
 
     def take_blocks_to_zero(self) -> list[int]:
         """Return newly allocated blocks that must be cleared; each is reported once, before its first use."""
@@ -442,12 +444,12 @@ class BlockPool:
         )
         blocks = [block for block_hash, (block, _, _) in reversed(self._entries.items()) if block_hash not in kept]
         self._vacate(blocks)
-        self._forget(blocks, Evicted("reset", "", self.now), tell=bool(kept))
+        self._forget(blocks, EvictionRecord("reset", "", self.now), tell=bool(kept))
         if not kept:
             for listener in (*self.planners, *self.listeners):
-                listener.cleared()
+                listener.on_cache_cleared()
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Assert invariant 8; O(num_blocks), for tests and post-mortems."""
         scratch, idle, pinned = set(self._scratch), set(self._idle), self._idle_pinned
         referenced = {block for block, refs in enumerate(self._refs) if refs > 0}
@@ -466,10 +468,10 @@ class BlockPool:
             assert self._block_hashes[block] == block_hash, f"block {block} and the index disagree"
             assert self._history.get(block_hash) is None, f"block {block} is published and evicted"
         assert len(published) == len(self._entries)
-        assert self.num_pages == sum(map(is_page, self._entries))
+        assert self.num_pages == sum(map(is_checkpoint_page, self._entries))
         assert self._ahead <= published & referenced, "a block published ahead has no owner"
         assert len(self._history) <= self._max_history
-        self._idle.check()
+        self._idle.check_invariants()
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -480,10 +482,10 @@ class BlockPool:
         return self._block_hashes[block] in self._queued_refs
 
     def _evict(self, num: int, tenant: str, by: str, last_resort: bool) -> list[int]:
-        self._queued_refs.count()
+        self._queued_refs.count_pending()
         wanted: Callable[[int], bool] | None = self._is_queued if self._queued_refs else None
         blocks = self._idle.evict(num, tenant, last_resort, self.now, wanted)
-        self._forget(blocks, Evicted("capacity", by, self.now, tenant=tenant))
+        self._forget(blocks, EvictionRecord("capacity", by, self.now, tenant=tenant))
         return blocks
 
     def _vacate(self, blocks: Iterable[int]) -> None:
@@ -497,7 +499,7 @@ class BlockPool:
                 continue
             self._scratch.append(block)
 
-    def _forget(self, blocks: Iterable[int], evicted: Evicted, *, tell: bool = True) -> None:
+    def _forget(self, blocks: Iterable[int], evicted: EvictionRecord, *, tell: bool = True) -> None:
         """Remove the hashes of published blocks that are no longer idle."""
         block_hashes, entries, remember = self._block_hashes, self._entries, self._history.add
         listeners = (*self.planners, *self.listeners) if tell else ()
@@ -510,12 +512,12 @@ class BlockPool:
             del entries[block_hash]
             block_hashes[block] = None
             if model is not None:
-                evicted = evicted._replace(memo=model.forgotten(block))
+                evicted = evicted._replace(memo=model.record_content_lost(block))
             remember(block_hash, evicted)
             if retentions is not None:
-                retentions.drop(block)
-            page = is_page(block_hash)
+                retentions.drop_hints(block)
+            page = is_checkpoint_page(block_hash)
             self.num_pages -= page
             for listener in self.page_listeners if page else listeners:
-                listener.removed(block_hash)
+                listener.on_block_removed(block_hash)
         self.evictions[evicted.cause] += num_before - len(entries)

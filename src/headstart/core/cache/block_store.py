@@ -26,7 +26,7 @@ class BlockKey(NamedTuple):
     tokens: bytes
 
 
-class Loaded(NamedTuple):
+class LoadedBlocks(NamedTuple):
     """The next blocks of one load, verified and in order. After `is_last` the remaining ones are misses."""
 
     load_id: int
@@ -63,7 +63,7 @@ class StoreStats:
 class BlockStore(Protocol):
     """A store of blocks outside the pool, of one model in one canonical form."""
 
-    def start(self, source: BlockSource) -> None:
+    def start_writing(self, source: BlockSource) -> None:
         """Start write-behind of offered blocks, which are read from `source`."""
         ...
 
@@ -71,11 +71,11 @@ class BlockStore(Protocol):
         """Return whether a load of this block would probably succeed; from memory, O(1)."""
         ...
 
-    def lacks(self, block_hash: BlockHash) -> bool:
+    def should_write(self, block_hash: BlockHash) -> bool:
         """Return whether an offer of this block would probably be written; from memory, O(1)."""
         ...
 
-    def expected_seconds(self, num_blocks: int, first: BlockHash | None = None) -> float:
+    def expected_load_seconds(self, num_blocks: int, first: BlockHash | None = None) -> float:
         """Return the expected duration of a load of `num_blocks` begun now, queued loads included; inf: do not load.
 
         `first` is the first of them: it decides which tier of several they come from. 0.0 until something has been
@@ -83,42 +83,42 @@ class BlockStore(Protocol):
         """
         ...
 
-    def load(self, keys: Sequence[BlockKey]) -> int:
+    def begin_load(self, keys: Sequence[BlockKey]) -> int:
         """Begin to load these blocks, in order, up to the first that is not available. Returns the load's id."""
         ...
 
-    def cancel(self, load_id: int, *, is_late: bool) -> None:
+    def cancel_load(self, load_id: int, *, is_late: bool) -> None:
         """Cancel a load: it returns nothing more. `is_late`: because it took too long."""
         ...
 
-    def poll(self) -> list[Loaded]:
+    def poll_loads(self) -> list[LoadedBlocks]:
         """Return the blocks loaded since the last call, in the order of their loads."""
         ...
 
-    def done_with(self, loaded: Loaded) -> None:
+    def release_loaded(self, loaded: LoadedBlocks) -> None:
         """Release the data, which have been copied and may be overwritten."""
         ...
 
-    def wait(self, timeout: float) -> None:
+    def wait_for_loads(self, timeout: float) -> None:
         """Block until `poll` would return something, or for `timeout` seconds."""
         ...
 
-    def offer(self, block: int, version: int, key: BlockKey) -> None:
+    def offer_block(self, block: int, version: int, key: BlockKey) -> None:
         """Offer a published block, which is written if there is space and time. O(1)."""
         ...
 
-    def touch(self, block_hashes: Sequence[BlockHash]) -> None:
+    def mark_used(self, block_hashes: Sequence[BlockHash]) -> None:
         """Mark these blocks as used: a request takes them over now, loaded or not. O(1).
 
         `block_hashes` are the block hashes of one chain, in a list that is not modified later.
         """
         ...
 
-    def keep(self, block_hashes: Iterable[BlockHash]) -> None:
+    def set_pinned(self, block_hashes: Iterable[BlockHash]) -> None:
         """Pin only these block hashes: their blocks are written first and never removed for space."""
         ...
 
-    def distrust(self, block_hashes: Sequence[BlockHash]) -> None:
+    def discard_corrupt(self, block_hashes: Sequence[BlockHash]) -> None:
         """Discard blocks that are or may be corrupt: they are never loaded again, by this or any other process."""
         ...
 

@@ -21,14 +21,14 @@ from collections.abc import Iterable, Iterator
 
 from headstart.core.batch import Chunk, Saves
 from headstart.core.cache.block_pool import BlockPool
-from headstart.core.cache.hashing import BlockHash, page_hash
-from headstart.core.request import Sequence, Suspect
+from headstart.core.cache.hashing import BlockHash, checkpoint_page_hash
+from headstart.core.request import Sequence, SuspectBlock
 
 MAX_SHARE = 0.15  # of a pool that is full
 SPACED_SHARE = 0.05  # of the bytes of a long prompt, which its spaced checkpoints take
 
 
-class Checkpoints:
+class RecurrentCheckpoints:
     """The checkpoints of one pool, `num_pages` blocks each; 0: the model has no recurrent layers and needs none."""
 
     def __init__(self, pool: BlockPool, block_size: int, num_pages: int) -> None:
@@ -38,31 +38,31 @@ class Checkpoints:
         self._inner: OrderedDict[BlockHash, None] = OrderedDict()  # from which one sequence went on; next to go first
         self._branches = set[BlockHash]()  # from which several have
 
-    def names(self, block_hash: BlockHash) -> list[BlockHash]:
+    def page_hashes(self, block_hash: BlockHash) -> list[BlockHash]:
         """Return the names of the pages of the checkpoint behind a block, whether there is one or not."""
-        return [page_hash(block_hash, index) for index in range(self.num_pages)]
+        return [checkpoint_page_hash(block_hash, index) for index in range(self.num_pages)]
 
-    def find(self, block_hashes: list[BlockHash], depth: int) -> tuple[int, tuple[int, ...]]:
+    def find_deepest(self, block_hashes: list[BlockHash], depth: int) -> tuple[int, tuple[int, ...]]:
         """Return the deepest checkpoint after at most `depth` blocks: their number, and its pages. Changes nothing."""
-        published = self._pool.published
+        published = self._pool.published_hashes
         for at in range(depth, 0, -1):
-            if page_hash(block_hashes[at - 1], 0) in published:
+            if checkpoint_page_hash(block_hashes[at - 1], 0) in published:
                 pages = self._pages(block_hashes[at - 1])
                 if pages:
                     return at, pages
         return 0, ()
 
-    def places(self, seq: Sequence, start: int, end: int) -> list[int]:
+    def checkpoint_positions(self, seq: Sequence, start: int, end: int) -> list[int]:
         """Return the numbers of blocks after which a chunk `[start, end)` of a sequence leaves a checkpoint."""
         return [at for at in self._places(seq, start, end) if not self._exists(seq, at)]
 
-    def touch(self, seq: Sequence, depth: int) -> None:
+    def touch_earlier(self, seq: Sequence, depth: int) -> None:
         """Make the checkpoints before the one after `depth` blocks, from which a sequence begins, the last used."""
         for _, pages in self._used(seq, depth):
             self._pool.acquire(pages)
             self._pool.release(pages)
 
-    def with_pages(self, seq: Sequence) -> "array[int]":
+    def table_with_pages(self, seq: Sequence) -> "array[int]":
         """Return the block table of a sequence to be released, with the pages of its places, which are acquired."""
         table, done = array("i"), 0
         for at, pages in self._used(seq, seq.num_computed_tokens // self._size):
@@ -89,17 +89,17 @@ class Checkpoints:
             found.add(last)
         return sorted(at for at in found if first <= at <= last)
 
-    def allocate(self, seq: Sequence, start: int, end: int) -> Saves:
+    def allocate_pages(self, seq: Sequence, start: int, end: int) -> Saves:
         """Return the places in a chunk `[start, end)`, in tokens, with the pages to write the states to."""
         request, saves = seq.request, list[tuple[int, tuple[int, ...]]]()
-        for at in reversed(self.places(seq, start, end)):  # of few pages the deepest gets them
-            if self._pool.num_available((), request.tenant) < self.num_pages:
+        for at in reversed(self.checkpoint_positions(seq, start, end)):  # of few pages the deepest gets them
+            if self._pool.num_available_to_tenant((), request.tenant) < self.num_pages:
                 break
             pages = self._pool.allocate(self.num_pages, request.tenant, by=request.request_id, states=True)
             saves.append((at * self._size, tuple(pages)))
         return tuple(reversed(saves))
 
-    def end(self, seq: Sequence, chunk: Chunk, num_tokens: int) -> None:
+    def finish_chunk(self, seq: Sequence, chunk: Chunk, num_tokens: int) -> None:
         """Publish the checkpoints that a computed chunk has left, or free their pages; release what it has read.
 
         What is behind `num_tokens` of the sequence has failed, or is of drafts that were rejected.
@@ -111,25 +111,25 @@ class Checkpoints:
             self._pool.release(pages, seq.request.retention)
         self._pool.release(chunk.state, seq.request.retention)
 
-    def suspects(self, block_hashes: Iterable[BlockHash]) -> list[Suspect]:
+    def suspect_pages(self, block_hashes: Iterable[BlockHash]) -> list[SuspectBlock]:
         """Return the pages of the checkpoints behind these hashes that are published now."""
         return [
-            Suspect(name, block, self._pool.version(block))
+            SuspectBlock(name, block, self._pool.block_version(block))
             for block_hash in block_hashes
-            for name, block in zip(self.names(block_hash), self._pages(block_hash), strict=False)
+            for name, block in zip(self.page_hashes(block_hash), self._pages(block_hash), strict=False)
         ]
 
-    def left(self, seq: Sequence) -> None:
+    def on_sequence_left(self, seq: Sequence) -> None:
         """Tell the listeners of the end of a sequence that ends or is queued again."""
         if seq.last_checkpoint is not None:
             self._tell(seq.last_checkpoint)
 
     def _publish(self, seq: Sequence, at: int, pages: tuple[int, ...]) -> None:
         block_hash, tokens = seq.block_hashes[at - 1], seq.token_ids[(at - 1) * self._size : at * self._size].tobytes()
-        for name, block in zip(self.names(block_hash), pages, strict=True):
-            old = self._pool.entry(name)  # of a checkpoint that has lost other pages
+        for name, block in zip(self.page_hashes(block_hash), pages, strict=True):
+            old = self._pool.published_entry(name)  # of a checkpoint that has lost other pages
             if old is not None:
-                self._pool.discard([old[0]])
+                self._pool.discard_replaced([old[0]])
             self._pool.publish(block, name, block_hash, tokens, seq.request.tenant)
         before = seq.checkpoints[-1] if seq.checkpoints else seq.started_from
         if block_hash not in seq.checkpoints:  # it has left this one before, which was evicted since
@@ -144,8 +144,8 @@ class Checkpoints:
             return
         last = seq.last_checkpoint
         if last is not None and last != block_hash:
-            if not self._pool.is_pinned(page_hash(last, 0)):
-                self._pool.discard(self._pages(last))
+            if not self._pool.is_pinned(checkpoint_page_hash(last, 0)):
+                self._pool.discard_replaced(self._pages(last))
             seq.checkpoints.remove(last)
         seq.last_checkpoint = block_hash
 
@@ -160,8 +160,8 @@ class Checkpoints:
         most = pool.num_usable if pool.num_scratch >= self.num_pages else MAX_SHARE * pool.num_usable
         while inner and pool.num_pages > most:
             oldest, _ = inner.popitem(last=False)
-            if not pool.is_pinned(page_hash(oldest, 0)):
-                pool.discard(self._pages(oldest))
+            if not pool.is_pinned(checkpoint_page_hash(oldest, 0)):
+                pool.discard_replaced(self._pages(oldest))
         if (len(inner) + len(self._branches)) * self.num_pages > 2 * pool.num_usable:  # most of them were evicted
             self._inner = OrderedDict.fromkeys(known for known in inner if self._pages(known))
             self._branches = {known for known in self._branches if self._pages(known)}
@@ -172,14 +172,14 @@ class Checkpoints:
 
     def _pages(self, block_hash: BlockHash) -> tuple[int, ...]:
         """Return the pages of a checkpoint, none if one of them is gone."""
-        entries = map(self._pool.entry, self.names(block_hash))
+        entries = map(self._pool.published_entry, self.page_hashes(block_hash))
         pages = tuple(entry[0] for entry in entries if entry is not None and entry[1] == block_hash)
         return pages if len(pages) == self.num_pages else ()
 
     def _tell(self, block_hash: BlockHash) -> None:
         """Tell the listeners of pages of a checkpoint, if it is still there."""
-        for name in self.names(block_hash) if self._pages(block_hash) else ():
-            entry = self._pool.entry(name)
+        for name in self.page_hashes(block_hash) if self._pages(block_hash) else ():
+            entry = self._pool.published_entry(name)
             assert entry is not None, "a checkpoint has all its pages"
             for listener in self._pool.page_listeners:
-                listener.published(entry[0], name, entry[1], entry[2])
+                listener.on_block_published(entry[0], name, entry[1], entry[2])

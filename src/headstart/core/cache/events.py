@@ -54,7 +54,7 @@ class _Chain:
         self.domain = b""
 
 
-class EventLog:
+class BlockEventLog:
     """A BlockListener (core/cache/block_pool.py) that collects events until they are drained.
 
     Consecutively published blocks of one chain become one event, and so do consecutively removed blocks. All other
@@ -66,11 +66,11 @@ class EventLog:
         self._pending: list[_Chain | list[BlockHash] | AllBlocksCleared] = []
         self._seq: Sequence | None = None
 
-    def publishing(self, seq: Sequence) -> None:
+    def set_publishing_sequence(self, seq: Sequence) -> None:
         """Set the sequence whose blocks are published next; it supplies the parent of the first block."""
         self._seq = seq
 
-    def published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+    def on_block_published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
         """Record a published block."""
         last = self._pending[-1] if self._pending else None
         if isinstance(last, _Chain) and last.block_hashes[-1] == parent:
@@ -79,7 +79,7 @@ class EventLog:
         else:
             self._pending.append(self._begin(block_hash, parent, tokens))
 
-    def removed(self, block_hash: BlockHash) -> None:
+    def on_block_removed(self, block_hash: BlockHash) -> None:
         """Record a removed block."""
         last = self._pending[-1] if self._pending else None
         if isinstance(last, list):
@@ -87,7 +87,7 @@ class EventLog:
         else:
             self._pending.append([block_hash])
 
-    def cleared(self) -> None:
+    def on_cache_cleared(self) -> None:
         """Record that the index is empty."""
         self._pending.append(AllBlocksCleared())
 

@@ -34,16 +34,16 @@ class EvictionOrder(Protocol):
         """Remove one block. Raises KeyError if it is not here."""
         ...
 
-    def revive(self, blocks: Sequence[int]) -> None:
+    def remove_reused(self, blocks: Sequence[int]) -> None:
         """Remove blocks that are used again. Raises KeyError if one is not here."""
         ...
 
-    def pop(self) -> int:
+    def pop_victim(self) -> int:
         """Remove and return the next block to evict. Raises KeyError if there is none."""
         ...
 
     @property
-    def tables(self) -> "tuple[OrderedDict[int, None], ...]":
+    def block_tables(self) -> "tuple[OrderedDict[int, None], ...]":
         """The tables that hold the blocks."""
         ...
 
@@ -52,7 +52,7 @@ class EvictionOrder(Protocol):
     def __iter__(self) -> Iterator[int]: ...
 
 
-class Lru:
+class LruOrder:
     """An order that evicts the least recently released block first."""
 
     __slots__ = ("_marks", "_queue")
@@ -70,17 +70,17 @@ class Lru:
     def remove(self, block: int) -> None:
         del self._queue[block]
 
-    def revive(self, blocks: Sequence[int]) -> None:
+    def remove_reused(self, blocks: Sequence[int]) -> None:
         queue, marks = self._queue, self._marks
         for block in blocks:
             del queue[block]
             marks[block] = SEEN
 
-    def pop(self) -> int:
+    def pop_victim(self) -> int:
         return self._queue.popitem(last=False)[0]
 
     @property
-    def tables(self) -> tuple[OrderedDict[int, None], ...]:
+    def block_tables(self) -> tuple[OrderedDict[int, None], ...]:
         return (self._queue,)
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class Lru:
         return iter(self._queue)
 
 
-class TwoQueue:
+class TwoQueueOrder:
     """Order that evicts blocks used once before blocks used again; in each class, least recently released first.
 
     After 2Q (Johnson and Shasha, VLDB 1994) and segmented LRU. A block published for the first time is on probation. A
@@ -131,7 +131,7 @@ class TwoQueue:
     def remove(self, block: int) -> None:
         del (self._protected if self._marks[block] & HOT else self._probation)[block]
 
-    def revive(self, blocks: Sequence[int]) -> None:
+    def remove_reused(self, blocks: Sequence[int]) -> None:
         marks, probation, protected = self._marks, self._probation, self._protected
         for block in blocks:
             if marks[block] & HOT:
@@ -140,11 +140,11 @@ class TwoQueue:
                 del probation[block]
             marks[block] = HOT | SEEN
 
-    def pop(self) -> int:
+    def pop_victim(self) -> int:
         return (self._probation or self._protected).popitem(last=False)[0]
 
     @property
-    def tables(self) -> tuple[OrderedDict[int, None], ...]:
+    def block_tables(self) -> tuple[OrderedDict[int, None], ...]:
         return self._probation, self._protected
 
     def __len__(self) -> int:
@@ -164,7 +164,7 @@ class KVBlockLoops:
     Compiled code that does the same is an argument of the scheduler (model/kernels/compiled_blocks.py).
     """
 
-    def find(
+    def find_prefix(
         self, entries: Entries, block_hashes: list[BlockHash], root: BlockHash, tokens: bytes, stride: int
     ) -> list[int]:
         """Return the blocks of the longest prefix of `block_hashes` that is in `entries`, with parents and tokens."""
@@ -177,7 +177,7 @@ class KVBlockLoops:
             found.pop()  # a hash collision, never observed
         return []
 
-    def hold(self, refs: list[int], published: list[BlockHash | None], blocks: Sequence[int]) -> Sequence[int]:
+    def add_refs(self, refs: list[int], published: list[BlockHash | None], blocks: Sequence[int]) -> Sequence[int]:
         """Add one reference to each of these published blocks; return those that had none."""
         unused: list[int] = []
         for block in blocks:
@@ -187,7 +187,7 @@ class KVBlockLoops:
             refs[block] += 1
         return unused
 
-    def drop(
+    def drop_refs(
         self, refs: list[int], published: list[BlockHash | None], scratch: list[int], blocks: Sequence[int]
     ) -> tuple[Sequence[int], Sequence[int]]:
         """Drop one reference to each block; return the published ones that are idle now, and those that are not.
@@ -206,9 +206,9 @@ class KVBlockLoops:
                 scratch.append(block)
         return idle, held
 
-    def two_queues(self, marks: bytearray, num_blocks: int) -> Callable[[int], EvictionOrder]:
+    def two_queue_factory(self, marks: bytearray, num_blocks: int) -> Callable[[int], EvictionOrder]:
         """Return what makes the orders 2q of a pool of at most so many blocks, each from its `max_protected`."""
-        return lambda max_protected: TwoQueue(marks, max_protected)
+        return lambda max_protected: TwoQueueOrder(marks, max_protected)
 
 
 PYTHON = KVBlockLoops()

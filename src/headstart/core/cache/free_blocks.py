@@ -9,17 +9,26 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heapreplace
 
-from headstart.core.cache.eviction import HOT, PROTECTED_SHARE, PYTHON, SEEN, EvictionOrder, KVBlockLoops, Lru, TwoQueue
-from headstart.core.cache.hit_density import HitDensity, ReuseModel
-from headstart.core.cache.retention import DEFAULT_PRIORITY, Retentions
-from headstart.core.request import DEFAULT_RETENTION, Retention
+from headstart.core.cache.eviction import (
+    HOT,
+    PROTECTED_SHARE,
+    PYTHON,
+    SEEN,
+    EvictionOrder,
+    KVBlockLoops,
+    LruOrder,
+    TwoQueueOrder,
+)
+from headstart.core.cache.hit_density import HitDensityOrder, ReuseModel
+from headstart.core.cache.retention import DEFAULT_PRIORITY, RetentionHints
+from headstart.core.request import DEFAULT_RETENTION, RetentionHint
 
 Wanted = Callable[[int], bool]
 
 EVICTION_POLICIES: dict[str, Callable[[bytearray, int], EvictionOrder]] = {
-    "2q": TwoQueue,
-    "lru": Lru,
-    "lhd": HitDensity,
+    "2q": TwoQueueOrder,
+    "lru": LruOrder,
+    "lhd": HitDensityOrder,
 }
 
 
@@ -57,9 +66,9 @@ class _Shelf:
             while order:
                 if len(found) == num:
                     return found
-                block = order.pop()
+                block = order.pop_victim()
                 if self._model is not None:
-                    self._model.detach(block)
+                    self._model.detach_child(block)
                 if wanted is None or not wanted(block):
                     found.append(block)
                 else:
@@ -81,38 +90,38 @@ class FreeBlocks:
         make, max_protected = EVICTION_POLICIES[policy], int(PROTECTED_SHARE * (size - 1))
         self.marks = bytearray(num_blocks)  # see eviction.py
         self.tenants = [""] * num_blocks  # the tenant whose share a published block counts against
-        self.retentions = Retentions(self.marks)
+        self.retentions = RetentionHints(self.marks)
         self._size = 0
         self.num_aside = 0  # idle blocks skipped because queued requests reference them
         self._protected_share = tenant_floor * (size - 1)
         self._seen: set[str] = set()  # tenants other than the public one
-        self.model = ReuseModel(num_blocks, size - 1) if make is HitDensity else None
+        self.model = ReuseModel(num_blocks, size - 1) if make is HitDensityOrder else None
         self._new_order: Callable[[], EvictionOrder] = lambda: make(self.marks, max_protected)
         if self.model is not None:
-            self._new_order = lambda: HitDensity(self.marks, model=self.model)
-        elif make is TwoQueue:
-            two_queue = ops.two_queues(self.marks, size)
+            self._new_order = lambda: HitDensityOrder(self.marks, model=self.model)
+        elif make is TwoQueueOrder:
+            two_queue = ops.two_queue_factory(self.marks, size)
             self._new_order = lambda: two_queue(max_protected)
         self._shelves = {"": _Shelf(self._new_order, self.model)}
         self._queue = self._shelves[""].levels[DEFAULT_PRIORITY]  # the only order, in the usual case
 
     @property
-    def has_shares(self) -> bool:
+    def has_tenant_shares(self) -> bool:
         """Whether some blocks may be protected from other tenants."""
         return bool(self._seen) and self._protected_share > 0
 
     @property
-    def tables(self) -> list[OrderedDict[int, None]]:
+    def block_tables(self) -> list[OrderedDict[int, None]]:
         """All tables that hold idle blocks, for a pool that is dismantled."""
         levels = (order for shelf in self._shelves.values() for order in shelf.levels.values())
-        return [table for order in levels for table in order.tables] + [s.aside for s in self._shelves.values()]
+        return [table for order in levels for table in order.block_tables] + [s.aside for s in self._shelves.values()]
 
-    def grow(self, num: int) -> None:
+    def add_blocks(self, num: int) -> None:
         """Add state for `num` more blocks, none of them idle."""
         self.marks += bytes(num)
         self.tenants += [""] * num
         if self.model is not None:
-            self.model.grow(num)
+            self.model.add_blocks(num)
 
     def __len__(self) -> int:
         return self._size
@@ -121,22 +130,22 @@ class FreeBlocks:
         for shelf in self._shelves.values():
             yield from shelf
 
-    def sees(self, tenant: str) -> None:
+    def register_tenant(self, tenant: str) -> None:
         """Record a tenant other than the public one: from now on it has a share."""
         self._seen.add(tenant)
 
-    def add(self, blocks: Sequence[int], retention: Retention, now: float) -> int:
+    def add_idle(self, blocks: Sequence[int], retention: RetentionHint, now: float) -> int:
         """Add idle blocks of one chain, tails first; return HOT if the last one is worth protecting."""
         self._size += len(blocks)
         if self._is_plain and retention == DEFAULT_RETENTION:
             return self._queue.add(blocks)
         hot = 0
         for block in blocks:
-            self.retentions.note(block, retention, now)
+            self.retentions.record_hint(block, retention, now)
             hot = self._order_of(block).add((block,), hot)
         return hot
 
-    def note_users(self, blocks: Sequence[int], retention: Retention, now: float, hot: int) -> None:
+    def record_shared_release(self, blocks: Sequence[int], retention: RetentionHint, now: float, hot: int) -> None:
         """Record that one request releases blocks of one chain, tails first, that other requests or pins still hold.
 
         `hot`: HOT if a block after them in the chain is worth protecting; then so are they.
@@ -150,22 +159,22 @@ class FreeBlocks:
         for block in blocks:
             hot |= marks[block] & HOT
             marks[block] |= hot
-            self.retentions.note(block, retention, now)
+            self.retentions.record_hint(block, retention, now)
 
-    def put(self, block: int) -> None:
+    def add_most_recent(self, block: int) -> None:
         """Add a block as most recently released: one that was pinned, or set aside."""
         self._size += 1
         self._order_of(block).add((block,))
 
-    def revive(self, blocks: Sequence[int]) -> None:
+    def remove_reused(self, blocks: Sequence[int]) -> None:
         """Remove blocks that are used again."""
         self._size -= len(blocks)
         if self._is_plain:
-            self._queue.revive(blocks)
+            self._queue.remove_reused(blocks)
             return
         for block in blocks:
             if not self._leave_aside(block):
-                self._order_of(block).revive((block,))
+                self._order_of(block).remove_reused((block,))
 
     def remove(self, block: int) -> None:
         """Remove an idle block that must not be idle."""
@@ -173,7 +182,7 @@ class FreeBlocks:
         if not self._leave_aside(block):
             self._order_of(block).remove(block)
 
-    def num_protected(self, leaving: Sequence[int], tenant: str) -> int:
+    def num_protected_blocks(self, leaving: Sequence[int], tenant: str) -> int:
         """Return the blocks of other tenants that `tenant` may not evict, once those `leaving` are no longer idle."""
         gone: dict[str, int] = {}
         for block in leaving:
@@ -197,7 +206,7 @@ class FreeBlocks:
         assert len(found) == num, f"{num} blocks to evict for tenant {tenant!r}, {len(found)} may be"
         return found
 
-    def unwanted(self, blocks: Sequence[int], wanted: Wanted) -> None:
+    def restore_set_aside(self, blocks: Sequence[int], wanted: Wanted) -> None:
         """Return blocks that were set aside to their order if no queued request references them any more.
 
         `blocks` are of one chain, tails first. All heads of such a block are moved after it, referenced or not, so that
@@ -209,9 +218,9 @@ class FreeBlocks:
             moved = moved or (aside and not wanted(block))
             if moved:
                 self.remove(block)
-                self.put(block)
+                self.add_most_recent(block)
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Assert that counts and places agree; for tests."""
         shelves = self._shelves
         assert self._size == sum(map(len, shelves.values())), "idle blocks are miscounted"
@@ -220,7 +229,9 @@ class FreeBlocks:
             assert all(self.tenants[block] == name for block in shelf), "a block is on the shelf of another tenant"
             for level, order in shelf.levels.items():
                 assert len(list(order)) == len(order)
-                assert all(self.retentions.level(block) == level for block in order), "a block has another priority"
+                assert all(self.retentions.block_priority(block) == level for block in order), (
+                    "a block has another priority"
+                )
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -238,7 +249,7 @@ class FreeBlocks:
         shelf = self._shelves.get(tenant)
         if shelf is None:
             shelf = self._shelves[tenant] = _Shelf(self._new_order, self.model)
-        return shelf.order(self.retentions.level(block))
+        return shelf.order(self.retentions.block_priority(block))
 
     def _leave_aside(self, block: int) -> bool:
         if not self.num_aside:
@@ -252,7 +263,7 @@ class FreeBlocks:
 
     def _expire(self, now: float) -> None:
         """Move blocks whose retention time is over, as if they had just been released."""
-        for block, level in self.retentions.expired(now):
+        for block, level in self.retentions.take_expired(now):
             shelf = self._shelves.get(self.tenants[block])
             order = shelf.levels.get(level) if shelf is not None else None
             if order is not None and block in order:

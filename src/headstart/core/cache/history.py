@@ -8,7 +8,7 @@ from typing import NamedTuple
 from headstart.core.cache.hashing import BlockHash
 
 
-class Evicted(NamedTuple):
+class EvictionRecord(NamedTuple):
     """The cause of a block's eviction."""
 
     cause: (
@@ -29,31 +29,31 @@ class EvictionHistory:
 
     def __init__(self, capacity: int) -> None:
         self.resize(capacity)
-        self._young: dict[BlockHash, Evicted] = {}
-        self._old: dict[BlockHash, Evicted] = {}
+        self._young: dict[BlockHash, EvictionRecord] = {}
+        self._old: dict[BlockHash, EvictionRecord] = {}
 
     def resize(self, capacity: int) -> None:
         """Change the capacity, which must not shrink."""
         self._generation = max(capacity // 2, 1)
 
     @property
-    def tables(self) -> tuple[dict[BlockHash, Evicted], dict[BlockHash, Evicted]]:
+    def block_tables(self) -> tuple[dict[BlockHash, EvictionRecord], dict[BlockHash, EvictionRecord]]:
         """Both generations."""
         return self._young, self._old
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
-    def add(self, block_hash: BlockHash, evicted: Evicted) -> None:
+    def add(self, block_hash: BlockHash, evicted: EvictionRecord) -> None:
         """Add the hash of an evicted block."""
         if len(self._young) >= self._generation:
             self._old, self._young = self._young, {}
         self._young[block_hash] = evicted
 
-    def get(self, block_hash: BlockHash) -> Evicted | None:
+    def get(self, block_hash: BlockHash) -> EvictionRecord | None:
         """Return the eviction of a block hash; None if it is not remembered."""
         return self._young.get(block_hash) or self._old.get(block_hash)
 
-    def forget(self, block_hash: BlockHash) -> Evicted | None:
+    def forget(self, block_hash: BlockHash) -> EvictionRecord | None:
         """Remove and return the eviction of a block hash that is published again; None if it is not remembered."""
         return self._young.pop(block_hash, None) or self._old.pop(block_hash, None)

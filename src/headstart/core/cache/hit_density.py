@@ -3,8 +3,8 @@
 After LHD (Beckmann, Chen and Cidon, NSDI 2018). Blocks of a pool have the same bytes and are taken to cost the same to
 compute, so the value of an idle block is its expected hits per time in the pool. `ReuseModel` learns it online from the
 ages at which blocks of a class were used again, evicted ones included while their hashes are remembered; a class is the
-number of uses so far and the number of blocks that the last request added behind what it found. `HitDensity` is the
-eviction order.
+number of uses so far and the number of blocks that the last request added behind what it found. `HitDensityOrder` is
+the eviction order.
 
 Time is counted in published blocks, so an idle pool does not age. It advances in epochs of 1 / EPOCHS of the pool;
 within one, values are fixed. Only a leaf, a block without published blocks behind it, is evicted while there is one, so
@@ -48,7 +48,7 @@ class ReuseModel:
         self.epoch = 0
         self.keys = [-1] * num_blocks  # since the last use
         self.children = [0] * num_blocks  # published blocks directly behind a block
-        self.parked: dict[int, HitDensity] = {}  # idle blocks with children, and the order that each is in
+        self.parked: dict[int, HitDensityOrder] = {}  # idle blocks with children, and the order that each is in
         self._uses = bytearray(num_blocks)
         self._parents = [0] * num_blocks  # 0: not counted as a child
         self._former_parents = [0] * num_blocks
@@ -62,21 +62,21 @@ class ReuseModel:
         self._exposure = [[0.0] * len(WIDTHS) for _ in range(CLASSES)]
         self._values = [[0.0] * len(WIDTHS) for _ in range(CLASSES)]
 
-    def grow(self, num: int) -> None:
+    def add_blocks(self, num: int) -> None:
         """Add state for `num` more blocks."""
         self.keys += [-1] * num
         self._uses += bytes(num)
         for table in (self.children, self._parents, self._former_parents, self._serials, self._parent_serials):
             table += [0] * num
 
-    def value(self, key: int) -> float:
+    def expected_hits(self, key: int) -> float:
         """Return the expected hits per epoch of a block, 0 to 1. Changes nothing."""
         epoch, kind = divmod(key, CLASSES)
         return self._values[kind][BUCKETS[min(self.epoch - epoch, MAX_AGE)]]
 
     # ---------------------------------------------------------------------------------------------- events of blocks
 
-    def published(self, block: int, parent: int, memo: int) -> None:
+    def record_published(self, block: int, parent: int, memo: int) -> None:
         """Record a published block. `parent`: the block before it, 0: none; `memo`: of its eviction, -1: none."""
         self._num_published += 1
         self._serials[block] = self._num_published
@@ -85,7 +85,7 @@ class ReuseModel:
         self.children[block] = 0
         self.keys[block] = -1
         self._uses[block] = 0
-        self.attach(block)
+        self.attach_child(block)
         if memo >= 0:
             key, self._uses[block] = divmod(memo, USES + 1)
             self._reused(key)
@@ -94,29 +94,29 @@ class ReuseModel:
             self._ticks = 0
             self._end_epoch()
 
-    def attach(self, block: int) -> None:
+    def attach_child(self, block: int) -> None:
         """Count a block as a child of the one before it, unless that has lost its content."""
         parent = self._former_parents[block]
         if parent and not self._parents[block] and self._parent_serials[block] == self._serials[parent]:
             self._parents[block] = parent
             self.children[parent] += 1
 
-    def detach(self, block: int) -> None:
-        """Undo `attach`: the block is evicted, or set aside. A parent without other children may be evicted."""
+    def detach_child(self, block: int) -> None:
+        """Undo `attach_child`: the block is evicted, or set aside. A parent without other children may be evicted."""
         parent, self._parents[block] = self._parents[block], 0
         if not parent or self._parent_serials[block] != self._serials[parent]:
             return
         self.children[parent] -= 1
         if not self.children[parent] and parent in self.parked:
-            self.parked[parent].unpark(parent)
+            self.parked[parent].enqueue_leaf(parent)
 
-    def forgotten(self, block: int) -> int:
+    def record_content_lost(self, block: int) -> int:
         """Record that a block lost its content; return what to remember of it."""
-        self.detach(block)
+        self.detach_child(block)
         self._serials[block] = 0
         return self.keys[block] * (USES + 1) + self._uses[block] if self.keys[block] >= 0 else -1
 
-    def used(self, blocks: Sequence[int]) -> None:
+    def record_use(self, blocks: Sequence[int]) -> None:
         """Record a use of blocks of one chain, which are idle from now on."""
         uses, keys = self._uses, self.keys
         size = min(sum(1 for block in blocks if not uses[block]).bit_length(), SIZES - 1)
@@ -127,11 +127,11 @@ class ReuseModel:
             key = keys[block] = base + SIZES * count
             at_risk[key] = at_risk.get(key, 0) + 1
 
-    def revived(self, block: int) -> None:
+    def record_reuse(self, block: int) -> None:
         """Record that an idle block is used again."""
         self._reused(self.keys[block])
 
-    def withdrawn(self, block: int) -> None:
+    def record_withdrawn(self, block: int) -> None:
         """Record that an idle block is no longer idle, without a use."""
         self._leave(self.keys[block])
 
@@ -207,7 +207,7 @@ def hit_densities(hazards: Sequence[float]) -> list[float]:
     return found
 
 
-class HitDensity:
+class HitDensityOrder:
     """The idle blocks of one class of tenant and priority; those with the lowest hit density are evicted first.
 
     Equal values: the older, then those of fewer uses; within a queue in the order in which they became leaves.
@@ -226,25 +226,25 @@ class HitDensity:
 
     def add(self, blocks: Sequence[int], hot: int = 0) -> int:
         model = self._model
-        model.used(blocks)
+        model.record_use(blocks)
         self._size += len(blocks)
         for block in blocks:
-            model.attach(block)
+            model.attach_child(block)
             self._place(block)
         return 0
 
     def remove(self, block: int) -> None:
         self._take(block)
-        self._model.withdrawn(block)
+        self._model.record_withdrawn(block)
 
-    def revive(self, blocks: Sequence[int]) -> None:
-        marks, revived = self._marks, self._model.revived
+    def remove_reused(self, blocks: Sequence[int]) -> None:
+        marks, revived = self._marks, self._model.record_reuse
         for block in blocks:
             self._take(block)
             revived(block)
             marks[block] = SEEN
 
-    def pop(self) -> int:
+    def pop_victim(self) -> int:
         model = self._model
         if self._heap_epoch != model.epoch:
             self._rebuild()
@@ -264,14 +264,14 @@ class HitDensity:
         self._size -= 1
         return block
 
-    def unpark(self, block: int) -> None:
+    def enqueue_leaf(self, block: int) -> None:
         """Move a block that has become a leaf to its queue."""
         del self._parked[block]
         del self._model.parked[block]
         self._place(block)
 
     @property
-    def tables(self) -> tuple[OrderedDict[int, None], ...]:
+    def block_tables(self) -> tuple[OrderedDict[int, None], ...]:
         return (*self._queues.values(), self._parked)
 
     def __len__(self) -> int:
@@ -285,7 +285,7 @@ class HitDensity:
 
     def __iter__(self) -> Iterator[int]:
         """Iterate in eviction order, except that blocks with others behind them come last."""
-        value = self._model.value
+        value = self._model.expected_hits
         for key in sorted(self._queues, key=lambda key: (value(key), key)):
             yield from self._queues[key]
         yield from self._parked
@@ -299,7 +299,7 @@ class HitDensity:
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = OrderedDict()
-            heappush(self._heap, (model.value(key), key))
+            heappush(self._heap, (model.expected_hits(key), key))
         queue[block] = None
 
     def _park(self, block: int) -> None:
@@ -317,7 +317,7 @@ class HitDensity:
     def _rebuild(self) -> None:
         """Order the queues by their values of this epoch; drop empty ones."""
         self._queues = {key: queue for key, queue in self._queues.items() if queue}
-        value = self._model.value
+        value = self._model.expected_hits
         self._heap = [(value(key), key) for key in self._queues]
         heapify(self._heap)
         self._heap_epoch = self._model.epoch

@@ -12,13 +12,20 @@ from typing import NamedTuple
 from headstart.core.batch import Saves
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.block_store import BlockKey
-from headstart.core.cache.checkpoints import Checkpoints
-from headstart.core.cache.events import EventLog
-from headstart.core.cache.hashing import BlockHash, HashChain, extend_hashes, page_hash, region_hash, root_hash
-from headstart.core.request import CacheMode, Request, Sequence, empty_table
+from headstart.core.cache.checkpoints import RecurrentCheckpoints
+from headstart.core.cache.events import BlockEventLog
+from headstart.core.cache.hashing import (
+    BlockHash,
+    HashChain,
+    checkpoint_page_hash,
+    extend_block_hashes,
+    private_root_hash,
+    root_hash,
+)
+from headstart.core.request import CacheMode, Request, Sequence, empty_block_table
 
 
-class Hit(NamedTuple):
+class PrefixHit(NamedTuple):
     """Published blocks that can replace a sequence's own from block `start_block` on.
 
     `num_tokens` is the number of its tokens that are computed after that. With recurrent layers they end at a
@@ -31,7 +38,7 @@ class Hit(NamedTuple):
     state: tuple[int, ...] = ()
 
 
-NO_HIT = Hit()
+NO_HIT = PrefixHit()
 
 
 class KVCache:
@@ -48,11 +55,11 @@ class KVCache:
         state_pages: int = 0,
     ) -> None:
         self.pool = pool
-        self.checkpoints = Checkpoints(pool, block_size, state_pages)
+        self.checkpoints = RecurrentCheckpoints(pool, block_size, state_pages)
         self.block_size = block_size
         self.enabled = enabled
         self.public_hashes: Container[BlockHash] = frozenset()  # block hashes of public pinned prefixes
-        self.event_log: EventLog | None = None
+        self.event_log: BlockEventLog | None = None
         self._model = model
         self._chain = chain
 
@@ -71,16 +78,18 @@ class KVCache:
         hashes = seq.block_hashes
         at_border = len(hashes) == seq.num_public_blocks
         parent = seq.region if at_border else None
-        extend_hashes(hashes, seq.token_ids, self.block_size, seq.root, until=until, parent=parent, chain=self._chain)
+        extend_block_hashes(
+            hashes, seq.token_ids, self.block_size, seq.root, until=until, parent=parent, chain=self._chain
+        )
 
-    def match(self, seq: Sequence) -> Hit:
+    def match_prefix(self, seq: Sequence) -> PrefixHit:
         """Return the longest run of published blocks from the first still needed on. Changes nothing.
 
         For a waiting sequence that is a prefix. For one in mid prefill it is what others have published meanwhile;
         taking it over drops its last block if that is partly filled. When every token is cached, the hit includes the
         last block but not its last token, which is recomputed for its logits and not written.
         """
-        if not self.reads(seq):
+        if not self.may_read_cache(seq):
             return NO_HIT
         start, block_hashes = seq.next_start, seq.block_hashes
         index = start // self.block_size
@@ -89,24 +98,24 @@ class KVCache:
         blocks = self._lookup(seq, index)
         if self.checkpoints.num_pages:
             most = min(index + len(blocks), (len(seq.token_ids) - 1) // self.block_size)
-            depth, state = self.checkpoints.find(seq.block_hashes, most)
+            depth, state = self.checkpoints.find_deepest(seq.block_hashes, most)
             num_tokens = depth * self.block_size
             if num_tokens <= start:  # a sequence that begins still takes over the blocks that it need not write
-                return NO_HIT if start else Hit(tuple(blocks))
-            return Hit(tuple(blocks), num_tokens, index, state)
+                return NO_HIT if start else PrefixHit(tuple(blocks))
+            return PrefixHit(tuple(blocks), num_tokens, index, state)
         num_tokens = min((index + len(blocks)) * self.block_size, len(seq.token_ids) - 1)
-        return Hit(tuple(blocks), num_tokens, index) if num_tokens > start else NO_HIT
+        return PrefixHit(tuple(blocks), num_tokens, index) if num_tokens > start else NO_HIT
 
-    def num_new_blocks(self, seq: Sequence, hit: Hit, num_tokens: int) -> int:
+    def num_new_blocks(self, seq: Sequence, hit: PrefixHit, num_tokens: int) -> int:
         """Return the number of blocks to allocate so that the table covers `num_tokens`. Changes nothing."""
         covered = hit.start_block + len(hit.block_ids) if hit.block_ids else len(seq.block_ids)
         return max(-(-num_tokens // self.block_size) - covered, 0)
 
-    def num_available(self, seq: Sequence, hit: Hit, *, last_resort: bool = False) -> int:
+    def num_available_after_hit(self, seq: Sequence, hit: PrefixHit, *, last_resort: bool = False) -> int:
         """Return the free blocks left after the hit is taken over: an idle hit is not also free (vLLM #3402)."""
-        return self.pool.num_available(hit.block_ids + hit.state, seq.request.tenant, last_resort=last_resort)
+        return self.pool.num_available_to_tenant(hit.block_ids + hit.state, seq.request.tenant, last_resort=last_resort)
 
-    def extend(self, seq: Sequence, hit: Hit, num_tokens: int, *, last_resort: bool = False) -> bool:
+    def extend_table(self, seq: Sequence, hit: PrefixHit, num_tokens: int, *, last_resort: bool = False) -> bool:
         """Take over `hit` and extend the table to cover `num_tokens`; otherwise return False and change nothing.
 
         `last_resort` permits the eviction of other tenants' protected blocks.
@@ -114,17 +123,17 @@ class KVCache:
         if not hit.block_ids and num_tokens <= len(seq.block_ids) * self.block_size:
             return True
         new = self.num_new_blocks(seq, hit, num_tokens)
-        dropped = seq.block_ids[hit.start_block :] if hit.block_ids else empty_table()
+        dropped = seq.block_ids[hit.start_block :] if hit.block_ids else empty_block_table()
         own = min(max(len(seq.block_ids) - seq.num_published_blocks, 0), len(dropped))  # the others are in the hit too
         enough = new <= self.pool.num_scratch  # scratch blocks count against no share and are in no hit
-        if not enough and new > self.num_available(seq, hit, last_resort=last_resort) + own:
+        if not enough and new > self.num_available_after_hit(seq, hit, last_resort=last_resort) + own:
             return False
         if hit.block_ids:
             found = array("i", hit.block_ids)
             self.pool.acquire(found)
             if hit.state:
                 self.pool.acquire(hit.state)
-                self.checkpoints.touch(seq, hit.num_tokens // self.block_size)
+                self.checkpoints.touch_earlier(seq, hit.num_tokens // self.block_size)
             if dropped:
                 assert own <= 1, "only a partial block may go"
                 self.pool.release(dropped)
@@ -142,57 +151,61 @@ class KVCache:
             seq.block_ids.extend(new_blocks)
         return True
 
-    def _begin_from(self, seq: Sequence, hit: Hit) -> None:
+    def _begin_from(self, seq: Sequence, hit: PrefixHit) -> None:
         """Note what the next chunk reads its state from, and where a checkpoint was missed."""
         depth, found = hit.num_tokens // self.block_size, hit.start_block + len(hit.block_ids)
         seq.state = hit.state
         seq.started_from = seq.block_hashes[depth - 1] if hit.state else None
         seq.junction = found if self.checkpoints.num_pages and found > depth else 0
 
-    def take_state(self, seq: Sequence, start: int, end: int) -> tuple[tuple[int, ...], Saves]:
+    def allocate_states(self, seq: Sequence, start: int, end: int) -> tuple[tuple[int, ...], Saves]:
         """Return the blocks that a planned chunk reads its state from, and those that it keeps states in.
 
         They are held until `checkpoints.end`.
         """
         state, seq.state = seq.state, ()
-        return state, self.saves(seq, start, end)
+        return state, self.allocate_saves(seq, start, end)
 
-    def saves(self, seq: Sequence, start: int, end: int) -> Saves:
+    def allocate_saves(self, seq: Sequence, start: int, end: int) -> Saves:
         """Return the places in `[start, end)`, in tokens, where a state is kept, and blocks for it."""
-        return self.checkpoints.allocate(seq, start, end) if self.checkpoints.num_pages and self.writes(seq) else ()
+        return (
+            self.checkpoints.allocate_pages(seq, start, end)
+            if self.checkpoints.num_pages and self.may_publish(seq)
+            else ()
+        )
 
-    def publish(self, seq: Sequence) -> None:
+    def publish_full_blocks(self, seq: Sequence) -> None:
         """Publish blocks that are now full and computed. Call only after the forward pass has returned."""
         if seq.num_computed_tokens // self.block_size <= seq.num_published_blocks:
             return
         if self.event_log is not None:
-            self.event_log.publishing(seq)
+            self.event_log.set_publishing_sequence(seq)
         self._publish_until(seq, seq.num_computed_tokens, ahead=False)
 
     def publish_ahead(self, seq: Sequence) -> list[int]:
         """Publish the blocks that will be full when the steps in flight have ended, for the next step to read.
 
-        Return them: each is to be confirmed (`confirm`) or withdrawn when that step has ended.
+        Return them: each is to be confirmed (`confirm_published`) or withdrawn when that step has ended.
         """
         return self._publish_until(seq, seq.next_start, ahead=True)
 
-    def confirm(self, seq: Sequence, block_ids: Iterable[int]) -> None:
+    def confirm_published(self, seq: Sequence, block_ids: Iterable[int]) -> None:
         """Tell the listeners of the pool that blocks published ahead are computed now."""
         if self.event_log is not None:
-            self.event_log.publishing(seq)
+            self.event_log.set_publishing_sequence(seq)
         for block in block_ids:
-            self.pool.confirm(block)
+            self.pool.confirm_published(block)
 
-    def share(self, seq: Sequence) -> None:
+    def share_equal_blocks(self, seq: Sequence) -> None:
         """Replace full blocks of its own by equal ones that others have published meanwhile.
 
         For a sequence that reads the cache but has computed what was cached: pinned blocks fit in the pool once only.
         """
-        if not self.reads(seq):
+        if not self.may_read_cache(seq):
             return
         for index in range(min(seq.num_computed_tokens // self.block_size, len(seq.block_hashes))):
-            key, own = self.key(seq, index), seq.block_ids[index]
-            entry = self.pool.entry(key.block_hash)
+            key, own = self.block_key(seq, index), seq.block_ids[index]
+            entry = self.pool.published_entry(key.block_hash)
             if entry is None or entry[0] == own or (entry[1], entry[2]) != (key.parent, key.tokens):
                 continue
             self.pool.acquire([entry[0]])
@@ -207,38 +220,38 @@ class KVCache:
         already; then this one stays private.
         """
         if page is not None:
-            return self.pool.publish(block, *self.key(seq, index, page), seq.request.tenant)
+            return self.pool.publish(block, *self.block_key(seq, index, page), seq.request.tenant)
         if self.event_log is not None:
-            self.event_log.publishing(seq)
+            self.event_log.set_publishing_sequence(seq)
         return self._publish(seq, index, block)
 
-    def key(self, seq: Sequence, index: int, page: int | None = None) -> BlockKey:
+    def block_key(self, seq: Sequence, index: int, page: int | None = None) -> BlockKey:
         """Return the full identity of one hashed block, or of one page of the checkpoint behind it."""
         start = index * self.block_size
         tokens = seq.token_ids[start : start + self.block_size].tobytes()
         if page is not None:
-            return BlockKey(page_hash(seq.block_hashes[index], page), seq.block_hashes[index], tokens)
-        return BlockKey(seq.block_hashes[index], self.parent(seq, index), tokens)
+            return BlockKey(checkpoint_page_hash(seq.block_hashes[index], page), seq.block_hashes[index], tokens)
+        return BlockKey(seq.block_hashes[index], self.parent_hash(seq, index), tokens)
 
-    def trim(self, seq: Sequence) -> None:
+    def trim_table(self, seq: Sequence) -> None:
         """Release the blocks behind its tokens, which rejected drafts have needed."""
         needed = -(-len(seq.token_ids) // self.block_size)
         if len(seq.block_ids) > needed:
             self.pool.release(seq.block_ids[needed:])
             del seq.block_ids[needed:]
 
-    def release(self, seq: Sequence) -> None:
+    def release_table(self, seq: Sequence) -> None:
         """Release the whole block table."""
-        self.pool.release(self.take_table(seq), seq.request.retention)
+        self.pool.release(self.detach_table(seq), seq.request.retention)
 
-    def take_table(self, seq: Sequence) -> "array[int]":
+    def detach_table(self, seq: Sequence) -> "array[int]":
         """Return the whole block table, which the caller releases, and leave the sequence without blocks.
 
         The pages of its checkpoints are among them, each after the blocks whose state it is.
         """
-        self.checkpoints.left(seq)
-        table = self.checkpoints.with_pages(seq) if self.checkpoints.num_pages else seq.block_ids
-        seq.block_ids = empty_table()
+        self.checkpoints.on_sequence_left(seq)
+        table = self.checkpoints.table_with_pages(seq) if self.checkpoints.num_pages else seq.block_ids
+        seq.block_ids = empty_block_table()
         seq.taken = []
         assert not seq.state, f"{seq.request_id} holds pages of a state that it has not read"
         seq.started_from, seq.junction = None, 0
@@ -246,14 +259,14 @@ class KVCache:
         seq.num_published_blocks = 0
         return table
 
-    def reads(self, seq: Sequence) -> bool:
+    def may_read_cache(self, seq: Sequence) -> bool:
         """Return whether it reuses cached blocks. Log-probabilities of the prompt have to be computed."""
         request = seq.request
         if not self.enabled or seq.recompute is not None:
             return False
         return request.cache is not CacheMode.BYPASS and request.sampling.prompt_logprobs is None
 
-    def writes(self, seq: Sequence) -> bool:
+    def may_publish(self, seq: Sequence) -> bool:
         """Return whether others may reuse what it computes."""
         return self.enabled and seq.recompute is None and seq.request.cache is CacheMode.READ_WRITE
 
@@ -264,7 +277,7 @@ class KVCache:
             len(block_hashes),
         )
 
-    def parent(self, seq: Sequence, index: int) -> BlockHash:
+    def parent_hash(self, seq: Sequence, index: int) -> BlockHash:
         """Return the parent hash of one hashed block."""
         if index == seq.num_public_blocks:
             return seq.region
@@ -273,7 +286,7 @@ class KVCache:
     def _publish_until(self, seq: Sequence, num_tokens: int, *, ahead: bool) -> list[int]:
         """Publish the full blocks of the first `num_tokens` tokens; return those to which no published one is equal."""
         full = num_tokens // self.block_size
-        if full <= seq.num_published_blocks or not self.writes(seq):
+        if full <= seq.num_published_blocks or not self.may_publish(seq):
             return []
         self.hash_blocks(seq, until=full * self.block_size)
         indices = range(seq.num_published_blocks, full)
@@ -282,7 +295,7 @@ class KVCache:
 
     def _publish(self, seq: Sequence, index: int, block: int, *, ahead: bool = False) -> bool:
         owner = seq.request.tenant if index >= seq.num_public_blocks else ""
-        return self.pool.publish(block, *self.key(seq, index), owner, ahead=ahead)
+        return self.pool.publish(block, *self.block_key(seq, index), owner, ahead=ahead)
 
     def _hash_public_blocks(self, seq: Sequence) -> None:
         """Hash leading blocks without a domain for as long as they belong to a public pinned prefix."""
@@ -290,25 +303,25 @@ class KVCache:
         root = root_hash(self._model, adapter=seq.request.adapter)
         hashes = seq.block_hashes
         for end in range(size, len(seq.token_ids) + 1, size):
-            extend_hashes(hashes, seq.token_ids, size, root, until=end)
+            extend_block_hashes(hashes, seq.token_ids, size, root, until=end)
             if hashes[-1] not in public:
                 hashes.pop()
                 break
         if hashes:
             seq.root, seq.num_public_blocks = root, len(hashes)
-            seq.region = region_hash(hashes[-1], seq.request.domain)
+            seq.region = private_root_hash(hashes[-1], seq.request.domain)
 
     def _lookup(self, seq: Sequence, index: int) -> list[int]:
         """Return verified blocks from block `index` on; the region hash is the first private block's parent."""
         block_hashes, border = seq.block_hashes, seq.num_public_blocks
         raw, stride = seq.token_ids.tobytes(), self.block_size * seq.token_ids.itemsize
         if not index and not border:
-            return self.pool.lookup(block_hashes, seq.root, raw, stride)
+            return self.pool.match_prefix(block_hashes, seq.root, raw, stride)
         found: list[int] = []
         for start, end in ((index, border), (max(index, border), len(block_hashes))):
             if start < end:
                 tokens = raw[start * stride : end * stride]
-                found += self.pool.lookup(block_hashes[start:end], self.parent(seq, start), tokens, stride)
+                found += self.pool.match_prefix(block_hashes[start:end], self.parent_hash(seq, start), tokens, stride)
                 if len(found) < end - index:
                     break
         return found

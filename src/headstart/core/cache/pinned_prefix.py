@@ -36,7 +36,7 @@ class PrefixInfo(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Prefix:
+class PinnedPrefix:
     """The registry's mutable record. `domain` is empty for a public prefix."""
 
     name: str
@@ -56,7 +56,7 @@ class Prefix:
     def is_pinned(self) -> bool:
         return self.state is not PrefixState.FAILED
 
-    def info(self) -> PrefixInfo:
+    def snapshot(self) -> PrefixInfo:
         """Return a snapshot. Changes nothing."""
         return PrefixInfo(
             self.name,
@@ -71,7 +71,9 @@ class Prefix:
         )
 
 
-def new_prefix(name: str, token_ids: Iterable[int], block_size: int, tenant: str = "", domain: bytes = b"") -> Prefix:
+def make_pinned_prefix(
+    name: str, token_ids: Iterable[int], block_size: int, tenant: str = "", domain: bytes = b""
+) -> PinnedPrefix:
     """Create a prefix of the whole blocks of `token_ids`. Raises InvalidRequestError (name, length)."""
     if _NAME.fullmatch(name) is None:
         raise InvalidRequestError(
@@ -84,4 +86,4 @@ def new_prefix(name: str, token_ids: Iterable[int], block_size: int, tenant: str
             f"prefix {name!r} has {len(tokens)} tokens that later prompts can share: less than one block of "
             f"{block_size}, and only whole blocks are shared; make it longer"
         )
-    return Prefix(name, tenant, domain, tokens[: len(tokens) // block_size * block_size])
+    return PinnedPrefix(name, tenant, domain, tokens[: len(tokens) // block_size * block_size])

@@ -13,11 +13,11 @@ may change the hashes of prefixes that tenants have pinned, and these are then c
 from collections.abc import Callable, Iterable, Set
 from typing import NamedTuple
 
-from headstart.core.batch import Output
+from headstart.core.batch import RequestStepOutput
 from headstart.core.cache.block_pool import BlockListener
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.cache.kv_cache import KVCache
-from headstart.core.cache.pinned_prefix import Prefix, PrefixInfo, PrefixState, new_prefix
+from headstart.core.cache.pinned_prefix import PinnedPrefix, PrefixInfo, PrefixState, make_pinned_prefix
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import FinishReason, Request, SamplingParams, Sequence
 
@@ -26,7 +26,7 @@ MAX_ATTEMPTS = 3  # to compute a prefix whose blocks were lost before it was rea
 _ONCE = SamplingParams(temperature=0.0, max_tokens=1)
 
 
-class Demand(NamedTuple):
+class BlockDemand(NamedTuple):
     """The blocks that a live request may need in all; `non_preemptible`: it must not be preempted again."""
 
     seq: Sequence
@@ -40,14 +40,14 @@ class PinnedPrefixes(BlockListener):
     `demands` iterates over what must still fit beside the pins.
     """
 
-    def __init__(self, cache: KVCache, demands: Callable[[], Iterable[Demand]], *, max_share: float = 0.5) -> None:
+    def __init__(self, cache: KVCache, demands: Callable[[], Iterable[BlockDemand]], *, max_share: float = 0.5) -> None:
         self._cache = cache
         self._pool = cache.pool
         self._max_share = max_share
         self._demands = demands
-        self._prefixes: dict[str, Prefix] = {}
-        self._owners: dict[BlockHash, list[Prefix]] = {}  # prefixes of every pinned hash
-        self._warming: dict[str, Prefix] = {}  # by request id
+        self._prefixes: dict[str, PinnedPrefix] = {}
+        self._owners: dict[BlockHash, list[PinnedPrefix]] = {}  # prefixes of every pinned hash
+        self._warming: dict[str, PinnedPrefix] = {}  # by request id
         self._requests: list[Request] = []
         self._aborted: list[str] = []
         self._num_requests = 0
@@ -66,7 +66,7 @@ class PinnedPrefixes(BlockListener):
         return self._owners.keys()
 
     @property
-    def is_active(self) -> bool:
+    def has_pending_requests(self) -> bool:
         """Whether the engine has to run prefix requests: something is warming, was lost, or must be aborted."""
         return bool(self._warming or self._lost or self._aborted)
 
@@ -81,11 +81,11 @@ class PinnedPrefixes(BlockListener):
         if known is not None and known.is_pinned:
             message = f"there is a prefix {name!r} already; remove it first, or choose another name"
             raise InvalidRequestError(message, param="name", code="prefix_exists")
-        prefix = new_prefix(name, token_ids, self._cache.block_size, tenant, domain)
+        prefix = make_pinned_prefix(name, token_ids, self._cache.block_size, tenant, domain)
         kept = [other for other in self._prefixes.values() if other.name != name]
         self._settle([*kept, prefix], prefix)
         self._prefixes[name] = prefix
-        return prefix.info()
+        return prefix.snapshot()
 
     def remove(self, name: str) -> bool:
         """Unpin a prefix: its blocks become ordinary cache; return False if there is none of that name.
@@ -99,22 +99,22 @@ class PinnedPrefixes(BlockListener):
         del self._prefixes[name]
         return True
 
-    def get(self, name: str) -> PrefixInfo | None:
+    def get_prefix(self, name: str) -> PrefixInfo | None:
         """Return one prefix, or None. Changes nothing."""
         prefix = self._prefixes.get(name)
-        return None if prefix is None else prefix.info()
+        return None if prefix is None else prefix.snapshot()
 
-    def list(self) -> "list[PrefixInfo]":
+    def list_prefixes(self) -> "list[PrefixInfo]":
         """Return all prefixes, oldest first. Changes nothing."""
-        return [prefix.info() for prefix in self._prefixes.values()]
+        return [prefix.snapshot() for prefix in self._prefixes.values()]
 
     # ------------------------------------------------------------------------------------------ called by the scheduler
 
-    def is_warming(self, request_id: str) -> bool:
+    def is_warming_request(self, request_id: str) -> bool:
         """Return whether the request computes a prefix; such requests count neither hits nor tokens."""
         return request_id in self._warming
 
-    def admitted(self, seq: Sequence) -> None:
+    def on_admitted(self, seq: Sequence) -> None:
         """Count a request at its first admission, with the pinned tokens that it reuses.
 
         They count for the shortest prefix that contains all these blocks, so that savings add up.
@@ -129,12 +129,12 @@ class PinnedPrefixes(BlockListener):
 
     # ----------------------------------------------------------------------------------------------- called by the pool
 
-    def removed(self, block_hash: BlockHash) -> None:
+    def on_block_removed(self, block_hash: BlockHash) -> None:
         """Note that a pinned hash has lost its block, for example because it was corrupt."""
         if block_hash in self._owners:
             self._lost = True
 
-    def cleared(self) -> None:
+    def on_cache_cleared(self) -> None:
         """Note that pinned hashes may have lost their blocks."""
         self._lost = bool(self._owners)
 
@@ -152,11 +152,11 @@ class PinnedPrefixes(BlockListener):
         wanted, self._requests = self._requests, []
         return aborted, wanted
 
-    def sift(self, outputs: "list[Output]") -> "list[Output]":
+    def remove_own_outputs(self, outputs: "list[RequestStepOutput]") -> "list[RequestStepOutput]":
         """Remove the outputs of its own requests from `outputs`."""
         if not self._warming:
             return outputs
-        others: list[Output] = []
+        others: list[RequestStepOutput] = []
         for output in outputs:
             prefix = self._warming.get(output.request_id)
             if prefix is None:
@@ -165,13 +165,13 @@ class PinnedPrefixes(BlockListener):
                 self._finish(prefix, output)
         return others
 
-    def fail(self, request_id: str, error: str) -> None:
+    def mark_failed(self, request_id: str, error: str) -> None:
         """Fail a prefix whose request cannot be run; it stays listed and holds no blocks."""
         self._give_up(self._warming[request_id], error)
 
     # ---------------------------------------------------------------------------------------------------------- private
 
-    def _settle(self, prefixes: "list[Prefix]", cause: Prefix) -> None:
+    def _settle(self, prefixes: "list[PinnedPrefix]", cause: PinnedPrefix) -> None:
         """Make these the prefixes and update their hashes; otherwise raise InvalidRequestError and change nothing."""
         before = self._cache.public_hashes
         chains = self._chains_of(prefixes)
@@ -194,19 +194,19 @@ class PinnedPrefixes(BlockListener):
                 prefix.num_attempts = 0
                 self._warm(prefix)
 
-    def _chains_of(self, prefixes: "list[Prefix]") -> "dict[Prefix, list[BlockHash]]":
+    def _chains_of(self, prefixes: "list[PinnedPrefix]") -> "dict[PinnedPrefix, list[BlockHash]]":
         """Return the block hashes of every prefix, given this set; sets the cache's public hashes accordingly."""
         public = [prefix for prefix in prefixes if not prefix.domain]
         chains = {prefix: prefix.block_hashes or self._hashes_of(prefix) for prefix in public}
         self._cache.public_hashes = {block_hash for chain in chains.values() for block_hash in chain}
         return {prefix: chains.get(prefix) or self._hashes_of(prefix) for prefix in prefixes}
 
-    def _hashes_of(self, prefix: Prefix) -> "list[BlockHash]":
+    def _hashes_of(self, prefix: PinnedPrefix) -> "list[BlockHash]":
         request = Request("", prefix.token_ids, _ONCE, domain=prefix.domain, tenant=prefix.tenant)
         block_hashes = self._cache.new_sequence(request, 0).block_hashes
-        return block_hashes + self._cache.checkpoints.names(block_hashes[-1])
+        return block_hashes + self._cache.checkpoints.page_hashes(block_hashes[-1])
 
-    def _check(self, chains: "dict[Prefix, list[BlockHash]]", cause: Prefix) -> None:
+    def _check(self, chains: "dict[PinnedPrefix, list[BlockHash]]", cause: PinnedPrefix) -> None:
         """Raise InvalidRequestError if the pins exceed the cap, or leave too little for live requests."""
         pinned = {block_hash for prefix, chain in chains.items() if prefix.is_pinned for block_hash in chain}
         if pinned <= self._owners.keys():
@@ -231,7 +231,7 @@ class PinnedPrefixes(BlockListener):
         """Return the id of a live request that would not fit beside these pins even alone, or as guaranteed to it."""
         left, reserved = self._pool.num_usable - len(pinned), 0
         for seq, num_blocks, non_preemptible in self._demands():
-            block_hashes = seq.block_hashes if self._cache.reads(seq) and not non_preemptible else ()
+            block_hashes = seq.block_hashes if self._cache.may_read_cache(seq) and not non_preemptible else ()
             own = next(
                 (index for index, block_hash in enumerate(block_hashes) if block_hash not in pinned), len(block_hashes)
             )
@@ -240,11 +240,11 @@ class PinnedPrefixes(BlockListener):
                 return seq.request_id
         return None
 
-    def _own(self, prefix: Prefix) -> None:
+    def _own(self, prefix: PinnedPrefix) -> None:
         for block_hash in prefix.block_hashes:
             self._owners.setdefault(block_hash, []).append(prefix)
 
-    def _drop(self, prefix: Prefix) -> None:
+    def _drop(self, prefix: PinnedPrefix) -> None:
         """Unpin the blocks of the prefix and abort its computation."""
         if prefix.request_id:
             del self._warming[prefix.request_id]
@@ -260,7 +260,7 @@ class PinnedPrefixes(BlockListener):
             if not owners:
                 del self._owners[block_hash]
 
-    def _warm(self, prefix: Prefix) -> None:
+    def _warm(self, prefix: PinnedPrefix) -> None:
         """Request the computation of a prefix, under a new request id."""
         self._num_requests += 1
         prefix.num_attempts += 1
@@ -271,7 +271,7 @@ class PinnedPrefixes(BlockListener):
         token_ids = prefix.token_ids + prefix.token_ids[:states]  # one is computed behind the checkpoint at its end
         self._requests.append(Request(prefix.request_id, token_ids, _ONCE, domain=prefix.domain, tenant=prefix.tenant))
 
-    def _finish(self, prefix: Prefix, output: Output) -> None:
+    def _finish(self, prefix: PinnedPrefix, output: RequestStepOutput) -> None:
         if output.finish_reason is FinishReason.ERROR:
             self._give_up(prefix, output.error or "it could not be computed")
             return
@@ -289,12 +289,12 @@ class PinnedPrefixes(BlockListener):
             )
             self._give_up(prefix, f"its blocks were lost {MAX_ATTEMPTS} times, to {why}")
 
-    def _give_up(self, prefix: Prefix, error: str) -> None:
+    def _give_up(self, prefix: PinnedPrefix, error: str) -> None:
         if prefix.request_id:
             del self._warming[prefix.request_id]
             prefix.request_id = ""
         self._drop(prefix)
         prefix.state, prefix.error = PrefixState.FAILED, error
 
-    def _is_computed(self, prefix: Prefix) -> bool:
+    def _is_computed(self, prefix: PinnedPrefix) -> bool:
         return all(map(self._pool.contains, prefix.block_hashes))

@@ -8,7 +8,7 @@ every user of its tail uses too, never has a lower priority than the tail.
 from heapq import heapify, heappop, heappush
 
 from headstart.core.cache.eviction import SEEN
-from headstart.core.request import DEFAULT_RETENTION, Retention
+from headstart.core.request import DEFAULT_RETENTION, RetentionHint
 
 DEFAULT_PRIORITY = DEFAULT_RETENTION.priority
 
@@ -26,11 +26,11 @@ class _Hint:
         self.queued = False
 
     @property
-    def level(self) -> int:
+    def block_priority(self) -> int:
         return max(self.base, self.priority)
 
 
-class Retentions:
+class RetentionHints:
     """The hints of all blocks whose priority differs from the default."""
 
     def __init__(self, marks: bytearray) -> None:
@@ -42,12 +42,12 @@ class Retentions:
     def __len__(self) -> int:
         return len(self._hints)
 
-    def level(self, block: int) -> int:
-        """Return the priority of a block, as of the last `expired`."""
+    def block_priority(self, block: int) -> int:
+        """Return the priority of a block, as of the last `take_expired`."""
         hint = self._hints.get(block)
-        return DEFAULT_PRIORITY if hint is None else hint.level
+        return DEFAULT_PRIORITY if hint is None else hint.block_priority
 
-    def note(self, block: int, retention: Retention, now: float) -> None:
+    def record_hint(self, block: int, retention: RetentionHint, now: float) -> None:
         """Record the hint of a request that releases the block. Call only while the block is not idle."""
         hint, marks = self._hints.get(block), self._marks
         if retention == DEFAULT_RETENTION and hint is None:
@@ -68,11 +68,11 @@ class Retentions:
             marks[block] |= SEEN
             del self._hints[block]
 
-    def drop(self, block: int) -> None:
+    def drop_hints(self, block: int) -> None:
         """Drop the hints of a block that lost its content."""
         self._hints.pop(block, None)
 
-    def expired(self, now: float) -> list[tuple[int, int]]:
+    def take_expired(self, now: float) -> list[tuple[int, int]]:
         """Return blocks whose time limit has passed, each with the priority it had; in the order of their last use."""
         found: list[tuple[int, int, int]] = []
         while self._due and self._due[0][0] <= now:

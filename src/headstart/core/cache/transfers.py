@@ -20,11 +20,11 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from headstart.core.cache.block_pool import BlockPool
-from headstart.core.cache.block_store import BlockKey, BlockStore, Loaded
-from headstart.core.cache.hashing import BlockHash, page_hash
-from headstart.core.cache.kv_cache import Hit, KVCache
+from headstart.core.cache.block_store import BlockKey, BlockStore, LoadedBlocks
+from headstart.core.cache.hashing import BlockHash, checkpoint_page_hash
+from headstart.core.cache.kv_cache import KVCache, PrefixHit
 from headstart.core.executor import Executor
-from headstart.core.request import Sequence, Status
+from headstart.core.request import Sequence, SequenceStatus
 
 MAX_LOADS = 8  # of one sequence; after that it computes
 PATIENCE = 2.0  # times the expected duration
@@ -56,7 +56,7 @@ class ComputeRate:
         self.seconds_per_token += weight * (seen - self.seconds_per_token)
 
 
-class Wanted(NamedTuple):
+class LoadableBlocks(NamedTuple):
     """Pieces that only the store has and a sequence could use: blocks by index, or pages of a checkpoint behind one.
 
     With recurrent layers these are a checkpoint, whose pages come first, and the blocks before it that are missing.
@@ -94,7 +94,9 @@ class _Load:
         "wait_until",
     )
 
-    def __init__(self, seq: Sequence, wanted: Wanted, names: list[BlockHash], patience: float, now: float) -> None:
+    def __init__(
+        self, seq: Sequence, wanted: LoadableBlocks, names: list[BlockHash], patience: float, now: float
+    ) -> None:
         self.seq, self.pieces, self.names, self.index, self.end = seq, wanted.pieces, names, 0, len(names)
         self.depth = wanted.pieces[0][0] + 1 if wanted.num_pages else 0  # of the checkpoint, in blocks
         self.patience, self.deadline = patience, now + patience
@@ -119,17 +121,17 @@ class _Load:
         return seq.block_hashes[depth - 1 : depth] == self.seq.block_hashes[depth - 1 : depth]
 
 
-class Transfers:
-    """The transfers between one pool and one store, or none. Each step begins with `take_in`.
+class StoreTransfers:
+    """The transfers between one pool and one store, or none. Each step begins with `publish_loaded`.
 
-    While it plans, the scheduler calls `awaits`, `asks`, `finds` and `begin`.
+    While it plans, the scheduler calls `should_await_load`, `uses_store`, `find_loadable` and `begin`.
     """
 
     def __init__(self, cache: KVCache, store: BlockStore | None) -> None:
         self.rate = ComputeRate()
         self.num_outstanding = 0  # blocks promised by loads
         self._cache = cache
-        self._now = 0.0  # at the last `take_in`
+        self._now = 0.0  # at the last `publish_loaded`
         self._pool: BlockPool = cache.pool
         self._store = store
         self._loads: dict[int, _Load] = {}
@@ -142,13 +144,13 @@ class Transfers:
             self._pool.listeners.append(self)
             self._pool.page_listeners.append(self)
 
-    def awaits(self, seq: Sequence, index: int, start: int, *, alone: bool = False) -> bool:
+    def should_await_load(self, seq: Sequence, index: int, start: int, *, alone: bool = False) -> bool:
         """Return whether to wait for block `index` of the sequence, or a state behind `start`, that is being loaded.
 
         `alone`: no other sequence has a prompt to compute. Then a load that is late is passed.
         """
         block_hashes, size = seq.block_hashes, self._cache.block_size
-        if not self._promised or not self._cache.reads(seq):
+        if not self._promised or not self._cache.may_read_cache(seq):
             return False
         load = self._promised.get(block_hashes[index]) if index < len(block_hashes) else None
         if load is not None:
@@ -156,11 +158,11 @@ class Transfers:
             return not load.is_passed
         return any(load.brings_state(seq, start, size) for load in self._loads.values())
 
-    def asks(self, seq: Sequence) -> bool:
+    def uses_store(self, seq: Sequence) -> bool:
         """Return whether the store is asked for what this sequence misses."""
-        return self._store is not None and seq.num_loads < MAX_LOADS and self._cache.reads(seq)
+        return self._store is not None and seq.num_loads < MAX_LOADS and self._cache.may_read_cache(seq)
 
-    def finds(self, seq: Sequence, index: int, start: int) -> Wanted:
+    def find_loadable(self, seq: Sequence, index: int, start: int) -> LoadableBlocks:
         """Return what only the store has and the sequence, for which it is asked, could use. Changes nothing.
 
         `index` is its first block that is not in the pool, `start` the first token that it would compute.
@@ -170,46 +172,46 @@ class Transfers:
         if self._cache.checkpoints.num_pages:
             return self._finds_state(seq, index, start)
         if self._passed(seq) is not None:
-            return Wanted()
+            return LoadableBlocks()
         end = index
         while end < len(block_hashes) and store.contains(block_hashes[end]):
             if self._pool.contains(block_hashes[end]) or block_hashes[end] in self._promised:
                 break
             end += 1
-        return Wanted(tuple((at, None) for at in range(index, end)), (end - index) * self._cache.block_size)
+        return LoadableBlocks(tuple((at, None) for at in range(index, end)), (end - index) * self._cache.block_size)
 
-    def _finds_state(self, seq: Sequence, index: int, start: int) -> Wanted:
+    def _finds_state(self, seq: Sequence, index: int, start: int) -> LoadableBlocks:
         """Return what is missing for the deepest checkpoint that pool and store have together, with its blocks."""
         block_hashes, size = seq.block_hashes, self._cache.block_size
         most, depth = min(len(block_hashes), (len(seq.token_ids) - 1) // size), index
         while depth < most and self._has(block_hashes[depth]):
             depth += 1
         for at in range(min(depth, most), start // size, -1):
-            if self._has(page_hash(block_hashes[at - 1], 0)):
-                names = self._cache.checkpoints.names(block_hashes[at - 1])
+            if self._has(checkpoint_page_hash(block_hashes[at - 1], 0)):
+                names = self._cache.checkpoints.page_hashes(block_hashes[at - 1])
                 if all(map(self._has, names)):
                     pages = [(at - 1, page) for page, name in enumerate(names) if not self._pool.contains(name)]
                     blocks = [(i, None) for i in range(index, at) if not self._pool.contains(block_hashes[i])]
-                    return Wanted((*pages, *blocks), at * size - start)
-        return Wanted()
+                    return LoadableBlocks((*pages, *blocks), at * size - start)
+        return LoadableBlocks()
 
     def _has(self, name: BlockHash) -> bool:
         """Return whether the pool has this, or the store, and it is not being loaded."""
         assert self._store is not None
         return self._pool.contains(name) or (name not in self._promised and self._store.contains(name))
 
-    def holds(self, block_hash: BlockHash) -> bool:
+    def contains(self, block_hash: BlockHash) -> bool:
         """Return whether the pool or the store has a block with this hash. Changes nothing."""
         return self._pool.contains(block_hash) or (self._store is not None and self._store.contains(block_hash))
 
-    def begin(self, seq: Sequence, wanted: Wanted, now: float, *, may_meet: bool = False) -> bool:
+    def begin_load(self, seq: Sequence, wanted: LoadableBlocks, now: float, *, may_meet: bool = False) -> bool:
         """Begin to load what a sequence wants if that is faster than computing; else change nothing.
 
         Return whether the sequence waits for it; if it `may_meet` a long load, it does not.
         """
         store, cache, num = self._store, self._cache, len(wanted.pieces)
         assert store is not None and num > 0
-        expected = store.expected_seconds(num, cache.key(seq, *wanted.pieces[0]).block_hash)
+        expected = store.expected_load_seconds(num, cache.block_key(seq, *wanted.pieces[0]).block_hash)
         computing = wanted.num_tokens * self.rate.seconds_per_token or inf
         if not expected < computing:
             return False
@@ -219,8 +221,8 @@ class Transfers:
         if meets:
             runs = [wanted.pieces[at : at + MEET_RUN] for at in range(0, num, MEET_RUN)]
             wanted = wanted._replace(pieces=tuple(piece for run in reversed(runs) for piece in run))
-        keys = [cache.key(seq, index, page) for index, page in wanted.pieces]
-        load_id = store.load(keys)
+        keys = [cache.block_key(seq, index, page) for index, page in wanted.pieces]
+        load_id = store.begin_load(keys)
         patience = max(PATIENCE * expected, grace) + GRACE_SECONDS
         names = [key.block_hash for key in keys]
         load = self._loads[load_id] = _Load(seq, wanted, names, patience, now)
@@ -252,32 +254,32 @@ class Transfers:
             return num
         return min(num, max(stop * size - start, 0))
 
-    def left(self, seq: Sequence) -> None:
+    def on_sequence_left(self, seq: Sequence) -> None:
         """Give up the loads that a sequence was to meet: it is finished, or begins again."""
         for load_id in [load_id for load_id, load in self._loads.items() if load.is_met and load.seq is seq]:
             self._drop(load_id, is_late=False)
 
-    def give_up_held(self) -> bool:
+    def cancel_loads_holding_blocks(self) -> bool:
         """Give up the loads that hold blocks, which others need; return whether there were any."""
         found = [load_id for load_id, load in self._loads.items() if load.held]
         for load_id in found:
             self._drop(load_id, is_late=False)
         return bool(found)
 
-    def take_in(self, executor: Executor, now: float) -> None:
+    def publish_loaded(self, executor: Executor, now: float) -> None:
         """Publish the blocks that have arrived, so that their sequences find them, and cancel overdue loads."""
         store = self._store
         self._now = now
         if store is None:
             return
-        for loaded in store.poll():
+        for loaded in store.poll_loads():
             load = self._loads.get(loaded.load_id)
             if load is not None:
                 self._take_in(load, loaded, executor, now)
-            store.done_with(loaded)
+            store.release_loaded(loaded)
         for load_id, load in list(self._loads.items()):
             self._publish_held(load)
-            is_running = load.is_met and load.seq.status is Status.RUNNING
+            is_running = load.is_met and load.seq.status is SequenceStatus.RUNNING
             if load.is_met and not load.held and load.index == load.end:
                 self._forget(load_id)
             elif is_running and not load.held and load.is_over(self._cache.block_size):
@@ -286,10 +288,10 @@ class Transfers:
                 load.seq.num_loads = MAX_LOADS
                 self._drop(load_id, is_late=True)
 
-    def wait(self, timeout: float) -> None:
+    def wait_for_loads(self, timeout: float) -> None:
         """Wait for loaded blocks, if any load is in flight."""
         if self._store is not None and self._loads:
-            self._store.wait(timeout)
+            self._store.wait_for_loads(timeout)
 
     def num_loaded_tokens(self, seq: Sequence, start: int, end: int) -> int:
         """Return how many of the tokens `[start, end)`, which the sequence takes over, came from the store."""
@@ -301,51 +303,51 @@ class Transfers:
                 total += min(end, (index + 1) * size) - max(start, index * size)
         return total
 
-    def used(self, seq: Sequence, hit: Hit) -> None:
+    def mark_used(self, seq: Sequence, hit: PrefixHit) -> None:
         """Mark the blocks that a sequence takes over as used in the store, so that they are not removed."""
         if self._store is not None and hit.block_ids:
             block_hashes = seq.block_hashes[: hit.start_block + len(hit.block_ids)]
             if hit.state:
-                block_hashes += self._cache.checkpoints.names(
+                block_hashes += self._cache.checkpoints.page_hashes(
                     block_hashes[hit.num_tokens // self._cache.block_size - 1]
                 )
-            self._store.touch(block_hashes)
+            self._store.mark_used(block_hashes)
 
-    def keep(self, block_hashes: Iterable[BlockHash]) -> None:
+    def set_pinned(self, block_hashes: Iterable[BlockHash]) -> None:
         """Make the store keep these pinned blocks, and offer it those that it lacks."""
         if self._store is None:
             return
         pinned = list(block_hashes)
-        self._store.keep(pinned)
+        self._store.set_pinned(pinned)
         for block_hash in pinned:
-            entry = self._pool.entry(block_hash)
+            entry = self._pool.published_entry(block_hash)
             if entry is not None:
                 self._offer(entry[0], block_hash, entry[1], entry[2])
 
-    def offered(self, block_hashes: list[BlockHash]) -> list[BlockHash]:
+    def stored_from_here(self, block_hashes: list[BlockHash]) -> list[BlockHash]:
         """Return those of these hashes whose content in the store, if any, came from the blocks published now."""
         return [block_hash for block_hash in block_hashes if block_hash in self._offered]
 
-    def distrust(self, block_hashes: list[BlockHash]) -> None:
+    def discard_corrupt(self, block_hashes: list[BlockHash]) -> None:
         """Discard blocks that are or may be corrupt from the store."""
         if self._store is not None and block_hashes:
-            self._store.distrust(block_hashes)
+            self._store.discard_corrupt(block_hashes)
             for load_id, load in list(self._loads.items()):
                 if not {load.seq.block_hashes[index] for index in load.held}.isdisjoint(block_hashes):
                     self._drop(load_id, is_late=False)
 
     # ------------------------------------------------------------------------------------------- called by the pool
 
-    def published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+    def on_block_published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
         """Offer the block to the store."""
         self._offer(block, block_hash, parent, tokens)
 
-    def removed(self, block_hash: BlockHash) -> None:
+    def on_block_removed(self, block_hash: BlockHash) -> None:
         """Drop the block's origin."""
         self._loaded.discard(block_hash)
         self._offered.discard(block_hash)
 
-    def cleared(self) -> None:
+    def on_cache_cleared(self) -> None:
         """Drop the origin of all blocks; what is held goes with the next step."""
         for load in self._loads.values():
             load.deadline = -inf if load.held else load.deadline
@@ -356,11 +358,11 @@ class Transfers:
 
     def _offer(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
         assert self._store is not None
-        if self._store.lacks(block_hash):
+        if self._store.should_write(block_hash):
             self._offered.add(block_hash)
-            self._store.offer(block, self._pool.version(block), BlockKey(block_hash, parent, tokens))
+            self._store.offer_block(block, self._pool.block_version(block), BlockKey(block_hash, parent, tokens))
 
-    def _take_in(self, load: _Load, loaded: Loaded, executor: Executor, now: float) -> None:
+    def _take_in(self, load: _Load, loaded: LoadedBlocks, executor: Executor, now: float) -> None:
         """Write and publish the blocks that arrived; cancel the rest of the load if there is no space for it."""
         assert self._store is not None
         blocks = self._allocate(load, len(loaded.data))
@@ -377,7 +379,7 @@ class Transfers:
         if len(blocks) < len(loaded.data):
             load.seq.num_loads = MAX_LOADS  # out of space: the sequence computes as much as fits
             if not loaded.is_last:
-                self._store.cancel(loaded.load_id, is_late=False)
+                self._store.cancel_load(loaded.load_id, is_late=False)
         if loaded.is_last or len(blocks) < len(loaded.data):
             self._end(load)
             if not load.held:
@@ -388,10 +390,12 @@ class Transfers:
         pool, request = self._pool, load.seq.request
         states = load.index < load.end and load.pieces[load.index][1] is not None
         if num > pool.num_scratch:
-            hit = self._cache.match(load.seq)
-            arrived = (entry[0] for name in load.names[: load.index] if (entry := pool.entry(name)) is not None)
+            hit = self._cache.match_prefix(load.seq)
+            arrived = (
+                entry[0] for name in load.names[: load.index] if (entry := pool.published_entry(name)) is not None
+            )
             held = list(dict.fromkeys((*hit.block_ids, *hit.state, *arrived)))
-            num = max(min(num, pool.num_available(held, request.tenant)), 0)
+            num = max(min(num, pool.num_available_to_tenant(held, request.tenant)), 0)
             pool.acquire(held)
             blocks = pool.allocate(num, request.tenant, by=request.request_id, states=states)
             pool.release(held)
@@ -441,7 +445,7 @@ class Transfers:
         """Cancel a load, unless all has arrived, and forget it."""
         assert self._store is not None
         if self._loads[load_id].index < self._loads[load_id].end:
-            self._store.cancel(load_id, is_late=is_late)
+            self._store.cancel_load(load_id, is_late=is_late)
         self._forget(load_id)
 
     def _forget(self, load_id: int) -> None:

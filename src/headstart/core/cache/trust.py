@@ -13,21 +13,21 @@ the first request that fails because of it. A request is computed again at most 
 """
 
 from headstart.core.cache.kv_cache import KVCache
-from headstart.core.cache.transfers import Transfers
-from headstart.core.request import Recompute, Sequence, Suspect
-from headstart.core.sched.admission import Admission
+from headstart.core.cache.transfers import StoreTransfers
+from headstart.core.request import RecomputeRun, Sequence, SuspectBlock
+from headstart.core.sched.admission import AdmissionControl
 
 
-class Trust:
+class CorruptionPolicy:
     """The decisions about suspect blocks of one cache and its store."""
 
-    def __init__(self, cache: KVCache, transfers: Transfers, admission: Admission) -> None:
+    def __init__(self, cache: KVCache, transfers: StoreTransfers, admission: AdmissionControl) -> None:
         self._cache = cache
         self._pool = cache.pool
         self._transfers = transfers
         self._admission = admission
 
-    def row_failed(self, seq: Sequence, end: int) -> bool:
+    def on_row_failed(self, seq: Sequence, end: int) -> bool:
         """Discard the blocks the sequence wrote itself; return whether the sequence is to be computed again.
 
         `end` is the end of its failed chunk, in tokens. It is not computed again if it has no shared blocks, or if a
@@ -36,25 +36,25 @@ class Trust:
         shared = self._shared(seq)
         found = (self._published(seq, index) for index in sorted(shared))
         states, started = self._cache.checkpoints, () if seq.started_from is None else (seq.started_from,)
-        suspects = (*(suspect for suspect in found if suspect is not None), *states.suspects(started))
-        left = states.suspects(seq.checkpoints)
-        self._transfers.distrust(self._transfers.offered([page.block_hash for page in left]))
-        self._pool.distrust([page.block for page in left])
+        suspects = (*(suspect for suspect in found if suspect is not None), *states.suspect_pages(started))
+        left = states.suspect_pages(seq.checkpoints)
+        self._transfers.discard_corrupt(self._transfers.stored_from_here([page.block_hash for page in left]))
+        self._pool.discard_corrupt([page.block for page in left])
         own = [index for index in range(len(seq.block_ids)) if index not in shared]
         block_hashes = [suspect.block_hash for index in own if (suspect := self._published(seq, index)) is not None]
-        self._transfers.distrust(self._transfers.offered(block_hashes))
-        self._pool.distrust([seq.block_ids[index] for index in own])
-        if seq.was_recomputed or not (shared or suspects) or not self._admission.fits_copy(seq):
+        self._transfers.discard_corrupt(self._transfers.stored_from_here(block_hashes))
+        self._pool.discard_corrupt([seq.block_ids[index] for index in own])
+        if seq.was_recomputed or not (shared or suspects) or not self._admission.fits_private_copy(seq):
             return False
         seq.was_recomputed = True
-        seq.recompute = Recompute(suspects, end)
+        seq.recompute = RecomputeRun(suspects, end)
         return True
 
-    def is_open(self, seq: Sequence) -> bool:
+    def has_published_suspects(self, seq: Sequence) -> bool:
         """Return whether any suspect block of the sequence is still published."""
         return seq.recompute is not None and any(map(self._is_there, seq.recompute.suspects))
 
-    def row_passed(self, seq: Sequence) -> bool:
+    def on_row_passed(self, seq: Sequence) -> bool:
         """Handle a finite row of a second run; return whether the run has now passed the point of failure.
 
         If so, its suspects are discarded, and it may read and write the cache again.
@@ -64,8 +64,8 @@ class Trust:
         if seq.num_computed_tokens < recompute.until:
             return False
         seq.recompute = None
-        self._transfers.distrust([suspect.block_hash for suspect in recompute.suspects])
-        self._pool.distrust([suspect.block for suspect in recompute.suspects if self._is_there(suspect)])
+        self._transfers.discard_corrupt([suspect.block_hash for suspect in recompute.suspects])
+        self._pool.discard_corrupt([suspect.block for suspect in recompute.suspects if self._is_there(suspect)])
         return True
 
     def _shared(self, seq: Sequence) -> set[int]:
@@ -76,17 +76,23 @@ class Trust:
                 shared.add(index)
         return shared
 
-    def _published(self, seq: Sequence, index: int) -> Suspect | None:
+    def _published(self, seq: Sequence, index: int) -> SuspectBlock | None:
         """Return block `index` of its table if that block is published under its hash in the sequence."""
         if index >= seq.num_published_blocks:
             return None
         block_hash, block = seq.block_hashes[index], seq.block_ids[index]
-        entry = self._pool.entry(block_hash)
+        entry = self._pool.published_entry(block_hash)
         return (
-            Suspect(block_hash, block, self._pool.version(block)) if entry is not None and entry[0] == block else None
+            SuspectBlock(block_hash, block, self._pool.block_version(block))
+            if entry is not None and entry[0] == block
+            else None
         )
 
-    def _is_there(self, suspect: Suspect) -> bool:
+    def _is_there(self, suspect: SuspectBlock) -> bool:
         """Return whether the block is still published under its hash, with unchanged content."""
-        entry = self._pool.entry(suspect.block_hash)
-        return entry is not None and entry[0] == suspect.block and self._pool.version(suspect.block) == suspect.version
+        entry = self._pool.published_entry(suspect.block_hash)
+        return (
+            entry is not None
+            and entry[0] == suspect.block
+            and self._pool.block_version(suspect.block) == suspect.version
+        )

@@ -16,7 +16,7 @@ POOLS = 8
 MIN_HASHES = 65_536
 
 
-def max_hashes(num_blocks: int) -> int:
+def max_remembered_hashes(num_blocks: int) -> int:
     """Return how many block hashes to remember for a pool of `num_blocks`."""
     return max(POOLS * num_blocks, MIN_HASHES)
 
@@ -32,14 +32,14 @@ class IdealCache:
     def __len__(self) -> int:
         return len(self._young | self._old)
 
-    def num_known(self, block_hashes: list[BlockHash]) -> int:
+    def num_cached_blocks(self, block_hashes: list[BlockHash]) -> int:
         """Return the number of leading `block_hashes`, one chain, that are remembered. Changes nothing."""
         known = _num_leading(block_hashes, self._young, 0)
         if known < len(block_hashes) and block_hashes[known] in self._old:
             known = _num_leading(block_hashes, self._old, known + 1)
         return known
 
-    def learn(self, block_hashes: list[BlockHash]) -> None:
+    def record_use(self, block_hashes: list[BlockHash]) -> None:
         """Record the use of `block_hashes`, the block hashes of one chain from its first on."""
         if not block_hashes or block_hashes[-1] in self._young:
             return

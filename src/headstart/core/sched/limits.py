@@ -10,7 +10,7 @@ from headstart.core.sched.step_time import MaxStepTime
 class Limits:
     """Limits of one step. Raises ConfigError, which names the flags, for combinations that could stall."""
 
-    max_batched_tokens: int = 2048  # token budget of a step, charged by `charge`
+    max_batched_tokens: int = 2048  # token budget of a step, charged by `budget_cost`
     max_seqs: int = 256  # running sequences
     max_model_len: int = 4096  # prompt + output tokens of one sequence
     long_prefill_threshold: int = 0  # cap on a chunk while other sequences want the step too; 0: none
@@ -62,7 +62,7 @@ def chunk_len(want: int, start: int, budget: int, limits: Limits, *, alone: bool
     return max(n, 0)
 
 
-def charge(start: int, n: int, limits: Limits, *, decode: bool) -> int:
+def budget_cost(start: int, n: int, limits: Limits, *, decode: bool) -> int:
     """Return the budget cost of a chunk: `n` for a decode or with exact charging, else the whole blocks it touches."""
     if decode or not limits.charge_ceil:
         return n

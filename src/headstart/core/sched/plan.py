@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.request import Sequence
-from headstart.core.sched.limits import Limits, charge, chunk_len
-from headstart.core.sched.tenant_shares import Share
+from headstart.core.sched.limits import Limits, budget_cost, chunk_len
+from headstart.core.sched.tenant_shares import StepShare
 
-NO_SHARES: Mapping[str, Share] = {}
+NO_SHARES: Mapping[str, StepShare] = {}
 
 
-class Plan:
+class StepPlan:
     """The chunks of one step while it is being planned.
 
     A block is *promised* if a planned chunk touches it and its sequence will publish it. A sequence whose first missing
@@ -25,7 +25,7 @@ class Plan:
         *,
         num_decodes: int,
         max_prompt_tokens: int | None = None,
-        shares: Mapping[str, Share] = NO_SHARES,
+        shares: Mapping[str, StepShare] = NO_SHARES,
     ) -> None:
         """Begin a plan. `max_prompt_tokens`: limit set by the step's time bound; None: no limit.
 
@@ -56,20 +56,20 @@ class Plan:
         n = chunk_len(want, start, self.budget - self._num_decodes, self.limits, alone=alone, cap=cap)
         return n or int(self.budget > 0 and has_row and is_decode(seq))
 
-    def is_beyond_share(self, seq: Sequence, start: int) -> bool:
+    def exceeds_tenant_share(self, seq: Sequence, start: int) -> bool:
         """Return whether its tenant has used up its share of the step for a chunk from `start` on."""
         share = self._share(seq)
         if share is None:
             return False
         return (share.num_rows if seq.num_tokens - start == 1 else share.num_prompt_tokens) <= 0
 
-    def add(self, seq: Sequence, start: int, n: int, want: int, *, writes: bool, extra: int = 0) -> None:
+    def add_chunk(self, seq: Sequence, start: int, n: int, want: int, *, writes: bool, extra: int = 0) -> None:
         """Plan `n` of the last `want` tokens of `seq`, from `start` on.
 
         `writes`: it publishes what it computes. `extra` is charged on top.
         """
         decode = want == 1
-        self.budget -= (n if decode else charge(start, n, self.limits, decode=False)) + extra
+        self.budget -= (n if decode else budget_cost(start, n, self.limits, decode=False)) + extra
         self.entries.append((seq, n))
         one = decode or is_decode(seq)
         if self._num_decodes and one:
@@ -84,11 +84,11 @@ class Plan:
         if writes and first < len(seq.block_hashes):  # a block of output tokens has no hash before it is full
             self._promised.update(seq.block_hashes[first : (start + n - 1) // self._block_size + 1])
 
-    def promises(self, seq: Sequence, index: int) -> bool:
+    def will_compute_block(self, seq: Sequence, index: int) -> bool:
         """Return whether block `index` of `seq` is promised."""
         return index < len(seq.block_hashes) and seq.block_hashes[index] in self._promised
 
-    def _share(self, seq: Sequence) -> Share | None:
+    def _share(self, seq: Sequence) -> StepShare | None:
         return self._shares.get(seq.request.tenant)
 
 

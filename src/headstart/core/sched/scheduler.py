@@ -15,32 +15,32 @@ from headstart.core.batch import (
     UNKNOWN_TOKEN,
     Batch,
     Chunk,
-    Output,
     PromptTokenBreakdown,
-    Row,
+    RequestStepOutput,
     RowErrorKind,
+    RowResult,
     StepResult,
 )
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.block_store import BlockStore
 from headstart.core.cache.eviction import PYTHON, KVBlockLoops
 from headstart.core.cache.hashing import HashChain
-from headstart.core.cache.kv_cache import NO_HIT, Hit, KVCache
-from headstart.core.cache.pinned_prefixes import Demand, PinnedPrefixes
-from headstart.core.cache.transfers import Transfers, Wanted
-from headstart.core.cache.trust import Trust
-from headstart.core.errors import prompt_overflow
-from headstart.core.request import FinishReason, Request, Sequence, Status
-from headstart.core.sched.admission import MAX_CANDIDATES, Admission, non_preemptible
-from headstart.core.sched.in_flight import StepInFlight, StepsInFlight, is_current, needs_host
-from headstart.core.sched.plan import NO_SHARES, Plan, is_decode
+from headstart.core.cache.kv_cache import NO_HIT, KVCache, PrefixHit
+from headstart.core.cache.pinned_prefixes import BlockDemand, PinnedPrefixes
+from headstart.core.cache.transfers import LoadableBlocks, StoreTransfers
+from headstart.core.cache.trust import CorruptionPolicy
+from headstart.core.errors import prompt_too_long_error
+from headstart.core.request import FinishReason, Request, Sequence, SequenceStatus
+from headstart.core.sched.admission import MAX_CANDIDATES, AdmissionControl, is_non_preemptible
+from headstart.core.sched.in_flight import StepInFlight, StepsInFlight, is_current_chunk, needs_token_on_host
+from headstart.core.sched.plan import NO_SHARES, StepPlan, is_decode
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import StepTimes
 from headstart.core.sched.tenant_queues import TenantQueues
-from headstart.core.sched.tenant_shares import Share, StepDemand, TenantShares
+from headstart.core.sched.tenant_shares import StepDemand, StepShare, TenantShares
 from headstart.core.sched.token_accounting import TokenAccounting
-from headstart.core.sched.waiting_queue import POLICIES, Group, OrderedSequences
-from headstart.core.speculation.speculation import Speculation
+from headstart.core.sched.waiting_queue import POLICIES, OrderedSequences, PrefixGroup
+from headstart.core.speculation.speculation import Speculator
 
 
 class Scheduler:
@@ -73,19 +73,21 @@ class Scheduler:
         )
         self.step_times = StepTimes(limits.max_step_time)
         self.tenants = TenantShares(limits, self.pool.num_usable, self.step_times)
-        self.waiting = TenantQueues(self.pool, config.policy, config.lpm_k, self.cache.reads, self.tenants.rank)
+        self.waiting = TenantQueues(
+            self.pool, config.policy, config.lpm_k, self.cache.may_read_cache, self.tenants.tenant_order_key
+        )
         order = POLICIES[config.policy]
-        self.running = OrderedSequences(lambda seq: (not non_preemptible(seq), *order(seq)))
-        self.admission = Admission(self.cache, limits.max_model_len)
+        self.running = OrderedSequences(lambda seq: (not is_non_preemptible(seq), *order(seq)))
+        self.admission = AdmissionControl(self.cache, limits.max_model_len)
         self.prefixes = PinnedPrefixes(self.cache, self._demands, max_share=config.max_pinned_share)
-        self.transfers = Transfers(self.cache, store)
-        self.trust = Trust(self.cache, self.transfers, self.admission)
-        self.speculation: Speculation | None = None
+        self.transfers = StoreTransfers(self.cache, store)
+        self.trust = CorruptionPolicy(self.cache, self.transfers, self.admission)
+        self.speculation: Speculator | None = None
         if config.speculation is not None:
             most = config.max_draft_tokens
-            self.speculation = Speculation(config.speculation, self.cache, limits.max_model_len, max_draft_tokens=most)
+            self.speculation = Speculator(config.speculation, self.cache, limits.max_model_len, max_draft_tokens=most)
         self.in_flight = StepsInFlight(self.cache, limits.max_model_len)
-        self.accounting = TokenAccounting(self.cache, self.transfers, self.prefixes.is_warming)
+        self.accounting = TokenAccounting(self.cache, self.transfers, self.prefixes.is_warming_request)
         self.counters = self.accounting.counters
         self._by_priority = config.policy == "priority"
         self._sequences: dict[str, Sequence] = {}
@@ -99,19 +101,19 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Queue a request. Raises RequestTooLargeError if it can never run, ValueError for an id in use."""
-        self.check(request)
+        self.check_request(request)
         seq = self.cache.new_sequence(request, self._num_arrivals)
-        self.admission.check(seq)
+        self.admission.check_fits_alone(seq)
         self._num_arrivals += 1
-        seq.needs_host = self.speculation is not None or needs_host(request.sampling)
-        self.accounting.arrived(seq)
+        seq.needs_host = self.speculation is not None or needs_token_on_host(request.sampling)
+        self.accounting.on_arrived(seq)
         self._sequences[request.request_id] = seq
-        self.tenants.arrived(seq)
+        self.tenants.on_arrived(seq)
         self.waiting.add(seq)
 
-    def check(self, request: Request) -> None:
+    def check_request(self, request: Request) -> None:
         """Raise RequestTooLargeError for a prompt longer than the context, ValueError for an id in use."""
         if request.request_id in self._sequences:
             raise ValueError(f"request id {request.request_id!r} is in use")
@@ -123,7 +125,7 @@ class Scheduler:
         if seq is None:
             return False
         if seq.num_output_tokens:  # a stop string ends a sequence like this too
-            self.admission.finished(seq.num_output_tokens)
+            self.admission.record_output_length(seq.num_output_tokens)
         self._finish(seq)
         return True
 
@@ -139,12 +141,12 @@ class Scheduler:
         self._now = self.pool.now = now
         running = list(self.running)
         if self.in_flight:
-            if self._drains or not self.in_flight.allows_plan():
+            if self._drains or not self.in_flight.can_plan_next():
                 return Batch(())
             self.in_flight.publish_ahead()
-            running = [seq for seq in running if not self.in_flight.ends(seq)]
+            running = [seq for seq in running if not self.in_flight.is_last_step_of(seq)]
         self._drains = False
-        shares = self._shares(running) if self.tenants.is_shared(now) else NO_SHARES
+        shares = self._shares(running) if self.tenants.has_several_tenants(now) else NO_SHARES
         victims = self._reclaim() if shares else set[str]()
         if self._drains:
             return Batch(())
@@ -153,46 +155,48 @@ class Scheduler:
         plan = self._plan(running, shares, victims)
         if shares and not plan.entries and not self.in_flight:  # those with a share wait, and the others may run
             plan = self._plan(running, NO_SHARES, victims)
-        if not plan.entries and (self.transfers.num_outstanding or self.in_flight or self.transfers.give_up_held()):
+        if not plan.entries and (
+            self.transfers.num_outstanding or self.in_flight or self.transfers.cancel_loads_holding_blocks()
+        ):
             return Batch(())
         assert plan.entries or not self._sequences, (
             f"nothing planned for {len(self.waiting)} waiting and {len(self.running)} running sequences "
             f"with {self.pool.num_free} free blocks"
         )
         for seq, n in plan.entries if shares else ():
-            self.tenants.computes(seq, n)
+            self.tenants.record_planned_tokens(seq, n)
         planned = [(seq, self._chunk(seq, n)) for seq, n in plan.entries]
         if self.speculation is not None:
             self._add_drafts(self.speculation, plan, planned)
-        self.in_flight.add(planned)
+        self.in_flight.begin_step(planned)
         finished, self._finished = self._finished, []
         return Batch(tuple([chunk for _, chunk in planned]), tuple(finished))
 
-    def update(self, result: StepResult) -> list[Output]:
+    def update(self, result: StepResult) -> list[RequestStepOutput]:
         """Apply the result of the oldest step in flight; return the outputs of all sequences that have any."""
-        step = self.in_flight.end()
+        step = self.in_flight.end_oldest()
         assert len(result.rows) == len(step.entries), f"{len(step.entries)} chunks but {len(result.rows)} rows"
         self._learn(step, result.elapsed)
-        withdrawn = self.in_flight.settle(step, result.rows)
+        withdrawn = self.in_flight.settle_published(step, result.rows)
         if withdrawn:
             self._requeue_readers(withdrawn, {seq.request_id for seq, _ in step.entries})
-        outputs, has_states = list[Output](), self.cache.checkpoints.num_pages > 0
+        outputs, has_states = list[RequestStepOutput](), self.cache.checkpoints.num_pages > 0
         for (seq, chunk), num_known, row in zip(step.entries, step.lengths, result.rows, strict=True):
-            if is_current(seq, chunk):
+            if is_current_chunk(seq, chunk):
                 output = self._update_row(seq, chunk, num_known, row)
                 if output is not None:
                     outputs.append(output)
             elif row.error is not None and row.error.kind is RowErrorKind.NON_FINITE:
-                self.pool.distrust(self._written(chunk))
+                self.pool.discard_corrupt(self._written(chunk))
             if has_states and (chunk.saves or chunk.state):
                 num_computed = chunk.start + num_known + chunk.num_accepted(row.token_ids)
-                self.cache.checkpoints.end(seq, chunk, 0 if row.error is not None else num_computed)
-        self.in_flight.free(step)
+                self.cache.checkpoints.finish_chunk(seq, chunk, 0 if row.error is not None else num_computed)
+        self.in_flight.free_left_tables(step)
         return outputs
 
     # ------------------------------------------------------------------------------------------------- planning
 
-    def _plan(self, running: list[Sequence], shares: Mapping[str, Share], victims: set[str]) -> Plan:
+    def _plan(self, running: list[Sequence], shares: Mapping[str, StepShare], victims: set[str]) -> StepPlan:
         """Plan a step. `shares`: of tenants, if there are several; nothing of the tenants `victims` is admitted."""
         num_decodes = total = sum(map(is_decode, running))
         if shares:
@@ -200,15 +204,15 @@ class Scheduler:
             num_decodes = sum(min(num, shares[tenant].num_rows) for tenant, num in decodes.items())
         self._num_prompts = len(self._sequences) - total
         most = self.step_times.max_prompt_tokens(num_decodes, self._num_prompts)
-        plan = Plan(self.limits, self.block_size, num_decodes=num_decodes, max_prompt_tokens=most, shares=shares)
+        plan = StepPlan(self.limits, self.block_size, num_decodes=num_decodes, max_prompt_tokens=most, shares=shares)
         preempted = self._plan_running(plan, running)
         if self.waiting and not self._drains and not (preempted and plan.entries):
             for tenant in victims:
-                self.waiting.skip(tenant)
+                self.waiting.skip_tenant(tenant)
             self._plan_waiting(plan, is_shared=bool(shares))
         return plan
 
-    def _plan_running(self, plan: Plan, running: list[Sequence]) -> bool:
+    def _plan_running(self, plan: StepPlan, running: list[Sequence]) -> bool:
         """Plan the running sequences; return whether one of them was preempted.
 
         If one does not fit while a step is in flight, which names the blocks that a preemption would free, planning
@@ -217,12 +221,12 @@ class Scheduler:
         preempted = False
         alone = len(self._sequences) == 1
         for seq in running:
-            if seq.status is not Status.RUNNING:
+            if seq.status is not SequenceStatus.RUNNING:
                 continue  # preempted below, for a sequence earlier in the order
             start = before = seq.num_computed_tokens + seq.num_scheduled_tokens
             hit, num_tokens = NO_HIT, len(seq.token_ids) + (seq.pending_row is not None)
             if num_tokens - start > 1:
-                hit = self.cache.match(seq)  # others may have published what it was about to compute
+                hit = self.cache.match_prefix(seq)  # others may have published what it was about to compute
                 if hit.block_ids and seq.num_scheduled_tokens:
                     continue  # it takes them over in the next step: the one in flight names the block that it drops
                 start = max(hit.num_tokens, start)
@@ -231,80 +235,80 @@ class Scheduler:
                     continue
             want = num_tokens - start
             n = self.transfers.chunk_len(seq, start, plan.chunk_len(seq, start, want, alone=alone))
-            while n and not self.cache.extend(seq, hit, start + n, last_resort=len(self.running) == 1):
-                if self.transfers.give_up_held():
+            while n and not self.cache.extend_table(seq, hit, start + n, last_resort=len(self.running) == 1):
+                if self.transfers.cancel_loads_holding_blocks():
                     continue
                 if self.in_flight:
                     self._drains = True
                     return preempted
                 preempted = True
-                if self._preempt(self.admission.victim(seq, hit, start + n, self._candidates(seq))) is seq:
+                if self._preempt(self.admission.choose_victim(seq, hit, start + n, self._candidates(seq))) is seq:
                     n = 0
             if n:
                 if hit.block_ids:
-                    self.accounting.adopted(seq, hit, before)
-                plan.add(seq, start, n, want, writes=self.cache.writes(seq))
+                    self.accounting.on_blocks_adopted(seq, hit, before)
+                plan.add_chunk(seq, start, n, want, writes=self.cache.may_publish(seq))
         return preempted
 
-    def _plan_waiting(self, plan: Plan, *, is_shared: bool) -> None:
+    def _plan_waiting(self, plan: StepPlan, *, is_shared: bool) -> None:
         """Admit waiting sequences in the queue's order; stop at the first that does not fit.
 
         `is_shared`: no tenant above its share gets more while one below it waits.
         """
-        self.waiting.refresh()
-        reserved = sum(map(self.admission.blocks_reserved, self.running))
+        self.waiting.refresh_groups()
+        reserved = sum(map(self.admission.reserved_blocks, self.running))
         while plan.budget > 0 and len(self.running) < self.limits.max_seqs:
-            group = self.waiting.next()
+            group = self.waiting.next_group()
             if group is None:
                 break
             seq, tenant = group.members[0], group.members[0].request.tenant
             if (
                 is_shared
-                and self.tenants.is_above(tenant)
-                and not all(map(self.tenants.is_above, self.waiting.tenants))
+                and self.tenants.reaches_share(tenant)
+                and not all(map(self.tenants.reaches_share, self.waiting.tenants))
             ):
                 break
             if seq.recompute is not None and not self._may_recompute(seq, group):
                 continue
-            hit = self.cache.match(seq)
+            hit = self.cache.match_prefix(seq)
             depth = len(hit.block_ids)
             if depth < group.depth:
-                self.waiting.regroup(seq, depth)
+                self.waiting.regroup_sequence(seq, depth)
                 continue
             if self._is_promised(plan, seq, depth) or self._is_loading(seq, hit, depth, reserved):
-                self.waiting.pass_over(group, hit.num_tokens)
+                self.waiting.skip_group(group, hit.num_tokens)
                 continue
-            if plan.is_beyond_share(seq, hit.num_tokens):
-                self.waiting.skip(tenant)
+            if plan.exceeds_tenant_share(seq, hit.num_tokens):
+                self.waiting.skip_tenant(tenant)
                 continue
             if not self._admit(plan, seq, hit, reserved):
                 break
-            reserved += self.admission.blocks_reserved(seq)
-        self.waiting.end_of_turn()
+            reserved += self.admission.reserved_blocks(seq)
+        self.waiting.reset_skipped()
 
-    def _may_recompute(self, seq: Sequence, group: Group) -> bool:
+    def _may_recompute(self, seq: Sequence, group: PrefixGroup) -> bool:
         """Return whether the second run of a waiting sequence may begin; only one runs at a time.
 
         If all its suspects are gone by then, the second run is cancelled and the sequence is queued as usual.
         """
         if any(other.recompute is not None for other in self.running):
-            self.waiting.pass_over(group, 0)
+            self.waiting.skip_group(group, 0)
             return False
-        if self.trust.is_open(seq):
+        if self.trust.has_published_suspects(seq):
             return True
         self.waiting.remove(seq)
         seq.recompute = None
         self.waiting.add(seq)
         return False
 
-    def _is_promised(self, plan: Plan, seq: Sequence, index: int) -> bool:
+    def _is_promised(self, plan: StepPlan, seq: Sequence, index: int) -> bool:
         """Return whether to wait a step for another sequence that computes block `index` of `seq`, and count that."""
-        if not plan.promises(seq, index) or not self.cache.reads(seq):
+        if not plan.will_compute_block(seq, index) or not self.cache.may_read_cache(seq):
             return False
         self.counters.num_promise_skips += 1
         return True
 
-    def _is_loading(self, seq: Sequence, hit: Hit, index: int, reserved: int | None = None) -> bool:
+    def _is_loading(self, seq: Sequence, hit: PrefixHit, index: int, reserved: int | None = None) -> bool:
         """Return whether its next blocks, from `index` on, are being loaded from the store; begins a load if it helps.
 
         Loads begin only for what could run now: for a waiting sequence if all of it fits beside the reservations
@@ -312,25 +316,29 @@ class Scheduler:
         """
         transfers, start = self.transfers, max(hit.num_tokens, seq.next_start)
         alone = self._num_prompts == 1
-        if transfers.awaits(seq, index, start, alone=alone):
+        if transfers.should_await_load(seq, index, start, alone=alone):
             return True
-        if not transfers.asks(seq) or (reserved is not None and not self._fits(seq, hit, reserved)):
+        if not transfers.uses_store(seq) or (reserved is not None and not self._fits(seq, hit, reserved)):
             return False  # in every step while it waits: its blocks are not looked up one by one
-        wanted = transfers.finds(seq, index, start)
+        wanted = transfers.find_loadable(seq, index, start)
         if not wanted.pieces:
             return False
         if reserved is None:
-            fits = len(wanted.pieces) + transfers.num_outstanding <= self.cache.num_available(seq, hit)
+            fits = len(wanted.pieces) + transfers.num_outstanding <= self.cache.num_available_after_hit(seq, hit)
         else:
             fits = not wanted.num_pages or self._fits(seq, hit, reserved + wanted.num_pages)
-        return fits and transfers.begin(seq, wanted, self._now, may_meet=alone and self._fits_beside(seq, hit, wanted))
+        return fits and transfers.begin_load(
+            seq, wanted, self._now, may_meet=alone and self._fits_beside(seq, hit, wanted)
+        )
 
-    def _fits_beside(self, seq: Sequence, hit: Hit, wanted: Wanted) -> bool:
+    def _fits_beside(self, seq: Sequence, hit: PrefixHit, wanted: LoadableBlocks) -> bool:
         """Return whether all of it fits beside what is loaded for it meanwhile."""
         coming = len(wanted.pieces) + self.transfers.num_outstanding
-        return self.cache.num_new_blocks(seq, hit, len(seq.token_ids)) + coming <= self.cache.num_available(seq, hit)
+        return self.cache.num_new_blocks(seq, hit, len(seq.token_ids)) + coming <= self.cache.num_available_after_hit(
+            seq, hit
+        )
 
-    def _admit(self, plan: Plan, seq: Sequence, hit: Hit, reserved: int) -> bool:
+    def _admit(self, plan: StepPlan, seq: Sequence, hit: PrefixHit, reserved: int) -> bool:
         """Admit a waiting sequence and plan its first chunk; otherwise return False and change nothing."""
         if hit.state and not self.running and not self._fits(seq, hit, reserved):
             hit = NO_HIT  # alone it fits, but not beside the pages of the state that it would begin from
@@ -340,29 +348,29 @@ class Scheduler:
         extra = self._charge_for(hit)
         if not n or (extra and plan.entries and extra + n > plan.budget) or not self._fits(seq, hit, reserved):
             return False
-        extended = self.cache.extend(seq, hit, hit.num_tokens + n, last_resort=not self.running)
+        extended = self.cache.extend_table(seq, hit, hit.num_tokens + n, last_resort=not self.running)
         assert extended, f"{seq.request_id} fits but cannot be extended"
-        self.waiting.admitted(seq)
+        self.waiting.on_admitted(seq)
         is_first = not seq.admitted
-        self.accounting.admitted(seq, hit, self._now)
+        self.accounting.on_admitted(seq, hit, self._now)
         if is_first:
-            self.prefixes.admitted(seq)
+            self.prefixes.on_admitted(seq)
         self.running.add(seq)
-        self.tenants.admitted(seq)
-        seq.status = Status.RUNNING
-        plan.add(seq, hit.num_tokens, n, want, writes=self.cache.writes(seq), extra=extra)
+        self.tenants.on_admitted(seq)
+        seq.status = SequenceStatus.RUNNING
+        plan.add_chunk(seq, hit.num_tokens, n, want, writes=self.cache.may_publish(seq), extra=extra)
         return True
 
-    def _fits(self, seq: Sequence, hit: Hit, reserved: int) -> bool:
+    def _fits(self, seq: Sequence, hit: PrefixHit, reserved: int) -> bool:
         """Return whether all of it fits beside the reservations of others and the blocks being loaded."""
         coming = self.transfers.num_outstanding
         if coming:  # loads take little time, so this applies even if nothing runs yet
             new = self.cache.num_new_blocks(seq, hit, len(seq.token_ids))
-            if new + coming > self.cache.num_available(seq, hit):
+            if new + coming > self.cache.num_available_after_hit(seq, hit):
                 return False
-        return self.admission.fits(seq, hit, self.running, reserved + coming)
+        return self.admission.can_admit(seq, hit, self.running, reserved + coming)
 
-    def _charge_for(self, hit: Hit) -> int:
+    def _charge_for(self, hit: PrefixHit) -> int:
         """Return the budget that cached tokens cost: none."""
         return 0
 
@@ -372,7 +380,7 @@ class Scheduler:
         Those of another tenant only if that holds more than its share of the blocks, or `seq` is non-preemptible.
         """
         candidates: list[Sequence] = []
-        others = not non_preemptible(seq) and self.tenants.num_tenants > 1
+        others = not is_non_preemptible(seq) and self.tenants.num_tenants > 1
         for index in range(len(self.running) - 1, -1, -1):
             other = self.running[index]
             if other is seq or len(candidates) == MAX_CANDIDATES:
@@ -380,7 +388,7 @@ class Scheduler:
             if (
                 others
                 and other.request.tenant != seq.request.tenant
-                and not self.tenants.has_more_blocks(other.request.tenant)
+                and not self.tenants.exceeds_block_share(other.request.tenant)
             ):
                 continue
             if candidates and self._by_priority and other.request.priority != candidates[0].request.priority:
@@ -399,19 +407,19 @@ class Scheduler:
     def _requeue(self, seq: Sequence) -> None:
         """Release all blocks of a running sequence and queue it."""
         self.running.remove(seq)
-        self.tenants.preempted(seq)
-        self.transfers.left(seq)
-        if self.cache.reads(seq):
+        self.tenants.on_preempted(seq)
+        self.transfers.on_sequence_left(seq)
+        if self.cache.may_read_cache(seq):
             self.cache.hash_blocks(seq, until=seq.num_computed_tokens)
-        self.in_flight.release(seq)
-        seq.status = Status.WAITING
+        self.in_flight.release_table(seq)
+        seq.status = SequenceStatus.WAITING
         self.waiting.add(seq)
 
     def _chunk(self, seq: Sequence, n: int) -> Chunk:
         request, tokens, start = seq.request, seq.token_ids, seq.num_computed_tokens + seq.num_scheduled_tokens
         end = start + n
         is_unknown = start == len(tokens)
-        state, saves = self.cache.take_state(seq, start, end) if self.cache.checkpoints.num_pages else ((), ())
+        state, saves = self.cache.allocate_states(seq, start, end) if self.cache.checkpoints.num_pages else ((), ())
         published = seq.num_published_blocks * self.block_size
         return Chunk(  # in the order of its fields: keywords cost a tenth of a step of 256 decodes
             request.request_id,
@@ -429,26 +437,26 @@ class Scheduler:
             saves,
         )
 
-    def _add_drafts(self, speculation: Speculation, plan: Plan, planned: list[tuple[Sequence, Chunk]]) -> None:
+    def _add_drafts(self, speculation: Speculator, plan: StepPlan, planned: list[tuple[Sequence, Chunk]]) -> None:
         """Append drafts to the planned chunks, within the budget and the free blocks that are left.
 
         No sequence waits or is preempted for a draft.
         """
-        drafts = speculation.drafts(plan.entries, plan.budget)
+        drafts = speculation.propose_drafts(plan.entries, plan.budget)
         for index, (seq, chunk) in enumerate(planned if drafts else ()):
             draft = drafts.get(seq.request_id)
             if draft is None:
                 continue
             end = chunk.start + len(chunk.token_ids)
-            if not self.cache.extend(seq, NO_HIT, end + len(draft)):
+            if not self.cache.extend_table(seq, NO_HIT, end + len(draft)):
                 draft = draft[: len(seq.block_ids) * self.block_size - end]
-            saves = chunk.saves + self.cache.saves(seq, end, end + len(draft))
+            saves = chunk.saves + self.cache.allocate_saves(seq, end, end + len(draft))
             tokens = chunk.token_ids + draft
             planned[index] = seq, chunk._replace(token_ids=tokens, num_logits=1 + len(draft), saves=saves)
 
     # ------------------------------------------------------------------------------------------------- tenants
 
-    def _shares(self, running: list[Sequence]) -> dict[str, Share]:
+    def _shares(self, running: list[Sequence]) -> dict[str, StepShare]:
         """Return the share of each tenant in this step."""
         decodes, prompts, most = Counter[str](), Counter[str](), self.limits.max_batched_tokens
         for seq in running:
@@ -456,9 +464,9 @@ class Scheduler:
             decodes[tenant] += is_one
             prompts[tenant] += seq.num_tokens - seq.next_start - is_one
         for tenant in self.waiting.tenants:
-            prompts[tenant] += self.waiting.of(tenant).num_tokens(self.block_size, most)
+            prompts[tenant] += self.waiting.queue_of(tenant).num_queued_tokens(self.block_size, most)
         demands = {tenant: StepDemand(decodes[tenant], num) for tenant, num in prompts.items()}
-        return self.tenants.of_step(demands, len(self._sequences) - decodes.total()) if demands else {}
+        return self.tenants.step_shares(demands, len(self._sequences) - decodes.total()) if demands else {}
 
     def _reclaim(self) -> set[str]:
         """Preempt sequences of tenants above their share for those below it that find no place or no blocks.
@@ -466,21 +474,21 @@ class Scheduler:
         Return the tenants of those preempted. While a step is in flight none is: planning goes on when it has ended.
         """
         victims = set[str]()
-        self.tenants.count(self.running)
+        self.tenants.count_running(self.running)
         for tenant in self.waiting.tenants:
-            group = None if self.tenants.is_above(tenant) else self.waiting.of(tenant).next()
+            group = None if self.tenants.reaches_share(tenant) else self.waiting.queue_of(tenant).next_group()
             if group is None:
                 continue
             seq = group.members[0]
-            hit = self.cache.match(seq)
-            if self.tenants.has_more_blocks(tenant, self.admission.most_blocks(seq)):
+            hit = self.cache.match_prefix(seq)
+            if self.tenants.exceeds_block_share(tenant, self.admission.max_blocks(seq)):
                 continue  # it may need more than its share, so it waits
             while True:
-                reserved = sum(map(self.admission.blocks_reserved, self.running))
+                reserved = sum(map(self.admission.reserved_blocks, self.running))
                 needs_place = len(self.running) >= self.limits.max_seqs
                 if not needs_place and self._fits(seq, hit, reserved):
                     break
-                victim = self.tenants.last_above(self.running, needs_place=needs_place)
+                victim = self.tenants.last_sequence_above_share(self.running, needs_place=needs_place)
                 if victim is None:
                     break
                 if self.in_flight:
@@ -505,10 +513,10 @@ class Scheduler:
             num_single = lengths.count(1)
         self.step_times.learn(num_tokens - num_single, num_single, elapsed)
         if self.speculation is not None:
-            self.speculation.learn([chunk for _, chunk in planned], elapsed)
+            self.speculation.learn_decode_cost([chunk for _, chunk in planned], elapsed)
 
-    def _update_row(self, seq: Sequence, chunk: Chunk, num_known: int, row: Row) -> Output | None:
-        self.accounting.computed(seq, chunk)
+    def _update_row(self, seq: Sequence, chunk: Chunk, num_known: int, row: RowResult) -> RequestStepOutput | None:
+        self.accounting.on_chunk_computed(seq, chunk)
         if row.error is not None:
             return self._row_failed(seq, chunk, row, row.error.kind)
         assert bool(row.token_ids) == bool(chunk.num_logits), f"{chunk.num_logits} due, {len(row.token_ids)} came"
@@ -517,19 +525,19 @@ class Scheduler:
         num_drafts = len(chunk.token_ids) - num_known
         if row.token_ids:
             if len(seq.token_ids) == chunk.num_prompt_tokens:
-                breakdown = self.accounting.close(seq)
+                breakdown = self.accounting.finish_prompt(seq)
             row, reason = self._append(seq, row, num_drafts)
         elif not seq.request.sampling.max_tokens and chunk.start + len(chunk.token_ids) == len(seq.token_ids):
-            breakdown, reason = self.accounting.close(seq), FinishReason.LENGTH
+            breakdown, reason = self.accounting.finish_prompt(seq), FinishReason.LENGTH
         num_accepted = self._num_accepted(seq, chunk, row.token_ids) if num_drafts else 0
         seq.num_computed_tokens += num_known + num_accepted
         if seq.recompute is None:
-            self.cache.publish(seq)
-        elif self.trust.row_passed(seq):
-            self.cache.publish(seq)
-            self.cache.share(seq)
+            self.cache.publish_full_blocks(seq)
+        elif self.trust.on_row_passed(seq):
+            self.cache.publish_full_blocks(seq)
+            self.cache.share_equal_blocks(seq)
         if num_drafts:
-            self.cache.trim(seq)
+            self.cache.trim_table(seq)
         if row.prompt_logprobs:
             fresh = row.prompt_logprobs[max(seq.num_prompt_logprobs - chunk.start, 0) :]
             seq.num_prompt_logprobs += len(fresh)
@@ -538,11 +546,11 @@ class Scheduler:
             return self._output(seq, row, None) if row.prompt_logprobs else None
         if reason is not None:
             if seq.num_output_tokens:
-                self.admission.finished(seq.num_output_tokens)
+                self.admission.record_output_length(seq.num_output_tokens)
             self._finish(seq)
         return self._output(seq, row, reason, breakdown)
 
-    def _append(self, seq: Sequence, row: Row, num_drafts: int) -> tuple[Row, FinishReason | None]:
+    def _append(self, seq: Sequence, row: RowResult, num_drafts: int) -> tuple[RowResult, FinishReason | None]:
         """Append the output tokens of a row up to the one that finishes the sequence.
 
         Return the row without others, and the reason if it is finished.
@@ -567,16 +575,16 @@ class Scheduler:
         self.counters.num_accepted_tokens += num
         self.counters.forced_tokens += len(token_ids) - 1 - num
         assert self.speculation is not None
-        self.speculation.verified(seq, chunk.num_drafts, num)
+        self.speculation.record_verified(seq, chunk.num_drafts, num)
         return num
 
-    def _row_failed(self, seq: Sequence, chunk: Chunk, row: Row, kind: RowErrorKind) -> Output | None:
+    def _row_failed(self, seq: Sequence, chunk: Chunk, row: RowResult, kind: RowErrorKind) -> RequestStepOutput | None:
         """Finish a sequence whose row failed, or compute it once more if shared blocks or a draft may be the cause."""
         if kind is RowErrorKind.NON_FINITE and chunk.num_logits > 1:
             self._row_with_draft_failed(seq, chunk)
             return None
-        if kind is RowErrorKind.NON_FINITE and self.trust.row_failed(seq, chunk.start + len(chunk.token_ids)):
-            self.accounting.recomputes(seq)
+        if kind is RowErrorKind.NON_FINITE and self.trust.on_row_failed(seq, chunk.start + len(chunk.token_ids)):
+            self.accounting.on_recompute(seq)
             self._requeue(seq)
             return None
         self.counters.num_row_errors += 1
@@ -586,8 +594,8 @@ class Scheduler:
     def _row_with_draft_failed(self, seq: Sequence, chunk: Chunk) -> None:
         """Compute a sequence again, without drafts: its own next token may be finite."""
         assert self.speculation is not None
-        self.speculation.disable(seq)
-        self.pool.distrust(seq.block_ids[max(chunk.start // self.block_size, seq.num_published_blocks) :])
+        self.speculation.disable_for(seq)
+        self.pool.discard_corrupt(seq.block_ids[max(chunk.start // self.block_size, seq.num_published_blocks) :])
         seq.num_covered_tokens = max(seq.num_covered_tokens, seq.num_computed_tokens)
         self._requeue(seq)
 
@@ -595,7 +603,7 @@ class Scheduler:
         """Queue the sequences that took over these blocks, whose rows have failed; their own rows are discarded."""
         for seq in [seq for seq in self.running if not block_ids.isdisjoint(seq.block_ids)]:
             if seq.request_id not in writers:
-                self.accounting.starts_again(seq)
+                self.accounting.forget_reuse(seq)
                 self._requeue(seq)
 
     def _written(self, chunk: Chunk) -> "array[int]":
@@ -616,22 +624,22 @@ class Scheduler:
         return None
 
     def _finish(self, seq: Sequence) -> None:
-        (self.running if seq.status is Status.RUNNING else self.waiting).remove(seq)
-        self.tenants.finished(seq, self._now)
-        self.transfers.left(seq)
-        self.in_flight.release(seq)
-        self.accounting.finished(seq)
+        (self.running if seq.status is SequenceStatus.RUNNING else self.waiting).remove(seq)
+        self.tenants.on_finished(seq, self._now)
+        self.transfers.on_sequence_left(seq)
+        self.in_flight.release_table(seq)
+        self.accounting.on_finished(seq)
         if self.speculation is not None:
-            self.speculation.finished(seq)
-        seq.status = Status.FINISHED
+            self.speculation.on_finished(seq)
+        seq.status = SequenceStatus.FINISHED
         del self._sequences[seq.request_id]
         self._finished.append(seq.request_id)
 
     def _output(
-        self, seq: Sequence, row: Row, reason: FinishReason | None, breakdown: PromptTokenBreakdown | None = None
-    ) -> Output:
+        self, seq: Sequence, row: RowResult, reason: FinishReason | None, breakdown: PromptTokenBreakdown | None = None
+    ) -> RequestStepOutput:
         request, error = seq.request, row.error
-        return Output(  # in the order of its fields, as in `_chunk`
+        return RequestStepOutput(  # in the order of its fields, as in `_chunk`
             request.request_id,
             row.token_ids,
             row.logprobs,
@@ -643,18 +651,20 @@ class Scheduler:
             breakdown,
             seq.scheduled_at,
             error is not None and error.kind is RowErrorKind.GRAMMAR,
-            0 if breakdown is None else self.accounting.num_evicted(seq, breakdown),
+            0 if breakdown is None else self.accounting.num_evicted_tokens(seq, breakdown),
             evicted_by=seq.evicted_by,
         )
 
-    def _demands(self) -> Iterator[Demand]:
+    def _demands(self) -> Iterator[BlockDemand]:
         """Iterate over what must still fit beside pinned blocks."""
         for seq in self._sequences.values():
-            yield Demand(seq, self.admission.most_blocks(seq), non_preemptible(seq) and seq.status is Status.RUNNING)
+            yield BlockDemand(
+                seq, self.admission.max_blocks(seq), is_non_preemptible(seq) and seq.status is SequenceStatus.RUNNING
+            )
 
     def _check_length(self, request: Request) -> None:
         """Raise RequestTooLargeError for a prompt that could never run, so that no request waits for ever."""
         length, limit = len(request.prompt), self.limits.max_model_len
         assert length > 0, "an empty prompt has nothing to compute; the front end refuses it"
         if length + 1 > limit:
-            raise prompt_overflow(length, limit, "shorten the prompt, or raise max_model_len")
+            raise prompt_too_long_error(length, limit, "shorten the prompt, or raise max_model_len")

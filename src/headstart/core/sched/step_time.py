@@ -9,7 +9,7 @@ records the chunks of their prompts.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from headstart.core.batch import Chunk, Output, PrefillChunk
+from headstart.core.batch import Chunk, PrefillChunk, RequestStepOutput
 from headstart.core.request import Request
 
 DECODE_STEPS = 6.0  # bound of a step with prompt tokens, in pure decode steps
@@ -43,21 +43,24 @@ class StepTimes:
         self.seconds_per_token = 0.0  # added to a step by one more prompt token; 0: not known yet
         self._decode_seconds: list[float] = []  # of 2**(i - 1) to 2**i - 1 decodes at index i; 0: not known yet
 
-    def decode_seconds(self, num_decodes: int) -> float:
+    def decode_step_seconds(self, num_decodes: int) -> float:
         """Return the duration of a step of `num_decodes` decodes, as measured for the closest number; 0 if never."""
         known = self._decode_seconds
         at = min(num_decodes.bit_length(), len(known) - 1)
         below = next((seconds for seconds in known[at::-1] if seconds), 0.0) if at >= 0 else 0.0
         return below or next((seconds for seconds in known if seconds), 0.0)
 
-    def row_seconds(self, num_decodes: int) -> float:
+    def extra_decode_seconds(self, num_decodes: int) -> float:
         """Return the time that one more decode adds to a step of `num_decodes`; 0 while nothing is known."""
-        many, one = self.decode_seconds(num_decodes), self._decode_seconds[1] if len(self._decode_seconds) > 1 else 0.0
+        many, one = (
+            self.decode_step_seconds(num_decodes),
+            self._decode_seconds[1] if len(self._decode_seconds) > 1 else 0.0,
+        )
         return max(many - one, 0.0) / (num_decodes - 1) if one and num_decodes > 1 else many / max(num_decodes, 1)
 
-    def expected(self, num_prompt_tokens: int, num_decodes: int) -> float:
+    def expected_seconds(self, num_prompt_tokens: int, num_decodes: int) -> float:
         """Return the expected duration of a step; 0 while nothing is known."""
-        decodes = self.decode_seconds(num_decodes) if num_decodes else 0.0
+        decodes = self.decode_step_seconds(num_decodes) if num_decodes else 0.0
         return decodes + num_prompt_tokens * self.seconds_per_token
 
     def max_prompt_tokens(self, num_decodes: int, num_prompts: int = 1) -> int | None:
@@ -67,7 +70,7 @@ class StepTimes:
         """
         if self.bound is None or not self.seconds_per_token:
             return None
-        decodes = self.expected(0, num_decodes)
+        decodes = self.expected_seconds(0, num_decodes)
         seconds = self.bound.seconds
         if seconds is None:
             seconds = MOST_SECONDS
@@ -86,10 +89,10 @@ class StepTimes:
             self._learn_decodes(num_decodes.bit_length(), elapsed)
         elif num_prompt_tokens >= LEAST_TOKENS:
             if not self.seconds_per_token:
-                left = elapsed - self.expected(0, num_decodes)
+                left = elapsed - self.expected_seconds(0, num_decodes)
                 self.seconds_per_token = (left if left > 0 else elapsed) / num_prompt_tokens
             # relative to the whole step: a difference would turn a small delay of a short chunk into a high rate
-            seen = self.seconds_per_token * elapsed / self.expected(num_prompt_tokens, num_decodes)
+            seen = self.seconds_per_token * elapsed / self.expected_seconds(num_prompt_tokens, num_decodes)
             self.seconds_per_token = _moved(self.seconds_per_token, seen)
 
     def _learn_decodes(self, at: int, elapsed: float) -> None:
@@ -124,9 +127,9 @@ class PrefillTimes:
         """Forget a request. Unknown ones are ignored."""
         self._chunks.pop(request_id, None)
 
-    def reported(
-        self, chunks: Iterable[Chunk], planned_at: float, elapsed: float, outputs: list[Output]
-    ) -> list[Output]:
+    def record_step(
+        self, chunks: Iterable[Chunk], planned_at: float, elapsed: float, outputs: list[RequestStepOutput]
+    ) -> list[RequestStepOutput]:
         """Note a step that has ended; return its outputs, with the chunks of the prompts that are complete."""
         for chunk in chunks:
             found = self._chunks.get(chunk.request_id)
@@ -139,7 +142,7 @@ class PrefillTimes:
                 found.append(one)
         return [self._with_chunks(output) for output in outputs]
 
-    def _with_chunks(self, output: Output) -> Output:
+    def _with_chunks(self, output: RequestStepOutput) -> RequestStepOutput:
         if output.breakdown is None and output.finish_reason is None:
             return output
         found = self._chunks.pop(output.request_id, None)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from headstart.core.cache.block_pool import BlockListener, BlockPool
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.request import Sequence
-from headstart.core.sched.waiting_queue import WAITING, Group, WaitingQueue
+from headstart.core.sched.waiting_queue import WAITING, PrefixGroup, WaitingQueue
 
 Rank = Callable[[str], tuple[float, ...]]
 
@@ -44,7 +44,7 @@ class TenantQueues(BlockListener):
         """The tenants of waiting sequences."""
         return list(self._waiting)
 
-    def of(self, tenant: str) -> WaitingQueue:
+    def queue_of(self, tenant: str) -> WaitingQueue:
         """Return the queue of a tenant that has waiting sequences."""
         return self._waiting[tenant]
 
@@ -63,51 +63,51 @@ class TenantQueues(BlockListener):
         self._queue(seq).remove(seq)
         self._drop_if_empty(seq)
 
-    def admitted(self, seq: Sequence) -> None:
+    def on_admitted(self, seq: Sequence) -> None:
         """Remove an admitted sequence, and count the admission for k-LPM."""
-        self._queue(seq).admitted(seq)
+        self._queue(seq).on_admitted(seq)
         self._drop_if_empty(seq)
 
-    def next(self) -> Group | None:
+    def next_group(self) -> PrefixGroup | None:
         """Return the group whose first member is next; skipped tenants and groups are left out."""
         names = [name for name in self._waiting if name not in self._skipped]
         for name in sorted(names, key=self._rank) if len(names) > 1 else names:
-            group = self._waiting[name].next()
+            group = self._waiting[name].next_group()
             if group is not None:
                 return group
         return None
 
-    def skip(self, tenant: str) -> None:
-        """Skip a tenant until `end_of_turn`."""
+    def skip_tenant(self, tenant: str) -> None:
+        """Skip a tenant until `reset_skipped`."""
         self._skipped.add(tenant)
 
-    def pass_over(self, group: Group, num_hit_tokens: int) -> None:
-        """Skip a group until `end_of_turn`."""
-        self._queue(group.members[0]).pass_over(group, num_hit_tokens)
+    def skip_group(self, group: PrefixGroup, num_hit_tokens: int) -> None:
+        """Skip a group until `reset_skipped`."""
+        self._queue(group.members[0]).skip_group(group, num_hit_tokens)
 
-    def end_of_turn(self) -> None:
+    def reset_skipped(self) -> None:
         """Make skipped tenants and groups eligible again."""
         self._skipped.clear()
         for queue in self._waiting.values():
-            queue.end_of_turn()
+            queue.reset_skipped()
 
-    def refresh(self) -> None:
+    def refresh_groups(self) -> None:
         """Move the groups whose first missing block has been published; called before each step is planned."""
         for queue in self._waiting.values():
-            queue.refresh()
+            queue.refresh_groups()
 
-    def regroup(self, seq: Sequence, depth: int) -> None:
+    def regroup_sequence(self, seq: Sequence, depth: int) -> None:
         """Move a sequence whose match is only `depth` blocks long to its right group."""
-        self._queue(seq).regroup(seq, depth)
+        self._queue(seq).regroup_sequence(seq, depth)
 
     def num_published_blocks(self, seq: Sequence) -> int:
         """Return its number of published leading blocks as recorded; at least the actual number."""
         return self._queue(seq).num_published_blocks(seq)
 
-    def published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+    def on_block_published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
         """Record a published block, for `refresh`."""
         for queue in self._waiting.values():
-            queue.published(block_hash)
+            queue.on_block_published(block_hash)
 
     def _queue(self, seq: Sequence) -> WaitingQueue:
         return self._queues[seq.request.tenant]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headstart.core.request import Sequence
-from headstart.core.sched.admission import non_preemptible
+from headstart.core.sched.admission import is_non_preemptible
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.step_time import LEAST_SECONDS, LEAST_TOKENS, StepTimes
 from headstart.core.sched.waiting_queue import OrderedSequences
@@ -32,7 +32,7 @@ class StepDemand(NamedTuple):
 
 
 @dataclass(slots=True)
-class Share:
+class StepShare:
     """The unused part of a tenant's share of a step. `num_rows`: of decodes, and of prompts that are cached whole."""
 
     num_rows: int
@@ -58,7 +58,7 @@ class TenantShares:
         """The number of tenants with requests."""
         return len(self._num_sequences)
 
-    def arrived(self, seq: Sequence) -> None:
+    def on_arrived(self, seq: Sequence) -> None:
         """Count a request. A tenant that had none begins as the one with the fewest tokens computed."""
         tenant = seq.request.tenant
         self._left_at.pop(tenant, None)
@@ -66,7 +66,7 @@ class TenantShares:
             self._served[tenant] = min(self._served.values(), default=0)
         self._num_sequences[tenant] = self._num_sequences.get(tenant, 0) + 1
 
-    def finished(self, seq: Sequence, now: float) -> None:
+    def on_finished(self, seq: Sequence, now: float) -> None:
         """Count a request that has ended."""
         tenant = seq.request.tenant
         self._num_sequences[tenant] -= 1
@@ -75,53 +75,53 @@ class TenantShares:
             self._owed.pop(tenant, None)
             self._left_at[tenant] = now
 
-    def is_shared(self, now: float) -> bool:
+    def has_several_tenants(self, now: float) -> bool:
         """Return whether several tenants have requests, or had some within PRESENT_SECONDS."""
         self._left_at = {name: at for name, at in self._left_at.items() if now - at < PRESENT_SECONDS}
         return len(self._num_sequences) + len(self._left_at) > 1
 
     # --------------------------------------------------------------------------------------- places and blocks
 
-    def count(self, running: Iterable[Sequence]) -> None:
+    def count_running(self, running: Iterable[Sequence]) -> None:
         """Count places and blocks, before a step is planned."""
         self._places.clear()
         self._blocks.clear()
         for seq in running:
-            self.admitted(seq)
+            self.on_admitted(seq)
 
-    def admitted(self, seq: Sequence) -> None:
+    def on_admitted(self, seq: Sequence) -> None:
         """Count a sequence that is admitted while a step is planned."""
         self._places[seq.request.tenant] += 1
         self._blocks[seq.request.tenant] += len(seq.block_ids)
 
-    def preempted(self, seq: Sequence) -> None:
+    def on_preempted(self, seq: Sequence) -> None:
         """Count a sequence that is preempted while a step is planned, before it releases its blocks."""
         self._places[seq.request.tenant] -= 1
         self._blocks[seq.request.tenant] -= len(seq.block_ids)
 
-    def computes(self, seq: Sequence, num_tokens: int) -> None:
+    def record_planned_tokens(self, seq: Sequence, num_tokens: int) -> None:
         """Count planned tokens."""
         self._served[seq.request.tenant] += num_tokens
 
-    def rank(self, tenant: str) -> tuple[float, ...]:
+    def tenant_order_key(self, tenant: str) -> tuple[float, ...]:
         """Return the order of the tenants: those below their share first, then by the tokens computed for them."""
-        return self.is_above(tenant), self._served[tenant]
+        return self.reaches_share(tenant), self._served[tenant]
 
-    def is_above(self, tenant: str) -> bool:
+    def reaches_share(self, tenant: str) -> bool:
         """Return whether a tenant uses its share of the places or of the blocks, or more."""
-        return self._places[tenant] >= self._max_places or self.has_more_blocks(tenant)
+        return self._places[tenant] >= self._max_places or self.exceeds_block_share(tenant)
 
-    def has_more_blocks(self, tenant: str, more: int = 0) -> bool:
+    def exceeds_block_share(self, tenant: str, more: int = 0) -> bool:
         """Return whether a tenant's running sequences, with `more` blocks, hold more than its share of the blocks."""
         return self._blocks[tenant] + more > self._num_blocks // self.num_tenants
 
-    def last_above(self, running: OrderedSequences, *, needs_place: bool) -> Sequence | None:
+    def last_sequence_above_share(self, running: OrderedSequences, *, needs_place: bool) -> Sequence | None:
         """Return the last running sequence of a tenant with more places, or more blocks, than its share."""
         for index in range(len(running) - 1, -1, -1):
             seq = running[index]
             tenant = seq.request.tenant
-            is_above = self._places[tenant] > self._max_places if needs_place else self.has_more_blocks(tenant)
-            if is_above and not non_preemptible(seq):
+            is_above = self._places[tenant] > self._max_places if needs_place else self.exceeds_block_share(tenant)
+            if is_above and not is_non_preemptible(seq):
                 return seq
         return None
 
@@ -131,14 +131,14 @@ class TenantShares:
 
     # ---------------------------------------------------------------------------------------------------- steps
 
-    def of_step(self, demands: Mapping[str, StepDemand], num_prompts: int) -> dict[str, Share]:
+    def step_shares(self, demands: Mapping[str, StepDemand], num_prompts: int) -> dict[str, StepShare]:
         """Return the share of each tenant in a step. `num_prompts`: that run or wait."""
         max_tokens = self._limits.max_batched_tokens
         num_decodes = sum(demand.num_decodes for demand in demands.values())
-        row, token = self._times.row_seconds(num_decodes), self._times.seconds_per_token
+        row, token = self._times.extra_decode_seconds(num_decodes), self._times.seconds_per_token
         seconds = min(self._seconds_alone(demand, row) for demand in demands.values())
         if self._left_at and self._times.bound is not None:
-            seconds = min(seconds, max(PRESENT_STEPS * self._times.decode_seconds(1), LEAST_SECONDS))
+            seconds = min(seconds, max(PRESENT_STEPS * self._times.decode_step_seconds(1), LEAST_SECONDS))
         rows = {name: max_tokens for name in demands}
         wants = {name: demand.num_prompt_tokens for name, demand in demands.items()}
         for name, demand in demands.items():
@@ -155,7 +155,7 @@ class TenantShares:
         most = self._times.max_prompt_tokens(num_rows, num_prompts)
         total = max_tokens - num_rows
         tokens = self._divided(total if most is None else min(total, most), wants)
-        return {name: Share(rows[name], tokens[name]) for name in demands}
+        return {name: StepShare(rows[name], tokens[name]) for name in demands}
 
     def _affordable(self, name: str, left: float, num_prompt_tokens: int) -> int:
         """Return the prompt tokens for `left` seconds, less what the tenant owes: at least a chunk, or none."""
@@ -169,7 +169,7 @@ class TenantShares:
         """Return the duration of a step with the tokens of one tenant; 0 while nothing is known."""
         most = self._times.max_prompt_tokens(demand.num_decodes)
         num_tokens = min(demand.num_prompt_tokens, self._limits.max_batched_tokens if most is None else most)
-        one, prompts = self._times.decode_seconds(1), self._times.seconds_per_token * num_tokens
+        one, prompts = self._times.decode_step_seconds(1), self._times.seconds_per_token * num_tokens
         return one + row * (demand.num_decodes - 1) + prompts if demand.num_decodes else max(one, prompts)
 
     def _divided(self, total: int, wants: Mapping[str, int]) -> dict[str, int]:

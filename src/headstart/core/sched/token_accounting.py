@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from headstart.core.batch import Chunk, PromptTokenBreakdown
 from headstart.core.cache.hashing import BlockHash
-from headstart.core.cache.kv_cache import Hit, KVCache
-from headstart.core.cache.transfers import Transfers
+from headstart.core.cache.kv_cache import KVCache, PrefixHit
+from headstart.core.cache.transfers import StoreTransfers
 from headstart.core.request import Sequence
-from headstart.core.sched.ideal_cache import IdealCache, max_hashes
+from headstart.core.sched.ideal_cache import IdealCache, max_remembered_hashes
 
 
 @dataclass(slots=True)
-class Counters:
+class TokenCounters:
     """Counters since start, in tokens unless the name says otherwise; see engine.EngineStats."""
 
     prompt_tokens: int = 0  # of requests whose first token is out; the next six fields are of the same requests
@@ -51,29 +51,29 @@ class TokenAccounting:
     """The token counters of one scheduler. `is_internal` marks requests that do not count as prompts."""
 
     def __init__(
-        self, cache: KVCache, transfers: Transfers, is_internal: Callable[[str], bool] = lambda _: False
+        self, cache: KVCache, transfers: StoreTransfers, is_internal: Callable[[str], bool] = lambda _: False
     ) -> None:
-        self.counters = Counters()
+        self.counters = TokenCounters()
         self._cache = cache
         self._transfers = transfers
         self._is_internal = is_internal
-        self._ideal = IdealCache(max_hashes(cache.pool.num_blocks))
+        self._ideal = IdealCache(max_remembered_hashes(cache.pool.num_blocks))
 
-    def arrived(self, seq: Sequence) -> None:
+    def on_arrived(self, seq: Sequence) -> None:
         """Count what a perfect cache would compute of its prompt: at least one token."""
         block_hashes = seq.block_hashes
-        known = self._num_ideal(block_hashes) if self._cache.reads(seq) else 0
+        known = self._num_ideal(block_hashes) if self._cache.may_read_cache(seq) else 0
         self.counters.ideal_tokens += max(len(seq.token_ids) - known * self._cache.block_size, 1)
-        self._ideal.learn(block_hashes if self._cache.writes(seq) else block_hashes[:known])
+        self._ideal.record_use(block_hashes if self._cache.may_publish(seq) else block_hashes[:known])
 
-    def finished(self, seq: Sequence) -> None:
+    def on_finished(self, seq: Sequence) -> None:
         """Add its output to the perfect cache."""
-        if self._cache.writes(seq):
-            self._ideal.learn(seq.block_hashes)
+        if self._cache.may_publish(seq):
+            self._ideal.record_use(seq.block_hashes)
 
-    def admitted(self, seq: Sequence, hit: Hit, now: float) -> None:
+    def on_admitted(self, seq: Sequence, hit: PrefixHit, now: float) -> None:
         """Record the blocks reused at an admission, the first or a later one."""
-        self._transfers.used(seq, hit)
+        self._transfers.mark_used(seq, hit)
         if seq.admitted:
             self._followed(seq, hit, 0)
             return
@@ -90,13 +90,13 @@ class TokenAccounting:
             self.counters.prefix_queries += len(seq.token_ids)
             self.counters.prefix_hits += hit.num_tokens
 
-    def adopted(self, seq: Sequence, hit: Hit, computed: int) -> None:
+    def on_blocks_adopted(self, seq: Sequence, hit: PrefixHit, computed: int) -> None:
         """Record the blocks taken over by a running sequence that had `computed` tokens before."""
         self.counters.num_adoptions += 1
-        self._transfers.used(seq, hit)
+        self._transfers.mark_used(seq, hit)
         self._followed(seq, hit, computed)
 
-    def computed(self, seq: Sequence, chunk: Chunk) -> None:
+    def on_chunk_computed(self, seq: Sequence, chunk: Chunk) -> None:
         """Count one computed chunk."""
         start, n, counters = chunk.start, len(chunk.token_ids), self.counters
         counters.computed_tokens += n
@@ -105,12 +105,12 @@ class TokenAccounting:
             counters.prefill_tokens += min(start + n, known) - start
             counters.replayed_tokens += max(min(start + n, seq.num_covered_tokens) - start, 0)
 
-    def recomputes(self, seq: Sequence) -> None:
+    def on_recompute(self, seq: Sequence) -> None:
         """Note that a sequence is computed again from its first token, in its second run."""
         self.counters.num_recomputes += 1
-        self.starts_again(seq)
+        self.forget_reuse(seq)
 
-    def starts_again(self, seq: Sequence) -> None:
+    def forget_reuse(self, seq: Sequence) -> None:
         """Forget what a sequence reused, since it does not count: a prompt without output yet has reused nothing."""
         if seq.num_output_tokens:
             seq.num_covered_tokens = max(seq.num_covered_tokens, seq.num_computed_tokens)
@@ -118,7 +118,7 @@ class TokenAccounting:
         seq.num_pinned_tokens = seq.num_cached_tokens = seq.num_store_tokens = seq.num_followed_tokens = 0
         seq.num_covered_tokens = 0
 
-    def close(self, seq: Sequence) -> PromptTokenBreakdown:
+    def finish_prompt(self, seq: Sequence) -> PromptTokenBreakdown:
         """Return the breakdown of a prompt whose last token has just been computed, and add it to the counters."""
         length = len(seq.request.prompt)
         pinned, cached, store = seq.num_pinned_tokens, seq.num_cached_tokens, seq.num_store_tokens
@@ -129,38 +129,38 @@ class TokenAccounting:
         if self._is_internal(seq.request_id):
             return breakdown
         counters.prompt_tokens += length
-        counters.cached_tokens += breakdown.cached
+        counters.cached_tokens += breakdown.num_cached
         counters.pinned_tokens += breakdown.pinned
         counters.shared_tokens += breakdown.shared
         counters.store_tokens += breakdown.store
         counters.followed_tokens += breakdown.followed
         counters.prompt_computed_tokens += breakdown.computed
-        counters.evicted_tokens += self.num_evicted(seq, breakdown)
+        counters.evicted_tokens += self.num_evicted_tokens(seq, breakdown)
         return breakdown
 
-    def num_evicted(self, seq: Sequence, breakdown: PromptTokenBreakdown) -> int:
+    def num_evicted_tokens(self, seq: Sequence, breakdown: PromptTokenBreakdown) -> int:
         """Return how many of the computed prompt tokens were in blocks that had been evicted."""
         return min(seq.num_evicted_tokens, breakdown.computed)
 
     def _find_evicted(self, seq: Sequence, start: int) -> None:
         """Set the tokens of the blocks from `start` on that follow each other and were evicted, and by which tenant."""
         pool, block_hashes, index = self._cache.pool, seq.block_hashes, start
-        if not self._cache.reads(seq) or start >= len(block_hashes):
+        if not self._cache.may_read_cache(seq) or start >= len(block_hashes):
             return
-        first = pool.eviction_of(block_hashes[start])
+        first = pool.find_eviction(block_hashes[start])
         seq.evicted_by = first.tenant if first is not None and first.by else None
-        while index < len(block_hashes) and pool.eviction_of(block_hashes[index]) is not None:
+        while index < len(block_hashes) and pool.find_eviction(block_hashes[index]) is not None:
             index += 1
         seq.num_evicted_tokens = (index - start) * self._cache.block_size
 
     def _num_ideal(self, block_hashes: list[BlockHash]) -> int:
         """Return the number of leading `block_hashes` that a perfect cache or the real one holds."""
-        known = self._ideal.num_known(block_hashes)
-        while known < len(block_hashes) and self._transfers.holds(block_hashes[known]):
+        known = self._ideal.num_cached_blocks(block_hashes)
+        while known < len(block_hashes) and self._transfers.contains(block_hashes[known]):
             known += 1
         return known
 
-    def _followed(self, seq: Sequence, hit: Hit, computed: int) -> None:
+    def _followed(self, seq: Sequence, hit: PrefixHit, computed: int) -> None:
         """Record prompt tokens that are reused now and were not computed before."""
         if len(seq.token_ids) == len(seq.request.prompt):
             self._late(seq, max(computed, seq.num_covered_tokens), hit.num_tokens)

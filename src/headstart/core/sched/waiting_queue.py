@@ -3,7 +3,7 @@
 The queue is an index: sequences wait in groups that share the hash of their first missing block. So publishing a block
 touches only the group concerned, and a group whose missing block is promised is skipped as a whole. A group's match may
 be stale in one direction: after an eviction it is longer than what is published, which is corrected at the group's turn
-(`regroup`). It is never shorter, since published hashes are processed before every step (`refresh`).
+(`regroup_sequence`). It is never shorter, since published hashes are processed before every step (`refresh`).
 """
 
 from bisect import bisect_left, insort
@@ -17,23 +17,23 @@ from headstart.core.request import Sequence
 Key = Callable[[Sequence], tuple[float, ...]]
 
 
-def fcfs(seq: Sequence) -> tuple[float, ...]:
+def fcfs_key(seq: Sequence) -> tuple[float, ...]:
     """Order by arrival. A preempted sequence keeps its place, so it resumes before newer ones."""
     return (seq.order,)
 
 
-def priority(seq: Sequence) -> tuple[float, ...]:
+def priority_key(seq: Sequence) -> tuple[float, ...]:
     """Order by smaller `priority`, then by arrival."""
     return (seq.request.priority, seq.order)
 
 
-def resumed_first(seq: Sequence) -> tuple[float, ...]:
+def resumed_first_key(seq: Sequence) -> tuple[float, ...]:
     """Order by arrival, preempted sequences first."""
     return (not seq.admitted, seq.order)
 
 
-POLICIES: dict[str, Key] = {"fcfs": fcfs, "priority": priority, "lpm": fcfs}  # order of running sequences
-WAITING: dict[str, Key] = {"fcfs": fcfs, "priority": priority, "lpm": resumed_first}
+POLICIES: dict[str, Key] = {"fcfs": fcfs_key, "priority": priority_key, "lpm": fcfs_key}  # order of running sequences
+WAITING: dict[str, Key] = {"fcfs": fcfs_key, "priority": priority_key, "lpm": resumed_first_key}
 
 
 class OrderedSequences:
@@ -67,7 +67,7 @@ class OrderedSequences:
         del self._items[index]
 
 
-class Group:
+class PrefixGroup:
     """Waiting sequences with the same first missing block, hence with the same `depth` of published blocks before it.
 
     `missing` is the hash of that block; if no full block is missing, or nothing may be read, it is a key unique to the
@@ -86,11 +86,11 @@ class Group:
         self.age: tuple[float, ...] = ()  # its current key in the two heaps; an entry with another key is void
         self.match: tuple[float, ...] = ()
 
-    def __lt__(self, other: "Group") -> bool:
+    def __lt__(self, other: "PrefixGroup") -> bool:
         return False  # entries with equal keys in a heap belong to one group
 
 
-Entry = tuple[tuple[float, ...], Group]
+Entry = tuple[tuple[float, ...], PrefixGroup]
 _RECOMPUTE = BlockHash(b"//recompute")  # not a block hash (a digest); keys of single sequences begin with one /
 
 
@@ -101,7 +101,7 @@ class WaitingQueue:
     longest match, so that a sequence with r older ones is admitted within k(r + 1) admissions (arXiv 2502.04677).
     Preempted sequences go before all others and are not counted.
 
-    `references`: idle blocks that waiting sequences will take over are evicted after all others. With `fcfs` only:
+    `references`: idle blocks that waiting sequences will take over are evicted after all others. With `fcfs_key` only:
     `lpm` admits such sequences in time, and with `priority` they may wait for ever (benchmarks/eviction).
     """
 
@@ -111,11 +111,11 @@ class WaitingQueue:
         self._key = WAITING[policy]
         self._k = k if policy == "lpm" else 1
         self._reads = reads
-        self._groups: dict[BlockHash, Group] = {}
-        self._of: dict[str, Group] = {}  # request id -> its group
+        self._groups: dict[BlockHash, PrefixGroup] = {}
+        self._of: dict[str, PrefixGroup] = {}  # request id -> its group
         self._by_age: list[Entry] = []
         self._by_match: list[Entry] = []
-        self._passed: list[Group] = []  # until the end of this step
+        self._passed: list[PrefixGroup] = []  # until the end of this step
         self._published: list[BlockHash] = []
         self._num_admissions = 0
 
@@ -140,12 +140,12 @@ class WaitingQueue:
         elif first:
             self._enqueue(group)
 
-    def admitted(self, seq: Sequence) -> None:
+    def on_admitted(self, seq: Sequence) -> None:
         """Remove an admitted sequence, and count the admission for k-LPM."""
         self.remove(seq)
         self._num_admissions += not seq.admitted
 
-    def next(self) -> Group | None:
+    def next_group(self) -> PrefixGroup | None:
         """Return the group whose first member is next; skipped groups are left out."""
         oldest = self._num_admissions % self._k == 0
         heap = self._by_age if oldest else self._by_match
@@ -156,8 +156,8 @@ class WaitingQueue:
             heappop(heap)
         return None
 
-    def pass_over(self, group: Group, num_hit_tokens: int) -> None:
-        """Skip the group until `end_of_turn`; this is no admission and costs no other sequence its turn.
+    def skip_group(self, group: PrefixGroup, num_hit_tokens: int) -> None:
+        """Skip the group until `reset_skipped`; this is no admission and costs no other sequence its turn.
 
         `num_hit_tokens`, which its members find now, is stored with them: what they reuse beyond it counts as followed.
         """
@@ -169,14 +169,14 @@ class WaitingQueue:
                 if seq.num_hit_tokens is None:
                     seq.num_hit_tokens = num_hit_tokens
 
-    def end_of_turn(self) -> None:
+    def reset_skipped(self) -> None:
         """Make the skipped groups eligible again."""
         passed, self._passed = self._passed, []
         for group in passed:
             if self._groups.get(group.missing) is group:
                 self._enqueue(group)
 
-    def refresh(self) -> None:
+    def refresh_groups(self) -> None:
         """Move the groups whose first missing block has been published; called before each step is planned."""
         block_hashes, self._published = self._published, []
         for block_hash in block_hashes:
@@ -184,7 +184,7 @@ class WaitingQueue:
             if group is not None and self._pool.contains(block_hash):
                 self._advance(group)
 
-    def regroup(self, seq: Sequence, depth: int) -> None:
+    def regroup_sequence(self, seq: Sequence, depth: int) -> None:
         """Move a sequence whose match is only `depth` blocks long to its right group."""
         group = self._of[seq.request_id]
         assert depth < group.depth
@@ -195,7 +195,7 @@ class WaitingQueue:
         """Return its number of published leading blocks as recorded; at least the actual number."""
         return self._of[seq.request_id].depth
 
-    def num_tokens(self, block_size: int, most: int) -> int:
+    def num_queued_tokens(self, block_size: int, most: int) -> int:
         """Return the tokens to compute for its sequences, at most `most`: no more are counted."""
         total = 0
         for group in self._groups.values():
@@ -205,7 +205,7 @@ class WaitingQueue:
                     return most
         return total
 
-    def published(self, block_hash: BlockHash) -> None:
+    def on_block_published(self, block_hash: BlockHash) -> None:
         """Record a published block, for `refresh`."""
         if block_hash in self._groups:
             self._published.append(block_hash)
@@ -219,7 +219,7 @@ class WaitingQueue:
         """
         if not self._reads(seq):
             return 0
-        block_hashes, published = seq.block_hashes, self._pool.published
+        block_hashes, published = seq.block_hashes, self._pool.published_hashes
         low, high = start, len(block_hashes)
         while low < high:
             middle = (low + high) // 2
@@ -238,7 +238,7 @@ class WaitingQueue:
             missing = BlockHash(b"/" + seq.request_id.encode())
         group = self._groups.get(missing)
         if group is None:
-            group = self._groups[missing] = Group(missing, depth, len(seq.block_hashes), self._key)
+            group = self._groups[missing] = PrefixGroup(missing, depth, len(seq.block_hashes), self._key)
             group.members.add(seq)
             self._add_refs(group)
             self._enqueue(group)
@@ -249,7 +249,7 @@ class WaitingQueue:
                 self._enqueue(group)
         self._of[seq.request_id] = group
 
-    def _advance(self, group: Group) -> None:
+    def _advance(self, group: PrefixGroup) -> None:
         """Move members of a group whose missing block is published to their next one, usually together."""
         first, known = group.members[0], group.depth + 1
         depth = self._depth(first, known)
@@ -272,7 +272,7 @@ class WaitingQueue:
         for seq in apart:
             self._insert(seq, self._depth(seq, known))
 
-    def _enqueue(self, group: Group) -> None:
+    def _enqueue(self, group: PrefixGroup) -> None:
         """Update the group's heap keys from its first member."""
         first = group.members[0]
         age = self._key(first)
@@ -293,12 +293,12 @@ class WaitingQueue:
         heapify(self._by_age)
         heapify(self._by_match)
 
-    def _dissolve(self, group: Group) -> None:
+    def _dissolve(self, group: PrefixGroup) -> None:
         del self._groups[group.missing]
         group.age = group.match = ()
         self._drop_refs(group)
 
-    def _add_refs(self, group: Group) -> None:
+    def _add_refs(self, group: PrefixGroup) -> None:
         """Add references in the pool to the blocks that the group will take over."""
         if not self.references:
             return
@@ -306,7 +306,7 @@ class WaitingQueue:
         self._pool.add_queued_refs(block_hashes)
         group.referenced += block_hashes
 
-    def _drop_refs(self, group: Group) -> None:
+    def _drop_refs(self, group: PrefixGroup) -> None:
         self._pool.drop_queued_refs(group.referenced)
         group.referenced = []
 

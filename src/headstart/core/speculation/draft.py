@@ -3,7 +3,7 @@
 from array import array
 from typing import NamedTuple
 
-from headstart.core.speculation.ngram_index import Match
+from headstart.core.speculation.ngram_index import NgramMatch
 
 END = -1  # no token id: stands behind each text of several in one array
 
@@ -15,12 +15,12 @@ class Draft(NamedTuple):
     match_length: int  # tokens of the occurrence
     num_agreed: int  # first tokens that followed all other occurrences of that length too
 
-    def cut(self, num: int) -> "Draft":
+    def truncated(self, num: int) -> "Draft":
         """Return the draft of the first `num` tokens."""
         return Draft(self.tokens[:num], self.match_length, min(self.num_agreed, num))
 
 
-def draft_of(text: "array[int]", match: Match, num: int, *, repeats: bool = False) -> Draft | None:
+def draft_from_match(text: "array[int]", match: NgramMatch, num: int, *, repeats: bool = False) -> Draft | None:
     """Return up to `num` tokens behind a match; None if its text ends there.
 
     `repeats`: the text is the sequence itself; an occurrence that overlaps its end goes on with its own tokens.
@@ -32,7 +32,7 @@ def draft_of(text: "array[int]", match: Match, num: int, *, repeats: bool = Fals
     return Draft(tokens, match.length, min(agreed, default=len(tokens)))
 
 
-def stronger(one: Draft | None, other: Draft | None) -> Draft | None:
+def longer_match(one: Draft | None, other: Draft | None) -> Draft | None:
     """Return the draft behind the longer match; of equally long ones `one`, which the other may agree with."""
     if one is None or other is None:
         return one or other

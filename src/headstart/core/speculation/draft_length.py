@@ -23,7 +23,7 @@ FIRST_SLOPE = 0.1  # of a step of one token, until measured
 _RATE = 0.1  # step size of the measurement
 
 
-class DecodeCost:
+class DecodeCostModel:
     """The duration of a decode step in seconds by its tokens; normalised least mean squares over a measured curve."""
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class DecodeCost:
         self._mean = 0.0  # of the weights of steps
         self._variance = 1.0
 
-    def seconds(self, num_tokens: int) -> float:
+    def expected_seconds(self, num_tokens: int) -> float:
         """Return the expected duration of a step."""
         return self.base + self.slope * self._weight(num_tokens)
 
-    def least_slope(self, num_tokens: int) -> float:
+    def min_extra_token_seconds(self, num_tokens: int) -> float:
         """Return the least time that a further token costs in a step of at least so many."""
         return self.slope * self._least[min(bisect_right(self._tokens, num_tokens), len(self._least)) - 1]
 
@@ -93,7 +93,7 @@ class DecodeCost:
         return low + (high - low) * (num_tokens - first) / (last - first)
 
 
-class Acceptance:
+class AcceptanceEstimate:
     """The observed acceptance of draft tokens, of a sequence or of a domain.
 
     It is estimated by the length of the match before the draft, separately for the first tokens, which followed all
@@ -109,11 +109,11 @@ class Acceptance:
         self._memory = memory
         self._skipped, self._pause = 0, LEAST_PAUSE
 
-    def shares(self) -> list[float]:
+    def accepted_shares(self) -> list[float]:
         """Return the accepted share of each class of tokens."""
         return [accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True)]
 
-    def probabilities(self, draft: Draft) -> list[float]:
+    def acceptance_probabilities(self, draft: Draft) -> list[float]:
         """Return the probability of each token of a draft that it is accepted if those before it are."""
         agreed, disputed = _classes(draft)
         num = draft.num_agreed
@@ -140,7 +140,7 @@ class Acceptance:
         self._tried[at] = tried
         self._accepted[at] = min(max(accepted, LEAST_SHARE * tried), MOST_SHARE * tried)
 
-    def skip(self) -> bool:
+    def skip_draft(self) -> bool:
         """Note that a draft does not pay by the estimate; return whether to probe with one token all the same.
 
         Probes that are rejected become rarer.
@@ -159,8 +159,8 @@ def _classes(draft: Draft) -> tuple[int, int]:
     return agreed, len(MATCHES) + 1 + agreed
 
 
-def draft_lengths(
-    cost: DecodeCost, num_tokens: int, probabilities: Sequence[Sequence[float]], budget: int
+def choose_draft_lengths(
+    cost: DecodeCostModel, num_tokens: int, probabilities: Sequence[Sequence[float]], budget: int
 ) -> list[int]:
     """Return the length of each sequence's draft; `budget` in all.
 
@@ -170,16 +170,16 @@ def draft_lengths(
     lengths, taken, num_best = [0] * len(probabilities), list[int](), 0
     candidates = [(-each[0], index) for index, each in enumerate(probabilities) if each]
     heapify(candidates)
-    yielded, seconds = float(num_tokens), cost.seconds(num_tokens)
+    yielded, seconds = float(num_tokens), cost.expected_seconds(num_tokens)
     best_yielded, best_seconds = yielded, seconds
     while candidates and len(taken) < budget:
         survival, index = -candidates[0][0], candidates[0][1]
-        if survival * best_seconds <= cost.least_slope(num_tokens + len(taken)) * best_yielded:
+        if survival * best_seconds <= cost.min_extra_token_seconds(num_tokens + len(taken)) * best_yielded:
             break  # no number of further tokens raises the rate
         lengths[index] += 1
         taken.append(index)
         yielded += survival
-        seconds = cost.seconds(num_tokens + len(taken))
+        seconds = cost.expected_seconds(num_tokens + len(taken))
         if yielded * best_seconds > best_yielded * seconds:
             num_best, best_yielded, best_seconds = len(taken), yielded, seconds
         following = probabilities[index][lengths[index] : lengths[index] + 1]

@@ -13,7 +13,7 @@ MAX_LINKS = 16  # positions that one lookup compares
 MIN_BUCKETS = 256
 
 
-class Match(NamedTuple):
+class NgramMatch(NamedTuple):
     """An earlier occurrence of a sequence's last `length` tokens; `end` is the position behind it."""
 
     end: int
@@ -33,7 +33,7 @@ class NgramIndex:
         self._heads = array("i", bytes(4 * buckets))  # by hash: end of the newest run; 0: none
         self._links = array("i")  # by end of a run, less `length`: end of the run before it in the chain; 0: none
 
-    def enter(self, tokens: "array[int]", end: int) -> None:
+    def index_tokens(self, tokens: "array[int]", end: int) -> None:
         """Enter the runs of `tokens[:end]` that are not entered yet."""
         heads, links, length, mask = self._heads, self._links, self._length, self._mask
         for at in range(max(self.num_entered + 1, length), end + 1):
@@ -42,7 +42,7 @@ class NgramIndex:
             heads[bucket] = at
         self.num_entered = max(self.num_entered, end)
 
-    def find(self, tokens: "array[int]", last: "array[int]") -> Match | None:
+    def find_longest(self, tokens: "array[int]", last: "array[int]") -> NgramMatch | None:
         """Return the longest occurrence in `tokens` of the end of `last`; of equal ones the newest. Changes nothing.
 
         At least `length` and at most `len(last)` tokens match. At least one token follows the occurrence.
@@ -62,7 +62,7 @@ class NgramIndex:
                 elif matched == best:
                     ends.append(end)
             end = links[end - length]
-        return Match(ends[0], best, tuple(ends[1:])) if best >= length else None
+        return NgramMatch(ends[0], best, tuple(ends[1:])) if best >= length else None
 
 
 def _num_equal(tokens: "array[int]", end: int, last: "array[int]") -> int:

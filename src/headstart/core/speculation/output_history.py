@@ -9,7 +9,7 @@ from array import array
 from collections import OrderedDict
 
 from headstart.core.request import Sequence
-from headstart.core.speculation.draft import END, Draft, draft_of, stronger
+from headstart.core.speculation.draft import END, Draft, draft_from_match, longer_match
 from headstart.core.speculation.ngram_index import NgramIndex
 
 MAX_ENTRIES = 64
@@ -35,15 +35,15 @@ class _Entry:
         text, index = self._generations[0]
         text.extend(kept)
         text.append(END)
-        index.enter(text, len(text))
+        index.index_tokens(text, len(text))
 
     def find(self, last: "array[int]", num: int) -> Draft | None:
         """Return up to `num` tokens behind the longest occurrence of the end of `last`."""
         best: Draft | None = None
         for text, index in self._generations:
-            match = index.find(text, last)
+            match = index.find_longest(text, last)
             if match is not None:
-                best = stronger(best, draft_of(text, match, num))
+                best = longer_match(best, draft_from_match(text, match, num))
         return best
 
 
@@ -59,7 +59,7 @@ class OutputHistory:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, seq: Sequence) -> None:
+    def add_output(self, seq: Sequence) -> None:
         """Keep the output of a sequence, unless it is too short to be found."""
         if seq.num_output_tokens < self._length:
             return
@@ -72,7 +72,7 @@ class OutputHistory:
         self._entries.move_to_end(key)
         entry.add(seq.token_ids[max(seq.num_prompt_tokens - self._context, 0) :])
 
-    def find(self, seq: Sequence, last: "array[int]", num: int) -> Draft | None:
+    def find_draft(self, seq: Sequence, last: "array[int]", num: int) -> Draft | None:
         """Return up to `num` tokens that followed the end of `last` in an earlier output of its key."""
         entry = self._entries.get(_key(seq))
         return None if entry is None else entry.find(last, num)

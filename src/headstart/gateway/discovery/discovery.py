@@ -17,8 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from headstart.core.errors import ConfigError
-from headstart.gateway.replicas.replica_address import MAX_PORT, ReplicaAddress, is_of_a_replica, parse_address
-from headstart.http.logs import Log
+from headstart.gateway.replicas.replica_address import (
+    MAX_PORT,
+    ReplicaAddress,
+    may_be_replica_address,
+    parse_replica_address,
+)
+from headstart.http.logs import ServerLog
 from headstart.http.web_pages import is_loopback
 
 MAX_REPLICAS = 4_096  # that a file or a name may list: the health of each is polled continuously
@@ -67,28 +72,28 @@ class StaticDiscovery:
         await asyncio.Event().wait()
 
 
-class Listed(NamedTuple):
+class DiscoveredReplicas(NamedTuple):
     """Replicas that a name server or a cluster names, and the endpoints, HOST:PORT, that no replica can have."""
 
     addresses: tuple[ReplicaAddress, ...] = ()
     refused: tuple[str, ...] = ()
 
 
-def listed(endpoints: Iterable[tuple[str, int]], *, allow_loopback: bool) -> Listed:
+def replicas_at_endpoints(endpoints: Iterable[tuple[str, int]], *, allow_loopback: bool) -> DiscoveredReplicas:
     """Return the replicas at endpoints, each a host as in a URL and a port. `allow_loopback`: also at loopback ones."""
     found, refused = set[ReplicaAddress](), set[str]()
     for host, port in endpoints:
-        if 1 <= port <= MAX_PORT and is_of_a_replica(host.strip("[]"), allow_loopback=allow_loopback):
+        if 1 <= port <= MAX_PORT and may_be_replica_address(host.strip("[]"), allow_loopback=allow_loopback):
             found.add(ReplicaAddress(f"http://{host}:{port}"))
         else:
             refused.add(f"{host}:{port}")
-    return Listed(tuple(sorted(found, key=lambda address: address.url)), tuple(sorted(refused)))
+    return DiscoveredReplicas(tuple(sorted(found, key=lambda address: address.url)), tuple(sorted(refused)))
 
 
 class ReplicaListing:
     """The list of replicas passed on so far, and the log of its changes and of failures to read it."""
 
-    def __init__(self, source: str, changed: Changed, log: Log, *, items: str = "replicas") -> None:
+    def __init__(self, source: str, changed: Changed, log: ServerLog, *, items: str = "replicas") -> None:
         """`items`: a word for what the source lists."""
         self._source = source
         self._items = items
@@ -108,17 +113,17 @@ class ReplicaListing:
         """Whether no replica is known."""
         return not self._known
 
-    def update(self, listed: Listed) -> None:
+    def update(self, listed: DiscoveredReplicas) -> None:
         """Pass a list on if it differs from the last; of too many replicas those already known are kept."""
         found, refused = listed
         num_refused = len(refused)
         if len(found) > MAX_REPLICAS:
-            self.complain(f"has more than {MAX_REPLICAS} {self._items}; the rest is left out")
+            self.log_complaint(f"has more than {MAX_REPLICAS} {self._items}; the rest is left out")
             before = set(self._known or ())
             kept = sorted(found, key=lambda address: address not in before)[:MAX_REPLICAS]
             found = tuple(sorted(kept, key=lambda address: address.url))
         elif refused:
-            self.complain(
+            self.log_complaint(
                 f"has {num_refused} {self._items} that no replica can have, as {refused[0]}; they are left out"
             )
         elif found:
@@ -130,7 +135,7 @@ class ReplicaListing:
         self._known = found
         self._changed(found)
 
-    def complain(self, complaint: str) -> None:
+    def log_complaint(self, complaint: str) -> None:
         """Log why the list is not what one might expect, once."""
         if complaint != self._complaint:
             self._log.line(f"headstart: {self._source} {complaint}")
@@ -151,7 +156,7 @@ class DnsDiscovery:
         name: str,
         port: int,
         *,
-        log: Log | None = None,
+        log: ServerLog | None = None,
         ask_seconds: float = ASK_SECONDS,
         resolve: Resolve | None = None,
         allow_loopback: bool = False,
@@ -163,7 +168,7 @@ class DnsDiscovery:
         if not name or not 1 <= port <= 65535:
             raise ConfigError(f"dns:{name}:{port} names no service; write it like dns:replicas.default.svc:8000")
         self._name, self._port = name, port
-        self._log = log or Log()
+        self._log = log or ServerLog()
         self._ask_seconds = ask_seconds
         self._resolve = resolve or _system_resolve
         self._allow_loopback = allow_loopback or is_loopback(name)
@@ -182,12 +187,12 @@ class DnsDiscovery:
             except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
                 listing.failed("name", f"{self.describe()} does not resolve ({error})")
                 if not listing.is_known:
-                    listing.update(Listed())
+                    listing.update(DiscoveredReplicas())
             else:
                 listing.failed("name", "")
                 hosts = {str(entry[4][0]) for entry in answer}
                 endpoints = [(f"[{host}]" if ":" in host else host, self._port) for host in hosts]
-                listing.update(listed(endpoints, allow_loopback=self._allow_loopback))
+                listing.update(replicas_at_endpoints(endpoints, allow_loopback=self._allow_loopback))
             await asyncio.sleep(self._ask_seconds)
 
 
@@ -198,9 +203,9 @@ async def _system_resolve(name: str, port: int) -> Sequence[Any]:
 class FileDiscovery:
     """The replicas of a file. One that becomes empty keeps its last list: `[]` says that there are no replicas."""
 
-    def __init__(self, path: Path, *, log: Log | None = None, poll_seconds: float = POLL_SECONDS) -> None:
+    def __init__(self, path: Path, *, log: ServerLog | None = None, poll_seconds: float = POLL_SECONDS) -> None:
         self._path = path
-        self._log = log or Log()
+        self._log = log or ServerLog()
         self._poll_seconds = poll_seconds
 
     def describe(self) -> str:
@@ -210,7 +215,7 @@ class FileDiscovery:
         """As Discovery.watch. Raises ConfigError for a file that cannot be read at first."""
         read = await asyncio.to_thread(_look, self._path)
         listing = ReplicaListing(self.describe(), changed, self._log)
-        listing.update(Listed(await asyncio.to_thread(read_addresses, self._path)))
+        listing.update(DiscoveredReplicas(await asyncio.to_thread(read_replica_file, self._path)))
         before = read
         while True:
             await asyncio.sleep(self._poll_seconds)
@@ -220,17 +225,17 @@ class FileDiscovery:
                 continue
             read = seen
             try:
-                found = await asyncio.to_thread(read_addresses, self._path, may_be_empty=listing.is_empty)
+                found = await asyncio.to_thread(read_replica_file, self._path, may_be_empty=listing.is_empty)
                 if await asyncio.to_thread(_look, self._path) != seen:
                     continue  # it changed during the read, and will differ at the next poll
             except ConfigError as error:
                 listing.failed("file", str(error))
                 continue
             listing.failed("file", "")
-            listing.update(Listed(found))
+            listing.update(DiscoveredReplicas(found))
 
 
-def read_addresses(path: Path, *, may_be_empty: bool = True) -> tuple[ReplicaAddress, ...]:
+def read_replica_file(path: Path, *, may_be_empty: bool = True) -> tuple[ReplicaAddress, ...]:
     """Return the replicas that a file lists, each once. Raises ConfigError, also for a file without any list."""
     try:
         text = _read(path).decode()
@@ -271,7 +276,7 @@ def _look(path: Path) -> Sight:
 
 def _from_lines(text: str) -> list[ReplicaAddress]:
     lines = [(number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), 1)]
-    return [_at(f"line {number}", lambda line=line: parse_address(line)) for number, line in lines if line]
+    return [_at(f"line {number}", lambda line=line: parse_replica_address(line)) for number, line in lines if line]
 
 
 def _from_json(text: str) -> list[ReplicaAddress]:
@@ -286,12 +291,12 @@ def _from_json(text: str) -> list[ReplicaAddress]:
 
 def _of_entry(entry: object) -> ReplicaAddress:
     if isinstance(entry, str):
-        return parse_address(entry)
+        return parse_replica_address(entry)
     if not isinstance(entry, dict) or "url" not in entry or not entry.keys() <= _KEYS:
         raise ConfigError('write it like "http://10.0.0.7:8000" or {"url": "http://10.0.0.7:8000"}')
     if not all(isinstance(value, str) for value in entry.values()):
         raise ConfigError("url, ranks, events and replay must be texts")
-    return parse_address(",".join([entry["url"], *(f"{key}={entry[key]}" for key in entry if key != "url")]))
+    return parse_replica_address(",".join([entry["url"], *(f"{key}={entry[key]}" for key in entry if key != "url")]))
 
 
 def _at(where: str, parse: Callable[[], ReplicaAddress]) -> ReplicaAddress:

@@ -29,7 +29,7 @@ from headstart.gateway.discovery.kubernetes_objects import (
     Bookmark,
     EndpointSlice,
     InferencePool,
-    Page,
+    ListPage,
     Pod,
     WatchEvent,
 )
@@ -49,7 +49,7 @@ GONE = 410
 T = TypeVar("T", Pod, InferencePool, EndpointSlice)
 
 
-class ApiError(Exception):
+class KubernetesApiError(Exception):
     """A request to the API server that was not answered with objects. `status` 0: there was no answer at all."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -74,12 +74,12 @@ class KubernetesApi:
         await self._client.close()
 
     async def list_page(self, path: str, query: Query) -> bytes:
-        """Return one page of a list as JSON. Raises ApiError."""
+        """Return one page of a list as JSON. Raises KubernetesApiError."""
         async with self._answer(path, query, aiohttp.ClientTimeout(total=LIST_SECONDS)) as response:
             return await response.read()
 
     async def watch(self, path: str, query: Query, seconds: int) -> AsyncGenerator[bytes]:
-        """Yield the complete lines of a watch that the server ends after `seconds`. Raises ApiError.
+        """Yield the complete lines of a watch that the server ends after `seconds`. Raises KubernetesApiError.
 
         A line that the end of the connection cuts off is dropped.
         """
@@ -95,7 +95,7 @@ class KubernetesApi:
     async def _answer(
         self, path: str, query: Query, timeout: aiohttp.ClientTimeout
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """Send a GET and yield an answer of status 200; errors on the way, also later, become ApiError."""
+        """Send a GET and yield an answer of status 200; errors on the way, also later, become KubernetesApiError."""
         response: aiohttp.ClientResponse | None = None
         try:
             response = await self._client.call_api(
@@ -114,17 +114,17 @@ class KubernetesApi:
                 raise _refusal(response.status, await response.content.read(MAX_ERROR))
             yield response
         except TimeoutError as error:
-            raise ApiError(0, "the API server does not answer") from error
+            raise KubernetesApiError(0, "the API server does not answer") from error
         except (HttpProcessingError, ValueError) as error:
-            raise ApiError(500, f"the API server's answer cannot be read ({str(error)[:200]})") from error
+            raise KubernetesApiError(500, f"the API server's answer cannot be read ({str(error)[:200]})") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ApiError(0, f"no connection to the API server ({error or type(error).__name__})") from error
+            raise KubernetesApiError(0, f"no connection to the API server ({error or type(error).__name__})") from error
         finally:
             if response is not None:
                 response.close()
 
 
-async def connect(kubeconfig: Path | None = None) -> KubernetesApi:
+async def connect_to_cluster(kubeconfig: Path | None = None) -> KubernetesApi:
     """Return a connection to the cluster of `kubeconfig`; None: of this pod, else of the user's kubeconfig.
 
     Raises ConfigError if there is no cluster, or if kubernetes_asyncio is not installed.
@@ -166,17 +166,17 @@ def _namespace_of_pod() -> str:
         return "default"
 
 
-def _refusal(status: int, body: bytes) -> ApiError:
+def _refusal(status: int, body: bytes) -> KubernetesApiError:
     """Return the error of an answer other than 200; the server's own message names the user, verb and resource."""
     try:
         message = msgspec.json.decode(body, type=ApiStatus).message
     except msgspec.DecodeError:
         message = ""
-    return ApiError(status, f"the API server answers {status}" + (f": {message[:500]}" if message else ""))
+    return KubernetesApiError(status, f"the API server answers {status}" + (f": {message[:500]}" if message else ""))
 
 
 @dataclass(frozen=True, slots=True)
-class Resource(Generic[T]):
+class WatchedResource(Generic[T]):
     """Objects to be watched: their type, their path under the API server, and their selector as query parameters."""
 
     kind: type[T]
@@ -190,9 +190,9 @@ class Reflector(Generic[T]):
     def __init__(
         self,
         api: KubernetesApi,
-        resource: Resource[T],
+        resource: WatchedResource[T],
         changed: Callable[[Mapping[str, T]], None],
-        failed: Callable[[ApiError | None], None],
+        failed: Callable[[KubernetesApiError | None], None],
         *,
         rng: random.Random,
         first_backoff: float = FIRST_BACKOFF,
@@ -220,7 +220,7 @@ class Reflector(Generic[T]):
             version, began = self._version, loop.time()
             try:
                 await self._watch()
-            except ApiError as error:
+            except KubernetesApiError as error:
                 if error.status != GONE:
                     self._failed(error)
                 if error.status:  # the server cannot continue this watch
@@ -238,14 +238,14 @@ class Reflector(Generic[T]):
     async def _relisted(self) -> bool:
         try:
             await self._list()
-        except ApiError as error:
+        except KubernetesApiError as error:
             self._failed(error)
             return False
         self._failed(None)
         return True
 
     async def _list(self) -> None:
-        """Replace the copy by a list, read page by page. Raises ApiError, and then changes nothing."""
+        """Replace the copy by a list, read page by page. Raises KubernetesApiError, and then changes nothing."""
         found: dict[str, T] = {}
         continuation = ""
         while True:
@@ -253,7 +253,7 @@ class Reflector(Generic[T]):
             if continuation:
                 query["continue"] = continuation
             body = await self._api.list_page(self._resource.path, query)
-            page = _decoded(body, Page)
+            page = _decoded(body, ListPage)
             for item in page.items:
                 one = _decoded(item, self._resource.kind)
                 found[one.metadata.name] = one
@@ -261,12 +261,12 @@ class Reflector(Generic[T]):
             if not continuation:
                 break
         if not page.metadata.resource_version:
-            raise ApiError(0, "the API server's list has no resourceVersion")
+            raise KubernetesApiError(0, "the API server's list has no resourceVersion")
         self._objects, self._version = found, page.metadata.resource_version
         self._changed(self._objects)
 
     async def _watch(self) -> None:
-        """Follow one watch to its end. Raises ApiError."""
+        """Follow one watch to its end. Raises KubernetesApiError."""
         query = {**self._resource.selector, "resourceVersion": self._version}
         seconds = self._rng.randint(*self._watch_seconds)
         async with aclosing(self._api.watch(self._resource.path, query, seconds)) as lines:
@@ -275,10 +275,10 @@ class Reflector(Generic[T]):
                 self._failed(None)
 
     def _apply(self, event: WatchEvent) -> None:
-        """Apply one event to the copy. Raises ApiError if it is an error, or cannot be read."""
+        """Apply one event to the copy. Raises KubernetesApiError if it is an error, or cannot be read."""
         if event.type == "ERROR":
             status = _decoded(event.object, ApiStatus)
-            raise ApiError(status.code or 500, f"the API server ends a watch: {status.message[:500]}")
+            raise KubernetesApiError(status.code or 500, f"the API server ends a watch: {status.message[:500]}")
         if event.type not in ("ADDED", "MODIFIED", "DELETED"):  # BOOKMARK
             self._version = _decoded(event.object, Bookmark).metadata.resource_version or self._version
             return
@@ -295,8 +295,8 @@ D = TypeVar("D")
 
 
 def _decoded(text: bytes | msgspec.Raw, kind: type[D]) -> D:
-    """Return a decoded JSON document. Raises ApiError if it is none, or lacks fields."""
+    """Return a decoded JSON document. Raises KubernetesApiError if it is none, or lacks fields."""
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(500, f"the API server's {kind.__name__} cannot be read ({error})") from None
+        raise KubernetesApiError(500, f"the API server's {kind.__name__} cannot be read ({error})") from None

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from headstart.gateway.discovery.discovery import Changed, Listed, ReplicaListing
+from headstart.gateway.discovery.discovery import Changed, DiscoveredReplicas, ReplicaListing
 from headstart.gateway.discovery.kubernetes_api import (
     FIRST_BACKOFF,
     WATCH_SECONDS,
-    ApiError,
     KubernetesApi,
+    KubernetesApiError,
     Reflector,
-    Resource,
-    connect,
+    WatchedResource,
+    connect_to_cluster,
 )
 from headstart.gateway.discovery.kubernetes_objects import (
     EndpointSlice,
@@ -25,7 +25,7 @@ from headstart.gateway.discovery.kubernetes_objects import (
     port_names,
     slice_addresses,
 )
-from headstart.http.logs import Log
+from headstart.http.logs import ServerLog
 
 POOLS = ("/apis/inference.networking.k8s.io/v1", "inferencepools")
 PODS = ("/api/v1", "pods")
@@ -42,7 +42,7 @@ class KubernetesDiscovery:
         target: KubernetesTarget,
         *,
         kubeconfig: Path | None = None,
-        log: Log | None = None,
+        log: ServerLog | None = None,
         rng: random.Random | None = None,
         first_backoff: float = FIRST_BACKOFF,
         watch_seconds: tuple[int, int] = WATCH_SECONDS,
@@ -54,7 +54,7 @@ class KubernetesDiscovery:
         """
         self._target = target
         self._kubeconfig = kubeconfig
-        self._log = log or Log()
+        self._log = log or ServerLog()
         self._rng = rng or random.Random()
         self._first_backoff = first_backoff
         self._watch_seconds = watch_seconds
@@ -68,7 +68,7 @@ class KubernetesDiscovery:
 
         Raises ConfigError if there is no cluster, or kubernetes_asyncio is not installed.
         """
-        api = await connect(self._kubeconfig)
+        api = await connect_to_cluster(self._kubeconfig)
         try:
             listing = ReplicaListing(self.describe(), changed, self._log, items="endpoints")
             if self._target.kind == "service":
@@ -83,7 +83,9 @@ class KubernetesDiscovery:
             found = slice_addresses(slices.values(), self._target.port, allow_loopback=self._allow_loopback)
             ports = port_names(slices.values())
             if ports and not any(found) and (self._target.port not in ports or not self._target.port):
-                listing.complain(f"has endpoints with the ports {', '.join(ports)}; name one of them after a colon")
+                listing.log_complaint(
+                    f"has endpoints with the ports {', '.join(ports)}; name one of them after a colon"
+                )
             listing.update(found)
 
         selector = {"labelSelector": f"kubernetes.io/service-name={self._target.name}"}
@@ -98,7 +100,7 @@ class KubernetesDiscovery:
 
         def update() -> None:
             if pool is None:
-                listing.update(Listed())
+                listing.update(DiscoveredReplicas())
             else:
                 listing.update(pool_addresses(pool, pods.values(), allow_loopback=self._allow_loopback))
 
@@ -123,7 +125,7 @@ class KubernetesDiscovery:
                 query = {"labelSelector": selector}
                 watching = group.create_task(self._reflector(api, listing, Pod, PODS, query, pods_listed).run())
             else:
-                listing.complain("selects no pods" if pool else "does not exist")
+                listing.log_complaint("selects no pods" if pool else "does not exist")
                 pods = {}
                 update()
 
@@ -142,13 +144,13 @@ class KubernetesDiscovery:
     ) -> Reflector[T]:
         group, plural = collection
 
-        def failed(error: ApiError | None) -> None:
+        def failed(error: KubernetesApiError | None) -> None:
             listing.failed(plural, f"{self.describe()}: {error}" if error is not None else "")
 
         path = f"{group}/namespaces/{self._target.namespace or api.namespace}/{plural}"
         return Reflector(
             api,
-            Resource(kind, path, selector),
+            WatchedResource(kind, path, selector),
             changed,
             failed,
             rng=self._rng,

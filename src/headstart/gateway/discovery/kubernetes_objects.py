@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from msgspec import Raw, Struct, field
 
 from headstart.core.errors import ConfigError
-from headstart.gateway.discovery.discovery import Listed, listed
+from headstart.gateway.discovery.discovery import DiscoveredReplicas, replicas_at_endpoints
 
 GONE_PHASES = ("Succeeded", "Failed")  # of pods whose containers have ended and are not started again
 ADDRESS_TYPES = ("IPv4", "IPv6")  # of endpoint slices that are read, preferred first
@@ -56,7 +56,7 @@ class Metadata(Struct, frozen=True, rename="camel"):
     continuation: str = field(default="", name="continue")
 
 
-class Page(Struct, frozen=True):
+class ListPage(Struct, frozen=True):
     """One page of a list."""
 
     metadata: Metadata = Metadata()
@@ -166,14 +166,14 @@ class EndpointSlice(Struct, frozen=True, rename="camel"):
     ports: list[SlicePort] | None = None
 
 
-def pool_addresses(pool: InferencePool, pods: Iterable[Pod], *, allow_loopback: bool = False) -> Listed:
+def pool_addresses(pool: InferencePool, pods: Iterable[Pod], *, allow_loopback: bool = False) -> DiscoveredReplicas:
     """Return a replica for each target port of each pod that has an address and is not terminating."""
-    hosts = [host for pod in pods if _is_listed(pod) and (host := host_of(pod.status.pod_ip)) is not None]
+    hosts = [host for pod in pods if _is_listed(pod) and (host := url_host(pod.status.pod_ip)) is not None]
     ports = dict.fromkeys(port.number for port in pool.spec.target_ports)
-    return listed([(host, port) for host in hosts for port in ports], allow_loopback=allow_loopback)
+    return replicas_at_endpoints([(host, port) for host in hosts for port in ports], allow_loopback=allow_loopback)
 
 
-def slice_addresses(slices: Iterable[EndpointSlice], port: str, *, allow_loopback: bool = False) -> Listed:
+def slice_addresses(slices: Iterable[EndpointSlice], port: str, *, allow_loopback: bool = False) -> DiscoveredReplicas:
     """Return a replica for each endpoint that is not terminating.
 
     `port` is the name or number of one of the slices' ports; empty: their only one. Slices without it list nothing. A
@@ -181,17 +181,17 @@ def slice_addresses(slices: Iterable[EndpointSlice], port: str, *, allow_loopbac
     """
     slices = tuple(slices)
     if not port and len(port_names(slices)) > 1:
-        return Listed()
+        return DiscoveredReplicas()
     found: dict[tuple[str, str], tuple[str, int]] = {}
     for part in sorted(slices, key=lambda part: (_rank(part.address_type), part.metadata.name)):
         number = _port_of(part, port)
         for endpoint in part.endpoints or ():
-            host = host_of(endpoint.addresses[0]) if endpoint.addresses else None
+            host = url_host(endpoint.addresses[0]) if endpoint.addresses else None
             if number is None or host is None or endpoint.conditions.terminating or part.address_type == "FQDN":
                 continue
             target = endpoint.target_ref or TargetRef(name=host)
             found.setdefault((target.kind, target.name), (host, number))
-    return listed(found.values(), allow_loopback=allow_loopback)
+    return replicas_at_endpoints(found.values(), allow_loopback=allow_loopback)
 
 
 def port_names(slices: Iterable[EndpointSlice]) -> list[str]:
@@ -200,7 +200,7 @@ def port_names(slices: Iterable[EndpointSlice]) -> list[str]:
     return sorted({port.name or str(port.port) for port in ports if port.port is not None})
 
 
-def host_of(address: str) -> str | None:
+def url_host(address: str) -> str | None:
     """Return an IP address as the host of a URL; None for anything else."""
     try:
         parsed = ipaddress.ip_address(address)

@@ -21,14 +21,14 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from headstart.gateway.kv_events.kv_event_intake import (
-    EventIntake,
+    KVEventApplier,
     PublisherTrust,
     Reconfigured,
     UntrustedPublisherError,
 )
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.http.logs import Log
-from headstart.router.index.event_sequencer import Due, EventSequencer
+from headstart.http.logs import ServerLog
+from headstart.router.index.event_sequencer import DueBatches, EventSequencer
 from headstart.router.index.kv_event_index import NOT_USED, KVEventIndex
 
 POLL_SECONDS = 0.5  # the longest interval between two checks
@@ -47,7 +47,7 @@ HEARTBEAT_MILLISECONDS = 5_000  # a publisher that does not answer for three of 
 RECONNECT_MILLISECONDS = 100  # doubles at every attempt, up to ten times that
 
 
-class Replay:
+class ReplaySocket:
     """The socket that requests batches, and the state of the current request."""
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
@@ -84,17 +84,17 @@ class Replay:
 
     def _open(self) -> zmq.asyncio.Socket:
         sock = self._context.socket(zmq.DEALER)
-        prepare(sock, MAX_QUEUED_REPLAY)
+        set_socket_options(sock, MAX_QUEUED_REPLAY)
         sock.connect(self._endpoint)
         return sock
 
 
-def subscribe(context: zmq.asyncio.Context, endpoint: str) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
+def open_subscription(context: zmq.asyncio.Context, endpoint: str) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
     """Return the socket that receives a publisher's batches, and the monitor of its connections. Raises ZMQError."""
     sub = context.socket(zmq.SUB)
     try:
         monitor = sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        prepare(sub, MAX_QUEUED)
+        set_socket_options(sub, MAX_QUEUED)
         sub.setsockopt(zmq.SUBSCRIBE, b"")
         sub.connect(endpoint)
     except zmq.ZMQError:
@@ -104,7 +104,7 @@ def subscribe(context: zmq.asyncio.Context, endpoint: str) -> tuple[zmq.asyncio.
     return sub, monitor
 
 
-def prepare(sock: zmq.asyncio.Socket, max_queued: int) -> None:
+def set_socket_options(sock: zmq.asyncio.Socket, max_queued: int) -> None:
     """Set the options that every socket needs; call before it connects."""
     sock.set_hwm(max_queued)
     sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -115,7 +115,7 @@ def prepare(sock: zmq.asyncio.Socket, max_queued: int) -> None:
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MILLISECONDS)
 
 
-async def receive(sock: zmq.asyncio.Socket) -> list[bytes] | None:
+async def receive_message(sock: zmq.asyncio.Socket) -> list[bytes] | None:
     """Return the next message; None if there is none."""
     try:
         return await sock.recv_multipart(zmq.NOBLOCK)
@@ -124,7 +124,7 @@ async def receive(sock: zmq.asyncio.Socket) -> list[bytes] | None:
 
 
 class KVEventConsumer:
-    """The consumer of one replica's KV events. `kind`: "vllm", "sglang" or "headstart" (EventDecoder).
+    """The consumer of one replica's KV events. `kind`: "vllm", "sglang" or "headstart" (KVEventDecoder).
 
     The index is kept current while `run` runs. `reconfigured` is called with the block size if a replica with an empty
     cache has another one than its index, and returns the index to continue with; without it such events are counted and
@@ -140,9 +140,9 @@ class KVEventConsumer:
         self.is_suspended = False  # its events are ignored for a while
         self.last_heard: float | None = None  # of a batch, live or replayed; seconds, time.monotonic()
         self._trust = PublisherTrust()
-        self._intake = EventIntake(index, kind, self._trust, self._say, reconfigured)
+        self._intake = KVEventApplier(index, kind, self._trust, self._say, reconfigured)
         self._feed = EventSequencer(replays=address.replay is not None)
-        self._replay: Replay | None = None
+        self._replay: ReplaySocket | None = None
         self._own = dict.fromkeys(("heard", "connections", "replays", "suspensions", "failures"), 0)
         self._active_at: float | None = None  # the last live batch or connection, if no replay was requested since
         self._was_blind = False
@@ -154,7 +154,7 @@ class KVEventConsumer:
 
     @index.setter
     def index(self, index: KVEventIndex) -> None:
-        self._intake.swap(index)
+        self._intake.replace_index(index)
         self._feed.reset()
         self._active_at = time.monotonic()
 
@@ -182,14 +182,14 @@ class KVEventConsumer:
         return self._intake.is_taking
 
     @property
-    def is_missing(self) -> bool:
+    def has_gap(self) -> bool:
         """Whether batches wait behind a gap."""
         return self._feed.replay_from is not None
 
     @property
-    def is_blind(self) -> bool:
+    def lacks_usable_events(self) -> bool:
         """Whether requests to the replica end and no usable event about them arrives."""
-        return self.index.is_blind
+        return self.index.lacks_usable_events
 
     async def run(self) -> None:
         """Listen until cancelled. If there is no publisher, or no longer, try again indefinitely."""
@@ -213,12 +213,12 @@ class KVEventConsumer:
             self._say(f"cannot listen at {self.address.events} ({error})")
             return RETRY_SECONDS
         except UntrustedPublisherError as error:
-            pause = self._trust.suspend(time.monotonic())
+            pause = self._trust.suspend_publisher(time.monotonic())
             self._say(f"{error}; its cache is approximated, and its events are read again in {pause:.0f} s")
         except Exception as error:  # an internal error must not end the consumer: the index would never change again
-            pause = self._trust.suspend(time.monotonic())
+            pause = self._trust.suspend_publisher(time.monotonic())
             self._own["failures"] += 1
-            Log().failure("kv_event_listener_failed", error, self.address.url)
+            ServerLog().failure("kv_event_listener_failed", error, self.address.url)
         self.is_suspended = True
         self._own["suspensions"] += 1
         return pause
@@ -227,7 +227,7 @@ class KVEventConsumer:
 
     async def _listen(self, context: zmq.asyncio.Context) -> NoReturn:
         """Receive batches and request missing ones. Raises ZMQError and UntrustedPublisherError."""
-        self._replay = None if self.address.replay is None else Replay(context, self.address.replay)
+        self._replay = None if self.address.replay is None else ReplaySocket(context, self.address.replay)
         try:
             while True:
                 await self._listen_while_connected(context)
@@ -241,7 +241,7 @@ class KVEventConsumer:
 
         After an oversized message libzmq does not reconnect, so a new socket is needed.
         """
-        sub, monitor = subscribe(context, self.address.events or "")
+        sub, monitor = open_subscription(context, self.address.events or "")
         connected_at = time.monotonic()
         try:
             while time.monotonic() - connected_at <= RENEW_SECONDS:
@@ -262,7 +262,7 @@ class KVEventConsumer:
 
     async def _connections(self, monitor: zmq.asyncio.Socket) -> None:
         """Track connections. Behind a new connection there may be a new publisher, and batches were missed."""
-        while (frames := await receive(monitor)) is not None:
+        while (frames := await receive_message(monitor)) is not None:
             if parse_monitor_message(frames)["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.is_connected = False
                 continue
@@ -276,16 +276,16 @@ class KVEventConsumer:
 
     async def _receive_live(self, sub: zmq.asyncio.Socket) -> None:
         for _ in range(MAX_ROUND):
-            frames = await receive(sub)
+            frames = await receive_message(sub)
             if frames is None:
                 return
             self._own["heard"] += 1
             self._active_at = time.monotonic()
             await self._offer(frames, replayed=False)
 
-    async def _receive_replay(self, replay: Replay) -> None:
+    async def _receive_replay(self, replay: ReplaySocket) -> None:
         for _ in range(MAX_ROUND):
-            frames = await receive(replay.socket)
+            frames = await receive_message(replay.socket)
             if frames is None:
                 return
             replay.heard_at = time.monotonic()
@@ -318,29 +318,31 @@ class KVEventConsumer:
                 await self._replay_ended(replay, in_time=False)
         else:
             is_quiet = self._active_at is not None and now - self._active_at > QUIET_SECONDS
-            if is_quiet or self.is_missing or now - replay.heard_at > CHECK_SECONDS:
+            if is_quiet or self.has_gap or now - replay.heard_at > CHECK_SECONDS:
                 self._request_replay(replay)
-        if self.is_blind and not self._was_blind:
-            cause = likely_cause(self.counts, self.address, self.is_connected, self.index.block_size)
+        if self.lacks_usable_events and not self._was_blind:
+            cause = why_no_usable_events(self.counts, self.address, self.is_connected, self.index.block_size)
             self._say(f"{self.index.silence} requests ended and no usable event arrived: {cause}")
-        self._was_blind = self.is_blind
+        self._was_blind = self.lacks_usable_events
 
-    def _request_replay(self, replay: Replay) -> None:
+    def _request_replay(self, replay: ReplaySocket) -> None:
         """Request all batches from the last applied one on: that one shows whether the publisher is the same."""
         self._own["replays"] += 1
         self._active_at = None
         replay.request(max(self._feed.position - 1, 0), (self._feed.num_restarts, self._feed.position))
 
-    async def _replay_ended(self, replay: Replay, *, in_time: bool = True) -> None:
+    async def _replay_ended(self, replay: ReplaySocket, *, in_time: bool = True) -> None:
         """Give up batches that the replay did not bring.
 
         If it brought some, request another one: publishers cut long replays.
         """
         restarts, position = replay.end(in_time)
         if in_time and position and not replay.has_batches and replay.keeps_batches:
-            await self._take(self._feed.restarted())  # not even the requested batch, which was applied last
+            await self._take(
+                self._feed.reset_for_new_publisher()
+            )  # not even the requested batch, which was applied last
         is_another = restarts != self._feed.num_restarts
-        if is_another or (position != self._feed.position and (self.is_missing or not in_time)):
+        if is_another or (position != self._feed.position and (self.has_gap or not in_time)):
             self._request_replay(replay)
         else:
             await self._give_up()
@@ -350,14 +352,14 @@ class KVEventConsumer:
 
         Live batches may have come before a replay of later ones, so there may be several gaps.
         """
-        due = Due(False, [])
-        while self.is_missing:
+        due = DueBatches(False, [])
+        while self.has_gap:
             due = self._feed.give_up()
         await self._take(due)
 
     # ------------------------------------------------------------------------------------------------------- contents
 
-    async def _take(self, due: Due) -> None:
+    async def _take(self, due: DueBatches) -> None:
         if due.void:
             self._intake.void()
         await self._intake.take(due.batches)
@@ -366,7 +368,9 @@ class KVEventConsumer:
         print(f"headstart: KV events of {self.address.url}: {text}", file=sys.stderr, flush=True)
 
 
-def likely_cause(counts: Mapping[str, int], address: ReplicaAddress, is_connected: bool, block_size: int) -> str:
+def why_no_usable_events(
+    counts: Mapping[str, int], address: ReplicaAddress, is_connected: bool, block_size: int
+) -> str:
     """Return the likeliest reason why no event is usable, and what to do."""
     where = address.events
     worst = max(NOT_USED, key=lambda key: counts[key])

@@ -7,8 +7,8 @@ A batch is split into raw events first, and only the fields in use are decoded, 
 memory that a batch takes stays below ten times its bytes, whatever it contains.
 
 Hashes become handles (bytes), equal for equal hashes. The parts of a block's identity besides its tokens become its
-domain: the cache salt, as `event_domain` encodes it; images and embeddings, which a router cannot see, become a domain
-that no prompt has, so that such blocks are indexed but never predicted as hits.
+domain: the cache salt, as `domain_of_cache_salt` encodes it; images and embeddings, which a router cannot see,
+become a domain that no prompt has, so that such blocks are indexed but never predicted as hits.
 
 Shapes of KV events on the wire: raw fields of batches and events, and the bounds of each value.
 
@@ -27,7 +27,7 @@ from msgspec import Raw, Struct
 
 from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from headstart.core.cache.hashing import BlockHash
-from headstart.openai.engine_requests import narrow_domain
+from headstart.openai.engine_requests import salted_domain
 
 MAX_BLOCKS = 256  # in one decoded event: longer ones are split, so that a caller can pause in between
 MAX_BLOCK_SIZE = 65_536  # tokens
@@ -43,20 +43,20 @@ _KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 _EMPTY = Raw()
 
 
-class ArrayBatch(Struct, array_like=True):
+class ArrayEventBatch(Struct, array_like=True):
     """A batch that is an array. Later fields are skipped."""
 
     ts: Raw = _EMPTY
     events: Raw = _EMPTY
 
 
-class MapBatch(Struct):
+class MapEventBatch(Struct):
     """A batch that is a map. Other keys are skipped."""
 
     events: Raw = _EMPTY
 
 
-class StoredFields(Struct):
+class BlocksStoredFields(Struct):
     """Stored blocks. An array has these fields in this order."""
 
     block_hashes: Raw
@@ -71,15 +71,15 @@ class StoredFields(Struct):
     kv_cache_spec_kind: str | None = None
 
 
-class StoredArray(StoredFields, array_like=True, tag="BlockStored"):
+class BlocksStoredArray(BlocksStoredFields, array_like=True, tag="BlockStored"):
     """Stored blocks, as an array."""
 
 
-class StoredMap(StoredFields, tag_field="type", tag="BlockStored"):
+class BlocksStoredMap(BlocksStoredFields, tag_field="type", tag="BlockStored"):
     """Stored blocks, as a map."""
 
 
-class RemovedArray(Struct, array_like=True, tag="BlockRemoved"):
+class BlocksRemovedArray(Struct, array_like=True, tag="BlockRemoved"):
     """Removed blocks, as an array."""
 
     block_hashes: Raw
@@ -87,11 +87,11 @@ class RemovedArray(Struct, array_like=True, tag="BlockRemoved"):
     group_idx: int | None = None
 
 
-class ClearedArray(Struct, array_like=True, tag="AllBlocksCleared"):
+class CacheClearedArray(Struct, array_like=True, tag="AllBlocksCleared"):
     """Removal of all blocks, as an array."""
 
 
-class RemovedMap(Struct, tag_field="type", tag="BlockRemoved"):
+class BlocksRemovedMap(Struct, tag_field="type", tag="BlockRemoved"):
     """Removed blocks, as a map."""
 
     block_hashes: Raw
@@ -99,13 +99,13 @@ class RemovedMap(Struct, tag_field="type", tag="BlockRemoved"):
     kv_cache_spec_kind: str | None = None
 
 
-class ClearedMap(Struct, tag_field="type", tag="AllBlocksCleared"):
+class CacheClearedMap(Struct, tag_field="type", tag="AllBlocksCleared"):
     """Removal of all blocks, as a map."""
 
 
-Stored = StoredArray | StoredMap
-Removed = RemovedArray | RemovedMap
-Cleared = ClearedArray | ClearedMap
+Stored = BlocksStoredArray | BlocksStoredMap
+Removed = BlocksRemovedArray | BlocksRemovedMap
+Cleared = CacheClearedArray | CacheClearedMap
 
 
 T = TypeVar("T")
@@ -123,9 +123,9 @@ def _decoder(kind: type[T]) -> Callable[[bytes | Raw], T]:
     return msgspec.msgpack.Decoder(kind).decode
 
 
-_array_batch, _map_batch = _decoder(ArrayBatch), _decoder(MapBatch)
-_array_event = msgspec.msgpack.Decoder(StoredArray | RemovedArray | ClearedArray).decode
-_map_event = msgspec.msgpack.Decoder(StoredMap | RemovedMap | ClearedMap).decode
+_array_batch, _map_batch = _decoder(ArrayEventBatch), _decoder(MapEventBatch)
+_array_event = msgspec.msgpack.Decoder(BlocksStoredArray | BlocksRemovedArray | CacheClearedArray).decode
+_map_event = msgspec.msgpack.Decoder(BlocksStoredMap | BlocksRemovedMap | CacheClearedMap).decode
 _array_kind, _map_kind = _decoder(_KindOfArray), _decoder(_KindOfMap)
 _texts, _bytes, _ints = _decoder(list[str]), _decoder(list[bytes]), _decoder(list[int])
 _anything = msgspec.msgpack.Decoder().decode
@@ -133,14 +133,14 @@ read_raws = _decoder(list[Raw])
 read_tokens = msgspec.msgpack.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]).decode
 
 
-def read_batch(payload: bytes) -> Raw:
+def split_batch_into_raw_events(payload: bytes) -> Raw:
     """Return the array of events of a batch."""
-    return (_array_batch if is_array(payload) else _map_batch)(payload).events
+    return (_array_batch if is_msgpack_array(payload) else _map_batch)(payload).events
 
 
-def read_event(raw: Raw) -> Stored | Removed | Cleared | None:
+def decode_event_fields(raw: Raw) -> Stored | Removed | Cleared | None:
     """Return the fields of an event; None for an unknown kind."""
-    of_array = is_array(raw)
+    of_array = is_msgpack_array(raw)
     try:
         return _array_event(raw) if of_array else _map_event(raw)
     except msgspec.ValidationError:
@@ -149,21 +149,21 @@ def read_event(raw: Raw) -> Stored | Removed | Cleared | None:
         raise
 
 
-def is_stored(raw: Raw) -> bool:
+def is_stored_event(raw: Raw) -> bool:
     """Return whether an unreadable event is at least known to store blocks."""
     try:
-        return (_array_kind if is_array(raw) else _map_kind)(raw).type == "BlockStored"
+        return (_array_kind if is_msgpack_array(raw) else _map_kind)(raw).type == "BlockStored"
     except (msgspec.DecodeError, RecursionError, ValueError):
         return False
 
 
-def is_array(raw: bytes | Raw) -> bool:
+def is_msgpack_array(raw: bytes | Raw) -> bool:
     """Return whether the first byte is that of an array."""
     first = memoryview(raw)[0]
     return 0x90 <= first <= 0x9F or first in (0xDC, 0xDD)
 
 
-def count_items(raw: Raw) -> int:
+def msgpack_array_length(raw: Raw) -> int:
     """Return the length of an array, from its head alone."""
     head = bytes(memoryview(raw)[:5])
     first = head[0]
@@ -174,16 +174,16 @@ def count_items(raw: Raw) -> int:
     return int.from_bytes(head[1 : 3 if first == 0xDC else 5], "big")
 
 
-def read_value(raw: Raw, max_bytes: int = MAX_VALUE_BYTES) -> Any:
+def decode_msgpack_value(raw: Raw, max_bytes: int = MAX_VALUE_BYTES) -> Any:
     """Return the decoded value; None if it is missing."""
     if len(raw) > max_bytes:
         raise ValueError(f"{len(raw)} bytes, more than {max_bytes}")
     return _anything(raw) if raw else None
 
 
-def read_hashes(raw: Raw) -> list[int] | list[bytes] | list[str]:
+def decode_block_hash_list(raw: Raw) -> list[int] | list[bytes] | list[str]:
     """Return the block hashes, all of the type of the first one."""
-    num = count_items(raw)
+    num = msgpack_array_length(raw)
     if num > MAX_ITEMS:
         raise ValueError(f"{num} hashes, more than {MAX_ITEMS}")
     if not num:
@@ -194,7 +194,7 @@ def read_hashes(raw: Raw) -> list[int] | list[bytes] | list[str]:
     return _texts(raw) if 0xA0 <= first <= 0xBF or 0xD9 <= first <= 0xDB else _ints(raw)
 
 
-def make_handles(hashes: list[Any]) -> tuple[BlockHash, ...]:
+def block_hashes_as_bytes(hashes: list[Any]) -> tuple[BlockHash, ...]:
     """Return hashes of one type as bytes. Some engines send the same 64 bits signed, others unsigned."""
     if not hashes:
         return ()
@@ -207,27 +207,27 @@ def make_handles(hashes: list[Any]) -> tuple[BlockHash, ...]:
     return cast("tuple[BlockHash, ...]", handles)  # one cast: calling BlockHash for each hash doubles the cost
 
 
-def read_handle(raw: Raw) -> BlockHash | None:
+def decode_block_hash(raw: Raw) -> BlockHash | None:
     """Return one hash as bytes; None if it is missing."""
-    value = read_value(raw)
+    value = decode_msgpack_value(raw)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | bytes | str):
         raise TypeError("no hash")
-    return make_handles([value])[0]
+    return block_hashes_as_bytes([value])[0]
 
 
-def event_domain(cache_salt: str | None) -> bytes:
+def domain_of_cache_salt(cache_salt: str | None) -> bytes:
     """Return the isolation domain of a prompt whose replica sees `cache_salt`, as in events; empty without a salt.
 
     It is the same for all engines, since a prompt may go to any of them: the value that Headstart publishes for a salt
     if its tenants have no domains of their own. For vLLM's plain salts the same value is computed here. SGLang's events
     hold no salts, so its salted blocks are taken for public ones, and salted prompts are never predicted as cached.
     """
-    return sha256(narrow_domain(b"", cache_salt)).hexdigest().encode() if cache_salt else b""
+    return sha256(salted_domain(b"", cache_salt)).hexdigest().encode() if cache_salt else b""
 
 
-class EventDecoder:
+class KVEventDecoder:
     """Decodes the batches of one publisher, in order. `kind`: "vllm", "sglang" or "headstart".
 
     Of the groups of a hybrid model it follows the first that keeps all tokens: the others say nothing about prefixes.
@@ -252,8 +252,8 @@ class EventDecoder:
     def split(self, payload: bytes) -> list[Raw]:
         """Return the raw events of one batch; none of a batch that cannot be read, which is counted."""
         try:
-            events = read_batch(payload)
-            count = count_items(events)
+            events = split_batch_into_raw_events(payload)
+            count = msgpack_array_length(events)
             if count > max(FEW_EVENTS, len(events) // MIN_EVENT_BYTES):
                 raise ValueError(f"{count} events in {len(events)} bytes")
             return read_raws(events)
@@ -266,7 +266,7 @@ class EventDecoder:
         """Yield one event in pieces of at most MAX_BLOCKS blocks; count it as malformed if any piece cannot be read."""
         self.counts["events"] += 1
         try:
-            event = read_event(raw)
+            event = decode_event_fields(raw)
             if event is None:
                 self.counts["unknown_events"] += 1
             elif isinstance(event, Cleared):
@@ -276,16 +276,16 @@ class EventDecoder:
             elif isinstance(event, Stored):
                 yield from self._stored(event)
             else:
-                hashes = read_hashes(event.block_hashes)
+                hashes = decode_block_hash_list(event.block_hashes)
                 for start in range(0, len(hashes), MAX_BLOCKS):
-                    yield BlockRemoved(make_handles(hashes[start : start + MAX_BLOCKS]))
+                    yield BlockRemoved(block_hashes_as_bytes(hashes[start : start + MAX_BLOCKS]))
         except _UNREADABLE:
             self.counts["malformed"] += 1
-            self.num_unknown_removals += not is_stored(raw)
+            self.num_unknown_removals += not is_stored_event(raw)
 
     def _is_ours(self, event: Stored | Removed) -> bool:
         """Return whether an event belongs to the followed group; the first usable group is followed."""
-        kind = None if isinstance(event, RemovedArray) else event.kv_cache_spec_kind
+        kind = None if isinstance(event, BlocksRemovedArray) else event.kv_cache_spec_kind
         if kind is not None and kind not in USABLE_KINDS:
             return False
         group = event.group_idx
@@ -297,31 +297,31 @@ class EventDecoder:
 
     def _stored(self, event: Stored) -> Iterator[Event]:
         """Yield one event per piece of a chain: in each, only the first block may begin a domain."""
-        hashes, num_tokens = read_hashes(event.block_hashes), count_items(event.token_ids)
+        hashes, num_tokens = decode_block_hash_list(event.block_hashes), msgpack_array_length(event.token_ids)
         if not num_tokens:
             for start in range(0, len(hashes), MAX_BLOCKS):
-                yield BlockStored(make_handles(hashes[start : start + MAX_BLOCKS]), None, array("i"), 0)
+                yield BlockStored(block_hashes_as_bytes(hashes[start : start + MAX_BLOCKS]), None, array("i"), 0)
             return
         size = event.block_size
         if size is None or not 1 <= size <= MAX_BLOCK_SIZE or num_tokens != size * len(hashes):
             raise ValueError(f"{num_tokens} tokens in {len(hashes)} blocks of {size}")
         if num_tokens > MAX_ITEMS:
             raise ValueError(f"{num_tokens} tokens, more than {MAX_ITEMS}")
-        token_ids, before = array("i", read_tokens(event.token_ids)), read_handle(event.parent_block_hash)
-        name, number = read_value(event.lora_name), read_value(event.lora_id)
+        token_ids, before = array("i", read_tokens(event.token_ids)), decode_block_hash(event.parent_block_hash)
+        name, number = decode_msgpack_value(event.lora_name), decode_msgpack_value(event.lora_id)
         adapter = _adapter(name, number)
         domains = self._domains(event.extra_keys, (adapter, number), len(hashes), at_start=before is None)
         starts = sorted({*range(0, len(hashes), MAX_BLOCKS), *domains})
         for start, end in zip(starts, [*starts[1:], len(hashes)], strict=True):
-            tokens, handles = token_ids[start * size : end * size], make_handles(hashes[start:end])
+            tokens, handles = token_ids[start * size : end * size], block_hashes_as_bytes(hashes[start:end])
             yield BlockStored(handles, before, tokens, size, adapter, domains.get(start, b""))
             before = handles[-1]
 
     def _domains(self, extra: Raw, of_adapter: tuple[Any, Any], num_blocks: int, *, at_start: bool) -> dict[int, bytes]:
         """Return the domains by the index of the block at which they begin."""
-        if not extra or not is_array(extra):
+        if not extra or not is_msgpack_array(extra):
             return {}
-        domains, keys = dict[int, bytes](), read_value(extra, MAX_EXTRA_BYTES)
+        domains, keys = dict[int, bytes](), decode_msgpack_value(extra, MAX_EXTRA_BYTES)
         for index, key in enumerate(keys[:num_blocks]):
             if not key:
                 continue
@@ -337,7 +337,7 @@ class EventDecoder:
         if isinstance(only, str) and self._salts_are_digests:
             return only.encode()
         if isinstance(only, str) and may_be_salt:
-            return event_domain(only)
+            return domain_of_cache_salt(only)
         return sha256(b"extra keys" + msgspec.msgpack.encode(keys)).digest()
 
 

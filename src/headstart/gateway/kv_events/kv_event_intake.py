@@ -1,4 +1,4 @@
-"""EventIntake: applies the batches of one publisher to the KV event index of its replica, in slices.
+"""KVEventApplier: applies the batches of one publisher to the KV event index of its replica, in slices.
 
 After SLICE_SECONDS of work other tasks of the event loop run; `match` then sees a prefix of the events: a state that
 the engine's cache was in. A batch or a removal that cannot be read clears the index, as a gap without replay does: a
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from headstart.core.cache.events import AllBlocksCleared, BlockStored, Event
-from headstart.gateway.kv_events.kv_event_decoding import EventDecoder
+from headstart.gateway.kv_events.kv_event_decoding import KVEventDecoder
 from headstart.router.index.kv_event_index import FREED, KVEventIndex
 
 SLICE_SECONDS = 0.002  # of applying events before other tasks run
@@ -45,7 +45,7 @@ class PublisherTrust:
         self._suspended_at = -MAX_SUSPENSION
         self._suspension = 0.0
 
-    def strike(self, reason: str, now: float) -> bool:
+    def count_strike(self, reason: str, now: float) -> bool:
         """Count a strike; return whether it is the first in STRIKE_SECONDS and is logged.
 
         Raises UntrustedPublisherError if there were too many.
@@ -66,7 +66,7 @@ class PublisherTrust:
                 f"it sent more than {BURST_BYTES >> 20} MiB at more than {BYTES_PER_SECOND >> 20} MiB a second"
             )
 
-    def suspend(self, now: float) -> float:
+    def suspend_publisher(self, now: float) -> float:
         """Reset strikes and bytes, and return for how many seconds the publisher is suspended."""
         is_again = now - self._suspended_at <= 2 * self._suspension + STRIKE_SECONDS
         self._suspension = min(2 * self._suspension, MAX_SUSPENSION) if is_again else FIRST_SUSPENSION
@@ -77,7 +77,7 @@ class PublisherTrust:
         return self._suspension
 
 
-class EventIntake:
+class KVEventApplier:
     """The index that is kept current, and the faults in the applied batches.
 
     `say` writes a log line. `reconfigured` is called with the block size if a replica with an empty cache has another
@@ -93,14 +93,14 @@ class EventIntake:
         reconfigured: Reconfigured | None = None,
     ) -> None:
         self.index = index
-        self._decoder = EventDecoder(kind)
+        self._decoder = KVEventDecoder(kind)
         self._trust = trust
         self._say = say
         self._reconfigured = reconfigured
         self._past = dict.fromkeys(index.counts, 0)  # counts of indexes that were replaced
         self._num_batches = 0
         self._num_voids = 0
-        self._num_swaps = 0  # indexes set by `swap`
+        self._num_swaps = 0  # indexes set by `replace_index`
         self._num_unknown_removals = 0  # handled so far
         self._num_overflows = 0  # of this index, handled so far
         self.is_taking = False
@@ -112,7 +112,7 @@ class EventIntake:
         of_index = {key: value + self._past[key] for key, value in self.index.counts.items()}
         return {"batches": self._num_batches, "voids": self._num_voids, **self._decoder.counts, **of_index}
 
-    def swap(self, index: KVEventIndex) -> None:
+    def replace_index(self, index: KVEventIndex) -> None:
         """Continue with another index; a batch in progress is abandoned, since it belongs to the previous one."""
         self._replace(index)
         self._num_swaps += 1
@@ -174,7 +174,7 @@ class EventIntake:
             self._strike(f"it reported more than {self.index.max_blocks} blocks, and the index starts anew")
 
     def _strike(self, reason: str) -> None:
-        if self._trust.strike(reason, time.monotonic()):
+        if self._trust.count_strike(reason, time.monotonic()):
             self._say(reason)
 
     def _adapt(self, event: Event) -> None:

@@ -13,22 +13,28 @@ from dataclasses import replace
 from starlette.types import Receive, Scope, Send
 
 from headstart.apis.api import EVENTS, LINES
-from headstart.apis.api_table import api_of
+from headstart.apis.api_table import api_of_path
 from headstart.core.errors import NoReplicaError
 from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
 from headstart.gateway.picker.ext_proc_messages import CHUNK_BYTES
-from headstart.gateway.picker.ext_proc_stream import EXTENSION, AnswerHead, ExtProcStream
+from headstart.gateway.picker.ext_proc_stream import EXTENSION, ExtProcStream, ReplicaAnswerHead
 from headstart.gateway.proxy.proxied_call import ProxiedCall
-from headstart.gateway.proxy.relay import own_headers
-from headstart.gateway.proxy.replies import JSON_ROUTES, no_answer, no_replicas
-from headstart.gateway.proxy.sse_reader import ReportedUsage, stream_reader
-from headstart.gateway.proxy.upstream import AttemptError, Failure, GarbledError, headers_back, headers_changed
-from headstart.http.answer_report import REPORT_HEADER, AnswerReport, decode_report
-from headstart.http.gate import identity_headers
+from headstart.gateway.proxy.relay import router_headers
+from headstart.gateway.proxy.replies import JSON_ROUTES, no_answer_error, no_replicas_error
+from headstart.gateway.proxy.sse_reader import ReportedUsage, make_stream_reader
+from headstart.gateway.proxy.upstream import (
+    AttemptError,
+    AttemptFailure,
+    InvalidReplicaResponseError,
+    request_header_changes,
+    returned_response_headers,
+)
+from headstart.http.answer_report import REPORT_HEADER, UsageReportHeader, decode_report_header
+from headstart.http.gate import request_id_headers
 from headstart.http.http_errors import ClientGoneError, HttpError
-from headstart.router.routing_decision import InFlight, RoutingDecision
-from headstart.router.routing_request import Usage
+from headstart.router.routing_decision import RoutedInFlight, RoutingDecision
+from headstart.router.routing_request import ReportedTokenUsage
 
 _STREAMS = frozenset((EVENTS.encode(), LINES.encode()))
 _OF_API = _STREAMS | {b"application/json"}
@@ -49,7 +55,7 @@ class EndpointPicker:
         proxy, stream = self._proxy, scope["extensions"][EXTENSION]
         proxy.check_queue()
         proxy.budget.num_active += 1
-        proxy.relay.begin_wait(call)
+        proxy.relay.begin_pending(call)
         try:
             await self._forward(call, stream, send)
         except asyncio.CancelledError:
@@ -57,7 +63,7 @@ class EndpointPicker:
             raise
         finally:
             proxy.budget.num_active -= 1
-            proxy.relay.end_wait(call)
+            proxy.relay.end_pending(call)
 
     async def _forward(self, call: ProxiedCall, stream: ExtProcStream, send: Send) -> None:
         if stream.subset is not None:
@@ -78,7 +84,7 @@ class EndpointPicker:
             await self._answered(call, in_flight, head, stream, send)
         finally:
             if in_flight.finish is None:
-                self._router.abandoned(in_flight, time.monotonic())
+                self._router.record_client_disconnect(in_flight, time.monotonic())
 
     async def _chosen(self, call: ProxiedCall, now: float) -> tuple[RoutingDecision, float]:
         """Choose a replica, at once or when one is there again; return the time of it too. Raises HttpError 503."""
@@ -87,10 +93,10 @@ class EndpointPicker:
                 return self._proxy.choose(call, now), now
             except NoReplicaError as error:
                 if not await self._proxy.waited(call):
-                    raise no_replicas(error) from error
+                    raise no_replicas_error(error) from error
                 now = time.monotonic()
 
-    async def _sent(self, call: ProxiedCall, stream: ExtProcStream) -> InFlight:
+    async def _sent(self, call: ProxiedCall, stream: ExtProcStream) -> RoutedInFlight:
         """Have the request sent to the best replica. Raises HttpError 503."""
         decision, now = await self._chosen(call, time.monotonic())
         if len(call.reading.body) > CHUNK_BYTES:  # others may be chosen for meanwhile
@@ -98,7 +104,7 @@ class EndpointPicker:
             try:
                 await self._forwarded(call, decision, stream)
             except BaseException:
-                self._router.abandoned(in_flight, time.monotonic())
+                self._router.record_client_disconnect(in_flight, time.monotonic())
                 raise
             return in_flight
         await self._forwarded(call, decision, stream)  # first of all: Envoy waits for it
@@ -109,10 +115,13 @@ class EndpointPicker:
         own = {"x-request-id": call.request_id, **call.trace_headers(), REPORT_HEADER.decode(): "1"}
         if self._state.options.replica_api_key is not None:
             own["authorization"] = f"Bearer {self._state.options.replica_api_key}"
-        changed, removed = headers_changed(call.headers, own)
+        changed, removed = request_header_changes(call.headers, own)
         addresses = [address for name in names if (address := self._addresses.address(name)) is not None]
         body = call.reading.body
-        told = [*identity_headers(api_of(call.path), call.request_id), *own_headers(call, 200, decision.endpoint.name)]
+        told = [
+            *request_id_headers(api_of_path(call.path), call.request_id),
+            *router_headers(call, 200, decision.endpoint.name),
+        ]
         shown = {name.decode("latin-1"): value.decode("latin-1") for name, value in told}
         call.reading.body = b""  # the picker sends it once; Envoy keeps it for its own retries
         try:
@@ -121,26 +130,26 @@ class EndpointPicker:
             call.reading.body = body
             call.drop_body()
 
-    def _first_token_timer(self, call: ProxiedCall, in_flight: InFlight) -> asyncio.TimerHandle:
+    def _first_token_timer(self, call: ProxiedCall, in_flight: RoutedInFlight) -> asyncio.TimerHandle:
         """Assume the first token of an answer in one piece at its expected time."""
         seconds = in_flight.flight.expected_ms / 1e3
-        return asyncio.get_running_loop().call_later(seconds, self._proxy.relay.assume, call, in_flight)
+        return asyncio.get_running_loop().call_later(seconds, self._proxy.relay.assume_first_token, call, in_flight)
 
-    def _served(self, call: ProxiedCall, in_flight: InFlight, head: AnswerHead) -> InFlight:
+    def _served(self, call: ProxiedCall, in_flight: RoutedInFlight, head: ReplicaAnswerHead) -> RoutedInFlight:
         """Return the request at the replica that answered, after recording the failures of those tried before it."""
         url = self._addresses.url(head.served)
         names = [candidate.name for candidate in in_flight.choice.ranked]
         if url is None or url == in_flight.endpoint.name:
             return in_flight
         now = time.monotonic()
-        call.fail(Failure.LOST)
-        self._proxy.relay.failed(in_flight, Failure.LOST)
+        call.fail(AttemptFailure.LOST)
+        self._proxy.relay.failed(in_flight, AttemptFailure.LOST)
         if url not in names:
             return in_flight  # Envoy's own choice
         for name in names[1 : names.index(url)]:
             endpoint = self._router.endpoints.get(name)
             call.num_attempts += 1
-            call.failures.append(Failure.LOST)
+            call.failures.append(AttemptFailure.LOST)
             if endpoint is not None:
                 endpoint.health.failed(now, sent_at=in_flight.sent_at)
         call.num_attempts += 1
@@ -150,30 +159,30 @@ class EndpointPicker:
         return sent
 
     async def _answered(
-        self, call: ProxiedCall, in_flight: InFlight, head: AnswerHead, stream: ExtProcStream, send: Send
+        self, call: ProxiedCall, in_flight: RoutedInFlight, head: ReplicaAnswerHead, stream: ExtProcStream, send: Send
     ) -> None:
         """Pass an answer on, and record it. Raises HttpError in place of one that is not meant for clients."""
         now = time.monotonic()
         kind = _content_type(head)
         is_json, is_of_api = kind == b"application/json", kind in _OF_API or call.path not in JSON_ROUTES
         if not (200 <= head.status < 300 or 400 <= head.status < 600) or head.status == 407:
-            raise self._refused(call, in_flight, Failure.GARBLED)
+            raise self._refused(call, in_flight, AttemptFailure.GARBLED)
         if head.status in _OF_PROXY and not is_json:
-            raise self._refused(call, in_flight, Failure.LOST)  # Envoy's own answer: no replica gave one
+            raise self._refused(call, in_flight, AttemptFailure.LOST)  # Envoy's own answer: no replica gave one
         if head.status < 300 and not is_of_api:
-            raise self._refused(call, in_flight, Failure.GARBLED)
+            raise self._refused(call, in_flight, AttemptFailure.GARBLED)
         report = None
         if head.status >= 300:
             self._failed(in_flight, head.status)
             if not is_json:  # of another program
                 raise HttpError(head.status, f"the replica answered {head.status}", code="replica_error")
         else:
-            report = decode_report(head.headers)
+            report = decode_report_header(head.headers)
             self._begun(call, in_flight, report, is_stream=_is_stream(head), now=now)
-        kept = [*headers_back(head.headers), *own_headers(call, head.status, in_flight.endpoint.name)]
+        kept = [*returned_response_headers(head.headers), *router_headers(call, head.status, in_flight.endpoint.name)]
         await send({"type": "http.response.start", "status": head.status, "headers": kept})
         call.started = call.committed = True
-        await stream.pass_head(head)
+        await stream.release_answer_head(head)
         if in_flight.finish is not None:
             call.outcome = "ok" if head.status < 500 else call.outcome
         await self._pass_body(call, in_flight, head, report, stream)
@@ -181,13 +190,15 @@ class EndpointPicker:
     async def _pass_body(
         self,
         call: ProxiedCall,
-        in_flight: InFlight,
-        head: AnswerHead,
-        report: AnswerReport | None,
+        in_flight: RoutedInFlight,
+        head: ReplicaAnswerHead,
+        report: UsageReportHeader | None,
         stream: ExtProcStream,
     ) -> None:
         is_stream = _is_stream(head) and head.status < 300
-        events = stream_reader(call.api.end, hides_usage=False) if is_stream and stream.reads_answers else None
+        events = (
+            make_stream_reader(call.api.end, hides_usage=False) if is_stream and stream.receives_answer_bodies else None
+        )
         if is_stream and report is None and events is None and in_flight.first_token is None:
             timer = self._first_token_timer(call, in_flight)
         else:
@@ -199,7 +210,7 @@ class EndpointPicker:
                 return
             try:
                 events.feed(piece)
-            except GarbledError:  # Envoy passes it on all the same
+            except InvalidReplicaResponseError:  # Envoy passes it on all the same
                 events = None
                 return
             if in_flight.finish is not None or not events.has_data or events.num_comment_bytes:
@@ -213,11 +224,11 @@ class EndpointPicker:
 
         is_whole = head.is_whole
         try:
-            is_whole = is_whole or await stream.pass_answer(read)
+            is_whole = is_whole or await stream.relay_answer_body(read)
         finally:  # also when Envoy cancels the stream, as it may at the end of any answer
             if timer is not None:
                 timer.cancel()
-            if in_flight.finish is None and (is_whole or not stream.reads_answers):
+            if in_flight.finish is None and (is_whole or not stream.receives_answer_bodies):
                 call.outcome = "ok"
                 is_read = events is not None and call.reading.is_single
                 reported = events.reported if events is not None and is_read else ReportedUsage()
@@ -228,7 +239,13 @@ class EndpointPicker:
             call.outcome = "gone"
 
     def _begun(
-        self, call: ProxiedCall, in_flight: InFlight, report: AnswerReport | None, *, is_stream: bool, now: float
+        self,
+        call: ProxiedCall,
+        in_flight: RoutedInFlight,
+        report: UsageReportHeader | None,
+        *,
+        is_stream: bool,
+        now: float,
     ) -> None:
         """Record the beginning of an answer."""
         if report is not None:
@@ -245,30 +262,30 @@ class EndpointPicker:
 
     def _first_token(self, call: ProxiedCall, now: float) -> None:
         call.first_token_at = call.first_token_at or now
-        self._proxy.relay.end_wait(call)
+        self._proxy.relay.end_pending(call)
 
-    def _failed(self, in_flight: InFlight, status: int) -> None:
+    def _failed(self, in_flight: RoutedInFlight, status: int) -> None:
         if status == 429:
-            self._proxy.relay.failed(in_flight, Failure.BUSY)
+            self._proxy.relay.failed(in_flight, AttemptFailure.BUSY)
         else:
             self._router.failed(in_flight, time.monotonic(), blame=status >= 500)
 
-    def _refused(self, call: ProxiedCall, in_flight: InFlight, failure: Failure) -> HttpError:
+    def _refused(self, call: ProxiedCall, in_flight: RoutedInFlight, failure: AttemptFailure) -> HttpError:
         call.fail(failure)
         self._proxy.relay.failed(in_flight, failure)
-        return no_answer(AttemptError(failure, "no answer"), max(call.num_attempts, 1))
+        return no_answer_error(AttemptError(failure, "no answer"), max(call.num_attempts, 1))
 
 
-def _is_stream(head: AnswerHead) -> bool:
+def _is_stream(head: ReplicaAnswerHead) -> bool:
     return _content_type(head) in _STREAMS
 
 
-def _content_type(head: AnswerHead) -> bytes:
+def _content_type(head: ReplicaAnswerHead) -> bytes:
     found = next((value for name, value in head.headers if name == b"content-type"), b"")
     return found.partition(b";")[0].strip().lower()
 
 
-def _usage(call: ProxiedCall, report: AnswerReport | None) -> Usage | None:
+def _usage(call: ProxiedCall, report: UsageReportHeader | None) -> ReportedTokenUsage | None:
     if report is None or not call.reading.is_single:
         return None
-    return Usage(report.prompt_tokens, report.cached_tokens)
+    return ReportedTokenUsage(report.prompt_tokens, report.cached_tokens)

@@ -41,7 +41,7 @@ _SKIPPED = {
 }
 
 
-def http_filters() -> list[dict[str, Any]]:
+def envoy_http_filters() -> list[dict[str, Any]]:
     """Return all filters in the order of requests; answers pass in the opposite order."""
     router = {"@type": f"{TYPE}.extensions.filters.http.router.v3.Router", "suppress_envoy_headers": True}
     is_answer = _matches(_ATTEMPTS, ".+")
@@ -100,7 +100,7 @@ def _processor(mode: dict[str, str]) -> dict[str, Any]:
 
 
 def _script() -> dict[str, Any]:
-    """Return the filter that keeps the headers of `headers_back` and sets those that the picker named."""
+    """Return the filter that keeps the headers of `returned_response_headers` and sets those that the picker named."""
     kept = {name.decode() for name in SENT_BACK} | {"content-type", "content-length", "transfer-encoding", "date"}
     names = ", ".join(f'["{name}"] = true' for name in sorted(kept))
     prefixes = " or ".join(f'name:sub(1, {len(text)}) == "{text.decode()}"' for text in SENT_BACK_PREFIXES)
@@ -184,7 +184,7 @@ class EnvoySettings:
     max_connections: int
 
 
-def write_bootstrap(settings: EnvoySettings) -> Path:
+def write_envoy_config(settings: EnvoySettings) -> Path:
     """Write the configuration and return its path."""
     path = settings.folder / BOOTSTRAP
     monitor = {
@@ -201,7 +201,7 @@ def write_bootstrap(settings: EnvoySettings) -> Path:
     return path
 
 
-def write_replicas(folder: Path, addresses: Sequence[str]) -> None:
+def write_envoy_endpoints(folder: Path, addresses: Sequence[str]) -> None:
     """Write the addresses of the replicas, IP:port; a running Envoy reads them again."""
     endpoints = [{"endpoint": {"address": _socket(address)}} for address in addresses]
     assignment = {
@@ -248,7 +248,7 @@ def _listener(settings: EnvoySettings) -> dict[str, Any]:
         "normalize_path": False,
         "stream_idle_timeout": f"{settings.response_timeout:g}s",
         "route_config": {"virtual_hosts": [virtual_host]},
-        "http_filters": http_filters(),
+        "http_filters": envoy_http_filters(),
     }
     return {
         "name": "front",

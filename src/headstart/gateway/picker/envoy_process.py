@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headstart.core.errors import ConfigError
-from headstart.http.logs import Log
-from headstart.openai.sandbox.sandbox_pool import plain_environment
+from headstart.http.logs import ServerLog
+from headstart.openai.sandbox.sandbox_pool import minimal_environment
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
@@ -43,7 +43,7 @@ def find_envoy(name: str) -> Path:
     )
 
 
-def num_workers() -> int:
+def num_envoy_workers() -> int:
     """Return the number of Envoy's worker threads: one core is left to the router, without which no request passes."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(max(num_cores - 1, 1), MAX_WORKERS)
@@ -52,7 +52,7 @@ def num_workers() -> int:
 class EnvoyProcess:
     """A running Envoy. `ended` is set if it ends by itself."""
 
-    def __init__(self, binary: Path, config: Path, log: Log) -> None:
+    def __init__(self, binary: Path, config: Path, log: ServerLog) -> None:
         self.ended = asyncio.Event()
         self._log = log
         self._is_stopping = False
@@ -61,14 +61,14 @@ class EnvoyProcess:
             "--config-path",
             str(config),
             "--concurrency",
-            str(num_workers()),
+            str(num_envoy_workers()),
             "--disable-hot-restart",
         ]
         self._output = config.with_suffix(".log")
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
                 [*words, "--log-level", "error"],
-                env=plain_environment(os.environ),
+                env=minimal_environment(os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

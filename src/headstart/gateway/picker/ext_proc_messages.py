@@ -26,7 +26,7 @@ _BODIES = frozenset((4, 5))  # fields of ProcessingRequest: request_body, respon
 _MAX_FIELDS = 64
 
 
-def decoded(message: bytes) -> pb.ProcessingRequest:
+def decode_request(message: bytes) -> pb.ProcessingRequest:
     """Return a message. Raises GrpcError for one that cannot be decoded, or has parts that take a multiple of it."""
     if len(message) > MAX_HEAD_BYTES and _num_head_bytes(message) > MAX_HEAD_BYTES:
         raise GrpcError(GrpcStatus.RESOURCE_EXHAUSTED, "a message that is too long")
@@ -64,7 +64,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     return value, at
 
 
-def source_in(attributes: Iterable[Any]) -> str:
+def client_address(attributes: Iterable[Any]) -> str:
     """Return the client's address without its port, from the attributes of a request; empty: not reported."""
     for struct in attributes:
         if "source.address" in struct and isinstance(address := struct["source.address"], str):
@@ -72,7 +72,7 @@ def source_in(attributes: Iterable[Any]) -> str:
     return ""
 
 
-def without_own_hop(headers: Headers) -> Headers:
+def strip_own_envoy_hop(headers: Headers) -> Headers:
     """Return headers without x-forwarded-proto and the address in x-forwarded-for, which are from our own Envoy."""
     kept = Headers()
     for name, value in headers:
@@ -84,13 +84,13 @@ def without_own_hop(headers: Headers) -> Headers:
     return kept
 
 
-def header_pairs(headers: pb.HeaderMap) -> Headers:
+def decode_headers(headers: pb.HeaderMap) -> Headers:
     return [
         (entry.key.encode("latin-1", "replace"), entry.raw_value or entry.value.encode()) for entry in headers.headers
     ]
 
 
-def encoded_headers(headers: Mapping[str, str]) -> Headers:
+def encode_headers(headers: Mapping[str, str]) -> Headers:
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
 
@@ -104,18 +104,18 @@ def header_mutation(headers: Headers, removed: Iterable[str] = ()) -> pb.HeaderM
     return pb.HeaderMutation(set_headers=options, remove_headers=removed)
 
 
-def body_of_request(chunk: bytes, *, is_last: bool) -> pb.ProcessingResponse:
+def request_body_response(chunk: bytes, *, is_last: bool) -> pb.ProcessingResponse:
     streamed = pb.StreamedBodyResponse(body=chunk, end_of_stream=is_last)
     common = pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=streamed))
     return pb.ProcessingResponse(request_body=pb.BodyResponse(response=common))
 
 
-def replacement(piece: bytes) -> pb.ProcessingResponse:
+def replaced_body_response(piece: bytes) -> pb.ProcessingResponse:
     common = pb.CommonResponse(body_mutation=pb.BodyMutation(body=piece))
     return pb.ProcessingResponse(request_body=pb.BodyResponse(response=common))
 
 
-async def body_chunks(body: bytes | SpooledBody, size: int) -> AsyncIterator[bytes]:
+async def split_body(body: bytes | SpooledBody, size: int) -> AsyncIterator[bytes]:
     """Yield a body in pieces of `size` bytes, the last one shorter."""
     if isinstance(body, bytes):
         for start in range(0, len(body), size):
@@ -131,7 +131,7 @@ async def body_chunks(body: bytes | SpooledBody, size: int) -> AsyncIterator[byt
         yield bytes(held)
 
 
-def subset_in(metadata: pb.Metadata) -> frozenset[str] | None:
+def endpoint_subset(metadata: pb.Metadata) -> frozenset[str] | None:
     """Return the addresses that the request is restricted to; None: it is not."""
     if _SUBSET_HINT not in metadata.filter_metadata or SUBSET not in metadata.filter_metadata[_SUBSET_HINT]:
         return None
@@ -140,12 +140,12 @@ def subset_in(metadata: pb.Metadata) -> frozenset[str] | None:
     return frozenset(text.strip() for text in texts if isinstance(text, str) and text.strip())
 
 
-def call_of(message: pb.ProcessingRequest) -> str:
+def call_id_of_answer(message: pb.ProcessingRequest) -> str:
     """Return the id of the request that an answer is for; empty: it has none."""
-    return text_in(message.metadata_context, LB, CALL)
+    return metadata_text(message.metadata_context, LB, CALL)
 
 
-def text_in(metadata: pb.Metadata, namespace: str, key: str) -> str:
+def metadata_text(metadata: pb.Metadata, namespace: str, key: str) -> str:
     if namespace not in metadata.filter_metadata or key not in metadata.filter_metadata[namespace]:
         return ""
     value = metadata.filter_metadata[namespace][key]

@@ -28,17 +28,17 @@ from headstart.gateway.picker.ext_proc_messages import (
     SERVED,
     STREAMED,
     Headers,
-    body_chunks,
-    body_of_request,
-    decoded,
-    encoded_headers,
+    client_address,
+    decode_headers,
+    decode_request,
+    encode_headers,
+    endpoint_subset,
     header_mutation,
-    header_pairs,
-    replacement,
-    source_in,
-    subset_in,
-    text_in,
-    without_own_hop,
+    metadata_text,
+    replaced_body_response,
+    request_body_response,
+    split_body,
+    strip_own_envoy_hop,
 )
 from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStream
 from headstart.http.spooled_body import SpooledBody
@@ -47,7 +47,7 @@ EXTENSION = "headstart.picker"
 """The key of the ASGI scope's extensions under which an application finds the ExtProcStream."""
 
 
-class Peer:
+class ExtProcPeer:
     """The messages of one request. `read` and `write` raise CancelledError when Envoy gives the request up."""
 
     def __init__(self, stream: GrpcStream) -> None:
@@ -59,7 +59,7 @@ class Peer:
         if message is None:
             return None
         try:
-            return decoded(message)
+            return decode_request(message)
         except GrpcError as error:
             await self._stream.give_up(error.status, str(error))
 
@@ -72,7 +72,7 @@ class Peer:
         self._stream.ends_gently = True
 
 
-class AnswerHead(NamedTuple):
+class ReplicaAnswerHead(NamedTuple):
     """The head of a replica's answer."""
 
     status: int
@@ -85,7 +85,7 @@ class ExtProcStream:
     """One request."""
 
     def __init__(
-        self, peer: Peer, first: pb.ProcessingRequest, *, trusts_address: bool = False, call_id: str = ""
+        self, peer: ExtProcPeer, first: pb.ProcessingRequest, *, trusts_address: bool = False, call_id: str = ""
     ) -> None:
         """`first` is the first message, with the headers of the request; `call_id` names it to our own Envoy.
 
@@ -99,16 +99,16 @@ class ExtProcStream:
         self._keeps_body = mode == STREAMED and first.protocol_config.send_body_without_waiting_for_header_response
         self.is_usable = mode in (0, FULL_DUPLEX) or self._keeps_body or self._head.end_of_stream
         self.call_id = call_id if self._keeps_body else ""
-        self.subset = subset_in(first.metadata_context)
+        self.subset = endpoint_subset(first.metadata_context)
         self._is_own = trusts_address
-        self._source = source_in(first.attributes.values()) if trusts_address else ""
+        self._source = client_address(first.attributes.values()) if trusts_address else ""
         self._is_read = False  # the request's body
         self._num_pieces = 0  # of it
         self._has_trailers = False
         self._is_over = False  # Envoy has ended the stream
         self._start: Message | None = None  # of an immediate response
         self._pieces: list[bytes] = []
-        self._checker: Peer | None = None  # the stream that waits for the head of the answer
+        self._checker: ExtProcPeer | None = None  # the stream that waits for the head of the answer
         self._checked: asyncio.Future[None] | None = None
 
     async def run(self, app: ASGIApp) -> None:
@@ -118,7 +118,7 @@ class ExtProcStream:
         finally:
             self._release_checker()
 
-    def check(self, peer: Peer) -> Coroutine[Any, Any, None]:
+    def check(self, peer: ExtProcPeer) -> Coroutine[Any, Any, None]:
         """Have the head of the answer, or an immediate response in its place, sent on another stream, from now on.
 
         Return a coroutine that ends when it was sent.
@@ -193,7 +193,7 @@ class ExtProcStream:
         picked = ",".join(endpoints)
         named = [] if self._is_own else [(DESTINATION.encode(), picked.encode())]  # our own Envoy reads the metadata
         dropped = [DESTINATION, *removed] if self._is_own else removed
-        mutation = header_mutation([*named, *encoded_headers(headers)], dropped)
+        mutation = header_mutation([*named, *encode_headers(headers)], dropped)
         common = pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
         response = pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common))
         metadata: dict[str, Any] = {DESTINATION: picked}
@@ -212,41 +212,41 @@ class ExtProcStream:
         """Reply to the head and to each piece of the body that Envoy keeps; `body` is divided among the pieces."""
         size = -(-len(body) // self._num_pieces)
         ready, num_left = [head], self._num_pieces
-        async for piece in body_chunks(body, size):
-            ready.append(replacement(piece))
+        async for piece in split_body(body, size):
+            ready.append(replaced_body_response(piece))
             num_left -= 1
             if len(piece) > CHUNK_BYTES:
                 await self._peer.write(*ready)
                 ready = []
-        await self._peer.write(*ready, *[replacement(b"") for _ in range(num_left)])
+        await self._peer.write(*ready, *[replaced_body_response(b"") for _ in range(num_left)])
 
     async def _send_body(self, response: pb.ProcessingResponse, body: bytes | SpooledBody) -> None:
         sent, ready = 0, [response]  # a short body is sent together with the head
-        async for chunk in body_chunks(body, CHUNK_BYTES):
+        async for chunk in split_body(body, CHUNK_BYTES):
             sent += len(chunk)
             is_last = sent == len(body) and not self._has_trailers
-            await self._peer.write(*ready, body_of_request(chunk, is_last=is_last))
+            await self._peer.write(*ready, request_body_response(chunk, is_last=is_last))
             ready = []
         if not len(body) and not self._has_trailers:
-            ready.append(body_of_request(b"", is_last=True))
+            ready.append(request_body_response(b"", is_last=True))
         if self._has_trailers:
             ready.append(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
         await self._peer.write(*ready)
 
-    async def answer_head(self) -> AnswerHead | None:
+    async def answer_head(self) -> ReplicaAnswerHead | None:
         """Return the head of the answer; None: the request ended without one."""
         while (message := await self._next()) is not None:
             if message.WhichOneof("request") != "response_headers":
                 continue
-            pairs = header_pairs(message.response_headers.headers)
+            pairs = decode_headers(message.response_headers.headers)
             text = next((value for name, value in pairs if name == b":status"), b"")
             status = int(text) if len(text) == 3 and text.isdigit() else 0
-            served = text_in(message.metadata_context, LB, SERVED)
+            served = metadata_text(message.metadata_context, LB, SERVED)
             headers = [header for header in pairs if not header[0].startswith(b":")]
-            return AnswerHead(status, headers, served, message.response_headers.end_of_stream)
+            return ReplicaAnswerHead(status, headers, served, message.response_headers.end_of_stream)
         return None
 
-    async def pass_head(self, head: AnswerHead) -> None:
+    async def release_answer_head(self, head: ReplicaAnswerHead) -> None:
         """Let the answer begin, with the headers of the `http.response.start` that was sent in place of its own."""
         assert self._start is not None, "the application has not sent the head of its response"
         kept, self._start = self._start["headers"], None
@@ -259,7 +259,7 @@ class ExtProcStream:
         await (self._checker or self._peer).write(response)
         self._release_checker()
 
-    async def pass_answer(self, read: Callable[[bytes], Any]) -> bool:
+    async def relay_answer_body(self, read: Callable[[bytes], Any]) -> bool:
         """Pass the body of the answer, each piece of which `read` receives if Envoy sends them.
 
         Return whether the end of the answer arrived; False if Envoy does not send bodies, or the answer was cut off.
@@ -287,20 +287,20 @@ class ExtProcStream:
         return message
 
     @property
-    def reads_answers(self) -> bool:
+    def receives_answer_bodies(self) -> bool:
         """Whether Envoy sends the bodies of answers."""
         return self._response_mode != 0
 
     # ------------------------------------------------------------------------------------------------------------
 
     def _scope(self) -> dict[str, Any]:
-        pairs = header_pairs(self._head.headers)
+        pairs = decode_headers(self._head.headers)
         pseudo = {name: value for name, value in pairs if name.startswith(b":")}
         headers = [header for header in pairs if not header[0].startswith(b":")]
         if b":authority" in pseudo:
             headers.insert(0, (b"host", pseudo[b":authority"]))
         if self._source:
-            headers = without_own_hop(headers)
+            headers = strip_own_envoy_hop(headers)
         target, _, query = pseudo.get(b":path", b"/").partition(b"?")
         return {
             "type": "http",

@@ -31,7 +31,7 @@ PER_CALL, PER_MESSAGE, PER_SENT = 16, 2, 4
 EARNING_BYTES = 1 << 10  # of a client's data, for one more
 
 
-class Callers:
+class GrpcConnectionTable:
     """The connections of one server, their calls and the bytes that these hold."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Callers:
     def _handle(self) -> None:
         while self._queue and self._work < MAX_TURN:
             connection = self._queue.popleft()
-            work, is_more = connection.handle_slice()
+            work, is_more = connection.handle_some_frames()
             self._work += work
             if is_more:
                 self._queue.append(connection)
@@ -128,27 +128,27 @@ class FrameBudget:
 
     def refill(self, now: float) -> None:
         """Add what the time since the last call allows."""
-        self.earn((now - self._at) * REFILL)
+        self.add_frames((now - self._at) * REFILL)
         self._at = now
 
-    def earn(self, count: float) -> None:
+    def add_frames(self, count: float) -> None:
         """Allow more frames, up to a burst of them."""
         self._left = min(self._left + count, BURST)
 
-    def spend(self, count: float) -> bool:
+    def spend_frames(self, count: float) -> bool:
         """Take frames out of the budget; return whether it had them."""
         self._left -= count
         return self._left >= 0
 
 
-class Calls:
+class GrpcCallTable:
     """The calls of `connection`. `open`: those that neither side has ended, by stream id."""
 
     def __init__(
         self,
         connection: "GrpcConnection",
         handlers: Mapping[str, Handler],
-        callers: Callers,
+        callers: GrpcConnectionTable,
         failed: Callable[[Exception], None],
     ) -> None:
         self.open: dict[int, GrpcStream] = {}
@@ -196,7 +196,7 @@ class Calls:
         self._close(stream_id, status, message)
         self._cancel(stream_id)
 
-    def end_late(self, now: float) -> None:
+    def end_overdue_calls(self, now: float) -> None:
         """End the calls whose first message did not come in time."""
         for stream_id in [stream_id for stream_id, (_, deadline) in self._waiting.items() if deadline <= now]:
             self.end(stream_id, GrpcStatus.DEADLINE_EXCEEDED, "no message came")

@@ -21,13 +21,13 @@ from headstart.gateway.picker.grpc_calls import (
     PER_MESSAGE,
     PER_SENT,
     WAITING_SECONDS,
-    Callers,
-    Calls,
     FrameBudget,
+    GrpcCallTable,
+    GrpcConnectionTable,
     Handler,
 )
 from headstart.gateway.picker.grpc_stream import STREAM_WINDOW, GrpcError, GrpcStatus, GrpcStream
-from headstart.gateway.picker.http2_frames import FrameHead, Http2Error
+from headstart.gateway.picker.http2_frames import FrameHeader, Http2Error
 from headstart.http.sse import WRITE_SECONDS
 
 CONNECTION_WINDOW = 16 << 20  # bytes on their way on all streams; those that arrived are bounded by peer_limits.py
@@ -43,9 +43,11 @@ SLICE = 256  # frames, messages and units of headers that are handled before tho
 class GrpcConnection(asyncio.Protocol):
     """One connection. `handlers` are the methods of all services, by path; `failed` receives unexpected errors."""
 
-    def __init__(self, handlers: Mapping[str, Handler], callers: Callers, failed: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, handlers: Mapping[str, Handler], callers: GrpcConnectionTable, failed: Callable[[Exception], None]
+    ) -> None:
         self._callers = callers
-        self._calls = Calls(self, handlers, callers, failed)
+        self._calls = GrpcCallTable(self, handlers, callers, failed)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._file = -1
@@ -57,7 +59,7 @@ class GrpcConnection(asyncio.Protocol):
         self._is_queued = False  # frames wait for their turn
         self._sweep: asyncio.TimerHandle | None = None
         self._decoder = hpack.Decoder(max_header_list_size=MAX_HEADER_BYTES)
-        self._block: tuple[FrameHead, bytearray, int] | None = None  # headers that are continued, by how many frames
+        self._block: tuple[FrameHeader, bytearray, int] | None = None  # headers that are continued, by how many frames
         self._paths: dict[bytes, str] = {}  # by headers, until the decoder's table changes
         self._last_id = 0
         self._uncredited = 0
@@ -82,7 +84,7 @@ class GrpcConnection(asyncio.Protocol):
         opening = h2.settings_frame(
             max_streams=self._callers.max_calls, window=STREAM_WINDOW, header_list=MAX_HEADER_BYTES
         )
-        self._transport.write(opening + h2.window_frame(0, CONNECTION_WINDOW - h2.DEFAULT_WINDOW))
+        self._transport.write(opening + h2.window_update_frame(0, CONNECTION_WINDOW - h2.DEFAULT_WINDOW))
         self._sweep = self._loop.call_later(WAITING_SECONDS, self._end_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -112,7 +114,7 @@ class GrpcConnection(asyncio.Protocol):
             self._callers.queue(self)
             self._update_reading()
 
-    def handle_slice(self) -> tuple[int, bool]:
+    def handle_some_frames(self) -> tuple[int, bool]:
         """Handle some frames; return the work that they took, and whether there are more."""
         self._is_queued, self._work = False, 0
         if self._is_closing:
@@ -144,7 +146,7 @@ class GrpcConnection(asyncio.Protocol):
         if not self._has_preface:
             self._abort(h2.PROTOCOL_ERROR)
             return
-        self._calls.end_late(self._loop.time())
+        self._calls.end_overdue_calls(self._loop.time())
         self._sweep = self._loop.call_later(WAITING_SECONDS, self._end_late)
 
     def send(self, data: bytes = b"") -> None:
@@ -197,8 +199,8 @@ class GrpcConnection(asyncio.Protocol):
                 frames.clear()
                 await self._wait_for_room(stream)
                 continue
-            self._budget.earn(PER_SENT)
-            frames.append(h2.frame(h2.DATA, 0, stream_id, data[start : start + size]))
+            self._budget.add_frames(PER_SENT)
+            frames.append(h2.make_frame(h2.DATA, 0, stream_id, data[start : start + size]))
             start += size
             self._send_window -= size
             stream.send_window -= size
@@ -228,7 +230,7 @@ class GrpcConnection(asyncio.Protocol):
         if self._transport is not None and not self._is_closing:
             self._is_closing = True
             last = self._last_id.to_bytes(4) + code.to_bytes(4)
-            self._transport.write(h2.frame(h2.GOAWAY, 0, 0, last))
+            self._transport.write(h2.make_frame(h2.GOAWAY, 0, 0, last))
             self._transport.close()
             self._buffer.clear()
             self._loop.call_later(CLOSING_SECONDS, self._transport.abort)
@@ -246,7 +248,7 @@ class GrpcConnection(asyncio.Protocol):
             self._has_preface, at = True, len(h2.PREFACE)
         is_more = False
         while len(buffer) - at >= h2.HEAD_BYTES:
-            head = h2.read_head(buffer, at)
+            head = h2.read_frame_header(buffer, at)
             if head.length > h2.FRAME_BYTES:
                 raise Http2Error(h2.FRAME_SIZE_ERROR, "a frame that is too long")
             end = at + h2.HEAD_BYTES + head.length
@@ -264,16 +266,16 @@ class GrpcConnection(asyncio.Protocol):
         return is_more
 
     def _spend(self, count: float) -> None:
-        if not self._budget.spend(count):
+        if not self._budget.spend_frames(count):
             raise Http2Error(h2.TOO_MUCH, "too many frames that no call needs")
 
-    def _on_frame(self, head: FrameHead, payload: bytes) -> None:
+    def _on_frame(self, head: FrameHeader, payload: bytes) -> None:
         if (head.kind == h2.CONTINUATION) != (self._block is not None):
             raise Http2Error(h2.PROTOCOL_ERROR, "headers are interrupted, or continued without a beginning")
         if head.kind == h2.DATA:
             self._on_data(head, payload)
         elif head.kind == h2.HEADERS:
-            self._on_headers(head, bytearray(h2.unpadded(head, payload)))
+            self._on_headers(head, bytearray(h2.strip_padding(head, payload)))
         elif head.kind == h2.CONTINUATION:
             first, block, count = self._block or (head, bytearray(), 0)
             is_long = len(block) + len(payload) > MAX_HEADER_BYTES or count == MAX_CONTINUATIONS
@@ -290,34 +292,34 @@ class GrpcConnection(asyncio.Protocol):
         elif head.kind == h2.PING and not head.flags & h2.ACK:
             if head.length != 8:
                 raise Http2Error(h2.FRAME_SIZE_ERROR, "a PING frame of another length than 8")
-            self._replies.append(h2.frame(h2.PING, h2.ACK, 0, payload))
+            self._replies.append(h2.make_frame(h2.PING, h2.ACK, 0, payload))
         elif head.kind == h2.PUSH_PROMISE:
             raise Http2Error(h2.PROTOCOL_ERROR, "a client pushes")
 
-    def _on_data(self, head: FrameHead, payload: bytes) -> None:
+    def _on_data(self, head: FrameHeader, payload: bytes) -> None:
         if not 0 < head.stream_id <= self._last_id:
             raise Http2Error(h2.PROTOCOL_ERROR, "data of a stream that was never opened")
-        self._budget.earn(head.length / EARNING_BYTES)
+        self._budget.add_frames(head.length / EARNING_BYTES)
         self._uncredited += head.length
         if self._uncredited >= CONNECTION_WINDOW // 4:
-            self._replies.append(h2.window_frame(0, self._uncredited))
+            self._replies.append(h2.window_update_frame(0, self._uncredited))
             self._uncredited = 0
         stream = self._calls.open.get(head.stream_id)
         if stream is None:
             return  # the call has ended here
         try:
-            count = stream.received(h2.unpadded(head, payload), head.length)
+            count = stream.received(h2.strip_padding(head, payload), head.length)
         except GrpcError as error:
             self._calls.end(head.stream_id, error.status, str(error))
             return
         self._work += count
-        self._budget.earn(PER_MESSAGE * min(count, 1))
+        self._budget.add_frames(PER_MESSAGE * min(count, 1))
         if head.flags & h2.END_STREAM:
             stream.ended()
         if stream.is_ready and self._calls.begin(head.stream_id):
-            self._budget.earn(PER_CALL)
+            self._budget.add_frames(PER_CALL)
 
-    def _on_headers(self, head: FrameHead, block: bytearray, num_continuations: int = 0) -> None:
+    def _on_headers(self, head: FrameHeader, block: bytearray, num_continuations: int = 0) -> None:
         if not head.flags & h2.END_HEADERS:
             self._block = (head, block, num_continuations)
             return
@@ -332,7 +334,7 @@ class GrpcConnection(asyncio.Protocol):
             raise Http2Error(h2.PROTOCOL_ERROR, "a stream id that may not be opened")
         self._last_id = head.stream_id
         if not self._calls.add(head.stream_id, path, is_over=bool(head.flags & h2.END_STREAM)):
-            self._replies.append(h2.frame(h2.RST_STREAM, 0, head.stream_id, h2.REFUSED.to_bytes(4)))
+            self._replies.append(h2.make_frame(h2.RST_STREAM, 0, head.stream_id, h2.REFUSED.to_bytes(4)))
 
     def _path_in(self, block: bytes) -> str:
         """Decode headers; return the path. Headers that leave the decoder's table as it is mean the same again."""
@@ -350,17 +352,17 @@ class GrpcConnection(asyncio.Protocol):
                 self._paths[block] = path
         return path
 
-    def _on_settings(self, head: FrameHead, payload: bytes) -> None:
+    def _on_settings(self, head: FrameHeader, payload: bytes) -> None:
         if head.flags & h2.ACK:
             return
         self._spend(head.length // h2.SETTING_BYTES)
         self._work += head.length // h2.SETTING_BYTES
         values = h2.parse_settings(payload)
         self._peer_window = values.get(h2.WINDOW_SETTING, self._peer_window)
-        self._replies.append(h2.frame(h2.SETTINGS, h2.ACK, 0))
+        self._replies.append(h2.make_frame(h2.SETTINGS, h2.ACK, 0))
         self._has_room()
 
-    def _on_window(self, head: FrameHead, payload: bytes) -> None:
+    def _on_window(self, head: FrameHeader, payload: bytes) -> None:
         if len(payload) != 4:
             raise Http2Error(h2.FRAME_SIZE_ERROR, "a WINDOW_UPDATE frame of another length than 4")
         increment = int.from_bytes(payload) & h2.MAX_WINDOW

@@ -15,7 +15,7 @@ STREAM_WINDOW = 1 << 20  # bytes that a client may send on one stream before the
 MAX_MESSAGE_BYTES = 16 << 20  # Envoy sends a body in pieces, by default of up to 1 MiB
 MAX_QUEUED = 8  # messages of one stream that are not read yet; beyond, its window is not enlarged
 OBJECT_BYTES = 64  # that a message takes beside its own, in a list
-_OPENING = h2.STATUS_200 + h2.literal("content-type", "application/grpc")
+_OPENING = h2.STATUS_200 + h2.hpack_literal_header("content-type", "application/grpc")
 
 
 class GrpcStatus(IntEnum):
@@ -82,11 +82,13 @@ class GrpcStream:
 
     def close(self, status: GrpcStatus, message: str) -> None:
         """End the call."""
-        trailers = h2.literal("grpc-status", str(int(status)))
+        trailers = h2.hpack_literal_header("grpc-status", str(int(status)))
         if message:
-            trailers += h2.literal("grpc-message", message.encode("ascii", "replace").decode()[:100].replace("%", " "))
+            trailers += h2.hpack_literal_header(
+                "grpc-message", message.encode("ascii", "replace").decode()[:100].replace("%", " ")
+            )
         opening = b"" if self._is_open else self._opening()
-        last = h2.frame(h2.HEADERS, h2.END_STREAM | h2.END_HEADERS, self._id, trailers)
+        last = h2.make_frame(h2.HEADERS, h2.END_STREAM | h2.END_HEADERS, self._id, trailers)
         self._connection.send_later(opening + last)
 
     def received(self, data: bytes, num_bytes: int) -> int:
@@ -149,7 +151,7 @@ class GrpcStream:
 
     def _opening(self) -> bytes:
         self._is_open = True
-        return h2.frame(h2.HEADERS, h2.END_HEADERS, self._id, _OPENING)
+        return h2.make_frame(h2.HEADERS, h2.END_HEADERS, self._id, _OPENING)
 
     def _append(self, message: bytes) -> None:
         if not self._messages:
@@ -174,7 +176,7 @@ class GrpcStream:
 
     def _credit(self) -> None:
         if self._uncredited >= STREAM_WINDOW // 4 and len(self._messages) < MAX_QUEUED and not self._is_over:
-            self._connection.send(h2.window_frame(self._id, self._uncredited))
+            self._connection.send(h2.window_update_frame(self._id, self._uncredited))
             self._window += self._uncredited
             self._uncredited = 0
 

@@ -25,7 +25,7 @@ class Http2Error(Exception):
         self.code = code
 
 
-class FrameHead(NamedTuple):
+class FrameHeader(NamedTuple):
     """The head of a frame."""
 
     length: int
@@ -34,13 +34,13 @@ class FrameHead(NamedTuple):
     stream_id: int
 
 
-def read_head(data: bytes | bytearray, at: int) -> FrameHead:
+def read_frame_header(data: bytes | bytearray, at: int) -> FrameHeader:
     """Return the head of the frame that begins at `at`."""
     length = data[at] << 16 | data[at + 1] << 8 | data[at + 2]
-    return FrameHead(length, data[at + 3], data[at + 4], int.from_bytes(data[at + 5 : at + 9]) & MAX_WINDOW)
+    return FrameHeader(length, data[at + 3], data[at + 4], int.from_bytes(data[at + 5 : at + 9]) & MAX_WINDOW)
 
 
-def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
+def make_frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
     """Return one frame."""
     head = len(payload).to_bytes(3) + bytes((kind, flags))
     return head + stream_id.to_bytes(4) + payload
@@ -50,7 +50,7 @@ def settings_frame(**values: int) -> bytes:
     """Return a SETTINGS frame with max_streams, window and header_list, as far as given."""
     ids = {"max_streams": MAX_STREAMS_SETTING, "window": WINDOW_SETTING, "header_list": HEADER_LIST_SETTING}
     payload = b"".join(ids[name].to_bytes(2) + value.to_bytes(4) for name, value in values.items())
-    return frame(SETTINGS, 0, 0, payload)
+    return make_frame(SETTINGS, 0, 0, payload)
 
 
 def parse_settings(payload: bytes) -> dict[int, int]:
@@ -68,12 +68,12 @@ def parse_settings(payload: bytes) -> dict[int, int]:
     return found
 
 
-def window_frame(stream_id: int, increment: int) -> bytes:
+def window_update_frame(stream_id: int, increment: int) -> bytes:
     """Return a WINDOW_UPDATE frame."""
-    return frame(WINDOW_UPDATE, 0, stream_id, increment.to_bytes(4))
+    return make_frame(WINDOW_UPDATE, 0, stream_id, increment.to_bytes(4))
 
 
-def unpadded(head: FrameHead, payload: bytes) -> bytes:
+def strip_padding(head: FrameHeader, payload: bytes) -> bytes:
     """Return the payload of a DATA or HEADERS frame without padding and priority. Raises Http2Error."""
     start, end = 0, len(payload)
     if head.flags & PADDED:
@@ -87,7 +87,7 @@ def unpadded(head: FrameHead, payload: bytes) -> bytes:
     return payload[start:end] if (start, end) != (0, len(payload)) else payload
 
 
-def literal(name: str, value: str) -> bytes:
+def hpack_literal_header(name: str, value: str) -> bytes:
     """Return a header field in HPACK (RFC 7541, 6.2.2), without indexing; both are shorter than 127 bytes."""
     assert len(name) < 127 and len(value) < 127, f"{name} has {len(value)} bytes"
     return b"\0" + bytes((len(name),)) + name.encode("latin-1") + bytes((len(value),)) + value.encode("latin-1")

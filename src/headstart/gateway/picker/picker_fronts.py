@@ -18,25 +18,31 @@ from starlette.types import ASGIApp
 
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError, DrainingError
-from headstart.gateway.gateway_app import build_front
+from headstart.gateway.gateway_app import build_gateway_app
 from headstart.gateway.gateway_state import GatewayState
-from headstart.gateway.http_front import Front, url_of
+from headstart.gateway.http_front import RouterFront, local_client_url
 from headstart.gateway.picker import ext_proc_pb2 as pb
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
 from headstart.gateway.picker.endpoint_picker import EndpointPicker
-from headstart.gateway.picker.envoy_config import REPLICAS, SOCKET, EnvoySettings, write_bootstrap, write_replicas
+from headstart.gateway.picker.envoy_config import (
+    REPLICAS,
+    SOCKET,
+    EnvoySettings,
+    write_envoy_config,
+    write_envoy_endpoints,
+)
 from headstart.gateway.picker.envoy_process import EnvoyProcess, find_envoy
-from headstart.gateway.picker.ext_proc_messages import call_of, decoded
-from headstart.gateway.picker.ext_proc_stream import ExtProcStream, Peer
-from headstart.gateway.picker.grpc_calls import Callers
+from headstart.gateway.picker.ext_proc_messages import call_id_of_answer, decode_request
+from headstart.gateway.picker.ext_proc_stream import ExtProcPeer, ExtProcStream
+from headstart.gateway.picker.grpc_calls import GrpcConnectionTable
 from headstart.gateway.picker.grpc_connection import GrpcConnection
 from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStatus, GrpcStream
 from headstart.gateway.proxy.proxy import FILES_PER_REQUEST
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.http_errors import HttpError
-from headstart.http.lifecycle import listen
-from headstart.http.logs import Log
-from headstart.http.protocol.connections import most_connections
+from headstart.http.lifecycle import open_listener
+from headstart.http.logs import ServerLog
+from headstart.http.protocol.connections import max_connections_by_open_files
 from headstart.http.web_pages import is_loopback
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -53,13 +59,13 @@ class PickerServer:
     def __init__(self, state: GatewayState, addresses: EndpointAddresses, *, trusts_address: bool = False) -> None:
         self.num_requests = 0
         self._state = state
-        self._app: ASGIApp = build_front(state, EndpointPicker(state, addresses).forward)
+        self._app: ASGIApp = build_gateway_app(state, EndpointPicker(state, addresses).forward)
         self._trusts_address = trusts_address
         self._calls: dict[str, tuple[GrpcStream, ExtProcStream]] = {}  # requests of our own Envoy, by id
         self._ids = count(1)
         self._num_watchers = 0
         self._server: asyncio.Server | None = None
-        self._callers = Callers()
+        self._callers = GrpcConnectionTable()
         self._handlers = {
             f"/{SERVICE}/Process": self._process,
             f"/{HEALTH}/Check": self._check,
@@ -96,14 +102,14 @@ class PickerServer:
         message = stream.first()
         if message is None:
             return None
-        first = decoded(message)
+        first = decode_request(message)
         kind = first.WhichOneof("request")
         if kind == "response_headers" and self._trusts_address:
             return self._answered(stream, message, first)
         if kind != "request_headers" or first.observability_mode:
             raise GrpcError(GrpcStatus.INVALID_ARGUMENT, "the first message must be request_headers")
         call_id = str(next(self._ids)) if self._trusts_address else ""
-        request = ExtProcStream(Peer(stream), first, trusts_address=self._trusts_address, call_id=call_id)
+        request = ExtProcStream(ExtProcPeer(stream), first, trusts_address=self._trusts_address, call_id=call_id)
         self.num_requests += 1
         if not request.is_usable:
             raise GrpcError(GrpcStatus.INVALID_ARGUMENT, "set request_body_mode to FULL_DUPLEX_STREAMED")
@@ -123,11 +129,11 @@ class PickerServer:
         self, stream: GrpcStream, message: bytes, head: pb.ProcessingRequest
     ) -> Coroutine[Any, Any, None] | None:
         """Pass the head of an answer to its request; reply if Envoy waits. One whose request has ended is ignored."""
-        call = self._calls.get(call_of(head))
+        call = self._calls.get(call_id_of_answer(head))
         if call is None:
             return None
         call[0].push(message)
-        return None if head.observability_mode else call[1].check(Peer(stream))
+        return None if head.observability_mode else call[1].check(ExtProcPeer(stream))
 
     def _status(self, service: str) -> int:
         if service == "liveness":
@@ -170,9 +176,9 @@ def _service_in(stream: GrpcStream) -> str:
         raise GrpcError(GrpcStatus.INVALID_ARGUMENT, "a message that cannot be decoded") from None
 
 
-def picker_fronts(router: RouterOptions, server: ServerOptions) -> list[Front]:
+def make_envoy_fronts(router: RouterOptions, server: ServerOptions) -> list[RouterFront]:
     """Return the fronts of the options about Envoy. Raises ConfigError."""
-    fronts: list[Front] = []
+    fronts: list[RouterFront] = []
     if router.envoy != "none":
         fronts.append(EnvoyFront(router, server))
     if router.ext_proc is not None:
@@ -189,7 +195,7 @@ class PickerFront:
         if not host or not port.isdigit() or int(port) > 65_535:
             raise ConfigError(f"--ext-proc {address!r} is no address; write HOST:PORT, as in 127.0.0.1:9002")
         self.ended = asyncio.Event()
-        self._log = Log()
+        self._log = ServerLog()
         self._address = address
         self.is_local = is_loopback(host.strip("[]"))  # only this machine reaches it
         self._addresses = EndpointAddresses()
@@ -226,11 +232,11 @@ class EnvoyFront:
     def __init__(self, router: RouterOptions, server: ServerOptions) -> None:
         """Raises ConfigError if there is no Envoy, the port is in use, or the folder cannot be written."""
         self.ended = asyncio.Event()
-        self._log = Log()
+        self._log = ServerLog()
         self._binary = None if router.envoy == "external" else find_envoy(router.envoy)
         port = server.port
         if self._binary is not None:
-            with listen(server.host, server.port) as probe:
+            with open_listener(server.host, server.port) as probe:
                 port = probe.getsockname()[1]
         elif router.envoy_folder is None or port == 0:
             raise ConfigError("--envoy external needs --envoy-folder, and a --port other than 0")
@@ -245,23 +251,23 @@ class EnvoyFront:
             connect_timeout=router.connect_timeout,
             response_timeout=router.response_timeout,
             max_body_bytes=server.max_body_bytes,
-            max_connections=most_connections(files_each=FILES_PER_REQUEST),
+            max_connections=max_connections_by_open_files(files_each=FILES_PER_REQUEST),
         )
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._config = write_bootstrap(self._settings)
+            self._config = write_envoy_config(self._settings)
             if not (folder / REPLICAS).exists():
-                write_replicas(folder, ())
+                write_envoy_endpoints(folder, ())
         except OSError as error:
             raise ConfigError(f"--envoy-folder {folder}: {error.strerror}") from None
-        self._addresses = EndpointAddresses(lambda found: write_replicas(folder, found))
+        self._addresses = EndpointAddresses(lambda found: write_envoy_endpoints(folder, found))
         self._server: PickerServer | None = None
         self._envoy: EnvoyProcess | None = None
 
     @property
     def url(self) -> str:
         """The address of Envoy's clients."""
-        return url_of(self._settings.host, self._settings.port)
+        return local_client_url(self._settings.host, self._settings.port)
 
     def changed(self, replicas: Sequence[ReplicaAddress]) -> None:
         """Note the replicas that there are now, for Envoy too."""

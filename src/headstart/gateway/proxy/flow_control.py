@@ -17,7 +17,7 @@ from math import inf
 
 from headstart.core.errors import NoReplicaError
 from headstart.gateway.proxy.proxied_call import ProxiedCall
-from headstart.gateway.proxy.relay import Relay
+from headstart.gateway.proxy.relay import AnswerRelay
 from headstart.http.http_errors import HttpError
 from headstart.router.endpoint import Endpoint
 from headstart.router.filters import may_serve
@@ -36,7 +36,7 @@ class FlowControl:
     `limit` is per replica; `timeout` in seconds from a request's arrival, 0: none but its own.
     """
 
-    def __init__(self, router: Router, relay: Relay, limit: int, timeout: float) -> None:
+    def __init__(self, router: Router, relay: AnswerRelay, limit: int, timeout: float) -> None:
         self.queue = FlowQueue()
         self.num_expired = 0
         self._router = router
@@ -71,7 +71,7 @@ class FlowControl:
             assert request is not None, "a request waits and is not in the queue"
             self._turns[request].set()
 
-    def lateness(self, call: ProxiedCall) -> HttpError | None:
+    def deadline_error(self, call: ProxiedCall) -> HttpError | None:
         """Return the error of a request whose deadline has passed, and count it; None: it may be sent."""
         if time.monotonic() < call.expires_at:
             return None
@@ -116,7 +116,7 @@ class ReplicaWait:
         self._removed_at = -inf
         self._up = asyncio.Event()
 
-    def on_up(self) -> None:
+    def wake_waiting(self) -> None:
         """Wake the waiting requests: a probe found a replica ready."""
         if self.num_waiting:
             self._up.set()
@@ -127,7 +127,7 @@ class ReplicaWait:
         if url in self._router.endpoints:
             self._removed_at = time.monotonic()
 
-    def is_expected(self, now: float) -> bool:
+    def expects_a_replica(self, now: float) -> bool:
         """Return whether a replica left a moment ago, so that requests may wait for it or another one."""
         return now < self._last_left(self._router.endpoints.values()) + self._seconds
 
@@ -136,7 +136,7 @@ class ReplicaWait:
 
         A request waits only after failures that say nothing about the request and after which the replica returns.
         """
-        if not all(failure.is_momentary for failure in call.failures):
+        if not all(failure.is_transient for failure in call.failures):
             return -inf
         endpoints = [one for one in self._router.endpoints.values() if may_serve(one, call.reading.request)]
         return (now if call.failures and endpoints else self._last_left(endpoints)) + self._seconds

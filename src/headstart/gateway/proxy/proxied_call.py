@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from math import inf
 
 from headstart.apis.api import Api
-from headstart.apis.api_table import generation_api
-from headstart.gateway.held_bytes import LARGE_BYTES, ByteReservation, bytes_of
-from headstart.gateway.proxy.request_reader import ReadRequest
-from headstart.gateway.proxy.upstream import Failure
-from headstart.gateway.replicas.replica_address import server_of
+from headstart.apis.api_table import generation_api_of_path
+from headstart.gateway.held_bytes import LARGE_BYTES, ByteReservation, parsed_request_bytes
+from headstart.gateway.proxy.request_reader import ParsedRequest
+from headstart.gateway.proxy.upstream import AttemptFailure
+from headstart.gateway.replicas.replica_address import server_url_of
 from headstart.http.protocol.body_writer import BodyWriter
 from headstart.http.tracing.request_trace import RequestTrace, TraceSpan
-from headstart.router.routing_decision import InFlight
+from headstart.router.routing_decision import RoutedInFlight
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class ProxiedCall:
     path: str
     headers: list[tuple[bytes, bytes]]
     sender: str  # address
-    reading: ReadRequest
+    reading: ParsedRequest
     request_id: str
     arrival: float = 0.0  # monotonic seconds
     explains: bool = False
@@ -40,7 +40,7 @@ class ProxiedCall:
     num_attempts: int = 0
     num_losses: int = 0  # attempts in which a replica was lost, perhaps because of this request
     was_late: bool = False  # it was given up at a replica that was judged silent by lateness alone
-    in_flight: InFlight | None = None  # at the last replica it was sent to
+    in_flight: RoutedInFlight | None = None  # at the last replica it was sent to
     route: bytes = b""  # the reasons of that decision
     is_pending: bool = False  # without a first token, as far as known
     started: bool = False  # the client has received a status line
@@ -50,7 +50,7 @@ class ProxiedCall:
     answer_id: str = ""  # the id in the answer that the client receives
     num_events: int = 0  # relayed of a stream of named events
     is_mid_event: bool = False  # a part of an event was relayed: nothing but the rest of it may follow
-    failures: list[Failure] = field(default_factory=list[Failure])
+    failures: list[AttemptFailure] = field(default_factory=list[AttemptFailure])
     trace: RequestTrace | None = None  # of the router's request
     attempt: TraceSpan | None = None  # the part of the trace at the replica that it was sent to last
     outcome: str = "error"  # or ok; lost: in the middle of a stream; gone: the client disconnected
@@ -58,7 +58,7 @@ class ProxiedCall:
     @property
     def api(self) -> Api:
         """The API whose generation route it was sent to, else OTHER."""
-        return generation_api(self.path)
+        return generation_api_of_path(self.path)
 
     def begin_attempt(self) -> None:
         """Begin a span for the attempt at the replica in `in_flight`."""
@@ -69,13 +69,13 @@ class ProxiedCall:
         self.attempt.kind = "client"
         self.attempt.attributes |= {
             "http.request.method": "POST",
-            "url.full": server_of(in_flight.endpoint.name) + self.path,
+            "url.full": server_url_of(in_flight.endpoint.name) + self.path,
             "headstart.route.reason": in_flight.choice.reason,
             "headstart.route.predicted_tokens": in_flight.candidate.hit_tokens,
             "headstart.route.expected_ms": in_flight.flight.expected_ms,
         }
 
-    def end_attempt(self, now: float, failure: Failure | None = None) -> None:
+    def end_attempt(self, now: float, failure: AttemptFailure | None = None) -> None:
         """End that span; idempotent."""
         if self.attempt is None:
             return
@@ -84,7 +84,7 @@ class ProxiedCall:
             self.attempt.error, self.attempt.is_failed = failure.value, True
         self.attempt = None
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: AttemptFailure) -> None:
         """Record that an attempt has failed."""
         self.failures.append(failure)
         self.end_attempt(time.monotonic(), failure)
@@ -94,16 +94,16 @@ class ProxiedCall:
         if self.trace is None:
             return {}
         state = {"tracestate": self.trace.state} if self.trace.state else {}
-        return {"traceparent": self.trace.traceparent(self.attempt or self.trace.root), **state}
+        return {"traceparent": self.trace.traceparent_header(self.attempt or self.trace.root), **state}
 
-    def trim(self) -> None:
+    def drop_prompt(self) -> None:
         """Free the text and tokens of a large request's prompt once its block hashes are computed."""
         if not self.is_trimmed and len(self.reading.body) >= LARGE_BYTES:
             self.is_trimmed = True
             self.reading.request.prompt.drop_tokens()
             self.reading.text = None
             if self.reservation is not None:
-                self.reservation.set(bytes_of(self.reading) + self.num_rest_bytes)
+                self.reservation.set(parsed_request_bytes(self.reading) + self.num_rest_bytes)
 
     def drop_body(self) -> None:
         """Free the body: it will not be sent to another replica."""
@@ -112,16 +112,16 @@ class ProxiedCall:
         if self.reservation is not None:
             self.reservation.grow(-num_bytes)
 
-    def keep_answer(self, num_bytes: int) -> bool:
+    def reserve_answer_bytes(self, num_bytes: int) -> bool:
         """Count bytes of an answer in one piece; return whether more of it may be kept. Raises QueueFullError."""
-        return self.reservation is None or self.reservation.grow_answer(num_bytes)
+        return self.reservation is None or self.reservation.reserve_answer_bytes(num_bytes)
 
-    def drop_answer(self) -> None:
+    def release_answer_bytes(self) -> None:
         """Count the bytes of an answer in one piece no longer."""
         if self.reservation is not None:
-            self.reservation.drop_answer()
+            self.reservation.release_answer_bytes()
 
-    def reserve_rest(self, num_bytes: int) -> None:
+    def reserve_event_bytes(self, num_bytes: int) -> None:
         """Count the bytes kept of an incomplete event. Raises QueueFullError."""
         if self.reservation is not None:
             self.reservation.grow(num_bytes - self.num_rest_bytes)

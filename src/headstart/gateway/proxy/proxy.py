@@ -19,36 +19,36 @@ from starlette.types import Message, Receive, Scope, Send
 
 from headstart.config.options import RouterOptions
 from headstart.core.errors import NoReplicaError, QueueFullError
-from headstart.gateway.held_bytes import HeldBytes
+from headstart.gateway.held_bytes import HeldBytesBudget
 from headstart.gateway.proxy.flow_control import FlowControl, ReplicaWait, RetryBudget
 from headstart.gateway.proxy.proxied_call import ProxiedCall
-from headstart.gateway.proxy.relay import Attempt, Relay, write
+from headstart.gateway.proxy.relay import AnswerRelay, Attempt, send_in_slices
 from headstart.gateway.proxy.replies import (
-    WatchedDecisions,
-    check_head,
+    LiveDecisionList,
+    check_response_head,
+    client_session_options,
     decision_header,
-    no_answer,
-    no_replicas,
-    replica_lost,
-    session_options,
-    too_many_losses,
+    no_answer_error,
+    no_replicas_error,
+    replica_lost_error,
+    too_many_losses_error,
 )
-from headstart.gateway.proxy.silence import Silence
+from headstart.gateway.proxy.silence import SilenceDetector
 from headstart.gateway.proxy.upstream import (
     AttemptError,
-    Failure,
-    failure_of,
-    headers_on,
+    AttemptFailure,
+    classify_client_error,
+    forwarded_request_headers,
 )
-from headstart.gateway.replicas.replica_address import rank_headers, server_of
-from headstart.http.byte_budget import has_share
+from headstart.gateway.replicas.replica_address import data_parallel_rank_headers, server_url_of
+from headstart.http.byte_budget import is_within_tenant_share
 from headstart.http.http_errors import ClientGoneError, HttpError
-from headstart.http.protocol.body_writer import writer_of
-from headstart.http.protocol.connections import most_connections
+from headstart.http.protocol.body_writer import writer_of_scope
+from headstart.http.protocol.connections import max_connections_by_open_files
 from headstart.http.sse import WRITE_SECONDS
-from headstart.openai.tokenizer.handed_tokens import with_tokens
+from headstart.openai.tokenizer.handed_tokens import add_tokens_to_body
 from headstart.router.router import Router
-from headstart.router.routing_decision import InFlight, RoutingDecision
+from headstart.router.routing_decision import RoutedInFlight, RoutingDecision
 
 FILES_PER_REQUEST = 2  # the connections to the client and to a replica
 MAX_LOSSES = 2
@@ -58,17 +58,18 @@ Each loss is retried over a new connection, so connections that replicas closed 
 """
 
 
-Placed = Callable[["Proxy", ProxiedCall], AbstractAsyncContextManager[InFlight]]
-"""Places a request for one attempt, by `Proxy.place`; the context ends with the attempt. Raises NoReplicaError."""
+Placed = Callable[["ReplicaProxy", ProxiedCall], AbstractAsyncContextManager[RoutedInFlight]]
+"""Places a request for one attempt, by `ReplicaProxy.place`; the context ends with the attempt. Raises
+NoReplicaError."""
 
 
 @asynccontextmanager
-async def placed_at_once(proxy: "Proxy", call: ProxiedCall) -> AsyncGenerator[InFlight]:
+async def place_immediately(proxy: "ReplicaProxy", call: ProxiedCall) -> AsyncGenerator[RoutedInFlight]:
     """Place a request with no one else involved."""
     yield proxy.place(call, time.monotonic())
 
 
-class Proxy:
+class ReplicaProxy:
     """Sends requests to the replicas of one router. Everything happens on one event loop."""
 
     def __init__(
@@ -78,25 +79,25 @@ class Proxy:
         options: RouterOptions,
         max_pending: int,
         budget: RetryBudget,
-        placed: Placed = placed_at_once,
+        placed: Placed = place_immediately,
     ) -> None:
         """`max_pending`: requests without a first token per replica; more are refused."""
         self.router = router
         self.budget = budget
-        self.silence = Silence(router)
+        self.silence = SilenceDetector(router)
         self.replica_wait = ReplicaWait(router, options.replica_wait)
-        self.held = HeldBytes()
-        self.relay = Relay(router)
+        self.held = HeldBytesBudget()
+        self.relay = AnswerRelay(router)
         self.flow = FlowControl(router, self.relay, options.flow_control, options.queue_timeout)
-        self.decisions = WatchedDecisions()
+        self.decisions = LiveDecisionList()
         self._session = session
         self._fresh = aiohttp.ClientSession(  # a new connection for each request: none of them has been idle
-            connector=aiohttp.TCPConnector(limit=0, force_close=True, ttl_dns_cache=10), **session_options()
+            connector=aiohttp.TCPConnector(limit=0, force_close=True, ttl_dns_cache=10), **client_session_options()
         )
         self._options = options
         self._max_pending = max_pending
         # of all replicas together, so that there are connections for answers too:
-        self._max_pending_in_all = most_connections(files_each=FILES_PER_REQUEST) // 2
+        self._max_pending_in_all = max_connections_by_open_files(files_each=FILES_PER_REQUEST) // 2
         self._placed = placed
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=options.connect_timeout, sock_read=options.response_timeout
@@ -120,7 +121,7 @@ class Proxy:
         limit = min(self._max_pending * max(num_serving, 1), self._max_pending_in_all)
         pending = self.relay.pending_of
         own = pending[tenant] if tenant else self.num_pending
-        if not has_share(self.num_pending, own, 1, limit, len(pending.keys() | {tenant})):
+        if not is_within_tenant_share(self.num_pending, own, 1, limit, len(pending.keys() | {tenant})):
             wait = min((endpoint.backlog_ms(time.monotonic()) for endpoint in endpoints), default=0.0) / 1e3
             raise QueueFullError(
                 f"{self.num_pending} requests are waiting: try again later", retry_after=min(wait, 60.0)
@@ -133,7 +134,7 @@ class Proxy:
             call.deadline = self.replica_wait.deadline(call, now)
         return now < call.deadline and await self.replica_wait.wait(call.deadline)
 
-    def place(self, call: ProxiedCall, now: float, among: Collection[str] | None = None) -> InFlight:
+    def place(self, call: ProxiedCall, now: float, among: Collection[str] | None = None) -> RoutedInFlight:
         """Choose the best replica that the request did not try yet, and record that it is sent there.
 
         `among`: the names of the candidates; None: all replicas. Raises NoReplicaError.
@@ -154,9 +155,9 @@ class Proxy:
         self.decisions.note(decision, now)
         return decision
 
-    def record(self, call: ProxiedCall, decision: RoutingDecision, now: float) -> InFlight:
+    def record(self, call: ProxiedCall, decision: RoutingDecision, now: float) -> RoutedInFlight:
         """Record that the request is sent to the chosen replica."""
-        call.trim()
+        call.drop_prompt()
         call.in_flight = in_flight = self.router.sent(decision, now)
         call.tried.append(in_flight.endpoint.name)
         call.num_attempts += 1
@@ -167,8 +168,8 @@ class Proxy:
         """Answer one request. Raises HttpError, NoReplicaError and ClientGoneError if nothing was sent yet."""
         self.check_queue(call.tenant)
         self.budget.num_active += 1
-        self.relay.begin_wait(call)
-        call.writer = writer_of(scope)
+        self.relay.begin_pending(call)
+        call.writer = writer_of_scope(scope)
         task = asyncio.current_task()
         assert task is not None
         is_gone = False
@@ -195,7 +196,7 @@ class Proxy:
             watcher.cancel()
             timed_send.close()
             self.budget.num_active -= 1
-            self.relay.end_wait(call)
+            self.relay.end_pending(call)
 
     # ------------------------------------------------------------------------------------------------------ attempts
 
@@ -204,7 +205,7 @@ class Proxy:
         last: AttemptError | None = None
         try:
             while True:
-                late = self.flow.lateness(call)
+                late = self.flow.deadline_error(call)
                 if late is not None:
                     await self._give_up(call, late, send)
                     return
@@ -213,17 +214,17 @@ class Proxy:
                     return
                 except AttemptError as error:
                     call.fail(error.failure)
-                    call.num_losses += error.is_loss
+                    call.num_losses += error.is_replica_loss
                     if call.num_losses >= MAX_LOSSES:
-                        await self._give_up(call, too_many_losses(call.request_id, call.num_losses), send)
+                        await self._give_up(call, too_many_losses_error(call.request_id, call.num_losses), send)
                         return
                     if not self._may_retry(call, error.failure, retrying):
                         await self._give_up(call, error, send)
                         return
-                    retrying = retrying or not error.failure.is_free
+                    retrying = retrying or not error.failure.costs_no_retry
                     last = error
                 except NoReplicaError as error:
-                    if not again and any(failure.is_of_connection for failure in call.failures):
+                    if not again and any(failure.is_connection_failure for failure in call.failures):
                         again = True
                         _retry_failed_connections(call)
                     elif await self.waited(call):
@@ -235,17 +236,17 @@ class Proxy:
             if retrying:
                 self.budget.give_back()
 
-    def _may_retry(self, call: ProxiedCall, failure: Failure, retrying: bool) -> bool:
+    def _may_retry(self, call: ProxiedCall, failure: AttemptFailure, retrying: bool) -> bool:
         if call.num_attempts >= self._options.max_attempts:
             return False
-        return failure.is_free or retrying or self.budget.take()
+        return failure.costs_no_retry or retrying or self.budget.take()
 
     async def _attempt(self, call: ProxiedCall, send: Send) -> None:
         """Send the request to the best replica that was not tried yet. Raises AttemptError and NoReplicaError."""
         async with self._placed(self, call) as in_flight:
             await self._attempt_at(call, in_flight, send)
 
-    async def _attempt_at(self, call: ProxiedCall, in_flight: InFlight, send: Send) -> None:
+    async def _attempt_at(self, call: ProxiedCall, in_flight: RoutedInFlight, send: Send) -> None:
         activity, wait = self.silence.begin(call, in_flight, in_flight.sent_at)
         try:
             await self._send(Attempt(call, in_flight, (activity, wait)), send)
@@ -253,19 +254,21 @@ class Proxy:
             self.relay.failed(in_flight, error.failure)
             raise
         except asyncio.CancelledError as error:
-            if not wait.take_cancel_back():
+            if not wait.absorb_cancel():
                 raise
-            await self._broken(call, in_flight, Failure.HUNG, error, send)
+            await self._broken(call, in_flight, AttemptFailure.HUNG, error, send)
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-            await self._broken(call, in_flight, Failure.HUNG if wait.is_given_up else failure_of(error), error, send)
+            await self._broken(
+                call, in_flight, AttemptFailure.HUNG if wait.is_given_up else classify_client_error(error), error, send
+            )
         finally:
-            wait.take_cancel_back()
+            wait.absorb_cancel()
             self.silence.end(activity, wait)
             if in_flight.finish is None:  # the client disconnected, or the router stops: not the replica's fault
-                self.router.abandoned(in_flight, time.monotonic())
+                self.router.record_client_disconnect(in_flight, time.monotonic())
 
     async def _broken(
-        self, call: ProxiedCall, in_flight: InFlight, failure: Failure, error: BaseException, send: Send
+        self, call: ProxiedCall, in_flight: RoutedInFlight, failure: AttemptFailure, error: BaseException, send: Send
     ) -> None:
         """Record that no complete answer arrived. Raises AttemptError if the client has received nothing of it."""
         self.relay.failed(in_flight, failure)
@@ -274,37 +277,37 @@ class Proxy:
         call.fail(failure)
         call.outcome = "lost"
         if call.is_mid_event:
-            raise replica_lost() from error  # the client's connection is cut
-        await self._end_stream(call, replica_lost(), send)
+            raise replica_lost_error() from error  # the client's connection is cut
+        await self._end_stream(call, replica_lost_error(), send)
 
     async def _send(self, attempt: Attempt, send: Send) -> None:
         call, in_flight, _ = attempt
         replica = in_flight.endpoint.name
-        own = {"x-request-id": call.request_id, **call.trace_headers(), **rank_headers(replica)}
+        own = {"x-request-id": call.request_id, **call.trace_headers(), **data_parallel_rank_headers(replica)}
         if self._options.replica_api_key is not None:
             own["authorization"] = f"Bearer {self._options.replica_api_key}"
         body, timer, tokenizer = call.reading.body, None, call.reading.tokenizer
         if not isinstance(body, bytes):
             own["content-length"] = str(len(body))
         elif tokenizer and tokenizer == in_flight.endpoint.tokenizer:
-            body = with_tokens(body, call.reading.request.prompt.token_ids)
+            body = add_tokens_to_body(body, call.reading.request.prompt.token_ids)
         if not call.reading.stream:  # its head arrives only with the complete answer
             timer = asyncio.get_running_loop().call_later(
-                in_flight.flight.expected_ms / 1e3, self.relay.assume, call, in_flight
+                in_flight.flight.expected_ms / 1e3, self.relay.assume_first_token, call, in_flight
             )
         try:
-            session = self._fresh if Failure.LOST in call.failures else self._session
+            session = self._fresh if AttemptFailure.LOST in call.failures else self._session
             async with session.post(
-                server_of(replica) + call.path,
+                server_url_of(replica) + call.path,
                 data=body if isinstance(body, bytes) else body.pieces(),
-                headers=headers_on(call.headers, own, call.sender),
+                headers=forwarded_request_headers(call.headers, own, call.sender),
                 timeout=self._timeout,
                 allow_redirects=False,
             ) as response:
-                if check_head(response, call.path):
+                if check_response_head(response, call.path):
                     await self.relay.relay_stream(attempt, response, send)
                 else:
-                    await self.relay.relay_whole(attempt, response, send)
+                    await self.relay.relay_complete_answer(attempt, response, send)
         finally:
             if timer is not None:
                 timer.cancel()
@@ -312,18 +315,22 @@ class Proxy:
     async def _give_up(self, call: ProxiedCall, error: AttemptError | NoReplicaError | HttpError, send: Send) -> None:
         """Send the client the last replica's refusal if there is one, else an error of the router."""
         if isinstance(error, AttemptError) and error.answer is not None:
-            await self.relay.send_whole(call, error.answer, send)
+            await self.relay.send_complete_answer(call, error.answer, send)
             return
         if isinstance(error, HttpError):
             failure = error
         else:
-            failure = no_replicas(error) if isinstance(error, NoReplicaError) else no_answer(error, call.num_attempts)
+            failure = (
+                no_replicas_error(error)
+                if isinstance(error, NoReplicaError)
+                else no_answer_error(error, call.num_attempts)
+            )
         if not call.started:
             raise failure
         await self._end_stream(call, failure, send)
 
     async def _end_stream(self, call: ProxiedCall, error: HttpError, send: Send) -> None:
-        await write(send, call.api.error_ending(error, call.request_id, call.num_events), more=False)
+        await send_in_slices(send, call.api.stream_error_events(error, call.request_id, call.num_events), more=False)
 
 
 def _retry_failed_connections(call: ProxiedCall) -> None:
@@ -333,9 +340,9 @@ def _retry_failed_connections(call: ProxiedCall) -> None:
     refused a connection are tried last: no server was listening a moment ago.
     """
     failed = list(zip(call.tried, call.failures, strict=True))
-    kept = [name for name, failure in failed if not failure.is_of_connection or failure is Failure.REFUSED]
+    kept = [name for name, failure in failed if not failure.is_connection_failure or failure is AttemptFailure.REFUSED]
     if len(kept) == len(failed):
-        kept = [name for name, failure in failed if not failure.is_of_connection]
+        kept = [name for name, failure in failed if not failure.is_connection_failure]
     call.tried[:] = kept
 
 

@@ -14,37 +14,37 @@ from starlette.types import Send
 
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.replies import (
-    ResponseOwners,
-    begins_like,
-    error_in_first,
-    id_in,
-    read_answer,
-    replica_lost,
+    ResponseReplicas,
+    begins_like_answer,
+    find_answer_id,
+    is_first_event_error,
+    read_complete_answer,
+    replica_lost_error,
 )
 from headstart.gateway.proxy.silence import Watched
 from headstart.gateway.proxy.sse_reader import (
     TAIL_BYTES,
-    EventStream,
-    LineStream,
+    JSONLinesReader,
     ReportedUsage,
-    answer_usage,
+    SSEStreamReader,
+    make_stream_reader,
+    read_answer_usage,
     read_usage_at_end,
-    stream_reader,
 )
 from headstart.gateway.proxy.upstream import (
-    Answer,
     AttemptError,
-    Failure,
-    GarbledError,
-    failure_of,
-    headers_back,
-    refusal,
-    refusal_in_event,
+    AttemptFailure,
+    InvalidReplicaResponseError,
+    ReplicaAnswer,
+    classify_client_error,
+    classify_error_event,
+    classify_refusal,
+    returned_response_headers,
 )
 from headstart.http.protocol.callback_reader import CallbackReader
-from headstart.openai.canonical.prompt_rules import RULES_HEADER, rules_header
+from headstart.openai.canonical.prompt_rules import RULES_HEADER, applied_rules_header
 from headstart.router.router import Router
-from headstart.router.routing_decision import InFlight
+from headstart.router.routing_decision import RoutedInFlight
 
 SLICE_BYTES = 256 << 10  # of an answer in one piece
 
@@ -53,11 +53,11 @@ class Attempt(NamedTuple):
     """A request at one replica, while its answer is awaited."""
 
     call: ProxiedCall
-    in_flight: InFlight
+    in_flight: RoutedInFlight
     watched: Watched
 
 
-class Relay:
+class AnswerRelay:
     """Relays the answers of the replicas of one router.
 
     `num_pending`: requests without a first token; `pending_of`: those of each tenant that has any.
@@ -67,16 +67,16 @@ class Relay:
         self.num_pending = 0
         self.pending_of: Counter[str] = Counter()
         self.on_wait_end: Callable[[], None] = lambda: None
-        self.response_owners = ResponseOwners()
+        self.response_owners = ResponseReplicas()
         self._router = router
 
-    def begin_wait(self, call: ProxiedCall) -> None:
+    def begin_pending(self, call: ProxiedCall) -> None:
         """Count a request as one without a first token."""
         call.is_pending = True
         self.num_pending += 1
         self.pending_of[call.tenant] += 1
 
-    def end_wait(self, call: ProxiedCall) -> None:
+    def end_pending(self, call: ProxiedCall) -> None:
         """Count it so no longer. Idempotent."""
         if call.is_pending:
             call.is_pending = False
@@ -86,23 +86,23 @@ class Relay:
                 del self.pending_of[call.tenant]
             self.on_wait_end()
 
-    def failed(self, in_flight: InFlight, failure: Failure) -> None:
+    def failed(self, in_flight: RoutedInFlight, failure: AttemptFailure) -> None:
         """Record that an attempt has failed."""
         if in_flight.finish is not None:
             return  # an error in the first event of a stream has already been counted
-        now, is_draining = time.monotonic(), failure is Failure.DRAINING
-        if is_draining or failure is Failure.LOADING:
+        now, is_draining = time.monotonic(), failure is AttemptFailure.DRAINING
+        if is_draining or failure is AttemptFailure.LOADING:
             in_flight.endpoint.health.left(now, absent=not is_draining, draining=is_draining)
-        refused = failure in (Failure.REFUSED, Failure.UNREACHED, Failure.HUNG)
-        self._router.failed(in_flight, now, refused=refused, blame=failure.is_its_fault)
+        refused = failure in (AttemptFailure.REFUSED, AttemptFailure.UNREACHED, AttemptFailure.HUNG)
+        self._router.failed(in_flight, now, refused=refused, blame=failure.counts_against_health)
 
-    async def relay_whole(self, attempt: Attempt, response: aiohttp.ClientResponse, send: Send) -> None:
+    async def relay_complete_answer(self, attempt: Attempt, response: aiohttp.ClientResponse, send: Send) -> None:
         """Handle an answer in one piece, or a refusal."""
         call, in_flight, (activity, wait) = attempt
-        call.drop_answer()  # of an earlier attempt
-        router, answer = self._router, await read_answer(response, call.path, call.keep_answer)
+        call.release_answer_bytes()  # of an earlier attempt
+        router, answer = self._router, await read_complete_answer(response, call.path, call.reserve_answer_bytes)
         activity.settle(wait, time.monotonic(), is_progress=answer.status < 300)
-        failure = refusal(response.status, answer.body)
+        failure = classify_refusal(response.status, answer.body)
         if failure is not None:
             raise AttemptError(failure, f"the replica answered {response.status}", answer)
         if response.status < 300:
@@ -110,12 +110,12 @@ class Relay:
             if not answer.is_whole:
                 await self._relay_long(attempt, answer, response, send)
                 return
-            self._answered(call, in_flight, answer_usage(call.api.end, answer.body))
+            self._answered(call, in_flight, read_answer_usage(call.api.end, answer.body))
         else:
             router.failed(in_flight, time.monotonic(), blame=response.status >= 500)
-        await self.send_whole(call, answer, send)
+        await self.send_complete_answer(call, answer, send)
 
-    def _answered(self, call: ProxiedCall, in_flight: InFlight, reported: ReportedUsage) -> None:
+    def _answered(self, call: ProxiedCall, in_flight: RoutedInFlight, reported: ReportedUsage) -> None:
         """Record a complete answer in one piece."""
         now = time.monotonic()
         call.output_tokens = reported.output_tokens
@@ -125,7 +125,9 @@ class Relay:
         self._first_token(call, now)
         call.outcome = "ok"
 
-    async def _relay_long(self, attempt: Attempt, answer: Answer, response: aiohttp.ClientResponse, send: Send) -> None:
+    async def _relay_long(
+        self, attempt: Attempt, answer: ReplicaAnswer, response: aiohttp.ClientResponse, send: Send
+    ) -> None:
         """Relay an answer that is too long to be kept until its end, as it arrives.
 
         Raises HttpError if the replica is lost before the end; then the client's connection must be cut.
@@ -139,28 +141,28 @@ class Relay:
         answer.body = b""
         try:
             while piece:
-                await write(send, piece)
+                await send_in_slices(send, piece)
                 tail = (tail + piece)[-TAIL_BYTES:]
                 del piece
-                call.drop_answer()
+                call.release_answer_bytes()
                 piece = await response.content.readany()
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-            self.failed(in_flight, failure_of(error))
-            call.fail(failure_of(error))
+            self.failed(in_flight, classify_client_error(error))
+            call.fail(classify_client_error(error))
             call.outcome = "lost"
-            raise replica_lost() from error
+            raise replica_lost_error() from error
         self._answered(call, in_flight, read_usage_at_end(tail))
-        await write(send, b"", more=False)
+        await send_in_slices(send, b"", more=False)
 
-    def assume(self, call: ProxiedCall, in_flight: InFlight) -> None:
+    def assume_first_token(self, call: ProxiedCall, in_flight: RoutedInFlight) -> None:
         """Assume the first token of an answer in one piece, at its expected time."""
         self._router.assume_first_token(in_flight, time.monotonic())
-        self.end_wait(call)
+        self.end_pending(call)
 
     async def relay_stream(self, attempt: Attempt, response: aiohttp.ClientResponse, send: Send) -> None:
         """Relay a stream of events as they arrive."""
         call, in_flight, _ = attempt
-        stream, writer = stream_reader(call.api.end, hides_usage=call.reading.hides_usage), call.writer
+        stream, writer = make_stream_reader(call.api.end, hides_usage=call.reading.hides_usage), call.writer
 
         def relay_now(piece: bytes) -> bool:
             """Relay a piece while the client already reads the answer and its connection takes more."""
@@ -188,25 +190,25 @@ class Relay:
                     await self._start(
                         call,
                         200,
-                        headers_back(response.raw_headers, call.api.end.content_type.encode()),
+                        returned_response_headers(response.raw_headers, call.api.end.content_type_header.encode()),
                         send,
                     )
                 await send({"type": "http.response.body", "body": passed, "more_body": True})
         rest = stream.close()
         if not call.committed and (stream.is_done or stream.has_data):
-            raise GarbledError("a stream without an event")
+            raise InvalidReplicaResponseError("a stream without an event")
         if not stream.is_done:
             raise aiohttp.ClientPayloadError("the stream ended without its last event")
         self._finished(call, in_flight, stream)
-        await write(send, rest, more=False)
+        await send_in_slices(send, rest, more=False)
 
-    def _read(self, attempt: Attempt, stream: EventStream | LineStream, piece: bytes) -> bytes:
+    def _read(self, attempt: Attempt, stream: SSEStreamReader | JSONLinesReader, piece: bytes) -> bytes:
         """Record the progress that a piece of a stream shows; return the bytes that may be relayed."""
         call, in_flight, (activity, wait) = attempt
         passed = stream.feed(piece)
         call.num_events, call.is_mid_event = stream.num_events, stream.is_mid_event
         if stream.num_rest_bytes or call.num_rest_bytes:
-            call.reserve_rest(stream.num_rest_bytes)
+            call.reserve_event_bytes(stream.num_rest_bytes)
         activity.heard_at = now = time.monotonic()
         if not stream.num_comment_bytes:  # the last event was data
             activity.progress_at = now
@@ -219,74 +221,78 @@ class Relay:
             self._finished(call, in_flight, stream)  # before it is relayed: clients disconnect after it
         return passed
 
-    def _begin(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream | LineStream, passed: bytes) -> None:
+    def _begin(
+        self, call: ProxiedCall, in_flight: RoutedInFlight, stream: SSEStreamReader | JSONLinesReader, passed: bytes
+    ) -> None:
         """Handle the first event. Raises AttemptError if it is an error that another replica may not have."""
         now = time.monotonic()
-        if stream.is_mid_event and not begins_like(stream.first, call.api):
-            raise GarbledError("the replica's first event does not begin like one of this route")
-        if stream.is_mid_event or not error_in_first(stream.first):
+        if stream.is_mid_event and not begins_like_answer(stream.first, call.api):
+            raise InvalidReplicaResponseError("the replica's first event does not begin like one of this route")
+        if stream.is_mid_event or not is_first_event_error(stream.first):
             call.committed = True
             call.drop_body()
             self._note_id(call, in_flight, passed)
             self._router.first_token(in_flight, now)
             self._first_token(call, now)
             return
-        failure, status = refusal_in_event(stream.first)
+        failure, status = classify_error_event(stream.first)
         if failure is not None:
-            answer = Answer(status, [(b"content-type", b"application/json")], stream.first)
+            answer = ReplicaAnswer(status, [(b"content-type", b"application/json")], stream.first)
             raise AttemptError(failure, f"the replica answered with an error, as {status}", answer)
         call.committed = True
         self._router.failed(in_flight, now, blame=status >= 500)
 
-    def _finished(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream | LineStream) -> None:
+    def _finished(
+        self, call: ProxiedCall, in_flight: RoutedInFlight, stream: SSEStreamReader | JSONLinesReader
+    ) -> None:
         """Record that the answer is complete; only the first call counts."""
         if in_flight.finish is None:
             call.output_tokens, call.outcome = stream.reported.output_tokens, "ok"
             self._end(call, in_flight, time.monotonic(), stream.reported)
 
-    def _end(self, call: ProxiedCall, in_flight: InFlight, now: float, reported: ReportedUsage) -> None:
+    def _end(self, call: ProxiedCall, in_flight: RoutedInFlight, now: float, reported: ReportedUsage) -> None:
         """Tell the router what was reported; of several answers to one request the counts mean nothing to it."""
         if call.reading.is_single:
             self._router.finished(in_flight, now, reported.usage, num_output=reported.output_tokens or 0)
         else:
             self._router.finished(in_flight, now)
 
-    def _note_id(self, call: ProxiedCall, in_flight: InFlight, beginning: bytes) -> None:
+    def _note_id(self, call: ProxiedCall, in_flight: RoutedInFlight, beginning: bytes) -> None:
         """Note the id in the answer, before the client sees it: it may continue the response at once."""
-        call.answer_id = id_in(beginning)
+        call.answer_id = find_answer_id(beginning)
         if call.api.is_stored:
             self.response_owners.add(call.answer_id, in_flight.endpoint.name, call.domain)
 
     def _first_token(self, call: ProxiedCall, now: float) -> None:
         if call.first_token_at is None:
             call.first_token_at = now
-        self.end_wait(call)
+        self.end_pending(call)
 
     async def _start(self, call: ProxiedCall, status: int, headers: "list[tuple[bytes, bytes]]", send: Send) -> None:
         call.started = True
         assert call.in_flight is not None, "no replica was selected"
-        own = own_headers(call, status, call.in_flight.endpoint.name)
+        own = router_headers(call, status, call.in_flight.endpoint.name)
         await send({"type": "http.response.start", "status": status, "headers": [*headers, *own]})
 
-    async def send_whole(self, call: ProxiedCall, answer: Answer, send: Send) -> None:
+    async def send_complete_answer(self, call: ProxiedCall, answer: ReplicaAnswer, send: Send) -> None:
         """Send a complete answer or refusal, as an event if the client already reads a stream."""
         if call.started:  # a stream had begun with comments: the client now reads events
             ending = call.api.end.refused(answer.status, answer.body, call.request_id, call.num_events)
-            await write(send, ending, more=False)
+            await send_in_slices(send, ending, more=False)
             return
         length = (b"content-length", str(len(answer.body)).encode())
         await self._start(call, answer.status, [*answer.headers, length], send)
         call.drop_body()
-        await write(send, answer.body, more=False)
+        await send_in_slices(send, answer.body, more=False)
 
 
-def own_headers(call: ProxiedCall, status: int, replica: str) -> list[tuple[bytes, bytes]]:
+def router_headers(call: ProxiedCall, status: int, replica: str) -> list[tuple[bytes, bytes]]:
     """Return the router's own headers of an answer: the rules that applied to the prompt.
 
     For administrators also the replica and the reasons for it.
     """
     applied, in_flight = call.reading.applied_rules, call.in_flight
-    own = [(RULES_HEADER.encode(), rules_header(applied).encode())] if applied else []
+    own = [(RULES_HEADER.encode(), applied_rules_header(applied).encode())] if applied else []
     if in_flight is not None:
         own.append((b"server-timing", f"route;dur={(in_flight.sent_at - call.arrival) * 1e3:.1f}".encode()))
     if not call.shows_replica or status in (401, 403):  # a refused key gets no addresses, from any server
@@ -295,7 +301,7 @@ def own_headers(call: ProxiedCall, status: int, replica: str) -> list[tuple[byte
     return [*own, (b"x-headstart-route", call.route)] if call.route else own
 
 
-async def write(send: Send, data: bytes, *, more: bool = True) -> None:
+async def send_in_slices(send: Send, data: bytes, *, more: bool = True) -> None:
     """Send in slices: the HTTP server copies what its socket does not take at once."""
     for start in range(0, max(len(data), 1), SLICE_BYTES):
         end = start + SLICE_BYTES

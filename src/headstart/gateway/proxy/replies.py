@@ -5,7 +5,7 @@ belong to another program by now. On generation routes, a success is status 200 
 stream of events whose first one is a JSON object. An error keeps its status, and its body only if that is an error
 object.
 
-ResponseOwners: the replica that holds each stored response, by the id of the response.
+ResponseReplicas: the replica that holds each stored response, by the id of the response.
 
 Only this router's latest answers are known: ids of another router, of before a restart, or beyond MAX_RESPONSES are
 unknown, and their requests are answered with 404.
@@ -23,12 +23,19 @@ import aiohttp
 import msgspec
 
 from headstart.apis.api import Api
-from headstart.apis.api_table import APIS, OTHER, UNCACHED, api_of, generation_api
+from headstart.apis.api_table import APIS, OTHER, UNCACHED, api_of_path, generation_api_of_path
 from headstart.core.errors import NoReplicaError
-from headstart.gateway.proxy.upstream import Answer, AttemptError, Failure, GarbledError, headers_back
+from headstart.gateway.proxy.upstream import (
+    AttemptError,
+    AttemptFailure,
+    InvalidReplicaResponseError,
+    ReplicaAnswer,
+    returned_response_headers,
+)
 from headstart.http.http_errors import HttpError
-from headstart.openai.request_json import json_value
-from headstart.openai.responses import encode, error_object
+from headstart.openai.json_pieces import encode_json
+from headstart.openai.request_json import decode_json_text
+from headstart.openai.responses import error_object
 from headstart.router.routing_decision import RoutingDecision
 
 MAX_ANSWER_BYTES = 64 << 20  # on routes that do not generate
@@ -51,7 +58,7 @@ MAX_EXPLAINED = 16  # replicas in the header that explains a decision: it must f
 MAX_RESPONSES = 32_768  # about 300 bytes each
 
 
-def session_options() -> dict[str, Any]:
+def client_session_options() -> dict[str, Any]:
     """Return the options of a session with replicas: no decompression, bounded interim responses, no cookies."""
     return {"auto_decompress": False, "response_class": ReplicaReply, "cookie_jar": aiohttp.DummyCookieJar()}
 
@@ -65,7 +72,7 @@ class ReplicaReply(aiohttp.ClientResponse):
     """A response with a bounded number of interim responses before it."""
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
-        """Read the head. Raises GarbledError after MAX_INTERIM heads of status 1xx."""
+        """Read the head. Raises InvalidReplicaResponseError after MAX_INTERIM heads of status 1xx."""
         protocol, count = connection.protocol, 0
         read = protocol.read
 
@@ -73,7 +80,7 @@ class ReplicaReply(aiohttp.ClientResponse):
             nonlocal count
             count += 1
             if count > MAX_INTERIM:
-                raise GarbledError("more than 32 interim responses")
+                raise InvalidReplicaResponseError("more than 32 interim responses")
             return read()
 
         protocol.read = counted  # aiohttp reads interim responses in a loop of its own that has no bound
@@ -83,26 +90,27 @@ class ReplicaReply(aiohttp.ClientResponse):
             del protocol.read
 
 
-def check_head(response: aiohttp.ClientResponse, path: str) -> bool:
-    """Return whether a stream of events follows. Raises GarbledError for an invalid head."""
+def check_response_head(response: aiohttp.ClientResponse, path: str) -> bool:
+    """Return whether a stream of events follows. Raises InvalidReplicaResponseError for an invalid head."""
     status = response.status
     if not (200 <= status < 300 or 400 <= status < 600) or status == 407:
-        raise GarbledError(f"the replica answered with status {status}")
+        raise InvalidReplicaResponseError(f"the replica answered with status {status}")
     if response.headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise GarbledError("the replica answered in an encoding that it was not asked for")
-    if generation_api(path) is not OTHER and status < 300 and status != 200:
-        raise GarbledError(f"the replica answered with status {status}")
-    return status == 200 and response.content_type == generation_api(path).end.media_type
+        raise InvalidReplicaResponseError("the replica answered in an encoding that it was not asked for")
+    if generation_api_of_path(path) is not OTHER and status < 300 and status != 200:
+        raise InvalidReplicaResponseError(f"the replica answered with status {status}")
+    return status == 200 and response.content_type == generation_api_of_path(path).end.media_type
 
 
 def _keep_all(num_bytes: int) -> bool:
     return True
 
 
-async def read_bounded(
+async def read_bounded_body(
     response: aiohttp.ClientResponse, max_bytes: int, keep: Callable[[int], object] = _keep_all
 ) -> bytes:
-    """Return the body. Raises GarbledError if it is longer than `max_bytes`. `keep` receives the size of each piece."""
+    """Return the body. Raises InvalidReplicaResponseError if it is longer than `max_bytes`. `keep` receives the size
+    of each piece."""
 
     def kept(num_bytes: int) -> bool:
         keep(num_bytes)
@@ -110,7 +118,7 @@ async def read_bounded(
 
     body, is_whole = await _read_up_to(response, max_bytes, kept)
     if not is_whole:
-        raise GarbledError(f"the replica's answer has more than {max_bytes} bytes")
+        raise InvalidReplicaResponseError(f"the replica's answer has more than {max_bytes} bytes")
     return body
 
 
@@ -128,35 +136,41 @@ async def _read_up_to(
     return (pieces[0] if len(pieces) == 1 else b"".join(pieces)), is_kept
 
 
-async def read_answer(response: aiohttp.ClientResponse, path: str, keep: Callable[[int], bool] = _keep_all) -> Answer:
+async def read_complete_answer(
+    response: aiohttp.ClientResponse, path: str, keep: Callable[[int], bool] = _keep_all
+) -> ReplicaAnswer:
     """Return an answer in one piece, the beginning of a long one, or an error.
 
     `keep` receives the size of each piece; once it returns False, no more of an answer is kept. Raises
-    GarbledError for anything else, and what `keep` raises.
+    InvalidReplicaResponseError for anything else, and what `keep` raises.
     """
     status = response.status
     if status >= 400:
-        body = await read_bounded(response, MAX_ERROR_BYTES)
+        body = await read_bounded_body(response, MAX_ERROR_BYTES)
         if not is_error_object(body):
             told = error_object(f"the replica answered {status}", status=status)
-            body = encode(api_of(path).error_body(status, told, ""))
-        return Answer(status, headers_back(response.raw_headers, _JSON), body)
-    api = generation_api(path)
+            body = encode_json(api_of_path(path).error_body(status, told, ""))
+        return ReplicaAnswer(status, returned_response_headers(response.raw_headers, _JSON), body)
+    api = generation_api_of_path(path)
     if path not in JSON_ROUTES:
-        return Answer(status, headers_back(response.raw_headers), await read_bounded(response, MAX_ANSWER_BYTES, keep))
+        return ReplicaAnswer(
+            status,
+            returned_response_headers(response.raw_headers),
+            await read_bounded_body(response, MAX_ANSWER_BYTES, keep),
+        )
     body, is_whole = await _read_up_to(response, KEPT_BYTES, keep)
     if not is_whole:
         if not api.beginning.match(body):
-            raise GarbledError("the replica's answer does not begin like one of this route")
-        return Answer(status, headers_back(response.raw_headers, _JSON), body, is_whole=False)
+            raise InvalidReplicaResponseError("the replica's answer does not begin like one of this route")
+        return ReplicaAnswer(status, returned_response_headers(response.raw_headers, _JSON), body, is_whole=False)
     _check_object(body, api.answer)
-    return Answer(status, headers_back(response.raw_headers, _JSON), body)
+    return ReplicaAnswer(status, returned_response_headers(response.raw_headers, _JSON), body)
 
 
 def is_error_object(body: bytes) -> bool:
     """Return whether a body is an error as OpenAI, vLLM, SGLang or FastAPI write it."""
     try:
-        value = json_value(body)
+        value = decode_json_text(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     if not isinstance(value, Mapping):
@@ -168,17 +182,18 @@ def is_error_object(body: bytes) -> bool:
     return isinstance(error, str) or isinstance(found.get("message"), str) or "detail" in found
 
 
-def begins_like(beginning: bytes, api: Api) -> bool:
+def begins_like_answer(beginning: bytes, api: Api) -> bool:
     """Return whether bytes are the beginning of a generated answer of an API, or of an event of it."""
     return api is not OTHER and api.beginning.match(beginning) is not None
 
 
-def error_in_first(data: bytes) -> bool:
-    """Return whether the first event of a stream is an error. Raises GarbledError if it is no JSON object."""
+def is_first_event_error(data: bytes) -> bool:
+    """Return whether the first event of a stream is an error. Raises InvalidReplicaResponseError if it is no JSON
+    object."""
     try:
         found = _FIELDS.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise GarbledError("the replica's first event is no JSON object") from None
+        raise InvalidReplicaResponseError("the replica's first event is no JSON object") from None
     is_named_error = bytes(found.get("type", b"")) == b'"error"'
     return is_named_error or ("error" in found and "choices" not in found)
 
@@ -192,10 +207,10 @@ def _check_object(body: bytes, decoder: "msgspec.json.Decoder[Any]") -> None:
         for start in range(0, len(body), _SLICE_BYTES):
             decode(body[start : start + _SLICE_BYTES], start + _SLICE_BYTES >= len(body))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise GarbledError("the replica's answer is no JSON object of this route") from None
+        raise InvalidReplicaResponseError("the replica's answer is no JSON object of this route") from None
 
 
-def id_in(piece: bytes) -> str:
+def find_answer_id(piece: bytes) -> str:
     """Return the first id in the beginning of an answer; "" if there is none."""
     found = _ID.search(piece, 0, ID_BYTES)
     return found[1].decode() if found else ""
@@ -206,7 +221,7 @@ def decision_header(decision: RoutingDecision) -> bytes:
     return json.dumps(_explained(decision), separators=(",", ":")).encode()
 
 
-class WatchedDecisions:
+class LiveDecisionList:
     """The latest routing decisions with the price of each replica; noted only while someone watches."""
 
     def __init__(self) -> None:
@@ -232,14 +247,14 @@ def _explained(decision: RoutingDecision) -> dict[str, Any]:
     return explanation
 
 
-def replica_lost() -> HttpError:
+def replica_lost_error() -> HttpError:
     """Return the error that ends a stream whose replica was lost."""
     return HttpError(
         502, "the replica was lost in the middle of this answer; send the request again", code="replica_lost"
     )
 
 
-def too_many_losses(request_id: str, num_losses: int) -> HttpError:
+def too_many_losses_error(request_id: str, num_losses: int) -> HttpError:
     """Return the error of a request during which too many replicas were lost."""
     return HttpError(
         502,
@@ -249,13 +264,13 @@ def too_many_losses(request_id: str, num_losses: int) -> HttpError:
     )
 
 
-def no_answer(error: AttemptError, num_attempts: int) -> HttpError:
+def no_answer_error(error: AttemptError, num_attempts: int) -> HttpError:
     """Return the error for a request that no replica answered."""
-    if error.failure is Failure.GARBLED:
+    if error.failure is AttemptFailure.GARBLED:
         message = "the replica's answer could not be read as one of this API; its operator finds more in the metrics"
         return HttpError(502, message, code="bad_replica_answer", headers={"retry-after": "1"})
-    unreached = dict.fromkeys((Failure.REFUSED, Failure.UNREACHED), "could not be reached")
-    what = {Failure.SILENT: "did not answer in time", **unreached}
+    unreached = dict.fromkeys((AttemptFailure.REFUSED, AttemptFailure.UNREACHED), "could not be reached")
+    what = {AttemptFailure.SILENT: "did not answer in time", **unreached}
     text = what.get(error.failure, "gave no answer")
     return HttpError(
         502,
@@ -265,7 +280,7 @@ def no_answer(error: AttemptError, num_attempts: int) -> HttpError:
     )
 
 
-def no_replicas(error: NoReplicaError) -> HttpError:
+def no_replicas_error(error: NoReplicaError) -> HttpError:
     """Return the error for a request for which no replica was available."""
     reasons = sorted(set(error.reasons.values()))
     why = f" ({', '.join(reasons)})" if reasons else ""
@@ -279,7 +294,7 @@ class _Owner(NamedTuple):
     domain: bytes  # of the router's tenant that created the response; empty: the replica alone checks keys
 
 
-class ResponseOwners:
+class ResponseReplicas:
     """Replicas by response id, least recently used first."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES) -> None:
@@ -311,7 +326,7 @@ class ResponseOwners:
         return owner.replica
 
 
-def replica_gone(response_id: str, param: str) -> HttpError:
+def response_replica_gone_error(response_id: str, param: str) -> HttpError:
     """Return the error for a response whose replica does not serve any more."""
     message = (
         f"the replica that holds response {response_id[:128]!a} is gone, and the response with it; "

@@ -1,4 +1,4 @@
-"""RequestReader: turns a client's body into a routing request with its prompt, and the body that is forwarded.
+"""RequestParser: turns a client's body into a routing request with its prompt, and the body that is forwarded.
 
 The prompt is what the replica will compute: in its own tokens if its tokenizer is available here, else in bytes of the
 rendered or written text. An invalid body is forwarded all the same: the replica's error message is better. The body
@@ -18,29 +18,29 @@ from typing import Any
 
 import msgspec
 
-from headstart.apis.api import EVENTS, Api, UsedResponse
-from headstart.apis.api_table import COMPLETIONS, UNCACHED, generation_api
+from headstart.apis.api import EVENTS, Api, ReferencedResponse
+from headstart.apis.api_table import COMPLETIONS, UNCACHED, generation_api_of_path
 from headstart.apis.ollama_api import LATEST
 from headstart.core.cache.hashing import HashChain
 from headstart.core.errors import InvalidRequestError, QueueFullError, RequestTooLargeError
-from headstart.gateway.kv_events.kv_event_decoding import event_domain
-from headstart.http.spooled_body import SpooledBody, spooled
-from headstart.openai.bounds import MAX_JSON_VALUES, Bounds
+from headstart.gateway.kv_events.kv_event_decoding import domain_of_cache_salt
+from headstart.http.spooled_body import SpooledBody, spool_to_file
+from headstart.openai.bounds import MAX_JSON_VALUES, RequestBounds
 from headstart.openai.canonical.canonical_body import canonical_body
 from headstart.openai.canonical.prompt_rules import NO_RULES, AppliedRules, PromptRules
 from headstart.openai.chat.template_forms import ContentForms
 from headstart.openai.engine_requests import encode_chat, encode_completion
 from headstart.openai.forms.carried_text import DIGEST, part_digest
-from headstart.openai.forms.skipped import Skipped
-from headstart.openai.forms.treatments import UNREADABLE, Place
+from headstart.openai.forms.skipped import SkippedNames
+from headstart.openai.forms.treatments import UNREADABLE, NamePlace
 from headstart.openai.request_bodies import parse_chat, parse_completion
-from headstart.openai.request_json import json_value, parse_json
+from headstart.openai.request_json import decode_json_text, parse_json_object
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.value_checks import bad_value, shown, unsupported
-from headstart.router.routing_request import Prompt, RoutingRequest, pack_text, router_root
+from headstart.openai.value_checks import raise_invalid_value, raise_unsupported, safe_repr
+from headstart.router.routing_request import RoutingPrompt, RoutingRequest, pack_text, router_root
 
 _anything = partial(
-    Bounds,
+    RequestBounds,
     vocab_size=2**31 - 1,
     max_model_len=2**40,
     max_n=2**20,
@@ -65,7 +65,7 @@ _SESSION_CHARS = 256  # of its name; policies and logs keep many
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModelName:
     """A model name: the model whose weights it refers to, and the adapter on top of it, if it is one."""
 
     model: str
@@ -76,7 +76,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Sender:
+class RequestSender:
     """The sender of a request, as far as routing is concerned."""
 
     domain: bytes = b""  # isolation domain: prompts of different domains share no cache
@@ -86,7 +86,7 @@ class Sender:
 
 
 @dataclass(slots=True)
-class ReadRequest:
+class ParsedRequest:
     """A parsed body. Belongs to one call, which drops the parts that it no longer needs."""
 
     request: RoutingRequest
@@ -96,7 +96,7 @@ class ReadRequest:
     text: str | None = None  # the prompt as text, for the explainer; None: it came as token ids
     domain: bytes = b""  # isolation domain: the tenant's, narrowed by a salt
     is_single: bool = True  # one prompt: the engine's usage is about the prompt that was routed
-    used: UsedResponse | None = None  # the stored response that it needs
+    used: ReferencedResponse | None = None  # the stored response that it needs
     applied_rules: AppliedRules = ()  # that changed the prompt, or were reported about it
     session: str | None = None  # as the client named it
     tokenizer: str = ""  # the digest of the one that made the prompt's tokens of its text, if replicas take them
@@ -108,7 +108,7 @@ class ReadRequest:
         self.body = b""
 
 
-class RequestReader:
+class RequestParser:
     """Parses bodies for one fleet. `tokenizer` None: prompts are counted in bytes.
 
     `served` maps model names; `chain` computes block hashes (None: in Python). Slow for long prompts: call it off the
@@ -121,10 +121,10 @@ class RequestReader:
         self._chain = chain
         self.tokenizer = tokenizer
         self.rules = rules
-        self.served: Mapping[str, Served] = {}
+        self.served: Mapping[str, ServedModelName] = {}
         self.default_model = ""
 
-    def read_spooled(self, path: str, body: SpooledBody, sender: Sender) -> ReadRequest:
+    def read_spooled(self, path: str, body: SpooledBody, sender: RequestSender) -> ParsedRequest:
         """Parse a body in a file as `read` does; that of the result is in a file, too: this one or another."""
         data = body.read()
         reading = self.read(path, data, sender)
@@ -133,15 +133,15 @@ class RequestReader:
             reading.body = body
         elif isinstance(changed, bytes):
             body.close()
-            reading.body = spooled(changed) or changed
+            reading.body = spool_to_file(changed) or changed
         return reading
 
-    def read(self, path: str, body: bytes, sender: Sender) -> ReadRequest:
+    def read(self, path: str, body: bytes, sender: RequestSender) -> ParsedRequest:
         """Parse the body of a POST. Raises InvalidRequestError if it is no JSON object, or has fields of replicas."""
         body = body.removeprefix(BOM_UTF8)
-        api, values = generation_api(path), self._values(path, body)
+        api, values = generation_api_of_path(path), self._values(path, body)
         if values.get(_OF_REPLICAS):
-            unsupported(
+            raise_unsupported(
                 _OF_REPLICAS, "it makes a replica fetch KV from an address of the client's choice; leave it out"
             )
         applied: AppliedRules = ()
@@ -150,22 +150,22 @@ class RequestReader:
         model = values.get("model")
         name = model if isinstance(model, str) else ""
         name = name if name in self.served else name.removesuffix(LATEST)
-        served = self.served.get(name) or Served(name or self.default_model)
+        served = self.served.get(name) or ServedModelName(name or self.default_model)
         model_info = self.served.get(name or self.default_model, served)
         salt = _salt(sender, values.get("cache_salt"))
-        domain = event_domain(salt) if sender.is_salted else sender.domain + event_domain(salt)
+        domain = domain_of_cache_salt(salt) if sender.is_salted else sender.domain + domain_of_cache_salt(salt)
         root = router_root(served.model, adapter=served.adapter, domain=domain)
         scoped = None if self.tokenizer is None else self.tokenizer.for_domain(sender.domain.hex(), domain)
         limit = model_info.max_model_len or sys.maxsize  # the replica refuses a longer prompt
-        skipped = Skipped()
+        skipped = SkippedNames()
         unreadable = DIGEST if model_info.reads_parts else _ANYTHING.unreadable_parts
         bounds = _anything(skipped=skipped, unreadable_parts=unreadable)
         tokens, text, count = self._prompt(path, api, values, scoped, limit, bounds)
         if tokens is not None:
-            prompt = Prompt(tokens if len(tokens) <= limit else tokens[:limit], root, chain=self._chain)
+            prompt = RoutingPrompt(tokens if len(tokens) <= limit else tokens[:limit], root, chain=self._chain)
         else:
             packed = pack_text((text or "")[: limit * LONGEST_TOKEN].encode())
-            prompt = Prompt(packed, root, exact=False, chain=self._chain)
+            prompt = RoutingPrompt(packed, root, exact=False, chain=self._chain)
         sent_stream = values.get("stream")
         stream = api.streams_by_default if sent_stream is None else sent_stream is True
         asks_usage = stream and not api.end.is_named and api.end.media_type == EVENTS and sender.reads_answer
@@ -182,13 +182,15 @@ class RequestReader:
             session=f"{sender.domain.hex()}/{session}" if session and sender.domain else session,
             max_tokens=min(most, limit) if isinstance(most, int) and most > 0 else 0,
             form="chat" if api.chat_values is not None else "ids" if text is None else "text",
-            has_parts=model_info.reads_parts and skipped.has(Place.PART),
+            has_parts=model_info.reads_parts and skipped.has(NamePlace.PART),
         )
         used = api.used_response(values)
         is_text = tokens is not None and text is not None and len(tokens) <= limit
         tokenizer = scoped.digest if scoped is not None and is_text else ""
         single = count == 1
-        return ReadRequest(request, sent, stream, hides_usage, text, domain, single, used, applied, session, tokenizer)
+        return ParsedRequest(
+            request, sent, stream, hides_usage, text, domain, single, used, applied, session, tokenizer
+        )
 
     def _forms(self) -> ContentForms | None:
         """Return the forms of messages that the replicas' chat template takes; None: not known, or not needed."""
@@ -204,17 +206,23 @@ class RequestReader:
         if path in UNCACHED:
             return _short_fields(body)
         if len(body) < _LONG_BYTES:
-            return parse_json(body)
+            return parse_json_object(body)
         model = self.served.get(str(_short_fields(body).get("model") or self.default_model))
         if model is None or not model.max_model_len:
-            return parse_json(body)
+            return parse_json_object(body)
         try:
-            return parse_json(body, _ANY_PROMPTS * model.max_model_len + MAX_JSON_VALUES)
+            return parse_json_object(body, _ANY_PROMPTS * model.max_model_len + MAX_JSON_VALUES)
         except RequestTooLargeError:  # by the replica, too
             return _short_fields(body)
 
     def _prompt(
-        self, path: str, api: Api, values: Mapping[str, Any], tokenizer: Tokenizer | None, limit: int, bounds: Bounds
+        self,
+        path: str,
+        api: Api,
+        values: Mapping[str, Any],
+        tokenizer: Tokenizer | None,
+        limit: int,
+        bounds: RequestBounds,
     ) -> "tuple[array[int] | None, str | None, int]":
         """Return the first prompt's token ids if known, its text if it has one, and the number of prompts.
 
@@ -232,9 +240,9 @@ class RequestReader:
         return None, "" if path in UNCACHED else msgspec.json.encode(values).decode(), 1
 
     def _chat(
-        self, values: dict[str, Any], tokenizer: Tokenizer | None, limit: int, bounds: Bounds
+        self, values: dict[str, Any], tokenizer: Tokenizer | None, limit: int, bounds: RequestBounds
     ) -> "tuple[array[int] | None, str | None, int]":
-        text = conversation(values)
+        text = conversation_text(values)
         if tokenizer is not None and can_tokenize(text, limit):
             try:
                 bounds = replace(bounds, content_forms=tokenizer.content_forms)
@@ -279,7 +287,7 @@ def has_endless_word(text: str) -> bool:
     return any(_RUN.fullmatch(text, at, at + _WINDOW) for at in range(0, len(text) - _WINDOW + 1, _WINDOW))
 
 
-def conversation(values: Mapping[str, Any]) -> str:
+def conversation_text(values: Mapping[str, Any]) -> str:
     """Return messages and tools as one text: conversations with a common beginning have texts with one."""
     parts = [msgspec.json.encode(values["tools"]).decode()] if values.get("tools") else []
     messages = values.get("messages")
@@ -301,7 +309,7 @@ def _shortened(part: object) -> object:
     return part_digest(kind, part) if isinstance(kind, str) and kind in UNREADABLE else part
 
 
-def _salt(sender: Sender, cache_salt: object) -> str:
+def _salt(sender: RequestSender, cache_salt: object) -> str:
     """Return the salt that replicas see; empty: none. Raises InvalidRequestError for a client's salt of the wrong type.
 
     The tenant's domain and the client's own salt become one digest: 64 hexadecimal digits, valid at every engine. A
@@ -311,7 +319,7 @@ def _salt(sender: Sender, cache_salt: object) -> str:
     if not sender.is_salted:
         return own
     if not isinstance(cache_salt, str | None):
-        bad_value("cache_salt", f"is {shown(cache_salt)}", "it must be a string")
+        raise_invalid_value("cache_salt", f"is {safe_repr(cache_salt)}", "it must be a string")
     domain = sender.domain
     return sha256(b"headstart-router/salt" + len(domain).to_bytes(8, "little") + domain + own.encode()).hexdigest()
 
@@ -320,7 +328,7 @@ def _short_fields(body: bytes) -> dict[str, Any]:
     """Return the fields of a body but the long ones, which are not parsed. An invalid body has none."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        return {name: json_value(raw) for name, raw in fields.items() if len(raw) < _SHORT_BYTES}
+        return {name: decode_json_text(raw) for name, raw in fields.items() if len(raw) < _SHORT_BYTES}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
 
@@ -332,13 +340,13 @@ def _token_ids(values: list[Any]) -> "array[int] | None":
         return None
 
 
-def session_of(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+def session_from_headers(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     """Return the name that headers give the session, the most specific of them; None: they give none."""
     values = dict(headers)
     return next((values[name].decode("latin-1") for name in _SESSION_HEADERS if values.get(name)), None)
 
 
-def _session(sender: Sender, values: Mapping[str, Any]) -> str | None:
+def _session(sender: RequestSender, values: Mapping[str, Any]) -> str | None:
     """Return the session's name, cut where it is long: a hint, on which no answer and no isolation depends."""
     fields = (value for name in _SESSION_FIELDS if isinstance(value := values.get(name), str) and value)
     return (sender.session or next(fields, ""))[:_SESSION_CHARS] or None

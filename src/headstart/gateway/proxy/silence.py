@@ -21,11 +21,11 @@ from typing import Any
 
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.replicas.replica_monitor import MAX_SILENCES, MonitoredReplica
-from headstart.router.filters import eligible
+from headstart.router.filters import eligible_endpoints
 from headstart.router.rate_learner import YOUNG
 from headstart.router.router import Router
-from headstart.router.routing_decision import InFlight
-from headstart.router.step_rates import Work
+from headstart.router.routing_decision import RoutedInFlight
+from headstart.router.step_rates import PrefillWork
 
 UNREADY_LOOKS = 2
 LATE = 10.0
@@ -35,11 +35,11 @@ TOKEN_SECONDS = 1.0  # an answer in one piece may take this long per token
 
 
 @dataclass(slots=True, eq=False)
-class Wait:
+class AwaitedAttempt:
     """One attempt without a part of an answer. `give_up` cancels `task` soon, but not at once."""
 
     call: ProxiedCall
-    decision: InFlight
+    decision: RoutedInFlight
     sent_at: float
     num_streams: int  # streams in flight there
     task: "asyncio.Task[Any]"
@@ -59,7 +59,7 @@ class Wait:
             self._soon.cancel()
             self._soon, self.is_given_up = None, False
 
-    def take_cancel_back(self) -> bool:
+    def absorb_cancel(self) -> bool:
         """Undo the cancellation by `give_up`; return whether there was one, and no other caller cancelled the task.
 
         Call it once the attempt has ended.
@@ -75,13 +75,13 @@ class Wait:
         self.task.cancel()
 
     @property
-    def work_seconds(self) -> float:
+    def expected_prefill_seconds(self) -> float:
         """The expected duration of its prefill if nothing is cached."""
-        work = Work.of(self.decision.view.prompt_tokens, 0, self.num_streams)
+        work = PrefillWork.of(self.decision.view.prompt_tokens, 0, self.num_streams)
         return self.decision.endpoint.load.rates.prefill_ms(work, self.decision.endpoint.load.step_tokens) / 1e3
 
     @property
-    def answer_seconds(self) -> float:
+    def max_answer_seconds(self) -> float:
         """The longest time that its answer may take to be generated, if it comes in one piece."""
         if self.call.reading.stream:
             return 0.0
@@ -95,9 +95,9 @@ class ReplicaActivity:
 
     heard_at: float = 0.0  # any bytes
     progress_at: float = 0.0  # an event with data, or a complete answer
-    waits: dict[Wait, None] = field(default_factory=dict[Wait, None])  # in the order of sending
+    waits: dict[AwaitedAttempt, None] = field(default_factory=dict[AwaitedAttempt, None])  # in the order of sending
 
-    def settle(self, wait: Wait, now: float, *, is_progress: bool = True) -> None:
+    def settle(self, wait: AwaitedAttempt, now: float, *, is_progress: bool = True) -> None:
         """Stop watching an attempt: part of its answer arrived, or a complete refusal, which is no progress."""
         self.heard_at = now
         if is_progress:
@@ -106,29 +106,29 @@ class ReplicaActivity:
             wait.keep()
 
 
-Watched = tuple[ReplicaActivity, Wait]
+Watched = tuple[ReplicaActivity, AwaitedAttempt]
 """An attempt that is being watched, and the activity of its replica."""
 
 
-class Silence:
+class SilenceDetector:
     """The activity of all replicas of one router."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
         self._activities: dict[str, ReplicaActivity] = {}
 
-    def begin(self, call: ProxiedCall, decision: InFlight, now: float) -> Watched:
+    def begin(self, call: ProxiedCall, decision: RoutedInFlight, now: float) -> Watched:
         """Watch an attempt of the running task that was just sent. The caller must call `end`."""
         task = asyncio.current_task()
         assert task is not None
-        wait = Wait(call, decision, now, decision.endpoint.load.num_streams, task, task.cancelling())
+        wait = AwaitedAttempt(call, decision, now, decision.endpoint.load.num_streams, task, task.cancelling())
         activity = self._activities.get(decision.endpoint.name)
         if activity is None:
             activity = self._activities[decision.endpoint.name] = ReplicaActivity()
         activity.waits[wait] = None
         return activity, wait
 
-    def end(self, activity: ReplicaActivity, wait: Wait) -> None:
+    def end(self, activity: ReplicaActivity, wait: AwaitedAttempt) -> None:
         """Stop watching an attempt that has ended, with success or without."""
         activity.waits.pop(wait, None)
 
@@ -149,12 +149,14 @@ class Silence:
         elif self._is_late(name, activity, now):
             self._give_up([wait for wait in activity.waits if not wait.call.was_late], now, late=True)
 
-    def _give_up(self, waits: Iterable[Wait], now: float, *, late: bool = False) -> None:
+    def _give_up(self, waits: Iterable[AwaitedAttempt], now: float, *, late: bool = False) -> None:
         for wait in list(waits):
             call = wait.call
             if wait.is_given_up or call.committed:
                 continue
-            found, _ = eligible(self._router.endpoints.values(), call.reading.request, now, frozenset(call.tried))
+            found, _ = eligible_endpoints(
+                self._router.endpoints.values(), call.reading.request, now, frozenset(call.tried)
+            )
             if found:
                 call.was_late = call.was_late or late
                 wait.give_up()
@@ -167,8 +169,8 @@ class Silence:
         least = MIN_LATE if endpoint.load.learner.num_samples >= YOUNG else MIN_LATE_YOUNG
         work = answer = 0.0
         for wait in activity.waits:
-            work += wait.work_seconds
-            answer = max(answer, wait.answer_seconds)
+            work += wait.expected_prefill_seconds
+            answer = max(answer, wait.max_answer_seconds)
             if now - max(wait.sent_at, activity.progress_at) > max(least, LATE * work) + answer:
                 return self._others_answer(name, wait.sent_at)
         return False

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headstart.apis.api import LINES, OPENAI_END, StreamEnd
-from headstart.gateway.proxy.upstream import GarbledError
-from headstart.router.routing_request import Usage
+from headstart.apis.api import LINES, OPENAI_END, StreamEnding
+from headstart.gateway.proxy.upstream import InvalidReplicaResponseError
+from headstart.router.routing_request import ReportedTokenUsage
 
 KEPT_EVENT_BYTES = 1 << 20
-"""Most bytes of an event that are kept until it is complete; see HeldBytes.
+"""Most bytes of an event that are kept until it is complete; see HeldBytesBudget.
 
 A prompt of 128,000 tokens echoed with 20 alternatives each is one event of 137 MB.
 """
@@ -70,7 +70,7 @@ class _UsageBody(msgspec.Struct):
 class ReportedUsage(NamedTuple):
     """The usage that an engine reports at the end of a request; `usage` only with the number of cached tokens."""
 
-    usage: Usage | None = None
+    usage: ReportedTokenUsage | None = None
     output_tokens: int | None = None
 
 
@@ -91,13 +91,13 @@ def read_usage_at_end(tail: bytes) -> ReportedUsage:
     return read_usage(b"{" + tail[found[-1].start() :]) if found else ReportedUsage()
 
 
-class EventStream:
+class SSEStreamReader:
     """One event stream with an end as `end` says.
 
     `hides_usage`: the router requested the usage event, not the client.
     """
 
-    def __init__(self, end: StreamEnd = OPENAI_END, *, hides_usage: bool = False) -> None:
+    def __init__(self, end: StreamEnding = OPENAI_END, *, hides_usage: bool = False) -> None:
         self.reported = ReportedUsage()
         self.has_data = False  # an event with data was seen: from now on the client has part of this answer
         self.is_done = False
@@ -117,7 +117,8 @@ class EventStream:
     def feed(self, piece: bytes) -> bytes:
         """Process a piece of the stream; return the bytes that may be relayed, perhaps none.
 
-        Raises GarbledError for what is long and no event, and for comments between two events that exceed their bound.
+        Raises InvalidReplicaResponseError for what is long and no event, and for comments between two events that
+        exceed their bound.
         """
         if self.is_mid_event:
             return self._pass_part(piece)
@@ -126,17 +127,18 @@ class EventStream:
         if piece:
             self._scan(piece)
             if self.num_comment_bytes > MAX_COMMENT_BYTES:
-                raise GarbledError(f"{MAX_COMMENT_BYTES} bytes of comments without an event")
+                raise InvalidReplicaResponseError(f"{MAX_COMMENT_BYTES} bytes of comments without an event")
             if b'"usage"' in piece and _USAGE.search(piece):
                 piece = self._without_usage(piece)
         return piece + self._begin_long() if self.num_rest_bytes > KEPT_EVENT_BYTES else piece
 
     def _begin_long(self) -> bytes:
-        """Return the beginning of an event that is too long to be kept. Raises GarbledError if it has no data."""
+        """Return the beginning of an event that is too long to be kept. Raises InvalidReplicaResponseError if it has
+        no data."""
         beginning, part = bytes(self._rest[:BEGINNING_BYTES]), bytes(self._rest)
         found = _LONG.match(beginning)
         if found is None:
-            raise GarbledError(f"more than {KEPT_EVENT_BYTES} bytes that begin like no event")
+            raise InvalidReplicaResponseError(f"more than {KEPT_EVENT_BYTES} bytes that begin like no event")
         if not self.has_data:
             self.has_data, self.first = True, beginning[found.end() - 1 :]
         self.num_comment_bytes = 0
@@ -250,13 +252,13 @@ class _Counts(msgspec.Struct):
 _LINE_DECODER = msgspec.json.Decoder(_Counts)
 
 
-class LineStream:
+class JSONLinesReader:
     """One stream of lines. Ollama's last line has the counts of tokens."""
 
     is_mid_event = False  # no part of a line is relayed
     num_comment_bytes = 0  # there are no comments
 
-    def __init__(self, end: StreamEnd) -> None:
+    def __init__(self, end: StreamEnding) -> None:
         self.reported = ReportedUsage()
         self.has_data = False
         self.is_done = False
@@ -267,18 +269,19 @@ class LineStream:
         self._rest = b""
 
     def feed(self, piece: bytes) -> bytes:
-        """Process a piece of the stream; return its complete lines. Raises GarbledError for an endless line."""
+        """Process a piece of the stream; return its complete lines. Raises InvalidReplicaResponseError for an
+        endless line."""
         whole, newline, self._rest = (self._rest + piece).rpartition(b"\n")
         self.num_rest_bytes = len(self._rest)
         if self.num_rest_bytes > KEPT_EVENT_BYTES:
-            raise GarbledError(f"more than {KEPT_EVENT_BYTES} bytes without a line's end")
+            raise InvalidReplicaResponseError(f"more than {KEPT_EVENT_BYTES} bytes without a line's end")
         for line in filter(None, map(bytes.strip, whole.split(b"\n"))):
             self.num_events += 1
             if not self.has_data:
                 self.has_data, self.first = True, line
             if self._end.search(line):
                 self.is_done = True
-                self.reported = line_usage(line)
+                self.reported = read_ollama_usage(line)
         return whole + newline
 
     def close(self) -> bytes:
@@ -287,7 +290,7 @@ class LineStream:
         return rest
 
 
-def line_usage(line: bytes) -> ReportedUsage:
+def read_ollama_usage(line: bytes) -> ReportedUsage:
     """Return the counts in the last line, or in a whole answer; empty for anything else."""
     try:
         counts = _LINE_DECODER.decode(line)
@@ -296,19 +299,19 @@ def line_usage(line: bytes) -> ReportedUsage:
     return _plausible(counts.prompt_eval_count, counts.prompt_eval_cached_count, counts.eval_count)
 
 
-def answer_usage(end: StreamEnd, document: bytes) -> ReportedUsage:
+def read_answer_usage(end: StreamEnding, document: bytes) -> ReportedUsage:
     """Return the usage in a complete answer of an API."""
-    return line_usage(document) if end.media_type == LINES else read_usage(document)
+    return read_ollama_usage(document) if end.media_type == LINES else read_usage(document)
 
 
-def stream_reader(end: StreamEnd, *, hides_usage: bool) -> EventStream | LineStream:
+def make_stream_reader(end: StreamEnding, *, hides_usage: bool) -> SSEStreamReader | JSONLinesReader:
     """Return the reader of a stream of an API."""
-    return LineStream(end) if end.media_type == LINES else EventStream(end, hides_usage=hides_usage)
+    return JSONLinesReader(end) if end.media_type == LINES else SSEStreamReader(end, hides_usage=hides_usage)
 
 
 def _plausible(prompt: Any, cached: int | None, output: int | None) -> ReportedUsage:
     is_true = cached is not None and 0 <= cached <= prompt <= MAX_COUNT and prompt > 0
     return ReportedUsage(
-        Usage(prompt, cached) if is_true and cached is not None else None,
+        ReportedTokenUsage(prompt, cached) if is_true and cached is not None else None,
         output if output is not None and 0 <= output <= MAX_COUNT else None,
     )

@@ -42,7 +42,7 @@ SENT_BACK_PREFIXES = (b"openai-", b"x-ratelimit-")
 GATEWAY_STATUSES = (502, 504)  # a gateway in front of a replica reports that it lost it
 
 
-class Failure(Enum):
+class AttemptFailure(Enum):
     """The reason why an attempt brought no answer."""
 
     REFUSED = "refused"  # no connection: no server is listening
@@ -58,39 +58,45 @@ class Failure(Enum):
     BROKEN = "broken"  # 502, 503, 504
 
     @property
-    def is_free(self) -> bool:
+    def costs_no_retry(self) -> bool:
         """Whether another attempt is free of the retry budget: a replica that fails so gets no more requests.
 
         Losses that the request itself may cause are bounded by MAX_LOSSES of proxy.py.
         """
         return self in (
-            *(Failure.REFUSED, Failure.UNREACHED, Failure.LOST, Failure.DEAD, Failure.HUNG),
-            *(Failure.DRAINING, Failure.LOADING),
+            *(
+                AttemptFailure.REFUSED,
+                AttemptFailure.UNREACHED,
+                AttemptFailure.LOST,
+                AttemptFailure.DEAD,
+                AttemptFailure.HUNG,
+            ),
+            *(AttemptFailure.DRAINING, AttemptFailure.LOADING),
         )
 
     @property
-    def is_of_connection(self) -> bool:
+    def is_connection_failure(self) -> bool:
         """Whether possibly only the connection failed: the replica may answer over another one."""
-        return self in (Failure.REFUSED, Failure.UNREACHED, Failure.LOST)
+        return self in (AttemptFailure.REFUSED, AttemptFailure.UNREACHED, AttemptFailure.LOST)
 
     @property
-    def is_momentary(self) -> bool:
+    def is_transient(self) -> bool:
         """Whether the replica is expected back soon: its connection failed, or it is being restarted."""
-        return self.is_of_connection or self in (Failure.DRAINING, Failure.LOADING)
+        return self.is_connection_failure or self in (AttemptFailure.DRAINING, AttemptFailure.LOADING)
 
     @property
-    def is_its_fault(self) -> bool:
+    def counts_against_health(self) -> bool:
         """Whether it counts against the replica's health."""
-        return self not in (Failure.DRAINING, Failure.LOADING, Failure.BUSY)
+        return self not in (AttemptFailure.DRAINING, AttemptFailure.LOADING, AttemptFailure.BUSY)
 
     @property
-    def is_loss(self) -> bool:
+    def is_replica_loss(self) -> bool:
         """Whether the replica may have been lost because of the request sent to it."""
-        return self in (Failure.LOST, Failure.DEAD, Failure.HUNG, Failure.SILENT)
+        return self in (AttemptFailure.LOST, AttemptFailure.DEAD, AttemptFailure.HUNG, AttemptFailure.SILENT)
 
 
 @dataclass(slots=True)
-class Answer:
+class ReplicaAnswer:
     """An answer of a replica that is no event stream. `is_whole`: `body` is complete, not only its beginning."""
 
     status: int
@@ -102,18 +108,18 @@ class Answer:
 class AttemptError(HeadstartError):
     """An attempt failed before the client received any part of an answer. `answer`: the replica's response, if any."""
 
-    def __init__(self, failure: Failure, detail: str, answer: Answer | None = None) -> None:
+    def __init__(self, failure: AttemptFailure, detail: str, answer: ReplicaAnswer | None = None) -> None:
         super().__init__(detail)
         self.failure = failure
         self.answer = answer
 
     @property
-    def is_loss(self) -> bool:
+    def is_replica_loss(self) -> bool:
         """Whether the replica, or one behind a gateway, may have been lost because of this request."""
-        return self.failure.is_loss or (self.answer is not None and self.answer.status in GATEWAY_STATUSES)
+        return self.failure.is_replica_loss or (self.answer is not None and self.answer.status in GATEWAY_STATUSES)
 
 
-class GarbledError(aiohttp.ClientError):
+class InvalidReplicaResponseError(aiohttp.ClientError):
     """A replica's response is not a valid answer. The message contains nothing of the response."""
 
 
@@ -126,57 +132,57 @@ class _ErrorBody(_Error):
     error: _Error | str | None = None  # Ollama's is a text
 
 
-def failure_of(error: BaseException) -> Failure:
+def classify_client_error(error: BaseException) -> AttemptFailure:
     """Return the failure that an exception of the HTTP client means."""
-    if isinstance(error, GarbledError | aiohttp.ClientResponseError) and not isinstance(
+    if isinstance(error, InvalidReplicaResponseError | aiohttp.ClientResponseError) and not isinstance(
         error, aiohttp.ServerDisconnectedError
     ):
-        return Failure.GARBLED  # ClientResponseError: the head could not be parsed
+        return AttemptFailure.GARBLED  # ClientResponseError: the head could not be parsed
     if isinstance(error, aiohttp.ConnectionTimeoutError):
-        return Failure.UNREACHED
+        return AttemptFailure.UNREACHED
     if isinstance(error, aiohttp.ClientConnectorError):
-        return Failure.REFUSED
-    return Failure.SILENT if isinstance(error, TimeoutError) else Failure.LOST
+        return AttemptFailure.REFUSED
+    return AttemptFailure.SILENT if isinstance(error, TimeoutError) else AttemptFailure.LOST
 
 
-def refusal(status: int, body: bytes) -> Failure | None:
+def classify_refusal(status: int, body: bytes) -> AttemptFailure | None:
     """Return the failure for which another replica is tried; None: the answer is for the client."""
     if status == 429:
-        return Failure.BUSY
+        return AttemptFailure.BUSY
     if status not in (502, 503, 504):
         return None
-    return _failure_by_code(_error_in(body).code) if b'"' in body else Failure.BROKEN
+    return _failure_by_code(_error_in(body).code) if b'"' in body else AttemptFailure.BROKEN
 
 
-def refusal_in_event(document: bytes) -> tuple[Failure | None, int]:
+def classify_error_event(document: bytes) -> tuple[AttemptFailure | None, int]:
     """Return the same for an error in the first event of a stream, and the HTTP status that it stands for."""
     error = _error_in(document)
     code = error.code
     if isinstance(code, int) and not isinstance(code, bool) and 400 <= code < 600:
         return (_refusal_of_status(code), code)
     if code == "queue_full":
-        return Failure.BUSY, 429
+        return AttemptFailure.BUSY, 429
     failure = _failure_by_code(code)
-    if failure is not Failure.BROKEN:
+    if failure is not AttemptFailure.BROKEN:
         return failure, 503
     return None, 400 if error.type == "invalid_request_error" else 500
 
 
-def _refusal_of_status(status: int) -> Failure | None:
+def _refusal_of_status(status: int) -> AttemptFailure | None:
     if status == 429:
-        return Failure.BUSY
-    return Failure.BROKEN if status in (502, 503, 504) else None
+        return AttemptFailure.BUSY
+    return AttemptFailure.BROKEN if status in (502, 503, 504) else None
 
 
-def _failure_by_code(code: str | int | None) -> Failure | None:
+def _failure_by_code(code: str | int | None) -> AttemptFailure | None:
     """Return the failure that the code of an error object means."""
     if code == "replica_lost":
         return None  # from another router, which has made all its attempts
     if code == "engine_dead":
-        return Failure.DEAD
+        return AttemptFailure.DEAD
     if code == "engine_silent":
-        return Failure.LOADING  # nothing was admitted, and it may come back
-    return Failure(code) if code in ("draining", "loading") else Failure.BROKEN
+        return AttemptFailure.LOADING  # nothing was admitted, and it may come back
+    return AttemptFailure(code) if code in ("draining", "loading") else AttemptFailure.BROKEN
 
 
 def _error_in(document: bytes) -> _Error:
@@ -187,7 +193,7 @@ def _error_in(document: bytes) -> _Error:
         return _Error()
 
 
-def headers_on(
+def forwarded_request_headers(
     headers: Iterable[tuple[bytes, bytes]], own: Mapping[str, str], sender: str = ""
 ) -> list[tuple[str, str]]:
     """Return a client's headers as they are forwarded, repeats kept, with `own` in place of headers of the same name.
@@ -217,8 +223,11 @@ def headers_on(
     return [*sent, ("accept-encoding", "identity"), *own.items()]
 
 
-def headers_changed(headers: Iterable[tuple[bytes, bytes]], own: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the headers that another proxy must set, and those it must remove, to forward a request as `headers_on`.
+def request_header_changes(
+    headers: Iterable[tuple[bytes, bytes]], own: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    """Return the headers that another proxy must set, and those it must remove, to forward a request as
+    `forwarded_request_headers`.
 
     The headers of the client's connection, and x-forwarded-for, are left to that proxy.
     """
@@ -230,7 +239,9 @@ def headers_changed(headers: Iterable[tuple[bytes, bytes]], own: Mapping[str, st
     return {"accept-encoding": "identity", **own}, sorted(name.decode("latin-1") for name in removed)
 
 
-def headers_back(headers: Iterable[tuple[bytes, bytes]], content_type: bytes = b"") -> "list[tuple[bytes, bytes]]":
+def returned_response_headers(
+    headers: Iterable[tuple[bytes, bytes]], content_type: bytes = b""
+) -> "list[tuple[bytes, bytes]]":
     """Return the headers of a replica that are returned to the client: a closed list, printable values, repeats kept.
 
     All others are not meant for clients: cookies, redirects, the replica's name and address. `content_type` replaces

@@ -18,18 +18,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import NoReplicaError
-from headstart.gateway.gateway_app import build_front
+from headstart.gateway.gateway_app import build_gateway_app
 from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.proxy.proxied_call import ProxiedCall
-from headstart.gateway.proxy.proxy import Proxy
-from headstart.gateway.proxy.replies import session_options
-from headstart.gateway.proxy.request_reader import RequestReader
-from headstart.gateway.ray.routing_ticket import Introduction, RayFleet, RoutingTicket
-from headstart.gateway.run_gateway import KEEPALIVE_SECONDS, router_tokenizer
+from headstart.gateway.proxy.proxy import ReplicaProxy
+from headstart.gateway.proxy.replies import client_session_options
+from headstart.gateway.proxy.request_reader import RequestParser
+from headstart.gateway.ray.routing_ticket import IntroductionTicket, RayFleet, RoutingTicket
+from headstart.gateway.run_gateway import KEEPALIVE_SECONDS, load_router_tokenizer
 from headstart.http.decision_log_writer import DecisionLog
-from headstart.http.logs import Log
-from headstart.router.filters import eligible
-from headstart.router.routing_decision import InFlight
+from headstart.http.logs import ServerLog
+from headstart.router.filters import eligible_endpoints
+from headstart.router.routing_decision import RoutedInFlight
 
 PLACE_SECONDS = 2.0  # until Ray has asked for the choice of a replica
 
@@ -42,17 +42,17 @@ class Ingress:
     ) -> None:
         """Start routing; return when the first replica runs."""
         disable_created_metrics()
-        log = Log()
+        log = ServerLog()
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ttl_dns_cache=10)
-        self._session = aiohttp.ClientSession(connector=connector, trust_env=False, **session_options())
+        self._session = aiohttp.ClientSession(connector=connector, trust_env=False, **client_session_options())
         placement = RayPlacement(replicas)
-        reader = RequestReader(router_tokenizer(router.tokenizer), frozenset(server.prompt_rule))
+        reader = RequestParser(load_router_tokenizer(router.tokenizer), frozenset(server.prompt_rule))
         self._decisions = decisions = DecisionLog(Path(router.decision_log)) if router.decision_log else None
         self._state = state = GatewayState(router, server, self._session, reader, log, decisions, placement.placed)
         if router.tokenizer == "auto":
-            state.find_tokenizer(log)
-        self._app = _without_request_id(build_front(state))
-        await placement.introduce(RayFleet(state.members.changed))
+            state.load_tokenizer_when_known(log)
+        self._app = _without_request_id(build_gateway_app(state))
+        await placement.wait_for_fleet(RayFleet(state.members.changed))
         await state.members.seen.wait()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -95,13 +95,13 @@ class RayPlacement:
         self._greet = handle.options(method_name="greet")
         self._fleet: RayFleet | None = None
 
-    async def introduce(self, fleet: RayFleet) -> None:
+    async def wait_for_fleet(self, fleet: RayFleet) -> None:
         """Have Ray report its replicas to `fleet` from now on; return when the first replica runs."""
         self._fleet = fleet
-        await self._greet.remote(Introduction(fleet))
+        await self._greet.remote(IntroductionTicket(fleet))
 
     @asynccontextmanager
-    async def placed(self, proxy: Proxy, call: ProxiedCall) -> AsyncGenerator[InFlight]:
+    async def placed(self, proxy: ReplicaProxy, call: ProxiedCall) -> AsyncGenerator[RoutedInFlight]:
         """Place a request for one attempt. Raises NoReplicaError."""
         fleet = self._fleet
         if fleet is None:
@@ -116,7 +116,7 @@ class RayPlacement:
             lease.cancel()
 
 
-async def _decision(proxy: Proxy, ticket: RoutingTicket) -> InFlight:
+async def _decision(proxy: ReplicaProxy, ticket: RoutingTicket) -> RoutedInFlight:
     """Return the decision of a ticket. Raises NoReplicaError, also if Ray does not ask for a decision."""
     try:
         async with asyncio.timeout(PLACE_SECONDS):
@@ -130,9 +130,9 @@ async def _decision(proxy: Proxy, ticket: RoutingTicket) -> InFlight:
         raise
 
 
-def _check_candidates(proxy: Proxy, call: ProxiedCall) -> None:
+def _check_candidates(proxy: ReplicaProxy, call: ProxiedCall) -> None:
     """Raise NoReplicaError if no replica may serve the request: Ray would ask again and again."""
     endpoints = proxy.router.endpoints.values()
-    found, excluded = eligible(endpoints, call.reading.request, time.monotonic(), frozenset(call.tried))
+    found, excluded = eligible_endpoints(endpoints, call.reading.request, time.monotonic(), frozenset(call.tried))
     if not found:
         raise NoReplicaError(f"none of {len(endpoints)} replicas may serve this request", reasons=excluded)

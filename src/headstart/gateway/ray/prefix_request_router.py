@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from headstart.gateway.ray.routing_ticket import Introduction, RayFleet, RoutingTicket
+from headstart.gateway.ray.routing_ticket import IntroductionTicket, RayFleet, RoutingTicket
 
 
 class PrefixRequestRouter(RequestRouter):
@@ -27,7 +27,7 @@ class PrefixRequestRouter(RequestRouter):
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # without it, Ray asks again without a pause
         ticket = pending_request.args[0]
-        assert isinstance(ticket, RoutingTicket | Introduction), "a call without a ticket"
+        assert isinstance(ticket, RoutingTicket | IntroductionTicket), "a call without a ticket"
         if ticket.fleet is not self._fleet:
             self._fleet = ticket.fleet
             self._report()

@@ -19,19 +19,19 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 from ray.util import get_node_ip_address
 
-from headstart.config.config_file import read_texts, settle
+from headstart.config.config_file import merge_option_sources, parse_option_texts
 from headstart.config.options import EngineOptions, RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
 from headstart.gateway.ray.ingress import Ingress
 from headstart.gateway.replicas.replica_child import (
-    Launch,
     ReplicaChild,
+    ReplicaLaunch,
     ReplicaOptions,
-    encode_options,
-    environment,
+    encode_replica_options,
     replica_command,
+    replica_environment,
 )
-from headstart.http.logs import Log
+from headstart.http.logs import ServerLog
 
 REQUEST_ROUTER = "headstart.gateway.ray.prefix_request_router.PrefixRequestRouter"
 HEALTH_SECONDS = 2.0  # between two health checks of a replica; Ray replaces it after three that failed
@@ -60,7 +60,7 @@ class EngineReplica:
     async def __init__(self, settings: ReplicaSettings) -> None:  # type: ignore[misc]  # Ray awaits it
         """Start the server and wait until it can be used. Raises RuntimeError with its message if it ends."""
         self._end_seconds = settings.server.drain_timeout + GRACE_SECONDS
-        self._child = ReplicaChild("server", _launch(settings), asyncio.get_running_loop(), Log())
+        self._child = ReplicaChild("server", _launch(settings), asyncio.get_running_loop(), ServerLog())
         await self._child.settled.wait()
         self._url()
 
@@ -90,22 +90,26 @@ class EngineReplica:
     def _url(self) -> str:
         child = self._child
         if child.address is None or child.over.is_set():
-            raise RuntimeError(f"the server {child.ending}")
+            raise RuntimeError(f"the server {child.exit_description}")
         return child.address.url
 
 
-def _launch(settings: ReplicaSettings) -> Launch:
+def _launch(settings: ReplicaSettings) -> ReplicaLaunch:
     server = replace(settings.server, host=get_node_ip_address(), port=0, access_log="none")
     engine = replace(settings.engine, threads=settings.cpus)
     share = 1 / max(settings.num_on_node, 1)
     options = ReplicaOptions(engine, server, num_replicas=settings.num_on_node, memory_share=share)
-    return Launch(replica_command(), encode_options(options), environment(settings.cpus))
+    return ReplicaLaunch(replica_command(), encode_replica_options(options), replica_environment(settings.cpus))
 
 
 def build(args: Mapping[str, Any]) -> Application:
     """Return the application for options by name, as in headstart.toml. Raises ConfigError."""
-    values = read_texts({name: str(value) for name, value in args.items()})
-    return application(settle(EngineOptions, values), settle(ServerOptions, values), settle(RouterOptions, values))
+    values = parse_option_texts({name: str(value) for name, value in args.items()})
+    return application(
+        merge_option_sources(EngineOptions, values),
+        merge_option_sources(ServerOptions, values),
+        merge_option_sources(RouterOptions, values),
+    )
 
 
 def application(engine: EngineOptions, server: ServerOptions, router: RouterOptions) -> Application:
@@ -119,10 +123,10 @@ def application(engine: EngineOptions, server: ServerOptions, router: RouterOpti
         raise ConfigError("Envoy is not used with --on ray: Ray has an HTTP proxy of its own")
     most = max(router.max_replicas or router.replicas, router.replicas)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
-    cpus = engine.threads or cpus_each([int(node.get("CPU", 0)) for node in nodes], most)
+    cpus = engine.threads or cpus_per_replica([int(node.get("CPU", 0)) for node in nodes], most)
     on_node = max([int(node.get("CPU", 0)) // cpus for node in nodes], default=1)
     gpus = 0 if engine.device == "cpu" else int(engine.device.startswith("cuda") or any("GPU" in n for n in nodes))
-    replica_server, router = secured(server, router)
+    replica_server, router = with_replica_key(server, router)
     settings = ReplicaSettings(engine, replica_server, cpus, min(max(on_node, 1), most))
     if most > router.replicas:
         scaling = {"num_replicas": None, "autoscaling_config": _autoscaling(router, most)}
@@ -163,7 +167,7 @@ def ingress_application(router: RouterOptions, server: ServerOptions, replicas: 
     return ingress.bind(router, server, replicas)
 
 
-def cpus_each(nodes: list[int], replicas: int) -> int:
+def cpus_per_replica(nodes: list[int], replicas: int) -> int:
     """Return the CPUs of each of so many replicas: as many as let all of them be placed; 1 if they do not fit anyway.
 
     `nodes`: the CPUs of each node.
@@ -174,7 +178,7 @@ def cpus_each(nodes: list[int], replicas: int) -> int:
     return 1
 
 
-def secured(server: ServerOptions, router: RouterOptions) -> tuple[ServerOptions, RouterOptions]:
+def with_replica_key(server: ServerOptions, router: RouterOptions) -> tuple[ServerOptions, RouterOptions]:
     """Return the options of the replicas' servers, and the router's.
 
     If clients have keys, replicas check the same keys. Else only the router has one, which is made up here.

@@ -10,9 +10,9 @@ from typing import Any
 
 from headstart.core.errors import NoReplicaError
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.router.routing_decision import InFlight
+from headstart.router.routing_decision import RoutedInFlight
 
-Place = Callable[[Collection[str]], InFlight]
+Place = Callable[[Collection[str]], RoutedInFlight]
 """Places a request at one of the named replicas, and records that. Raises NoReplicaError."""
 
 
@@ -43,7 +43,7 @@ class RoutingTicket:
     def __init__(self, request_id: str, fleet: RayFleet, place: Place) -> None:
         self.request_id = request_id
         self.fleet = fleet
-        self.decision: asyncio.Future[InFlight] = fleet.loop.create_future()
+        self.decision: asyncio.Future[RoutedInFlight] = fleet.loop.create_future()
         self.refused: Callable[[], object] = lambda: None  # called if Ray cannot use the decision
         self._place = place
 
@@ -72,7 +72,7 @@ class RoutingTicket:
         return [in_flight.endpoint.name, *in_flight.fallbacks]
 
 
-class Introduction:
+class IntroductionTicket:
     """A call that goes to any replica: by it Ray's request router gets to know the fleet before the first request."""
 
     def __init__(self, fleet: RayFleet) -> None:

@@ -14,10 +14,10 @@ from ray.serve.config import ProxyLocation
 from headstart import __version__
 from headstart.config.options import EngineOptions, RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
-from headstart.gateway.http_front import url_of
+from headstart.gateway.http_front import local_client_url
 from headstart.gateway.ray.ray_application import application
-from headstart.http.lifecycle import EXIT_BROKEN, EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, listen
-from headstart.http.logs import Log
+from headstart.http.lifecycle import EXIT_BROKEN, EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, open_listener
+from headstart.http.logs import ServerLog
 
 NAME = "headstart"  # of the application
 DASHBOARD_HOST = "127.0.0.1"
@@ -30,7 +30,7 @@ def serve_on_ray(engine: EngineOptions, server: ServerOptions, router: RouterOpt
     joined stays. 0: stopped as requested. 130: stopped while it started. 1: Ray could not start the application. 2: the
     options cannot work.
     """
-    log = Log()
+    log = ServerLog()
     try:
         port = _free_port(server)
         with _connected(address), _interruptible() as stopped:
@@ -39,7 +39,7 @@ def serve_on_ray(engine: EngineOptions, server: ServerOptions, router: RouterOpt
             log.line(f"headstart: starting {router.replicas} replicas on {where}")
             try:
                 serve.run(application(engine, server, router), name=NAME, route_prefix="/")
-                url = url_of(server.host, port)
+                url = local_client_url(server.host, port)
                 log.line(_banner(url, where, router))
                 stopped.wait()
                 log.line("headstart: removing the application; requests under way may finish")
@@ -112,7 +112,7 @@ def _interruptible() -> Generator[_Stop]:
 
 def _free_port(server: ServerOptions) -> int:
     """Return the port to serve at. Raises ConfigError if it cannot be used."""
-    with listen(server.host, server.port) as listener:
+    with open_listener(server.host, server.port) as listener:
         return int(listener.getsockname()[1])
 
 

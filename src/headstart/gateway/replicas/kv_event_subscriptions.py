@@ -1,6 +1,6 @@
 """Subscriptions to replicas' KV events, and the choice between KV event index and approximate index per replica.
 
-ApproximateIndexes: the indexes of replicas without KV events, limited in blocks by an IndexBudget.
+ApproximateIndexFactory: the indexes of replicas without KV events, limited in blocks by an IndexBudget.
 
 An approximate index takes up to 16 bytes per empty block and 130 per used one, in Python 35 and 370. Replicas report
 their numbers of blocks, which may be wrong: the blocks granted to one replica are not available to others.
@@ -13,7 +13,7 @@ from functools import partial
 from headstart.core.cache.hashing import BlockHash
 from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
 from headstart.gateway.replicas.replica_monitor import DEFAULT_BLOCK, MonitoredReplica
-from headstart.http.logs import Log
+from headstart.http.logs import ServerLog
 from headstart.router.index.approximate_index import MAX_UNKNOWN_BLOCKS, ApproximateIndex
 from headstart.router.index.kv_event_index import MAX_BLOCKS, KVEventIndex
 from headstart.router.index.modelled_pool import MakePool, ModelledPool
@@ -56,7 +56,7 @@ class KVEventSubscriptions:
             def reconfigured(block_size: int) -> KVEventIndex:
                 index = self._make_index(member, block_size)
                 if member.endpoint is not None:
-                    member.endpoint.reconfigured(block_size, index)
+                    member.endpoint.reconfigure(block_size, index)
                 return index
 
             consumer = KVEventConsumer(address, self._make_index(member, size), kind=kind, reconfigured=reconfigured)
@@ -82,7 +82,11 @@ class KVEventSubscriptions:
                 guess = consumer.index.guess
                 endpoint.index = self._guess(member) if guess is None else guess
             return
-        if len(consumer.index) and not consumer.is_blind and endpoint.block_size == consumer.index.block_size:
+        if (
+            len(consumer.index)
+            and not consumer.lacks_usable_events
+            and endpoint.block_size == consumer.index.block_size
+        ):
             endpoint.index = consumer.index
 
     def removed(self, url: str) -> None:
@@ -119,13 +123,13 @@ def index_capacity(member: MonitoredReplica, block_size: int) -> int:
     return min(TIERS * (num_tokens // block_size) + SLACK_BLOCKS, MAX_INDEX_BLOCKS)
 
 
-class ApproximateIndexes:
+class ApproximateIndexFactory:
     """A maker of approximate indexes, on pools of `make_pool`.
 
     `at_pick`: prompts count as cached when they are routed, else when answered.
     """
 
-    def __init__(self, log: Log, *, at_pick: bool = True, make_pool: MakePool = ModelledPool) -> None:
+    def __init__(self, log: ServerLog, *, at_pick: bool = True, make_pool: MakePool = ModelledPool) -> None:
         self._at_pick, self._make_pool = at_pick, make_pool
         self._budget = IndexBudget(log)
 
@@ -133,7 +137,7 @@ class ApproximateIndexes:
         """Return an empty index of a replica's cache, of the size and with the eviction policy that it reports."""
         metrics, url = member.metrics, member.address.url
         policy = "2q" if metrics.kind == "headstart" else "lru"
-        num_blocks = self._budget.grant(url, member.cache_size[1])
+        num_blocks = self._budget.grant_blocks(url, member.cache_size[1])
         allow = partial(self._budget.grow, url)
         return ApproximateIndex(
             num_blocks, eviction_policy=policy, at_pick=self._at_pick, allow=allow, make_pool=self._make_pool
@@ -147,12 +151,12 @@ class ApproximateIndexes:
 class IndexBudget:
     """The blocks granted to replicas, by name."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: ServerLog) -> None:
         self._log = log
         self._granted: dict[str, int] = {}
         self._clamped: set[str] = set()
 
-    def grant(self, name: str, asked: int) -> int:
+    def grant_blocks(self, name: str, asked: int) -> int:
         """Return the granted blocks of the `asked` ones; replaces the last grant of that name. 0: unknown size."""
         self._granted.pop(name, None)
         left = max(MAX_TOTAL_BLOCKS - sum(self._granted.values()), MIN_BLOCKS)

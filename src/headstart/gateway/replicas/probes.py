@@ -13,8 +13,8 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from headstart.openai.request_json import json_value
-from headstart.router.endpoint import Reported
+from headstart.openai.request_json import decode_json_text
+from headstart.router.endpoint import ReplicaReport
 
 MAX_LINE = 65_536  # characters of a line of metrics; longer ones are skipped
 MAX_WANTED = 4 * MAX_LINE  # characters of all lines that are used; further ones are skipped
@@ -81,9 +81,9 @@ class ScrapedMetrics:
     waiting_adapters: frozenset[str] = frozenset()
     max_adapters: int = 0
 
-    def reported(self, at: float) -> Reported:
+    def reported(self, at: float) -> ReplicaReport:
         """Return the load in the router's type; `at` in seconds on its clock."""
-        return Reported(
+        return ReplicaReport(
             at, self.waiting, self.running, self.kv_usage, self.adapters, self.waiting_adapters, self.max_adapters
         )
 
@@ -144,7 +144,7 @@ def parse_models(document: Any) -> tuple[ModelCard, ...]:
     return tuple(found)
 
 
-def metrics_of(cards: tuple[ModelCard, ...]) -> ScrapedMetrics | None:
+def metrics_in_cards(cards: tuple[ModelCard, ...]) -> ScrapedMetrics | None:
     """Return the engine and cache size in model cards; None: not included."""
     for card in cards:
         size = _block_size(card.fields.get("block_size"))
@@ -158,12 +158,12 @@ def metrics_of(cards: tuple[ModelCard, ...]) -> ScrapedMetrics | None:
 def decode_json(body: bytes) -> Any:
     """Return the decoded document; None if it is invalid or nested too deeply."""
     try:
-        return json_value(body)
+        return decode_json_text(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def parse_server_info(document: Any) -> tuple[int, int]:
+def parse_sglang_server_info(document: Any) -> tuple[int, int]:
     """Return SGLang's page size and number of pages, from /get_server_info; zeros for missing values."""
     if not isinstance(document, dict):
         return 0, 0

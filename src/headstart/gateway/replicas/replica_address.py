@@ -24,7 +24,7 @@ _EXAMPLE = "http://10.0.0.7:8000, or http://10.0.0.7:8000,events=tcp://10.0.0.7:
 class ReplicaAddress:
     """The address of a replica. `url` has no path and no final slash; it is also the replica's name in the router.
 
-    `ranks` above 1: a server with so many data-parallel engines, whose addresses `by_rank` returns.
+    `ranks` above 1: a server with so many data-parallel engines, whose addresses `expand_ranks` returns.
     """
 
     url: str
@@ -32,7 +32,7 @@ class ReplicaAddress:
     replay: str | None = None  # ZMQ endpoint of its ROUTER socket, for missed events
     ranks: int = 1
 
-    def by_rank(self) -> "list[ReplicaAddress]":
+    def expand_ranks(self) -> "list[ReplicaAddress]":
         """Return the address of each rank; its own if there is one. As in vLLM, rank r publishes r ports higher."""
         if self.ranks == 1:
             return [self]
@@ -43,23 +43,23 @@ class ReplicaAddress:
         ]
 
 
-def server_of(name: str) -> str:
+def server_url_of(name: str) -> str:
     """Return the URL of the server of a replica, which may be one of its ranks."""
     return name.partition("#")[0]
 
 
-def rank_of(name: str) -> str:
+def data_parallel_rank_of(name: str) -> str:
     """Return the data-parallel rank of a replica; empty: it is the only one of its server."""
     return name.partition("#")[2]
 
 
-def rank_headers(name: str) -> dict[str, str]:
+def data_parallel_rank_headers(name: str) -> dict[str, str]:
     """Return the headers by which a server passes a request to the engine of this replica."""
-    rank = rank_of(name)
+    rank = data_parallel_rank_of(name)
     return {RANK_HEADER: rank} if rank else {}
 
 
-def parse_address(text: str) -> ReplicaAddress:
+def parse_replica_address(text: str) -> ReplicaAddress:
     """Parse a replica as in an option or a file: URL[,ranks=N][,events=ENDPOINT][,replay=ENDPOINT].
 
     Raises ConfigError.
@@ -88,7 +88,7 @@ def parse_address(text: str) -> ReplicaAddress:
     return ReplicaAddress(_checked_url(url), **found, ranks=ranks)
 
 
-def is_of_a_replica(address: str, *, allow_loopback: bool) -> bool:
+def may_be_replica_address(address: str, *, allow_loopback: bool) -> bool:
     """Return whether an IP address that a cluster or a name server reports can be that of a replica.
 
     Link-local addresses are those of the machine's own network, as of a cloud's metadata service.

@@ -22,7 +22,7 @@ import msgspec
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.lifecycle import EXIT_CONFIG
-from headstart.http.logs import Log
+from headstart.http.logs import ServerLog
 
 _READY = re.compile(r"(Headstart \S+ serves .*) at (http://\S+:(\d+))/v1$")
 _MESSAGE_PREFIX = "headstart: "  # prefix of a server's messages before it ends, or while it loads
@@ -44,7 +44,7 @@ class ReplicaOptions(NamedTuple):
     memory_share: float = 1.0  # of the free memory, where the engine options set no limit
 
 
-def encode_options(options: ReplicaOptions) -> bytes:
+def encode_replica_options(options: ReplicaOptions) -> bytes:
     """Return the line for stdin without its newline."""
     return msgspec.json.encode(options)
 
@@ -54,7 +54,7 @@ def replica_command() -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", "headstart.cli.replica_process")
 
 
-def environment(threads: int) -> dict[str, str]:
+def replica_environment(threads: int) -> dict[str, str]:
     """Return this process's environment with its sys.path as PYTHONPATH and `threads` for OpenMP and MKL."""
     path = os.pathsep.join(part for part in sys.path if part)
     count = str(threads)
@@ -62,7 +62,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class ReplicaLaunch:
     """One process to start."""
 
     command: tuple[str, ...]
@@ -75,7 +75,7 @@ class Launch:
 class ReplicaChild:
     """One process, and the thread that relays its output. Events are set in `loop`."""
 
-    def __init__(self, name: str, launch: Launch, loop: asyncio.AbstractEventLoop, log: Log) -> None:
+    def __init__(self, name: str, launch: ReplicaLaunch, loop: asyncio.AbstractEventLoop, log: ServerLog) -> None:
         self.address: ReplicaAddress | None = None  # once it is ready
         self.settled = asyncio.Event()  # ready, or over
         self.over = asyncio.Event()
@@ -104,12 +104,12 @@ class ReplicaChild:
         return self._process.returncode
 
     @property
-    def is_listed(self) -> bool:
+    def accepts_requests(self) -> bool:
         """Whether requests may be sent there."""
         return self.address is not None and not self.is_leaving and not self.over.is_set()
 
     @property
-    def ending(self) -> str:
+    def exit_description(self) -> str:
         """A description of its end, as the rest of a sentence."""
         return f"ended with code {self.exit_code}" + (self.last_message and f" ({self.last_message})")
 
@@ -162,14 +162,14 @@ class ReplicaChild:
             self._set(self.settled)
             line = f"{ready[1]}, behind the router at port {ready[3]}"  # no address: the first one must be the router's
         if not line.startswith(_FOR_CLIENTS):
-            self._log.line(named_line(self._name, line))
+            self._log.line(with_replica_name(self._name, line))
 
     def _set(self, *events: asyncio.Event) -> None:
         with suppress(RuntimeError):  # the loop is closed: nothing waits for the event
             self._loop.call_soon_threadsafe(lambda: [event.set() for event in events])
 
 
-def named_line(name: str, line: str) -> str:
+def with_replica_name(name: str, line: str) -> str:
     """Return a line of a replica's output with its name: a field of a JSON object, else in front."""
     if line.startswith("{"):
         with suppress(ValueError):

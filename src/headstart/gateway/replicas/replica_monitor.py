@@ -15,18 +15,18 @@ from typing import Protocol
 
 import aiohttp
 
-from headstart.gateway.proxy.request_reader import Served
+from headstart.gateway.proxy.request_reader import ServedModelName
 from headstart.gateway.replicas.probes import (
     ModelCard,
     ScrapedMetrics,
     decode_json,
-    metrics_of,
+    metrics_in_cards,
     parse_metrics,
     parse_models,
-    parse_server_info,
+    parse_sglang_server_info,
 )
-from headstart.gateway.replicas.replica_address import ReplicaAddress, rank_of, server_of
-from headstart.http.logs import Log
+from headstart.gateway.replicas.replica_address import ReplicaAddress, data_parallel_rank_of, server_url_of
+from headstart.http.logs import ServerLog
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.router import Router
@@ -92,7 +92,7 @@ class ReplicaObserver(Protocol):
         """Called before a replica is removed."""
         ...
 
-    def models_changed(self) -> None:
+    def on_models_changed(self) -> None:
         """Called when the served models, or the replicas, have changed."""
         ...
 
@@ -104,7 +104,7 @@ class ReplicaMonitor:
         self,
         router: Router,
         session: aiohttp.ClientSession,
-        log: Log,
+        log: ServerLog,
         observer: ReplicaObserver,
         *,
         health_interval: float,
@@ -127,7 +127,7 @@ class ReplicaMonitor:
 
     def changed(self, addresses: Sequence[ReplicaAddress]) -> None:
         """Add new replicas, and remove those that are not among `addresses`; requests in flight there may still end."""
-        wanted = {one.url: one for address in addresses for one in address.by_rank()}
+        wanted = {one.url: one for address in addresses for one in address.expand_ranks()}
         for url in [url for url, member in self.members.items() if wanted.get(url) != member.address]:
             self._tasks.pop(url).cancel()
             self._count(self.members.pop(url).state, "")
@@ -141,7 +141,7 @@ class ReplicaMonitor:
                 self._tasks[url] = asyncio.create_task(self._probe_forever(member))
         if not addresses:
             self.seen.set()
-        self._observer.models_changed()
+        self._observer.on_models_changed()
 
     async def close(self) -> None:
         """Stop probing."""
@@ -150,7 +150,7 @@ class ReplicaMonitor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def cards(self) -> list[ModelCard]:
+    def model_cards(self) -> list[ModelCard]:
         """Return the models that any replica serves, each once."""
         found: dict[str, ModelCard] = {}
         for member in self.members.values():
@@ -159,15 +159,16 @@ class ReplicaMonitor:
                     found.setdefault(card.id, card)
         return list(found.values())
 
-    def served(self) -> dict[str, Served]:
+    def served(self) -> dict[str, ServedModelName]:
         """Return the model and adapter of each model name, with the longest context of its replicas."""
-        found: dict[str, Served] = {}
+        found: dict[str, ServedModelName] = {}
         lengths: dict[str, list[int]] = {}
         own: dict[str, list[bool]] = {}
         for member in self.members.values():
             for card in member.models:
                 found.setdefault(
-                    card.id, Served(member.base_model, card.id if card.parent else None, card.default_max_tokens)
+                    card.id,
+                    ServedModelName(member.base_model, card.id if card.parent else None, card.default_max_tokens),
                 )
                 own.setdefault(card.id, []).append(card.fields.get("owned_by") == "headstart")
                 lengths.setdefault(card.id, []).append(card.max_model_len)
@@ -200,7 +201,7 @@ class ReplicaMonitor:
                 self.seen.set()
             is_up, num_others = member.state == "up", len(self.members) - self._num_up
             count, rate = (self._num_up, UP_RATE) if is_up else (num_others, OTHER_RATE)
-            await asyncio.sleep(pause(self._health_interval, count, rate))
+            await asyncio.sleep(probe_interval(self._health_interval, count, rate))
 
     def _count(self, before: str, state: str) -> None:
         """Count a replica in a new state; empty: it is not there."""
@@ -216,7 +217,7 @@ class ReplicaMonitor:
                 await self._scrape(member)
         endpoint = member.endpoint
         if endpoint is not None and state == "up":
-            endpoint.health.present()
+            endpoint.health.record_ready()
         elif endpoint is not None:
             endpoint.health.left(time.monotonic(), absent=state != "draining", draining=state == "draining")
         if state != member.state:
@@ -263,7 +264,7 @@ class ReplicaMonitor:
             if status == 200 and (document := decode_json(body)) is not None:
                 member.models = parse_models(document)
         if not await self._scrape(member):
-            member.metrics = metrics_of(member.models) or member.metrics
+            member.metrics = metrics_in_cards(member.models) or member.metrics
         if first:
             member.endpoint = endpoint = Endpoint(
                 member.address.url,
@@ -279,11 +280,11 @@ class ReplicaMonitor:
         endpoint.models = frozenset(card.id for card in member.models)
         endpoint.tokenizer = member.models[0].tokenizer if member.models else ""
         if member.models and (step_tokens := member.models[0].step_tokens):
-            endpoint.load.limit_steps(step_tokens)
+            endpoint.load.set_max_step_tokens(step_tokens)
         if first:
             self._router.add(endpoint)
         if first or member.models != before:
-            self._observer.models_changed()
+            self._observer.on_models_changed()
 
     async def _scrape(self, member: MonitoredReplica) -> bool:
         """Read /metrics; return whether it was available. Without it the router relies on its own accounting."""
@@ -295,7 +296,7 @@ class ReplicaMonitor:
             return False
         if status != 200:
             return False
-        page, rank = whole_lines(body, MAX_METRICS), rank_of(member.address.url)
+        page, rank = complete_lines(body, MAX_METRICS), data_parallel_rank_of(member.address.url)
         is_long = len(body) > SHORT_PAGE
         found = await asyncio.to_thread(parse_metrics, page, rank) if is_long else parse_metrics(page, rank)
         if found.kind == "sglang" and not found.num_blocks and not member.metrics.num_blocks:
@@ -313,28 +314,28 @@ class ReplicaMonitor:
         with suppress(aiohttp.ClientError, TimeoutError, ValueError):
             status, body = await self._get(member, "/get_server_info", MAX_MODELS)
             if status == 200:
-                size, pages = parse_server_info(decode_json(body))
+                size, pages = parse_sglang_server_info(decode_json(body))
                 return ScrapedMetrics("sglang", size, pages, found.waiting, found.running, found.kv_usage)
         return found
 
     def _reset(self, member: MonitoredReplica, endpoint: Endpoint) -> None:
-        endpoint.reconfigured(member.cache_size[0] or endpoint.block_size, self._observer.index_of(member))
+        endpoint.reconfigure(member.cache_size[0] or endpoint.block_size, self._observer.index_of(member))
         url, state = member.address.url, "started again, its cache is empty"
         self._log.event("replica", {"replica": url, "state": state}, text=f"replica {url}: {state}")
 
     async def _get(self, member: MonitoredReplica, path: str, max_bytes: int) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=LOOK_SECONDS)
-        url = server_of(member.address.url) + path
+        url = server_url_of(member.address.url) + path
         async with self._session.get(url, timeout=timeout, headers=self._headers, allow_redirects=False) as response:
-            return response.status, await read_prefix(response, max_bytes)
+            return response.status, await read_body_prefix(response, max_bytes)
 
 
-def pause(interval: float, count: int, rate: float) -> float:
+def probe_interval(interval: float, count: int, rate: float) -> float:
     """Return the seconds between two probes of a replica, one of `count` that have `rate` probes per second."""
     return max(interval, count / rate)
 
 
-async def read_prefix(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+async def read_body_prefix(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     """Return the body, or its first `max_bytes`; a connection with more data is closed."""
     parts: list[bytes] = []
     left = max_bytes
@@ -346,7 +347,7 @@ async def read_prefix(response: aiohttp.ClientResponse, max_bytes: int) -> bytes
     return b"".join(parts)
 
 
-def whole_lines(body: bytes, max_bytes: int) -> str:
+def complete_lines(body: bytes, max_bytes: int) -> str:
     """Return the text of a body that was read up to `max_bytes`, without a line that may have been cut."""
     whole = body if len(body) < max_bytes else body[: body.rfind(b"\n") + 1]
     return whole.decode(errors="replace")

@@ -16,9 +16,9 @@ from types import TracebackType
 from headstart.core.errors import ConfigError
 from headstart.gateway.discovery.discovery import Changed
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.gateway.replicas.replica_child import Launch, ReplicaChild
+from headstart.gateway.replicas.replica_child import ReplicaChild, ReplicaLaunch
 from headstart.http.lifecycle import EXIT_CONFIG
-from headstart.http.logs import Log
+from headstart.http.logs import ServerLog
 
 FIRST_BACKOFF, MAX_BACKOFF = 1.0, 30.0  # seconds until a replica that ended is restarted
 STEADY_SECONDS = 60.0  # a replica that ran this long starts with the first backoff again
@@ -27,7 +27,7 @@ GRACE_SECONDS = 20.0  # beyond the drain: for cut connections and pending store 
 REAP_SECONDS = 5.0  # until a killed process has ended
 
 
-MakeLaunch = Callable[[str, int], Launch]
+MakeLaunch = Callable[[str, int], ReplicaLaunch]
 """Makes the launch of a process from its name, unique among all that the fleet ever starts, and the number of its
 replica: "r0-3", 0."""
 _MAX_NAMES = 6
@@ -36,7 +36,7 @@ _MAX_NAMES = 6
 class StartupProgress:
     """A status line on a terminal, cleared at the end; elsewhere a log line for each change. For use in `with`."""
 
-    def __init__(self, names: Sequence[str], log: Log) -> None:
+    def __init__(self, names: Sequence[str], log: ServerLog) -> None:
         self._states = dict.fromkeys(names, "waiting")
         self._log = log
 
@@ -46,7 +46,7 @@ class StartupProgress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._log.status("")
 
-    def loading(self, name: str) -> None:
+    def record_started(self, name: str) -> None:
         """Record that this replica's process was started."""
         self._states[name] = "loading"
         self._report(f"replica {name} is loading")
@@ -85,7 +85,7 @@ class LocalReplicas:
         *,
         about: str = "",
         drain_seconds: float,
-        log: Log | None = None,
+        log: ServerLog | None = None,
         backoff: float = FIRST_BACKOFF,
         overlaps: bool = True,
     ) -> None:
@@ -94,7 +94,7 @@ class LocalReplicas:
         self._slots = [_Slot(number, backoff) for number in range(replicas)]
         self._about = about
         self._end_seconds = drain_seconds + GRACE_SECONDS
-        self._log = log or Log()
+        self._log = log or ServerLog()
         self._children: list[ReplicaChild] = []  # all that may still run
         self._listed: tuple[ReplicaAddress, ...] | None = None
         self._num_started = 0
@@ -112,9 +112,9 @@ class LocalReplicas:
         return f"{count} replica{'' if count == 1 else 's'} on this machine" + (self._about and f", {self._about}")
 
     @property
-    def pids(self) -> dict[str, int]:
+    def pids_by_url(self) -> dict[str, int]:
         """Process ids of the replicas that take requests now, by their URLs."""
-        return {child.address.url: child.pid for child in self._children if child.address and child.is_listed}
+        return {child.address.url: child.pid for child in self._children if child.address and child.accepts_requests}
 
     async def watch(self, changed: Changed) -> None:
         """As Discovery.watch. Raises ConfigError with a replica's message if it first ends with exit code 2."""
@@ -165,7 +165,7 @@ class LocalReplicas:
         """Start processes and wait until each is ready or over. Raises ConfigError as `watch` does."""
         for slot in slots:
             slot.child = self._start(slot)
-            progress.loading(slot.name)
+            progress.record_started(slot.name)
 
         async def settled(slot: "_Slot") -> None:
             await slot.child.settled.wait()
@@ -178,7 +178,7 @@ class LocalReplicas:
 
     def _report(self, changed: Changed) -> None:
         """Report all replicas that take requests now, if they have changed."""
-        found = tuple(child.address for child in self._children if child.address and child.is_listed)
+        found = tuple(child.address for child in self._children if child.address and child.accepts_requests)
         if found != self._listed:
             self._listed = found
             changed(found)
@@ -193,7 +193,9 @@ class LocalReplicas:
                 if slot.child is not child:  # it was replaced
                     continue
                 delay = slot.next_delay(child)
-                self._log.line(f"headstart: replica {slot.name} {child.ending}; starting it again in {delay:g} s")
+                self._log.line(
+                    f"headstart: replica {slot.name} {child.exit_description}; starting it again in {delay:g} s"
+                )
                 await asyncio.sleep(delay)
                 slot.child = self._start(slot)
                 await slot.child.settled.wait()
@@ -219,7 +221,7 @@ class LocalReplicas:
             child = self._start(slot)
             await child.settled.wait()
             if child.address is None:
-                self._log.line(f"headstart: a new {slot.name} {child.ending}; the running replicas continue")
+                self._log.line(f"headstart: a new {slot.name} {child.exit_description}; the running replicas continue")
                 if not self._overlaps:
                     slot.child = child  # which is restarted, as any that has ended
                 return False

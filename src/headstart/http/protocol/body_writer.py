@@ -35,12 +35,12 @@ class BodyWriter:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
-def offer_writer(scope: MutableMapping[str, Any], cycle: RequestResponseCycle) -> None:
+def add_writer_to_scope(scope: MutableMapping[str, Any], cycle: RequestResponseCycle) -> None:
     """Add the writer of a request to its scope."""
     if scope["method"] != "HEAD":
         scope["extensions"] = {EXTENSION: BodyWriter(cycle)}
 
 
-def writer_of(scope: MutableMapping[str, Any]) -> BodyWriter | None:
+def writer_of_scope(scope: MutableMapping[str, Any]) -> BodyWriter | None:
     """Return the writer that the server offers for a request; None: only `send` can be used."""
     return scope.get("extensions", {}).get(EXTENSION)

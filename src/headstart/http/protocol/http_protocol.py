@@ -12,7 +12,7 @@ from typing import Any
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from headstart.http.protocol.body_writer import offer_writer
+from headstart.http.protocol.body_writer import add_writer_to_scope
 from headstart.http.protocol.connections import ConnectionTable
 from headstart.http.protocol.http_refusals import (
     FRAMING,
@@ -22,9 +22,9 @@ from headstart.http.protocol.http_refusals import (
     TOO_LARGE,
     TOO_MANY,
     UPGRADE,
-    refusal,
+    refusal_response,
 )
-from headstart.http.protocol.write_watch import ResetWatch, WriteWatch
+from headstart.http.protocol.write_watch import ConnectionResetPoller, WriteProgressTimer
 
 HEAD_SECONDS = 10.0  # from the start of a connection, or of its next request, to the end of the headers
 HEAD_SLICE, CHUNKED_SLICE = 1024, 4096  # bytes parsed at a time; few requests fit into a slice
@@ -124,12 +124,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._line = _Line(transport, self._close_behind_answer)
         self.flow = self._flow = _Flow(transport)
-        self._watch = WriteWatch(transport, self.loop)
-        self._reset_watch = ResetWatch(transport, self.loop)
+        self._watch = WriteProgressTimer(transport, self.loop)
+        self._reset_watch = ConnectionResetPoller(transport, self.loop)
         if self._table.admit(self):
             self._arm()
             return
-        transport.write(refusal(503, f"{self._table.max_connections} connections are open; try again later"))
+        transport.write(refusal_response(503, f"{self._table.max_connections} connections are open; try again later"))
         self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -277,7 +277,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _is_upgrade(self) -> bool:
         """Return whether the parser stops after this head; the request is then answered as HTTP/1.1 without a body."""
-        return self.parser is not None and self.parser.should_upgrade()
+        return self.make_parser is not None and self.make_parser.should_upgrade()
 
     def on_chunk_header(self) -> None:
         self._slice_chunks += 1
@@ -298,7 +298,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        offer_writer(cycle.scope, cycle)  # type: ignore[arg-type]  # extensions are dicts by ASGI's types
+        add_writer_to_scope(cycle.scope, cycle)  # type: ignore[arg-type]  # extensions are dicts by ASGI's types
         self._table.set_busy(self)
         super()._start_asgi_task(cycle, app)
 
@@ -328,7 +328,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         can_respond = running is None or (running is self.cycle and not running.response_started)
         self._disconnect()
         if can_respond:
-            self.transport.write(refusal(status, message))
+            self.transport.write(refusal_response(status, message))
             self._linger()
         else:
             self._close()
@@ -368,7 +368,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._lingering = None
 
     def _close(self) -> None:
-        """Close after all data is written; WriteWatch aborts if the client does not read it in time."""
+        """Close after all data is written; WriteProgressTimer aborts if the client does not read it in time."""
         self._closing = True
         self._disarm()
         self._stop_lingering()

@@ -2,7 +2,8 @@
 
 from uuid import uuid4
 
-from headstart.openai.responses import encode, error_object
+from headstart.openai.json_pieces import encode_json
+from headstart.openai.responses import error_object
 
 MAX_HEAD_BYTES = 64 * 1024  # of request line and headers; of trailers; of excess chunk framing
 MAX_HEADERS = 256
@@ -24,9 +25,9 @@ _REASONS = {
 _CODES = {408: "timeout", 431: "headers_too_large", 503: "too_many_connections"}
 
 
-def refusal(status: int, message: str) -> bytes:
+def refusal_response(status: int, message: str) -> bytes:
     """Return a whole response with an OpenAI error object and `connection: close`."""
-    body = encode(error_object(message, status=status, code=_CODES.get(status, "invalid_http")))
+    body = encode_json(error_object(message, status=status, code=_CODES.get(status, "invalid_http")))
     retry = "retry-after: 1\r\n" if status == 503 else ""
     head = (
         f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: application/json\r\n"

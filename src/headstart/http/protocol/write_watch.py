@@ -1,4 +1,5 @@
-"""WriteWatch and ResetWatch: abort a connection whose client does not read what was written to it, or is gone."""
+"""WriteProgressTimer and ConnectionResetPoller: abort a connection whose client does not read what was written to
+it, or is gone."""
 
 import asyncio
 import socket
@@ -10,7 +11,7 @@ RESET_SECONDS = 0.02, 1.0  # between two looks: at first, and at most
 _TCP_CLOSED = 7  # the first byte of Linux's struct tcp_info
 
 
-class WriteWatch:
+class WriteProgressTimer:
     """A timer on the write buffer of one transport, active between `start` and `stop`."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -37,7 +38,7 @@ class WriteWatch:
             self.start()
 
 
-class ResetWatch:
+class ConnectionResetPoller:
     """Looks whether a connection was reset whose client has ended its half: event loops read it no longer."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -55,13 +56,13 @@ class ResetWatch:
             self._timer = None
 
     def _check(self, seconds: float) -> None:
-        if is_reset(self._transport):
+        if is_connection_reset(self._transport):
             self._transport.abort()
         else:
             self.start(min(2 * seconds, RESET_SECONDS[1]))
 
 
-def is_reset(transport: asyncio.BaseTransport) -> bool:
+def is_connection_reset(transport: asyncio.BaseTransport) -> bool:
     """Return whether the client of a TCP connection has reset it. Linux only; elsewhere False."""
     sock = transport.get_extra_info("socket")
     try:

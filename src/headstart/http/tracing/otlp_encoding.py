@@ -19,7 +19,7 @@ _TIME = Struct("<BQ").pack
 _DOUBLE = Struct("<Bd").pack
 
 
-def encode_request(
+def encode_trace_request(
     traces: Iterable[RequestTrace], resource: Mapping[str, Attribute], scope: str, version: str
 ) -> bytes:
     """Return an ExportTraceServiceRequest with all spans of some traces. Times are those of the calendar, in ns."""

@@ -25,7 +25,7 @@ from opentelemetry.util.re import parse_env_headers
 
 from headstart import __version__
 from headstart.core.errors import ConfigError
-from headstart.http.tracing.otlp_encoding import encode_request
+from headstart.http.tracing.otlp_encoding import encode_trace_request
 from headstart.http.tracing.request_trace import Attribute, RequestTrace, TraceParent
 
 _SECONDS = 10.0  # of an export, with all its tries
@@ -64,7 +64,7 @@ class OtlpExporter:
 
     def export(self, traces: Sequence[RequestTrace]) -> bool:
         """Send traces and return whether they were accepted; blocks for OTEL_EXPORTER_OTLP_TIMEOUT (10 s) at most."""
-        data = encode_request(traces, self._resource, "headstart", __version__)
+        data = encode_trace_request(traces, self._resource, "headstart", __version__)
         data, deadline, pause = self._compress(data) if self._compress else data, time.monotonic() + self._seconds, 1.0
         while not self._is_closed.is_set():
             left = deadline - time.monotonic()

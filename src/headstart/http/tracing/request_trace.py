@@ -20,7 +20,7 @@ Attribute = str | int | float | bool | tuple[str, ...]
 Attributes = dict[str, Attribute]
 
 
-def new_id(num_bytes: int) -> int:
+def random_trace_id(num_bytes: int) -> int:
     """Return a random id, which is not 0."""
     return int.from_bytes(os.urandom(num_bytes)) or 1
 
@@ -69,7 +69,7 @@ class TraceSpan:
     error: str = ""
     is_failed: bool = False  # an error of ours, not one of the caller
     events: tuple[SpanEvent, ...] = ()
-    span_id: int = field(default_factory=lambda: new_id(8))
+    span_id: int = field(default_factory=lambda: random_trace_id(8))
 
 
 class RequestTrace:
@@ -84,7 +84,7 @@ class RequestTrace:
         self.epoch_ns = time.time_ns() - time.monotonic_ns()
 
     @property
-    def hex_id(self) -> str:
+    def hex_trace_id(self) -> str:
         """The trace id as it is written; empty for a trace that is not exported."""
         return f"{self.trace_id:032x}" if self.is_sampled else ""
 
@@ -95,6 +95,6 @@ class RequestTrace:
             self.spans.append(span)
         return span
 
-    def traceparent(self, span: TraceSpan) -> str:
+    def traceparent_header(self, span: TraceSpan) -> str:
         """Return the header by which a request to another process names `span` as its parent."""
         return f"00-{self.trace_id:032x}-{span.span_id:016x}-{int(self.is_sampled):02x}"

@@ -15,8 +15,8 @@ from prometheus_client.registry import Collector
 
 from headstart.core.errors import ConfigError
 from headstart.http.access_record import AccessRecord
-from headstart.http.logs import Log
-from headstart.http.tracing.request_trace import RequestTrace, SpanEvent, TraceParent, TraceSpan, new_id
+from headstart.http.logs import ServerLog
+from headstart.http.tracing.request_trace import RequestTrace, SpanEvent, TraceParent, TraceSpan, random_trace_id
 
 EXPORT_SECONDS = 5.0  # that a span waits at most
 BATCH_SPANS = 512  # of one export, which begins once so many wait; each costs a request
@@ -44,7 +44,7 @@ class Exporter(Protocol):
 class Tracer:
     """The traces of one process. `name` is that of the collector in log lines."""
 
-    def __init__(self, exporter: Exporter, log: Log, name: str = "the collector") -> None:
+    def __init__(self, exporter: Exporter, log: ServerLog, name: str = "the collector") -> None:
         self.num_exported = self.num_failed = self.num_dropped = 0  # spans
         self._exporter = exporter
         self._log = log
@@ -62,7 +62,7 @@ class Tracer:
         parent = TraceParent.of(headers)
         root = TraceSpan(operation, record.arrival, record.arrival, 0 if parent is None else parent.span_id, "server")
         root.attributes |= {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER}
-        trace_id = new_id(16) if parent is None else parent.trace_id
+        trace_id = random_trace_id(16) if parent is None else parent.trace_id
         is_sampled = self._exporter.is_sampled(trace_id, parent)
         return RequestTrace(root, trace_id, is_sampled=is_sampled, state="" if parent is None else parent.state)
 
@@ -134,7 +134,7 @@ class SpanCounts(Collector):
         yield family
 
 
-def make_tracer(endpoint: str | None, service: str, log: Log) -> Tracer | None:
+def make_tracer(endpoint: str | None, service: str, log: ServerLog) -> Tracer | None:
     """Return the tracer of a process that exports to an OTLP endpoint, None without one. Raises ConfigError."""
     if endpoint is None:
         return None
@@ -162,7 +162,7 @@ def _complete(root: TraceSpan, record: AccessRecord, now: float) -> None:
         "http.route": record.path,
         "http.response.status_code": status,
         "gen_ai.usage.input_tokens": record.num_prompt_tokens,
-        "gen_ai.usage.cache_read.input_tokens": record.breakdown and record.breakdown.cached,
+        "gen_ai.usage.cache_read.input_tokens": record.breakdown and record.breakdown.num_cached,
         "gen_ai.usage.output_tokens": record.num_tokens,
         "gen_ai.response.time_to_first_chunk": record.first_token_at and record.first_token_at - record.arrival,
         "headstart.request_id": record.request_id,

@@ -22,7 +22,7 @@ FILL = 0.75  # a row shorter than this share of its bucket's longest opens a new
 SMALL_PADDING = 8  # pages of padding that are cheaper than another bucket
 
 
-class Bucket(NamedTuple):
+class DecodeBucket(NamedTuple):
     """Decode rows [begin, end) of the plan's order, padded to `num_pages` pages each."""
 
     begin: int
@@ -40,7 +40,7 @@ class DecodeGroup(NamedTuple):
     pages: Tensor
 
 
-class Prefill(NamedTuple):
+class PrefillReads(NamedTuple):
     """Tokens [begin, end) of one chunk, the first at position `start`; its pages begin at position `first_key`."""
 
     begin: int
@@ -55,9 +55,9 @@ class AttentionPlan(NamedTuple):
     """All reads of a step for one window."""
 
     tokens: Tensor | None  # [Rd] int64: the packed row of each decode row, in the plan's order
-    buckets: list[Bucket]
+    buckets: list[DecodeBucket]
     groups: list[DecodeGroup]
-    prefills: list[Prefill]
+    prefills: list[PrefillReads]
 
 
 class _Row(NamedTuple):
@@ -70,11 +70,11 @@ class _Row(NamedTuple):
     table: NDArray[np.int32]
 
 
-def make_plan(step: StepInputs, kv: PagedKV, window: int | None) -> AttentionPlan:
+def plan_attention_reads(step: StepInputs, kv: PagedKV, window: int | None) -> AttentionPlan:
     """Plan the reads of `step` with `window` (None: whole prefixes). Changes nothing."""
     pages = _PageRows(kv)
     rows: list[_Row] = []
-    prefills: list[Prefill] = []
+    prefills: list[PrefillReads] = []
     for index in range(step.num_rows):
         begin, end = int(step.qo_indptr[index]), int(step.qo_indptr[index + 1])
         start = int(step.starts[index])
@@ -86,7 +86,7 @@ def make_plan(step: StepInputs, kv: PagedKV, window: int | None) -> AttentionPla
             rows.append(_Row(begin, start, first_key, first_page, table))
         else:
             first = first_page * kv.block_size
-            prefills.append(Prefill(begin, end, start, first, len(table), pages.of(table)))
+            prefills.append(PrefillReads(begin, end, start, first, len(table), pages.of(table)))
     if not rows:
         return AttentionPlan(None, [], [], prefills)
     shared = _shared(rows, kv) if window is None else []
@@ -146,10 +146,10 @@ def _shared(rows: Sequence[_Row], kv: PagedKV) -> list[tuple[list[int], int]]:
     return groups
 
 
-def _buckets(rows: Sequence[_Row], kv: PagedKV, pages: _PageRows) -> list[Bucket]:
+def _buckets(rows: Sequence[_Row], kv: PagedKV, pages: _PageRows) -> list[DecodeBucket]:
     """Cut the rows, longest first, where the next row is much shorter or the bucket is full."""
     page_bytes = kv.block_size * kv.layer_token_bytes
-    buckets: list[Bucket] = []
+    buckets: list[DecodeBucket] = []
     begin = 0
     for end in range(1, len(rows) + 1):
         longest = len(rows[begin].table)
@@ -164,7 +164,7 @@ def _buckets(rows: Sequence[_Row], kv: PagedKV, pages: _PageRows) -> list[Bucket
     return buckets
 
 
-def _bucket(rows: Sequence[_Row], begin: int, num_pages: int, kv: PagedKV, pages: _PageRows) -> Bucket:
+def _bucket(rows: Sequence[_Row], begin: int, num_pages: int, kv: PagedKV, pages: _PageRows) -> DecodeBucket:
     tables = np.zeros((len(rows), num_pages), dtype=np.int32)  # padding reads block 0, which stays zero
     for at, row in enumerate(rows):
         tables[at, : len(row.table)] = row.table
@@ -175,4 +175,4 @@ def _bucket(rows: Sequence[_Row], begin: int, num_pages: int, kv: PagedKV, pages
     )
     unseen = (keys + offsets > lasts) | (keys + offsets < firsts)
     masked = torch.from_numpy(unseen[:, None]).to(kv.device) if unseen.any() else None
-    return Bucket(begin, begin + len(rows), num_pages, pages.of(tables), masked)
+    return DecodeBucket(begin, begin + len(rows), num_pages, pages.of(tables), masked)

@@ -16,12 +16,12 @@ from torch import Tensor
 from headstart.core.cache.block_store import Data
 from headstart.core.errors import ConfigError
 from headstart.model.kernels.attention import MAX_DIMS
-from headstart.model.kernels.library import find
+from headstart.model.kernels.library import find_kernels
 from headstart.model.paged_kv import KVShape
 from headstart.model.step_inputs import StepInputs
 
 
-class Attend(Protocol):
+class AttentionFunction(Protocol):
     """Attention of one step, called once per layer with packed rows."""
 
     def __call__(
@@ -69,7 +69,7 @@ class AttentionBackend(Protocol):
     @property
     def kv(self) -> KVBlocks: ...
 
-    def begin(self, step: StepInputs) -> Attend:
+    def begin(self, step: StepInputs) -> AttentionFunction:
         """Return the attention function of one step; valid until the next call of `begin`."""
         ...
 
@@ -101,7 +101,7 @@ def resolve_backend(name: str, device: str | torch.device = "cpu", head_dim: int
         if where.type == "cuda" and triton_problem(where) is None:
             return "triton"
         fits = where.type == "cpu" and head_dim <= MAX_DIMS
-        return "cpu" if fits and find().kernels is not None else "reference"
+        return "cpu" if fits and find_kernels().kernels is not None else "reference"
     if name not in BACKENDS:
         raise ConfigError(f"attention_backend {name!r} is not known; choose {', '.join(('auto', *BACKENDS))}")
     if name == "triton" and (problem := triton_problem(where)):

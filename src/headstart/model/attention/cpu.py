@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core.errors import ConfigError
-from headstart.model.kernels.attention import AttentionCall, PackedPlan, StepTables, make_plan
-from headstart.model.kernels.library import find, threads
-from headstart.model.packed_kv import PackedKV, packed, planned
+from headstart.model.kernels.attention import AttentionCall, PackedPlan, StepTables, plan_step_attention
+from headstart.model.kernels.library import find_kernels, num_kernel_threads
+from headstart.model.packed_kv import PackedKV, contiguous_heads, planned
 from headstart.model.paged_kv import KVShape
 from headstart.model.step_inputs import StepInputs
 
@@ -36,7 +36,7 @@ class CPUAttention:
         sharing: str = "where it pays",
         split_tokens: int = SPLIT_TOKENS,
     ) -> None:
-        found = find()
+        found = find_kernels()
         if found.kernels is None:
             raise ConfigError(f"attention_backend cpu needs compiled kernels ({found.note}): choose reference")
         if device.type != "cpu":
@@ -85,25 +85,25 @@ class CPUAttention:
         call.sinks = None if sinks is None else sinks.data_ptr()
         return call
 
-    def begin(self, step: StepInputs) -> "CPUStep":
+    def begin(self, step: StepInputs) -> "CPUAttentionStep":
         """See AttentionBackend. Raises ValueError for a step that reads or writes outside the pool."""
-        return CPUStep(self, step)
+        return CPUAttentionStep(self, step)
 
 
-class CPUStep:
+class CPUAttentionStep:
     """The attention of one step. The plan for a window is made when a layer first uses that window."""
 
     def __init__(self, backend: CPUAttention, step: StepInputs) -> None:
         self.backend, self._step = backend, step
         kv, known = backend.kv, step.bounds
         are_checked = known is not None and known.block_size == kv.block_size and known.num_blocks <= kv.num_blocks
-        self._writes = kv.plan_writes(step.writes, step.num_tokens, are_checked=are_checked)
+        self._writes = kv.plan_writes(step.writes, step.num_queued_tokens, are_checked=are_checked)
         self._arrays = tuple(
             np.ascontiguousarray(array, np.int32)
             for array in (step.qo_indptr, step.starts, step.kv_indptr, step.kv_indices)
         )
         if not are_checked:
-            check_tables(*self._arrays, num_blocks=kv.num_blocks, block_size=kv.block_size)
+            check_block_tables(*self._arrays, num_blocks=kv.num_blocks, block_size=kv.block_size)
         self._plans: dict[tuple[int, int], _Prepared] = {}
 
     def __call__(
@@ -120,7 +120,7 @@ class CPUStep:
         lse: Tensor | None = None,
     ) -> Tensor:
         """See Attend. `lse` [T, Hq] in fp32, if given, receives the log-sum-exp of each row's scores and its sink."""
-        queries, keys, values = packed(queries), packed(keys), packed(values)
+        queries, keys, values = contiguous_heads(queries), contiguous_heads(keys), contiguous_heads(values)
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         out = torch.empty(queries.shape, dtype=self.backend.kv.dtype)
         prepared = self.backend.prepare(
@@ -161,11 +161,11 @@ class CPUStep:
                 window,
                 group,
                 kv.shape.num_kv_heads,
-                threads(),
+                num_kernel_threads(),
                 self.backend.sharing,
                 self.backend.split_blocks,
             )
-            found = _Prepared(make_plan(kv.kernels.library, tables), group, kv.shape)
+            found = _Prepared(plan_step_attention(kv.kernels.library, tables), group, kv.shape)
             self._plans[window, group] = found
         return found
 
@@ -185,7 +185,7 @@ def _on_host(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.device.type == "cpu"
 
 
-def check_tables(
+def check_block_tables(
     qo_indptr: NDArray[np.int32],
     starts: NDArray[np.int32],
     kv_indptr: NDArray[np.int32],

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.model.attention.attention_plan import AttentionPlan, Bucket, Prefill, make_plan
+from headstart.model.attention.attention_plan import AttentionPlan, DecodeBucket, PrefillReads, plan_attention_reads
 from headstart.model.paged_kv import KVShape, PagedKV
 from headstart.model.step_inputs import StepInputs
 
@@ -20,7 +20,7 @@ MIN_TILE = 16  # query rows
 MAX_TILE = 128  # fewer scores above the diagonal: attention of 4 x 512 tokens 24 ms, with tiles of 341 rows 35 ms
 
 
-class Scoring(NamedTuple):
+class ScoreParams(NamedTuple):
     """Parameters of the attention scores and their softmax; see Attend."""
 
     scale: float
@@ -39,8 +39,8 @@ class ReferenceAttention:
         # Added to the scores: an addition is much cheaper than a masked fill.
         self.above_diagonal = torch.full((MAX_TILE, MAX_TILE), float("-inf"), dtype=dtype, device=device).triu_(1)
 
-    def begin(self, step: StepInputs) -> "ReferenceStep":
-        return ReferenceStep(self, step)
+    def begin(self, step: StepInputs) -> "ReferenceAttentionStep":
+        return ReferenceAttentionStep(self, step)
 
     def gather(self, layer: int, pages: Tensor, batch: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of `pages`, [Hkv * batch, S, D] each; valid until the next gather."""
@@ -54,7 +54,7 @@ class ReferenceAttention:
         return keys, values
 
 
-class ReferenceStep:
+class ReferenceAttentionStep:
     """The attention of one step. The plan for a window is made when a layer first uses that window."""
 
     def __init__(self, backend: ReferenceAttention, step: StepInputs) -> None:
@@ -74,11 +74,11 @@ class ReferenceStep:
         sinks: Tensor | None = None,
     ) -> Tensor:
         heads = self._backend.kv.shape.num_kv_heads
-        scoring = Scoring(scale, softcap, None if sinks is None else sinks.float().view(heads, -1))
+        scoring = ScoreParams(scale, softcap, None if sinks is None else sinks.float().view(heads, -1))
         self._backend.kv.write(layer, keys, values, self._step.writes)
         plan = self._plans.get(window)
         if plan is None:
-            plan = self._plans[window] = make_plan(self._step, self._backend.kv, window)
+            plan = self._plans[window] = plan_attention_reads(self._step, self._backend.kv, window)
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         if plan.tokens is not None:
             out[plan.tokens] = self._decode(layer, queries[plan.tokens], plan, scoring)
@@ -87,7 +87,7 @@ class ReferenceStep:
             self._prefill(layer, queries[rows], out[rows], prefill, window, scoring)
         return out
 
-    def _decode(self, layer: int, queries: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
+    def _decode(self, layer: int, queries: Tensor, plan: AttentionPlan, scoring: ScoreParams) -> Tensor:
         """Return the outputs [Rd, Hq, D] of queries [Rd, Hq, D], both in the order of the plan."""
         num_rows, num_heads, head_dim = queries.shape
         num_kv_heads = self._backend.kv.shape.num_kv_heads
@@ -109,7 +109,7 @@ class ReferenceStep:
         return out.transpose(0, 1).reshape(num_rows, num_heads, head_dim)
 
     def _bucket(
-        self, layer: int, folded: Tensor, bucket: Bucket, scoring: Scoring, want_lse: bool
+        self, layer: int, folded: Tensor, bucket: DecodeBucket, scoring: ScoreParams, want_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return the outputs of folded queries [Hkv, rows, G, D] and their log-sum-exp [Hkv, rows, G, 1] in fp32.
 
@@ -135,9 +135,9 @@ class ReferenceStep:
         layer: int,
         queries: Tensor,
         out: Tensor,
-        prefill: Prefill,
+        prefill: PrefillReads,
         window: int | None,
-        scoring: Scoring,
+        scoring: ScoreParams,
     ) -> None:
         """Fill `out` [n, Hq, D] for one chunk, one tile of queries at a time."""
         num_rows, num_heads, head_dim = queries.shape
@@ -172,7 +172,7 @@ class ReferenceStep:
             scores.masked_fill_(gone, float("-inf"))
 
 
-def _scores(queries: Tensor, keys: Tensor, scoring: Scoring) -> Tensor:
+def _scores(queries: Tensor, keys: Tensor, scoring: ScoreParams) -> Tensor:
     """Return the scaled scores [B, M, S] of queries [B, M, D] and keys [B, S, D]."""
     scores = torch.baddbmm(queries.new_empty(1, 1, 1), queries, keys.transpose(1, 2), beta=0, alpha=scoring.scale)
     return scores if scoring.softcap is None else torch.tanh_(scores.div_(scoring.softcap)).mul_(scoring.softcap)

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.core.batch import Batch, Chunk, Row, RowError, RowErrorKind, StepResult
+from headstart.core.batch import Batch, Chunk, RowError, RowErrorKind, RowResult, StepResult
 from headstart.core.cache.block_store import Data
 from headstart.model.cuda.cuda_kv import CudaKV
 from headstart.model.cuda.decoder_pass import DECODES, GROUPS, MIXED, DecoderPass, PassResult
 from headstart.model.cuda.device_sampling import DeviceSampler
-from headstart.model.cuda.staged_sampling import Staged
+from headstart.model.cuda.staged_sampling import StagedParams
 from headstart.model.cuda.steady_decodes import SteadyDecodes
-from headstart.model.cuda.step_graphs import GraphKey, StepGraphs, graph_tokens
-from headstart.model.cuda.step_plan import Layout, StepPlanner, StepRows
-from headstart.model.grammar.grammar_compiler import CompiledGrammars
+from headstart.model.cuda.step_graphs import GraphKey, StepGraphs, longest_graph_tokens
+from headstart.model.cuda.step_plan import PackedStepChunks, StepArrayLayout, StepPlanner
+from headstart.model.grammar.grammar_compiler import CachingGrammarCompiler
 from headstart.model.grammar.grammar_rows import GrammarRows
 from headstart.model.kv_writes import Int32s
 from headstart.model.layers.decoder import Decoder
@@ -37,7 +37,7 @@ GRAPHS_BYTES = (
     1 << 30
 )  # of the driver and torch for 60 graphs: 0.3 GB on an H200 beside logits that they share, once 1.0 GB
 MAX_ANSWERS = 1 << 15  # ints that come back from a step without log-probabilities
-_NOT_FINITE = Row(error=RowError(RowErrorKind.NON_FINITE, "the model computed no finite hidden states"))
+_NOT_FINITE = RowResult(error=RowError(RowErrorKind.NON_FINITE, "the model computed no finite hidden states"))
 
 
 @dataclass(slots=True, eq=False)
@@ -48,12 +48,14 @@ class _Pass:
     where: list[int]  # their indices in the batch
     indptr: Int32s
     sampled: list[int]  # indices in `chunks`
-    staged: Staged
+    staged: StagedParams
     answer: Tensor  # pinned: the sampler's answer, then whether each token's hidden states are finite
     done: "torch.cuda.Event | None"
     num_answers: int = 0  # ints of the sampler's answer
     logits: Tensor | None = None
-    prompt_rows: dict[int, Row] = field(default_factory=dict[int, Row])  # with log-probabilities of a prompt
+    prompt_rows: dict[int, RowResult] = field(
+        default_factory=dict[int, RowResult]
+    )  # with log-probabilities of a prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -62,10 +64,10 @@ class SubmittedStep:
 
     began: float
     finished: tuple[str, ...]  # requests whose state is dropped when this step is collected: those before name them
-    rows: list[Row | None]
+    rows: list[RowResult | None]
     passes: list[_Pass]
     outputs: list[int]  # by chunk: its row in the buffer of sampled tokens, -1: none
-    patches: dict[int, Row] = field(default_factory=dict)  # chunks computed again
+    patches: dict[int, RowResult] = field(default_factory=dict)  # chunks computed again
 
 
 class CudaRunner:
@@ -81,7 +83,7 @@ class CudaRunner:
         num_blocks: int,
         block_size: int,
         seed: int = 0,
-        grammars: CompiledGrammars | None = None,
+        grammars: CachingGrammarCompiler | None = None,
         max_rows: int = MAX_ROWS,
         max_graph_tokens: int | None = None,
     ) -> None:
@@ -89,9 +91,9 @@ class CudaRunner:
         assert isinstance(loaded.model, Decoder)
         exact = loaded.batch_invariant
         if max_graph_tokens is None:
-            linears = [linear for layer in loaded.model.layers for linear in layer.linears]
+            linears = [linear for layer in loaded.model.layers for linear in layer.linear_weights]
             num_weights = sum(linear.weight.numel() for linear in linears if linear.weight is not None)
-            max_graph_tokens = graph_tokens(len(loaded.model.layers), num_weights)
+            max_graph_tokens = longest_graph_tokens(len(loaded.model.layers), num_weights)
         self.loaded, self.num_blocks, self.block_size = loaded, num_blocks, block_size
         self.device = loaded.device
         self.kv = CudaKV(
@@ -149,7 +151,7 @@ class CudaRunner:
         if packed is None and batch.chunks:
             errors = chunk_problems(batch.chunks, self._bounds)
             for index, message in errors.items():
-                step.rows[index] = Row(error=RowError(RowErrorKind.REQUEST, message))
+                step.rows[index] = RowResult(error=RowError(RowErrorKind.REQUEST, message))
             where = [index for index in where if index not in errors]
             packed = pack_chunks([batch.chunks[index] for index in where], self._bounds) if where else None
         if packed is not None:
@@ -191,18 +193,18 @@ class CudaRunner:
         """Compile kernels and capture graphs, all of them if none are named."""
         self._steady.forget()  # what is captured is padded otherwise
         for key in self.graphs.keys() if keys is None else keys:
-            layout = Layout(key.rows, key.rows, key.outputs)
+            layout = StepArrayLayout(key.rows, key.rows, key.outputs)
             self._meta.zero_()
             self._meta[layout.slots : layout.slots + key.rows] = -1
             self._meta[layout.previous : layout.previous + key.rows] = -1
             with self._device():
-                self.graphs.capture(key, lambda key=key, layout=layout: self._run(layout, key.kind))
+                self.graphs.capture_graph(key, lambda key=key, layout=layout: self._run(layout, key.kind))
 
     def _device(self) -> AbstractContextManager[object]:
         """Return a context with this runner's GPU as the thread's own: Triton launches there."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def _run(self, layout: Layout, kind: str) -> PassResult:
+    def _run(self, layout: StepArrayLayout, kind: str) -> PassResult:
         """Launch a pass; its best tokens are what the next step continues, unless others are sampled."""
         result = self.decoder.run(self._meta, self._sampled, layout, kind)
         if result.answer is not None:
@@ -216,7 +218,7 @@ class CudaRunner:
         """Queue the passes of a step: one, unless its partial results or its array are too large."""
         rows = _step_rows(packed, chunks, previous, self.block_size)
         too_many = len(chunks) > 1 and len(chunks) > self._max_rows
-        if not too_many and (len(chunks) == 1 or self.planner.fits(rows, META_INTS // 2)):
+        if not too_many and (len(chunks) == 1 or self.planner.step_fits(rows, META_INTS // 2)):
             step.passes.append(self._launch_pass(step, chunks, where, rows))
             return
         if any(chunk.from_previous is not None for chunk in chunks):  # a pass overwrites the tokens of the step before
@@ -242,23 +244,27 @@ class CudaRunner:
             step.outputs[index] = at
 
     def _launch_pass(
-        self, step: SubmittedStep, chunks: list[Chunk], where: list[int], planned: "StepRows | tuple[Int32s, Layout]"
+        self,
+        step: SubmittedStep,
+        chunks: list[Chunk],
+        where: list[int],
+        planned: "PackedStepChunks | tuple[Int32s, StepArrayLayout]",
     ) -> _Pass:
         """Queue a pass: of rows to plan, or of decodes whose array is known."""
         turn, self._turn = self._turn, 1 - self._turn
         staging = self._staging[turn]
         memory, sampled = staging.numpy(), [index for index, chunk in enumerate(chunks) if chunk.num_logits]
-        if isinstance(planned, StepRows):
+        if isinstance(planned, PackedStepChunks):
             count, indptr = len(planned.tokens), planned.indptr
             only_decodes = count == len(chunks) == len(sampled)
             spans = [np.arange(indptr[i + 1] - chunks[i].num_logits, indptr[i + 1]) for i in sampled]
             selected = np.concatenate(spans).astype(np.int32) if spans and not only_decodes else np.zeros(0, np.int32)
-            key = self.graphs.padded(GROUPS if only_decodes else MIXED, count, len(selected))
+            key = self.graphs.find_padded_key(GROUPS if only_decodes else MIXED, count, len(selected))
             tile_rows = (self.decoder.group_tile if only_decodes else self.decoder.tile).tile_rows
             padded, outputs = (None, len(selected)) if key is None else (key.rows, key.outputs)
             options: dict[str, Any] = dict(padded=padded, tile_rows=tile_rows, selected=selected, outputs=outputs)
             if only_decodes:
-                planned = self._steady.with_room(planned)
+                planned = self._steady.reserve_room(planned)
                 layout = self.planner.fill(memory, planned, **options)
                 self._steady.remember(chunks, planned, memory, layout)
             else:
@@ -268,10 +274,10 @@ class CudaRunner:
             only_decodes, indptr = True, np.arange(len(chunks) + 1, dtype=np.int32)
             array, layout = planned
             memory[: layout.total] = array
-            key = self.graphs.padded(GROUPS, len(chunks), 0)
-        kind = (DECODES if layout.is_plain else GROUPS) if only_decodes else MIXED
+            key = self.graphs.find_padded_key(GROUPS, len(chunks), 0)
+        kind = (DECODES if layout.needs_no_merge_pass else GROUPS) if only_decodes else MIXED
         some = [chunks[index] for index in sampled]
-        staged = self.sampler.stage(some, memory[layout.total :]) if some else Staged(0)
+        staged = self.sampler.stage(some, memory[layout.total :]) if some else StagedParams(0)
         used = layout.total + staged.used
         self._meta[:used].copy_(staging[:used], non_blocking=True)
         if key is None:
@@ -286,7 +292,7 @@ class CudaRunner:
     def _queue_answer(self, step: SubmittedStep, one: _Pass, result: PassResult, params: Tensor) -> None:
         """Sample what needs more than the best token, and queue the copy of the answer to the host."""
         one.logits, answer, chunks = result.logits, result.answer, one.chunks
-        if one.logits is not None and one.staged.may_redo:
+        if one.logits is not None and one.staged.may_sample_again:
             one.logits = one.logits.clone()  # the next step overwrites those of a graph
             one.chunks = [chunk._replace(block_ids=tuple(chunk.block_ids)) for chunk in chunks]
         if one.logits is not None and one.staged.used:
@@ -308,25 +314,25 @@ class CudaRunner:
         for index, chunk in enumerate(chunks):
             if chunk.sampling.prompt_logprobs is not None:  # waits for the device
                 own = result.hidden[int(one.indptr[index]) : int(one.indptr[index + 1])]
-                one.prompt_rows[index] = self.sampler.sampler.prompt_row(self.decoder.logits, own, chunk)
+                one.prompt_rows[index] = self.sampler.sampler.prompt_logprobs_row(self.decoder.logits, own, chunk)
 
     def _finish(self, step: SubmittedStep, one: _Pass) -> None:
         """Wait for a pass and fill in its rows."""
         if one.done is not None:
             one.done.synchronize()
         answer = one.answer.numpy()
-        rows = [Row()] * len(one.chunks)
+        rows = [RowResult()] * len(one.chunks)
         flags = answer[one.num_answers :]
         if len(flags):
             finite = np.logical_and.reduceat(flags[: one.indptr[-1]] != 0, one.indptr[:-1])
-            rows = [Row() if ok else _NOT_FINITE for ok in finite]
+            rows = [RowResult() if ok else _NOT_FINITE for ok in finite]
         if one.sampled and one.logits is not None:
             some = [one.chunks[index] for index in one.sampled]
             found = self.sampler.rows(answer[: one.num_answers], one.staged, some, one.logits)
             for index, row in zip(one.sampled, found, strict=True):
                 if rows[index].error is None:
                     rows[index] = row
-            if one.staged.may_redo and self._flying:
+            if one.staged.may_sample_again and self._flying:
                 self._continue_again(step, one, answer, rows)
         for index, row in one.prompt_rows.items():
             if rows[index].error is None:
@@ -334,7 +340,7 @@ class CudaRunner:
         for index, row in zip(one.where, rows, strict=True):
             step.rows[index] = row
 
-    def _continue_again(self, step: SubmittedStep, one: _Pass, answer: Int32s, rows: list[Row]) -> None:
+    def _continue_again(self, step: SubmittedStep, one: _Pass, answer: Int32s, rows: list[RowResult]) -> None:
         """Compute the chunks of the next step again whose token the host has chosen differently from the device."""
         answer = answer.copy()  # its memory is that of the next pass
         following = self._flying[0]
@@ -356,7 +362,7 @@ class CudaRunner:
                 self._sampled.copy_(sampled)
 
 
-def _step_rows(packed: PackedChunks, chunks: Sequence[Chunk], previous: list[int], block_size: int) -> StepRows:
+def _step_rows(packed: PackedChunks, chunks: Sequence[Chunk], previous: list[int], block_size: int) -> PackedStepChunks:
     """Return the packed chunks with a slot for every token; `previous`: rows of the tokens sampled before, by chunk."""
     positions, lengths = packed.positions, np.diff(packed.qo_indptr)
     first_page, write_from = packed.kv_indptr[:-1], packed.write_from
@@ -368,7 +374,7 @@ def _step_rows(packed: PackedChunks, chunks: Sequence[Chunk], previous: list[int
         first_page, write_from = np.repeat(first_page, lengths), np.repeat(write_from, lengths)
     slots = packed.blocks[first_page + positions // block_size] * block_size + positions % block_size
     slots = np.where(positions >= write_from, slots, -1).astype(np.int32)
-    return StepRows(
+    return PackedStepChunks(
         tokens=packed.tokens,
         positions=positions.astype(np.int32),
         slots=slots,

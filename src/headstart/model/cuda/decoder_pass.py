@@ -14,9 +14,15 @@ from torch import Tensor
 
 from headstart.model.cuda import triton_attention, triton_layers
 from headstart.model.cuda.cuda_kv import CudaKV
-from headstart.model.cuda.step_plan import Layout, split_keys
-from headstart.model.cuda.triton_attention import KV, LayerScoring, launch_shapes, make_parts, max_parts
-from headstart.model.cuda.triton_rotary import rotate_and_append
+from headstart.model.cuda.step_plan import StepArrayLayout, keys_per_partial_result
+from headstart.model.cuda.triton_attention import (
+    KV,
+    LayerScoring,
+    allocate_partial_results,
+    max_partial_results,
+    tile_shapes,
+)
+from headstart.model.cuda.triton_rotary import rotate_and_append_kv
 from headstart.model.layers.decoder import Decoder, DecoderLayer
 from headstart.model.layers.linear import Linear
 from headstart.model.layers.rotary import inverse_frequencies
@@ -54,18 +60,18 @@ class DecoderPass:
         shared = 0 if properties is None else properties.shared_memory_per_block_optin
         self.pdl = self.on_gpu and torch.cuda.get_device_capability(self.device) >= (9, 0)
         self._side = torch.cuda.Stream(self.device) if self.on_gpu else None
-        self.split = split_keys(config.num_kv_heads)
+        self.split = keys_per_partial_result(config.num_kv_heads)
         own = -(-max_positions // self.split)  # of the longest row
-        self.max_parts = max(max_parts(config.num_heads, config.head_dim), own)
+        self.max_parts = max(max_partial_results(config.num_heads, config.head_dim), own)
         shape = (config.num_heads, config.num_kv_heads, config.head_dim)
         self._logits = torch.empty(MOST_LOGITS, config.vocab_size, dtype=kv.dtype, device=self.device)
-        self.parts = make_parts(self.max_parts, *shape, self.device)
+        self.parts = allocate_partial_results(self.max_parts, *shape, self.device)
         frequencies, factor = inverse_frequencies(config.rope)
         angles = torch.arange(max_positions)[:, None].float() * frequencies
         self.angles = (angles.cos() * factor).to(self.device), (angles.sin() * factor).to(self.device)
         self._norms = [_head_norms(layer) for layer in decoder.layers]
         self._scorings = [LayerScoring(config.head_dim**-0.5, layer.window) for layer in decoder.layers]
-        single, many = launch_shapes(config.head_dim, kv.dtype, shared)
+        single, many = tile_shapes(config.head_dim, kv.dtype, shared)
         # In exact mode all kinds have one form, so that a row has one order of sums.
         self.group_tile = many._replace(tile_rows=min(64, many.tile_rows), stages=single.stages)
         self.single = self.group_tile if exact else single
@@ -73,7 +79,7 @@ class DecoderPass:
         few = many._replace(warps=max(4, many.tile_rows // 16))
         self.tile, self.tile_of_many = (self.group_tile, self.group_tile) if exact else (few, many)
 
-    def run(self, meta: Tensor, sampled: Tensor, layout: Layout, kind: str) -> PassResult:
+    def run(self, meta: Tensor, sampled: Tensor, layout: StepArrayLayout, kind: str) -> PassResult:
         """Launch the step in `meta`; `sampled` are the tokens of the step before, for tokens not known yet.
 
         `layout.total` is 0 while a graph is captured: then the number of its items is not known.
@@ -88,7 +94,7 @@ class DecoderPass:
         finite = torch.isfinite(hidden.sum(-1, dtype=torch.float32)).int()
         if layout.outputs == 0:
             return PassResult(hidden, None, None, finite)
-        logits = self._step_logits(hidden.index_select(0, meta[layout.selected :][: layout.outputs]))
+        logits = self._step_logits(hidden.index_select(0, meta[layout.selected_offset :][: layout.outputs]))
         return PassResult(hidden, logits, _best(logits), finite)
 
     def logits(self, rows: Tensor) -> Tensor:
@@ -103,17 +109,17 @@ class DecoderPass:
         weight, bias = linear.weight, linear.bias
         assert weight is not None
         if self.exact:
-            return triton_layers.exact_product(rows, weight, bias, out=out)
+            return triton_layers.batch_invariant_matmul(rows, weight, bias, out=out)
         if out is None:
             return F.linear(rows, weight, bias)
         return torch.mm(rows, weight.t(), out=out) if bias is None else torch.addmm(bias, rows, weight.t(), out=out)
 
-    def _forward(self, meta: Tensor, sampled: Tensor, layout: Layout, kind: str) -> Tensor:
+    def _forward(self, meta: Tensor, sampled: Tensor, layout: StepArrayLayout, kind: str) -> Tensor:
         config, pdl, count = self.config, self.pdl, layout.rows
         eps = config.rms_norm_eps
         positions, slots = meta[layout.positions :][:count], meta[layout.slots :][:count]
         tokens, previous = meta[layout.tokens :][:count], meta[layout.previous :][:count]
-        stream = triton_layers.embed(tokens, previous, sampled, self.embedding, pdl=pdl)
+        stream = triton_layers.embed_tokens(tokens, previous, sampled, self.embedding, pdl=pdl)
         layers = self.decoder.layers
         rows = triton_layers.add_rms_norm(stream, _norm(layers[0].qkv), eps, pdl=pdl)
         following = [_norm(layer.qkv) for layer in layers[1:]] + [_norm(self.decoder.head)]
@@ -121,35 +127,35 @@ class DecoderPass:
         for index, (layer, norm) in enumerate(zip(layers, following, strict=True)):
             qkv = self._product(rows, layer.qkv)
             kv = self.kv.layers[index]
-            rotate_and_append(
+            rotate_and_append_kv(
                 qkv, queries, positions, slots, self.angles, self._norms[index], kv, eps, pdl=pdl
             )  # fmt: skip
-            self.attend(queries, kv, out, meta, layout, kind, self._scorings[index])
+            self.launch_attention(queries, kv, out, meta, layout, kind, self._scorings[index])
             delta = self._product(out.view(count, -1), layer.out)
             rows = triton_layers.add_rms_norm(stream, _norm(layer.gate_up), eps, delta, pdl=pdl)
             gated = triton_layers.silu_mul(self._product(rows, layer.gate_up), pdl=pdl)
             rows = triton_layers.add_rms_norm(stream, norm, eps, self._product(gated, layer.down), pdl=pdl)
         return rows
 
-    def _one(self, meta: Tensor, sampled: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    def _one(self, meta: Tensor, sampled: Tensor, layout: StepArrayLayout) -> tuple[Tensor, Tensor]:
         """Return the stream [1, hidden] behind the last layer and the logits, for a step of one token."""
         config, pdl, eps = self.config, self.pdl, self.config.rms_norm_eps
-        step = (meta[layout.positions :], meta[layout.slots :], meta[layout.singles :])
+        step = (meta[layout.positions :], meta[layout.slots :], meta[layout.singles_offset :])
         tokens, previous = meta[layout.tokens :][:1], meta[layout.previous :][:1]
-        stream = triton_layers.embed(tokens, previous, sampled, self.embedding, pdl=pdl)
+        stream = triton_layers.embed_tokens(tokens, previous, sampled, self.embedding, pdl=pdl)
         out = stream.new_empty(1, config.num_heads, config.head_dim)
 
         def product(row: Tensor, linear: Linear, onto: Tensor | None = None) -> Tensor:
             weight = linear.weight
             assert weight is not None
             norm = None if linear.norm is None else (linear.norm.weight, eps)
-            return triton_layers.vector_product(
+            return triton_layers.matvec(
                 row, weight, linear.bias, norm=norm, onto=onto, gated=linear.gated,
                 tiles=LARGE_TILES if min(weight.shape) > 2048 and len(weight) >= LARGE else TILES, pdl=pdl,
             )  # fmt: skip
 
         for index, layer in enumerate(self.decoder.layers):
-            triton_attention.attend_one(
+            triton_attention.launch_single_token_attention(
                 product(stream, layer.qkv), self.kv.layers[index], out, self.parts, meta, step, self.angles,
                 self._norms[index], eps, self._scorings[index], self.single, programs=2 * self.processors, pdl=pdl,
             )  # fmt: skip
@@ -157,11 +163,18 @@ class DecoderPass:
             product(product(stream, layer.gate_up), layer.down, stream)
         return stream, product(stream, self.decoder.head)
 
-    def attend(
-        self, queries: Tensor, kv: KV, out: Tensor, meta: Tensor, layout: Layout, kind: str, scoring: LayerScoring
+    def launch_attention(
+        self,
+        queries: Tensor,
+        kv: KV,
+        out: Tensor,
+        meta: Tensor,
+        layout: StepArrayLayout,
+        kind: str,
+        scoring: LayerScoring,
     ) -> None:
         """Fill `out` [T, Hq, D]. In a graph a launch without items ends at once."""
-        positions, singles = meta[layout.positions :], meta[layout.singles :]
+        positions, singles = meta[layout.positions :], meta[layout.singles_offset :]
         common = (queries, kv, out, self.parts, meta, positions, singles, scoring)
         # Tiles and singles of decodes are short of work: they run side by side. Elsewhere one launch follows the other,
         # and may begin before the other has ended; such launches do not cross streams.
@@ -183,14 +196,14 @@ class DecoderPass:
             if side is not None and main is not None:
                 side.wait_stream(main)
             with nullcontext() if side is None else torch.cuda.stream(side):
-                triton_attention.attend(*common, shape, single=False, programs=programs, split=split, pdl=pdl)
+                triton_attention.launch_attention(*common, shape, single=False, programs=programs, split=split, pdl=pdl)
         programs = SINGLES * self.processors
-        triton_attention.attend(*common, self.single, single=True, programs=programs, split=split, pdl=pdl)
+        triton_attention.launch_attention(*common, self.single, single=True, programs=programs, split=split, pdl=pdl)
         if side is not None and main is not None:
             main.wait_stream(side)
         if layout.merged:
-            tokens, firsts = meta[layout.merged_tokens :][: layout.merged], meta[layout.firsts :]
-            triton_attention.merge(self.parts, out, tokens, firsts, scoring.sinks, pdl=pdl)
+            tokens, firsts = meta[layout.merged_tokens_offset :][: layout.merged], meta[layout.firsts_offset :]
+            triton_attention.merge_partial_results(self.parts, out, tokens, firsts, scoring.sinks, pdl=pdl)
 
 
 def _norm(linear: Linear) -> Tensor:

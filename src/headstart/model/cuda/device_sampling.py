@@ -19,10 +19,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headstart.core.batch import Chunk, Row
-from headstart.model.cuda.staged_sampling import LOW_BITS, NOTHING, Filters, SampledRow, Staged, packed
+from headstart.core.batch import Chunk, RowResult
+from headstart.model.cuda.staged_sampling import (
+    LOW_BITS,
+    NOTHING,
+    SampledRow,
+    SamplingFilters,
+    StagedParams,
+    pack_params,
+)
 from headstart.model.grammar.grammar_rows import MASK_BITS, GrammarRows
-from headstart.model.sampling.sampler import NOT_FINITE, Sampler, accept, is_greedy, logprob_entries, logprobs_of
+from headstart.model.sampling.sampler import (
+    NOT_FINITE,
+    Sampler,
+    accept_sampled_row,
+    compute_logprobs,
+    is_greedy,
+    make_logprob_entries,
+)
 from headstart.model.sampling.verification import VerifiedChunk
 
 _NUCLEUS_WIDTH = 1024
@@ -46,24 +60,24 @@ class DeviceSampler:
         self.sampler.drop(request_ids)
         self._wide.difference_update(request_ids)
 
-    def stage(self, chunks: Sequence[Chunk], room: npt.NDArray[np.int32]) -> Staged:
+    def stage(self, chunks: Sequence[Chunk], room: npt.NDArray[np.int32]) -> StagedParams:
         """Write what the device needs for these chunks, each with at least one logit, into `room` from its beginning.
 
         If that does not fit, nothing is written, and `rows` samples all of them on the host.
         """
         num_rows = sum(chunk.num_logits for chunk in chunks)
-        if not any(map(self.sampler.is_more_than_greedy, chunks)):
-            return Staged(num_rows)
+        if not any(map(self.sampler.needs_more_than_argmax, chunks)):
+            return StagedParams(num_rows)
         rows, redo = self._sampled_rows(chunks)
         width = _NUCLEUS_WIDTH if self._wide.isdisjoint(c.request_id for c in chunks) else self._vocab_size
-        staged, arrays = packed(rows, self._vocab_size, width)
+        staged, arrays = pack_params(rows, self._vocab_size, width)
         if staged.used > len(room):
-            return Staged(num_rows, redo=frozenset(range(len(chunks))))
+            return StagedParams(num_rows, redo=frozenset(range(len(chunks))))
         if arrays:
             np.concatenate(arrays, out=room[: staged.used])
         return staged._replace(num_rows=num_rows, redo=frozenset(redo))
 
-    def launch(self, logits: Tensor, params: Tensor, staged: Staged) -> Tensor:
+    def launch(self, logits: Tensor, params: Tensor, staged: StagedParams) -> Tensor:
         """Return the int32 answer on the device: first the tokens [R], each a valid id, even of rows that fail.
 
         `logits` [R, V] may have rows behind those that are staged, and are not modified; `params` is a copy of
@@ -86,12 +100,14 @@ class DeviceSampler:
             for part in _slices(len(staged.num_tops)):
                 asked = params[staged.asked][part]
                 chosen = tokens.index_select(0, asked).long()
-                found = logprobs_of(logits.index_select(0, asked), chosen, staged.num_top)
+                found = compute_logprobs(logits.index_select(0, asked), chosen, staged.num_top)
                 for to, values in zip((own.view(torch.float32), ids, tops.view(torch.float32)), found, strict=True):
                     to[part] = values
         return answer
 
-    def rows(self, answer: npt.NDArray[np.int32], staged: Staged, chunks: Sequence[Chunk], logits: Tensor) -> list[Row]:
+    def rows(
+        self, answer: npt.NDArray[np.int32], staged: StagedParams, chunks: Sequence[Chunk], logits: Tensor
+    ) -> list[RowResult]:
         """Return the row of each chunk from the answer of `launch`. `logits` are read only for rows to sample again.
 
         The tokens of such rows, and those of chunks with drafts or grammars, may differ from the answer's. Histories
@@ -99,7 +115,7 @@ class DeviceSampler:
         """
         found, flags = self._found(answer, staged)
         redo = set(staged.redo)
-        rows: list[Row] = []
+        rows: list[RowResult] = []
         firsts: list[int] = []
         first = 0
         for at, chunk in enumerate(chunks):
@@ -110,7 +126,7 @@ class DeviceSampler:
                     self._wide.add(chunk.request_id)
             row = own[0] if len(own) == 1 else _accepted(chunk, own)
             if self._grammars is not None and chunk.sampling.grammar is not None and at not in redo:
-                row = accept(self._grammars, chunk, row)
+                row = accept_sampled_row(self._grammars, chunk, row)
             rows.append(row)
             firsts.append(first)
             first += chunk.num_logits
@@ -122,15 +138,15 @@ class DeviceSampler:
                 rows[i] = row
         return rows
 
-    def _found(self, answer: npt.NDArray[np.int32], staged: Staged) -> tuple[list[Row], list[int] | None]:
+    def _found(self, answer: npt.NDArray[np.int32], staged: StagedParams) -> tuple[list[RowResult], list[int] | None]:
         """Return the row of each row of logits, and the flags if there are any."""
         end = len(answer) - staged.num_entries
         planes = answer[:end].reshape(staged.num_planes, -1)[:, : staged.num_rows]
         tokens = planes[0].tolist()
-        found = [Row((token,)) for token in tokens]
+        found = [RowResult((token,)) for token in tokens]
         if staged.num_tops:
             own, tops, ids = _entry_parts(torch.from_numpy(answer[end:]), staged)
-            entries = logprob_entries(
+            entries = make_logprob_entries(
                 [tokens[row] for row, _ in staged.num_tops],
                 own.view(torch.float32).tolist(),
                 ids.tolist(),
@@ -138,9 +154,9 @@ class DeviceSampler:
                 [num for _, num in staged.num_tops],
             )
             for (row, _), entry in zip(staged.num_tops, entries, strict=True):
-                found[row] = Row((entry.token_id,), (entry,))
+                found[row] = RowResult((entry.token_id,), (entry,))
         for row in np.flatnonzero(~np.isfinite(planes[1].view(np.float32))).tolist():
-            found[row] = Row(error=NOT_FINITE)
+            found[row] = RowResult(error=NOT_FINITE)
         return found, planes[2].tolist() if len(planes) > 2 and planes[2].any() else None
 
     def _sampled_rows(self, chunks: Sequence[Chunk]) -> tuple[list[SampledRow], set[int]]:
@@ -155,7 +171,7 @@ class DeviceSampler:
         first = 0
         for at, chunk in enumerate(chunks):
             try:
-                if at not in redo and self.sampler.is_more_than_greedy(chunk):
+                if at not in redo and self.sampler.needs_more_than_argmax(chunk):
                     rows += self._rows_of(chunk, first)
             except ValueError:  # an id that cannot be edited
                 redo.add(at)
@@ -176,7 +192,7 @@ class DeviceSampler:
         return rows
 
 
-def _accepted(chunk: Chunk, own: list[Row]) -> Row:
+def _accepted(chunk: Chunk, own: list[RowResult]) -> RowResult:
     """Return the rows of one chunk up to the first token that differs from its draft."""
     verified = VerifiedChunk(chunk, 0)
     for row in own:
@@ -193,7 +209,7 @@ def _as_staged(chunk: Chunk) -> Chunk:
     return chunk._replace(history=chunk.history[:num_known], from_previous=None)
 
 
-def _choose(work: Tensor, params: Tensor, staged: Staged) -> tuple[Tensor, Tensor]:
+def _choose(work: Tensor, params: Tensor, staged: StagedParams) -> tuple[Tensor, Tensor]:
     """Return the tokens and flags of the gathered rows [W, V] (float32), which are overwritten."""
     tokens = torch.zeros(len(work), dtype=torch.int64, device=work.device)
     flags = torch.zeros(len(work), dtype=torch.int32, device=work.device)
@@ -213,7 +229,7 @@ def _choose(work: Tensor, params: Tensor, staged: Staged) -> tuple[Tensor, Tenso
     return tokens, flags
 
 
-def _edit(work: Tensor, params: Tensor, staged: Staged) -> None:
+def _edit(work: Tensor, params: Tensor, staged: StagedParams) -> None:
     """Do the same as LogitEdits.apply."""
     flat, width = work.view(-1), work.shape[-1]
 
@@ -237,7 +253,7 @@ def _edit(work: Tensor, params: Tensor, staged: Staged) -> None:
         rows.masked_fill_(allowed.view(len(rows), -1)[:, :width] == 0, -inf)
 
 
-def _draw(logits: Tensor, columns: Tensor, filters: Filters) -> tuple[Tensor, Tensor | None]:
+def _draw(logits: Tensor, columns: Tensor, filters: SamplingFilters) -> tuple[Tensor, Tensor | None]:
     """Do the same as draw.draw; return the tokens and, with top_p, whether a row's set is wider than was looked at.
 
     Overwrites `logits` [D, V]; `columns` [6, D, 1] are the parameters.
@@ -276,7 +292,7 @@ def _cumsum(rows: Tensor) -> Tensor:
     return rows.cumsum(dim=-1) if len(rows) > 1 else rows.expand(2, -1).cumsum(dim=-1)[:1]
 
 
-def _entry_parts(entries: Tensor, staged: Staged) -> tuple[Tensor, Tensor, Tensor]:
+def _entry_parts(entries: Tensor, staged: StagedParams) -> tuple[Tensor, Tensor, Tensor]:
     """Return the parts of an answer behind its planes: [asked] of tokens, values and ids [asked, num_top]."""
     asked, top = len(staged.num_tops), staged.num_top
     own, tops, ids = entries.split([asked, asked * top, asked * top])

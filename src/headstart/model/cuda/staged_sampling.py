@@ -15,7 +15,7 @@ LOW_BITS = 27  # of the 53 bits of a random number, which is stored as two integ
 NOTHING = slice(0, 0)
 
 
-class Filters(NamedTuple):
+class SamplingFilters(NamedTuple):
     """The filters that any drawn row of a step needs."""
 
     min_p: bool
@@ -25,7 +25,7 @@ class Filters(NamedTuple):
     width: int  # number of best probabilities to take, for top_k and top_p
 
 
-class Staged(NamedTuple):
+class StagedParams(NamedTuple):
     """Where the parameters of a step are in `room[:used]`, and what its rows need."""
 
     num_rows: int  # of logits
@@ -39,7 +39,7 @@ class Staged(NamedTuple):
     masked: slice = NOTHING  # of the gathered rows
     masks: slice = NOTHING
     draws: slice = NOTHING  # [6, drawn rows]
-    filters: Filters = Filters(False, 0, False, False, 0)
+    filters: SamplingFilters = SamplingFilters(False, 0, False, False, 0)
     asked: slice = NOTHING  # rows of the logits
     num_tops: tuple[tuple[int, int], ...] = ()  # (row, number of alternatives) of rows with log-probabilities
     num_top: int = 0  # the greatest number, V at most
@@ -55,7 +55,7 @@ class Staged(NamedTuple):
         return len(self.num_tops) * (1 + 2 * self.num_top)
 
     @property
-    def may_redo(self) -> bool:
+    def may_sample_again(self) -> bool:
         """Whether `DeviceSampler.rows` may read the logits, which must not change until then."""
         return bool(self.redo) or self.num_edited > 0 or self.filters.top_p
 
@@ -69,7 +69,9 @@ class SampledRow(NamedTuple):
     uniform: float | None  # None: the best token is taken
 
 
-def packed(rows: list[SampledRow], vocab_size: int, width: int) -> tuple[Staged, list[npt.NDArray[np.int32]]]:
+def pack_params(
+    rows: list[SampledRow], vocab_size: int, width: int
+) -> tuple[StagedParams, list[npt.NDArray[np.int32]]]:
     """Return where the parameters of these rows are, and the parameters. `width` is that of top_p sets.
 
     Of the result `num_rows` and `redo` are left to the caller.
@@ -83,7 +85,7 @@ def packed(rows: list[SampledRow], vocab_size: int, width: int) -> tuple[Staged,
     drawn = [row for row in gathered if row.uniform is not None]
     params = [row.sampling for row in drawn]
     top_ks = [_top_k(s, vocab_size) for s in params]
-    filters = Filters(
+    filters = SamplingFilters(
         min_p=any(s.min_p > 0 for s in params),
         top_k=max([0, *top_ks]),
         top_p=any(s.top_p < 1 for s in params),
@@ -94,7 +96,7 @@ def packed(rows: list[SampledRow], vocab_size: int, width: int) -> tuple[Staged,
     high_low = [divmod(int(row.uniform * 2**53), 2**LOW_BITS) for row in drawn if row.uniform is not None]
     floats = np.array([(s.temperature, s.top_p, s.min_p) for s in params], np.float32).T.ravel()
     ints = np.array([(k, *pair) for k, pair in zip(top_ks, high_low, strict=True)], np.int32).T.ravel()
-    staged = Staged(
+    staged = StagedParams(
         num_rows=0,
         order=order,
         num_edited=len(edits),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headstart.core.batch import Chunk
-from headstart.model.cuda.step_plan import ITEM, Ints, Layout, StepRows
+from headstart.model.cuda.step_plan import ITEM, Ints, PackedStepChunks, StepArrayLayout
 from headstart.model.step_inputs import StepBounds
 
 
@@ -42,9 +42,13 @@ class SteadyDecodes:
         """`split`: keys of a partial result; when a sequence begins another one, the step is planned anew."""
         self._bounds, self._split = bounds, split
         self._rows: list[_Row] = []
-        self._memory, self._layout, self._last_ends = np.zeros(0, np.int32), Layout(0, 0, 0), np.zeros(0, np.int32)
+        self._memory, self._layout, self._last_ends = (
+            np.zeros(0, np.int32),
+            StepArrayLayout(0, 0, 0),
+            np.zeros(0, np.int32),
+        )
 
-    def with_room(self, rows: StepRows) -> StepRows:
+    def reserve_room(self, rows: PackedStepChunks) -> PackedStepChunks:
         """Return a step of decodes whose tables have room until each sequence begins another partial result."""
         page = self._bounds.block_size
         pages = np.diff(rows.table_ptr)
@@ -55,7 +59,7 @@ class SteadyDecodes:
         blocks[at] = rows.blocks
         return rows._replace(table_ptr=table_ptr, blocks=blocks)
 
-    def remember(self, chunks: Sequence[Chunk], rows: StepRows, memory: Ints, layout: Layout) -> None:
+    def remember(self, chunks: Sequence[Chunk], rows: PackedStepChunks, memory: Ints, layout: StepArrayLayout) -> None:
         """Keep a step that was planned from rows with room."""
         page, tables = self._bounds.block_size, layout.total - len(rows.blocks)
         self._memory, self._layout = memory[: layout.total].copy(), layout
@@ -63,16 +67,16 @@ class SteadyDecodes:
             _Row(c.request_id, c.start + 1, array("i", c.block_ids[: c.start // page + 1]), tables + int(first))
             for c, first in zip(chunks, rows.table_ptr, strict=False)
         ]
-        items = memory[layout.singles : layout.singles + ITEM * layout.num_singles].reshape(-1, ITEM)
+        items = memory[layout.singles_offset : layout.singles_offset + ITEM * layout.num_singles].reshape(-1, ITEM)
         last = np.flatnonzero(np.diff(items[:, 0], append=-1))
-        self._last_ends = layout.singles + ITEM * last + 4
+        self._last_ends = layout.singles_offset + ITEM * last + 4
         assert len(last) == len(chunks), (len(last), len(chunks))
 
     def forget(self) -> None:
         """Plan the next step anew."""
         self._rows = []
 
-    def advance(self, chunks: Sequence[Chunk], previous: Sequence[int]) -> tuple[Ints, Layout] | None:
+    def advance(self, chunks: Sequence[Chunk], previous: Sequence[int]) -> tuple[Ints, StepArrayLayout] | None:
         """Return the array of a step and its layout if it goes on from the step before, else None.
 
         `previous` are the rows of tokens sampled before, by chunk. The array is valid until the next call.

@@ -47,7 +47,7 @@ class StepGraphs:
         chunks = [GraphKey(MIXED, size, min(OUTPUTS, size)) for size in reversed(self._chunks)]
         return chunks + [GraphKey(kind, size, 0) for size in reversed(self._decodes) for kind in (DECODES, GROUPS)]
 
-    def padded(self, kind: str, rows: int, outputs: int) -> GraphKey | None:
+    def find_padded_key(self, kind: str, rows: int, outputs: int) -> GraphKey | None:
         """Return the captured pass with room for a step, or None if there is none."""
         sizes = self._chunks if kind == MIXED else self._decodes
         size = next((size for size in sizes if size >= rows), None)
@@ -56,7 +56,7 @@ class StepGraphs:
         key = GraphKey(kind, size, min(OUTPUTS, size) if kind == MIXED else 0)
         return key if key in self._captured else None
 
-    def capture(self, key: GraphKey, run: Callable[[], PassResult]) -> None:
+    def capture_graph(self, key: GraphKey, run: Callable[[], PassResult]) -> None:
         """Capture a pass; it is run twice before, which compiles kernels."""
         if not self._on_gpu:
             self._captured[key] = (None, run())
@@ -91,7 +91,7 @@ class StepGraphs:
         self._memory = torch.cuda.graph_pool_handle() if self._on_gpu else None
 
 
-def graph_tokens(num_layers: int, num_weights: int) -> int:
+def longest_graph_tokens(num_layers: int, num_weights: int) -> int:
     """Return the longest step of chunks worth a graph; longer ones keep the device busy while they are launched.
 
     `num_weights` are those that every token is multiplied by. 1,280 for a model of 7B, 4,096 for one of 1B.

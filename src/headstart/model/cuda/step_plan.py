@@ -17,7 +17,7 @@ ITEM = 7  # ints of an item. Single: token, part, table, first key, end key, fir
 _MAX_MERGED_BY_LAST = 32  # parts of a step of one token that a program merges
 
 
-class StepRows(NamedTuple):
+class PackedStepChunks(NamedTuple):
     """The chunks of a step, packed. A decode is a chunk of one token."""
 
     tokens: Ints  # [T]
@@ -29,7 +29,7 @@ class StepRows(NamedTuple):
     blocks: Ints
 
 
-class Layout(NamedTuple):
+class StepArrayLayout(NamedTuple):
     """Offsets of a step's array. Those up to `singles` depend on `rows`, `merged` and `outputs` alone."""
 
     rows: int  # tokens, padding included
@@ -47,34 +47,34 @@ class Layout(NamedTuple):
 
     @property
     def positions(self) -> int:
-        return HEADER + aligned(self.rows)
+        return HEADER + round_up_to_16(self.rows)
 
     @property
     def slots(self) -> int:
-        return HEADER + 2 * aligned(self.rows)
+        return HEADER + 2 * round_up_to_16(self.rows)
 
     @property
     def previous(self) -> int:
-        return HEADER + 3 * aligned(self.rows)
+        return HEADER + 3 * round_up_to_16(self.rows)
 
     @property
-    def merged_tokens(self) -> int:
-        return HEADER + 4 * aligned(self.rows)
+    def merged_tokens_offset(self) -> int:
+        return HEADER + 4 * round_up_to_16(self.rows)
 
     @property
-    def firsts(self) -> int:
-        return self.merged_tokens + aligned(self.merged)
+    def firsts_offset(self) -> int:
+        return self.merged_tokens_offset + round_up_to_16(self.merged)
 
     @property
-    def selected(self) -> int:
-        return self.firsts + aligned(self.merged + 1)
+    def selected_offset(self) -> int:
+        return self.firsts_offset + round_up_to_16(self.merged + 1)
 
     @property
-    def singles(self) -> int:
-        return self.selected + aligned(self.outputs)
+    def singles_offset(self) -> int:
+        return self.selected_offset + round_up_to_16(self.outputs)
 
     @property
-    def is_plain(self) -> bool:
+    def needs_no_merge_pass(self) -> bool:
         """Whether decodes share no prefix, and one that is alone has few parts: it is merged by its last program."""
         return self.num_tiles == 0 and (self.rows > 1 or self.longest <= _MAX_MERGED_BY_LAST)
 
@@ -116,16 +116,16 @@ class StepPlanner:
         """`group`: query heads of a kv head. `max_parts`: partial results that fit on the device. `split`: keys of a
         partial result; it depends on the model, never on the batch. `exact`: prefills are neither cut nor grouped.
         """
-        self.split = split or split_keys(kv_heads)
+        self.split = split or keys_per_partial_result(kv_heads)
         self._page, self._group, self._kv_heads, self._processors = page, group, kv_heads, processors
         self._max_parts, self._exact = max_parts, exact
 
-    def fits(self, step: StepRows, room: int) -> bool:
+    def step_fits(self, step: PackedStepChunks, room: int) -> bool:
         """Return whether the step's partial results fit, and its array in `room` ints. May refuse what just fits."""
         parts, ints = self.bounds(step)
         return parts <= self._max_parts and ints <= room
 
-    def bounds(self, step: StepRows) -> tuple[int, int]:
+    def bounds(self, step: PackedStepChunks) -> tuple[int, int]:
         """Return the most partial results and the most ints that the step may need."""
         single = np.diff(step.indptr) == 1
         ends = step.positions[step.indptr[1:] - 1] + 1
@@ -135,8 +135,8 @@ class StepPlanner:
         return parts + (0 if single.all() else self._max_parts // 4), ints  # prefills are cut within a quarter
 
     def fill(
-        self, memory: Ints, step: StepRows, *, padded: int | None, tile_rows: int, selected: Ints, outputs: int
-    ) -> Layout:
+        self, memory: Ints, step: PackedStepChunks, *, padded: int | None, tile_rows: int, selected: Ints, outputs: int
+    ) -> StepArrayLayout:
         """Write the step to `memory` and return where things are.
 
         `padded`: the number of tokens of a graph, all of which may be merged. `tile_rows`: query rows of a tile.
@@ -190,7 +190,7 @@ class StepPlanner:
     def _write(
         self,
         memory: Ints,
-        step: StepRows,
+        step: PackedStepChunks,
         singles: tuple[NDArray[np.int64], Ints, NDArray[np.int64]],
         tiles: tuple[Ints, Ints],
         merged_tokens: Ints,
@@ -199,15 +199,15 @@ class StepPlanner:
         padded: int | None,
         selected: Ints,
         outputs: int,
-    ) -> Layout:
+    ) -> StepArrayLayout:
         items, entries = tiles
         alone = self._singles(step, *singles)
         count = len(step.tokens)
         rows = count if padded is None else padded
         merged = len(merged_tokens) if padded is None else padded
         longest = int(np.diff(firsts).max()) if len(merged_tokens) else 0
-        layout = Layout(rows, merged, outputs, len(alone), len(items), int(firsts[-1]), longest)
-        at_tiles = layout.singles + alone.size
+        layout = StepArrayLayout(rows, merged, outputs, len(alone), len(items), int(firsts[-1]), longest)
+        at_tiles = layout.singles_offset + alone.size
         at_entries = at_tiles + items.size
         at_tables = at_entries + entries.size
         layout = layout._replace(total=at_tables + len(step.blocks))
@@ -219,19 +219,21 @@ class StepPlanner:
             (layout.positions, step.positions, rows, 0),
             (layout.slots, step.slots, rows, -1),
             (layout.previous, step.previous, rows, -1),
-            (layout.merged_tokens, merged_tokens, merged, 0),  # those added have no parts
-            (layout.firsts, firsts, merged + 1, firsts[-1]),
-            (layout.selected, selected, outputs, 0),
+            (layout.merged_tokens_offset, merged_tokens, merged, 0),  # those added have no parts
+            (layout.firsts_offset, firsts, merged + 1, firsts[-1]),
+            (layout.selected_offset, selected, outputs, 0),
         ):
             memory[at : at + len(values)] = values
             memory[at + len(values) : at + length] = padding
-        memory[layout.singles : at_tiles] = alone.reshape(-1)
+        memory[layout.singles_offset : at_tiles] = alone.reshape(-1)
         memory[at_tiles:at_entries] = items.reshape(-1)
         memory[at_entries:at_tables] = entries.reshape(-1)
         memory[at_tables : layout.total] = step.blocks
         return layout
 
-    def _singles(self, step: StepRows, decodes: NDArray[np.int64], base: Ints, common: NDArray[np.int64]) -> Ints:
+    def _singles(
+        self, step: PackedStepChunks, decodes: NDArray[np.int64], base: Ints, common: NDArray[np.int64]
+    ) -> Ints:
         """Return the items of decodes; the first `common` parts of each are computed by tiles."""
         ends = step.positions[step.indptr[decodes]] + 1
         parts = -(-ends // self.split)
@@ -248,7 +250,7 @@ class StepPlanner:
         return items
 
     def _share_decodes(
-        self, step: StepRows, decodes: NDArray[np.int64], base: Ints, tiles: _Tiles
+        self, step: PackedStepChunks, decodes: NDArray[np.int64], base: Ints, tiles: _Tiles
     ) -> NDArray[np.int64]:
         """Add tiles of decodes that share leading blocks; return the number of parts they cover of each decode."""
         common = np.zeros(len(decodes), np.int64)
@@ -262,7 +264,7 @@ class StepPlanner:
         return common
 
     def _prefill_groups(
-        self, step: StepRows, lengths: Ints, starts: Ints, tile: int
+        self, step: PackedStepChunks, lengths: Ints, starts: Ints, tile: int
     ) -> list[tuple[NDArray[np.int64], int]]:
         """Return groups of short prefills behind the same leading blocks, with the number of keys they share.
 
@@ -283,7 +285,7 @@ class StepPlanner:
         few = not self._exact and not groups and 2 * units <= self._processors and parts <= self._max_parts // 4
         return long & few & (ends > self.split)
 
-    def _shared(self, step: StepRows, chunks: NDArray[np.int64]) -> list[tuple[NDArray[np.int64], int]]:
+    def _shared(self, step: PackedStepChunks, chunks: NDArray[np.int64]) -> list[tuple[NDArray[np.int64], int]]:
         """Return groups (indices into `chunks`) whose tables begin with the same blocks, with the keys they share.
 
         These keys are a multiple of the split, and all before the first token of every member.
@@ -307,12 +309,12 @@ class StepPlanner:
         return groups
 
 
-def split_keys(kv_heads: int) -> int:
+def keys_per_partial_result(kv_heads: int) -> int:
     """Return the keys of a partial result: fewer where few kv heads would leave processors idle."""
     return 256 if kv_heads > 8 else 128
 
 
-def aligned(count: int) -> int:
+def round_up_to_16(count: int) -> int:
     """Round up to 16 bytes: Triton compiles a kernel again for a pointer that is aligned otherwise."""
     return -(-count // 4) * 4
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headstart.model.cuda.step_plan import ITEM
-from headstart.model.cuda.triton_rotary import launch_options, rotated
+from headstart.model.cuda.triton_rotary import pdl_launch_options, rotated
 
 KV = tuple[Tensor, Tensor]  # keys and values of one layer, [blocks, Hkv, page, D] each, of any block stride
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -280,7 +280,7 @@ def _attend_one(
     NORM: tl.constexpr, WINDOW: tl.constexpr, FIELDS: tl.constexpr, POWER_OF_GROUP: tl.constexpr,
     AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Do for a step of one token what `rotate_and_append`, `_attend` and merging do: one launch instead of three.
+    """Do for a step of one token what `rotate_and_append_kv`, `_attend` and merging do: one launch instead of three.
 
     Each program rotates the queries of its kv head; that of the row's last part stores the new key and value first.
     The step's array and the older keys are on their way before the kernel before this one has ended.
@@ -372,7 +372,7 @@ def _merge(
         )  # fmt: skip
 
 
-class Parts(NamedTuple):
+class PartialResults(NamedTuple):
     """Partial results on the device, and how many parts of each kv head have arrived in a step of one token."""
 
     out: Tensor  # [parts, Hq, D], float32
@@ -380,11 +380,11 @@ class Parts(NamedTuple):
     arrived: Tensor  # [Hkv], int32; zero between launches
 
 
-def attend(
+def launch_attention(
     queries: Tensor,
     kv: KV,
     out: Tensor,
-    parts: Parts,
+    parts: PartialResults,
     meta: Tensor,
     positions: Tensor,
     singles: Tensor,
@@ -409,17 +409,17 @@ def attend(
         max(16, triton.next_power_of_2(dim)), page, max(shape.tile_rows, triton.next_power_of_2(group)),
         shape.tile_keys, single, split, scoring.window is not None, scoring.softcap is not None,
         scoring.sinks is not None, ITEM, pdl,
-        num_warps=shape.warps, num_stages=shape.stages, **launch_options(pdl=pdl),
+        num_warps=shape.warps, num_stages=shape.stages, **pdl_launch_options(pdl=pdl),
         # The variants of an exact kernel must not differ in which products and sums a compiler fuses.
         enable_fp_fusion=split == 0,
     )  # fmt: skip
 
 
-def attend_one(
+def launch_single_token_attention(
     qkv: Tensor,
     kv: KV,
     out: Tensor,
-    parts: Parts,
+    parts: PartialResults,
     meta: Tensor,
     step: tuple[Tensor, Tensor, Tensor],
     angles: tuple[Tensor, Tensor],
@@ -442,12 +442,18 @@ def attend_one(
         scoring.window or 0, kv[0].stride(0), kvs, group, dim, max(16, triton.next_power_of_2(dim)),
         2 * angles[0].shape[1], page, max(shape.tile_rows, triton.next_power_of_2(group)), shape.tile_keys,
         norms is not None, scoring.window is not None, ITEM, *_merging(group, dim), pdl,
-        num_warps=shape.warps, num_stages=shape.stages, **launch_options(pdl=pdl),
+        num_warps=shape.warps, num_stages=shape.stages, **pdl_launch_options(pdl=pdl),
     )  # fmt: skip
 
 
-def merge(
-    parts: Parts, out: Tensor, tokens: Tensor, firsts: Tensor, sinks: Tensor | None = None, *, pdl: bool = False
+def merge_partial_results(
+    parts: PartialResults,
+    out: Tensor,
+    tokens: Tensor,
+    firsts: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    pdl: bool = False,
 ) -> None:
     """Write the rows `tokens` of `out` [T, Hq, D] from their parts."""
     _, heads, dim = out.shape
@@ -459,11 +465,11 @@ def merge(
     _merge[(len(tokens), heads // group)](
         parts.out, parts.lse, parts.lse if sinks is None else sinks, out, tokens, firsts, group, columns, heads, dim,
         max(16, triton.next_power_of_2(dim)), at_once, sinks is not None, pdl,
-        num_warps=2 if group < 4 else 4, **launch_options(pdl=pdl),
+        num_warps=2 if group < 4 else 4, **pdl_launch_options(pdl=pdl),
     )  # fmt: skip
 
 
-def launch_shapes(dim: int, dtype: torch.dtype, shared: int, split_tokens: int = 0) -> tuple[TileShape, TileShape]:
+def tile_shapes(dim: int, dtype: torch.dtype, shared: int, split_tokens: int = 0) -> tuple[TileShape, TileShape]:
     """Return the shapes of singles and of tiles on a GPU with `shared` bytes of memory for a program.
 
     Measured on an H100 for heads of 128 in bfloat16; larger heads and float32 have fewer rows and keys.
@@ -482,13 +488,13 @@ def _merging(group: int, dim: int) -> tuple[int, int]:
     return columns, max(2, min(16, _MERGE_LOADS // (columns * triton.next_power_of_2(dim))))
 
 
-def max_parts(heads: int, dim: int) -> int:
+def max_partial_results(heads: int, dim: int) -> int:
     """Return the number of partial results that there is room for."""
     return max(2048, min(32768, PARTS_BYTES // (4 * heads * dim)))
 
 
-def make_parts(count: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> Parts:
+def allocate_partial_results(count: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> PartialResults:
     """Return room for `count` partial results."""
     out = torch.zeros(count, heads, dim, device=device)
     arrived = torch.zeros(kv_heads, dtype=torch.int32, device=device)
-    return Parts(out, torch.zeros(count, heads, device=device), arrived)
+    return PartialResults(out, torch.zeros(count, heads, device=device), arrived)

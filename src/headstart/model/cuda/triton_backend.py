@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.model.attention.cpu import check_tables
+from headstart.model.attention.cpu import check_block_tables
 from headstart.model.cuda.cuda_kv import CudaKV
-from headstart.model.cuda.step_plan import Ints, Layout, StepPlanner, StepRows, aligned
+from headstart.model.cuda.step_plan import Ints, PackedStepChunks, StepArrayLayout, StepPlanner, round_up_to_16
 from headstart.model.cuda.triton_attention import (
     KV,
     LayerScoring,
-    Parts,
-    attend,
-    launch_shapes,
-    make_parts,
-    max_parts,
-    merge,
+    PartialResults,
+    allocate_partial_results,
+    launch_attention,
+    max_partial_results,
+    merge_partial_results,
+    tile_shapes,
 )
 from headstart.model.cuda.triton_rotary import append_kv
 from headstart.model.paged_kv import KVShape
@@ -46,28 +46,31 @@ class TritonAttention:
         properties = torch.cuda.get_device_properties(device) if self.on_gpu else None
         shared = properties.shared_memory_per_block_optin if properties is not None else 0
         self.processors = properties.multi_processor_count if properties is not None else 8
-        self.single, self.tile = launch_shapes(shape.head_dim, dtype, shared, split_tokens)
+        self.single, self.tile = tile_shapes(shape.head_dim, dtype, shared, split_tokens)
         self._split = split_tokens
-        self._parts: dict[int, Parts] = {}  # by the number of query heads
+        self._parts: dict[int, PartialResults] = {}  # by the number of query heads
 
-    def begin(self, step: StepInputs) -> "TritonStep":
+    def begin(self, step: StepInputs) -> "TritonAttentionStep":
         """See AttentionBackend. Raises ValueError for a step that reads outside the pool."""
-        return TritonStep(self, step)
+        return TritonAttentionStep(self, step)
 
     def planner(self, heads: int) -> StepPlanner:
         """Return the planner for layers with `heads` query heads."""
         shape = self.kv.shape
         return StepPlanner(
             page=self.kv.block_size, group=heads // shape.num_kv_heads, kv_heads=shape.num_kv_heads,
-            processors=self.processors, max_parts=max_parts(heads, shape.head_dim), split=self._split, exact=False,
+            processors=self.processors, max_parts=max_partial_results(heads, shape.head_dim), split=self._split,
+            exact=False,
         )  # fmt: skip
 
-    def parts(self, count: int, heads: int) -> Parts:
+    def parts(self, count: int, heads: int) -> PartialResults:
         """Return room for the partial results of a launch; the launches share it."""
         _, kvs, dim = self.kv.shape
         held = self._parts.get(heads)
         if held is None or len(held.out) < count:
-            held = self._parts[heads] = make_parts(max(count, max_parts(heads, dim)), heads, kvs, dim, self.kv.device)
+            held = self._parts[heads] = allocate_partial_results(
+                max(count, max_partial_results(heads, dim)), heads, kvs, dim, self.kv.device
+            )
         return held
 
 
@@ -75,11 +78,11 @@ class _Plan(NamedTuple):
     """The plan of some chunks of a step: their tokens, and the planner's array on the device."""
 
     tokens: slice
-    layout: Layout
+    layout: StepArrayLayout
     meta: Tensor
 
 
-class TritonStep:
+class TritonAttentionStep:
     """The attention of one step. It is planned at its first layer, which knows the number of query heads."""
 
     def __init__(self, backend: TritonAttention, step: StepInputs) -> None:
@@ -87,7 +90,7 @@ class TritonStep:
         kv, known = backend.kv, step.bounds
         if known is None or known.block_size != kv.block_size or known.num_blocks > kv.num_blocks:
             tables = (step.qo_indptr, step.starts, step.kv_indptr, step.kv_indices)
-            check_tables(*tables, num_blocks=kv.num_blocks, block_size=kv.block_size)
+            check_block_tables(*tables, num_blocks=kv.num_blocks, block_size=kv.block_size)
         self._plans: dict[int, list[_Plan]] = {}
 
     def __call__(
@@ -124,24 +127,24 @@ class TritonStep:
     def _attend(self, plan: _Plan, queries: Tensor, kv: KV, out: Tensor, scoring: LayerScoring) -> None:
         layout, meta, backend, kvs = plan.layout, plan.meta, self._backend, kv[0].shape[1]
         parts = backend.parts(layout.num_parts, out.shape[1])
-        common = (queries, kv, out, parts, meta, meta[layout.positions :], meta[layout.singles :], scoring)
+        common = (queries, kv, out, parts, meta, meta[layout.positions :], meta[layout.singles_offset :], scoring)
         pdl = backend.pdl
         if count := layout.num_singles * kvs:
-            attend(*common, backend.single, single=True, programs=count, pdl=pdl)
+            launch_attention(*common, backend.single, single=True, programs=count, pdl=pdl)
         if count := layout.num_tiles * kvs:
-            attend(*common, backend.tile, single=False, programs=count, pdl=pdl)
+            launch_attention(*common, backend.tile, single=False, programs=count, pdl=pdl)
         if layout.merged:
-            tokens, firsts = meta[layout.merged_tokens :][: layout.merged], meta[layout.firsts :]
-            merge(parts, out, tokens, firsts, scoring.sinks, pdl=pdl)
+            tokens, firsts = meta[layout.merged_tokens_offset :][: layout.merged], meta[layout.firsts_offset :]
+            merge_partial_results(parts, out, tokens, firsts, scoring.sinks, pdl=pdl)
 
     def _plan(self, heads: int) -> list[_Plan]:
         backend, planner, none = self._backend, self._backend.planner(heads), np.zeros(0, np.int32)
-        layouts: list[Layout] = []
+        layouts: list[StepArrayLayout] = []
         arrays: list[Ints] = []
         for rows in _fitting(planner, _step_rows(self._step)):
             memory, tile = np.empty(planner.bounds(rows)[1], np.int32), backend.tile.tile_rows
             layouts.append(planner.fill(memory, rows, padded=None, tile_rows=tile, selected=none, outputs=0))
-            arrays.append(memory[: aligned(layouts[-1].total)])
+            arrays.append(memory[: round_up_to_16(layouts[-1].total)])
         array = torch.from_numpy(np.concatenate(arrays))
         meta = (array.pin_memory() if backend.on_gpu else array).to(backend.kv.device, non_blocking=True)
         metas = meta.split([len(one) for one in arrays])
@@ -149,7 +152,7 @@ class TritonStep:
         return [_Plan(*found) for found in zip(own, layouts, metas, strict=True)]
 
 
-def _step_rows(step: StepInputs) -> StepRows:
+def _step_rows(step: StepInputs) -> PackedStepChunks:
     """Return the step as the planner reads it, from its arrays on the host."""
     lengths, count, writes = np.diff(step.qo_indptr), step.num_tokens, step.writes
     positions = np.arange(count, dtype=np.int32) - np.repeat(step.qo_indptr[:-1] - step.starts, lengths)
@@ -158,7 +161,7 @@ def _step_rows(step: StepInputs) -> StepRows:
     for span in writes.spans:
         slots[span.begin : span.end] = np.arange(span.slot, span.slot + span.end - span.begin)
     none = np.zeros(count, np.int32)  # tokens are for the kernels of a whole decoder
-    return StepRows(
+    return PackedStepChunks(
         tokens=none,
         positions=positions.astype(np.int32),
         slots=slots,
@@ -169,20 +172,20 @@ def _step_rows(step: StepInputs) -> StepRows:
     )
 
 
-def _fitting(planner: StepPlanner, rows: StepRows) -> list[StepRows]:
+def _fitting(planner: StepPlanner, rows: PackedStepChunks) -> list[PackedStepChunks]:
     """Return the step in halves of halves whose partial results fit; one chunk fits always."""
     chunks = len(rows.indptr) - 1
-    if chunks == 1 or planner.fits(rows, 1 << 31):
+    if chunks == 1 or planner.step_fits(rows, 1 << 31):
         return [rows]
     halves = (_cut(rows, 0, chunks // 2), _cut(rows, chunks // 2, chunks))
     return [part for half in halves for part in _fitting(planner, half)]
 
 
-def _cut(rows: StepRows, first: int, end: int) -> StepRows:
+def _cut(rows: PackedStepChunks, first: int, end: int) -> PackedStepChunks:
     """Return the chunks [first, end)."""
     indptr, table_ptr = rows.indptr[first : end + 1], rows.table_ptr[first : end + 1]
     own = slice(indptr[0], indptr[-1])
-    return StepRows(
+    return PackedStepChunks(
         tokens=rows.tokens[own],
         positions=rows.positions[own],
         slots=rows.slots[own],

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headstart.model.cuda.triton_rotary import launch_options
+from headstart.model.cuda.triton_rotary import pdl_launch_options
 
 _EXACT_K = 64  # inputs of a step of an exact product
 
@@ -151,11 +151,13 @@ def _exact_product(
     tl.store(at, sums.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < COUNT)[None, :])
 
 
-def embed(tokens: Tensor, previous: Tensor, sampled: Tensor, table: Tensor, *, pdl: bool = False) -> Tensor:
+def embed_tokens(tokens: Tensor, previous: Tensor, sampled: Tensor, table: Tensor, *, pdl: bool = False) -> Tensor:
     """Return the embeddings [T, hidden] of `tokens` [T], or of `sampled[previous]` where `previous` [T] is not < 0."""
     out = table.new_empty(len(tokens), table.shape[1])
     tile = triton.next_power_of_2(table.shape[1])
-    _embed[(len(tokens),)](tokens, previous, sampled, table, out, *table.shape, tile, pdl, **launch_options(pdl=pdl))
+    _embed[(len(tokens),)](
+        tokens, previous, sampled, table, out, *table.shape, tile, pdl, **pdl_launch_options(pdl=pdl)
+    )
     return out
 
 
@@ -169,7 +171,7 @@ def add_rms_norm(
     given = stream if delta is None else delta
     _add_rms_norm[(rows,)](
         given, stream, weight, out, eps, width, tile, delta is not None, pdl,
-        num_warps=8 if tile >= 2048 else 4, **launch_options(pdl=pdl),
+        num_warps=8 if tile >= 2048 else 4, **pdl_launch_options(pdl=pdl),
     )  # fmt: skip
     return out
 
@@ -179,11 +181,11 @@ def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     tile = min(1024, triton.next_power_of_2(width))
-    _silu_mul[(rows, triton.cdiv(width, tile))](gate_up, out, width, tile, pdl, **launch_options(pdl=pdl))
+    _silu_mul[(rows, triton.cdiv(width, tile))](gate_up, out, width, tile, pdl, **pdl_launch_options(pdl=pdl))
     return out
 
 
-def vector_product(
+def matvec(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -206,12 +208,12 @@ def vector_product(
         x, weight, weight if bias is None else bias, x if norm is None else norm[0], out, out,
         0.0 if norm is None else norm[1], count, width, triton.next_power_of_2(width), tile_n,
         min(tile_k, triton.next_power_of_2(width)), norm is not None, gated, onto is not None, bias is not None, pdl,
-        num_warps=warps, **launch_options(pdl=pdl),
+        num_warps=warps, **pdl_launch_options(pdl=pdl),
     )  # fmt: skip
     return out
 
 
-def exact_product(
+def batch_invariant_matmul(
     rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None, pdl: bool = False
 ) -> Tensor:
     """Return rows @ W^T + b, in `out` if given; a row's bits do not depend on the other rows, nor on their number."""
@@ -222,6 +224,6 @@ def exact_product(
     _exact_product[(triton.cdiv(count, tile_n), triton.cdiv(num_rows, tile_m))](
         rows, weight, weight if bias is None else bias, out, num_rows, count, width, tile_m, tile_n, _EXACT_K,
         bias is not None, width % _EXACT_K == 0, pdl, num_warps=warps, num_stages=2 if wide else 4,
-        **launch_options(pdl=pdl),
+        **pdl_launch_options(pdl=pdl),
     )  # fmt: skip
     return out

@@ -64,7 +64,7 @@ def _rotate_and_append(
     tl.store(values + cell + (head - QUERIES - KVS) * (PAGE * DIM), value, mask=kept & is_value)
 
 
-def rotate_and_append(
+def rotate_and_append_kv(
     qkv: Tensor,
     queries: Tensor,
     positions: Tensor,
@@ -87,7 +87,7 @@ def rotate_and_append(
     _rotate_and_append[(triton.cdiv(len(qkv), tokens), triton.cdiv(count + 2 * kvs, heads))](
         qkv, queries, positions, slots, *angles, qkv if norms is None else norms, *kv, eps, kv[0].stride(0),
         len(qkv), count, kvs, dim, max(16, triton.next_power_of_2(dim)), 2 * angles[0].shape[1], page, heads, tokens,
-        norms is not None, pdl, num_warps=2 if tokens == 1 else 4, **launch_options(pdl=pdl),
+        norms is not None, pdl, num_warps=2 if tokens == 1 else 4, **pdl_launch_options(pdl=pdl),
     )  # fmt: skip
 
 
@@ -120,10 +120,10 @@ def append_kv(keys: Tensor, values: Tensor, slots: Tensor, kv: tuple[Tensor, Ten
     heads = min(8, triton.next_power_of_2(kvs))
     _append[(len(keys), triton.cdiv(kvs, heads))](
         keys, values, slots, *kv, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), kv[0].stride(0),
-        kvs, dim, max(16, triton.next_power_of_2(dim)), page, heads, pdl, num_warps=2, **launch_options(pdl=pdl),
+        kvs, dim, max(16, triton.next_power_of_2(dim)), page, heads, pdl, num_warps=2, **pdl_launch_options(pdl=pdl),
     )  # fmt: skip
 
 
-def launch_options(*, pdl: bool) -> dict[str, Any]:
+def pdl_launch_options(*, pdl: bool) -> dict[str, Any]:
     """Return the option of a programmatic dependent launch: a kernel may begin before the one before it has ended."""
     return {"launch_pdl": True} if pdl else {}

@@ -15,8 +15,8 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from headstart.core.batch import Chunk
-from headstart.model.grammar.grammar_compiler import CompiledGrammars
-from headstart.model.sampling.logit_edits import Mask, num_outputs
+from headstart.model.grammar.grammar_compiler import CachingGrammarCompiler
+from headstart.model.sampling.logit_edits import Mask, num_output_tokens
 
 MASK_BITS = 32
 
@@ -34,7 +34,7 @@ class _Row:
 class GrammarRows:
     """The rows of one executor that a grammar constrains."""
 
-    def __init__(self, grammars: CompiledGrammars, threads: int) -> None:
+    def __init__(self, grammars: CachingGrammarCompiler, threads: int) -> None:
         self._grammars = grammars
         self._rows: dict[str, _Row] = {}
         self._words = -(-grammars.vocab_size // MASK_BITS)
@@ -118,7 +118,7 @@ class GrammarRows:
         grammar = chunk.sampling.grammar
         assert grammar is not None
         row = self._rows.get(chunk.request_id)
-        num_known = num_outputs(chunk)
+        num_known = num_output_tokens(chunk)
         if row is None:
             row = self._rows[chunk.request_id] = _Row(self._grammars.matcher(grammar))
         if row.num_consumed - len(row.forced) != num_known:  # tokens that this executor has not returned itself

@@ -39,7 +39,7 @@ class AttentionCall(ctypes.Structure):
     )
 
 
-class PlanHead(ctypes.Structure):
+class PlanHeader(ctypes.Structure):
     """The sizes of a plan. `cost` is that of one kv head, in rows times pages."""
 
     _fields_ = (
@@ -53,23 +53,23 @@ class PackedPlan(NamedTuple):
     """The bytes of a plan, and its header, which is in them."""
 
     data: NDArray[np.int64]
-    head: PlanHead
+    head: PlanHeader
 
     def items(self) -> NDArray[np.int32]:
         """Return the items [items, 6]: first entry, row begin and end, table offset, block begin and end."""
         words = self.data.view(np.int32)
-        begin = ctypes.sizeof(PlanHead) // 4
+        begin = ctypes.sizeof(PlanHeader) // 4
         return words[begin : begin + 6 * self.head.num_items].reshape(-1, 6)
 
 
-NO_PLAN = PackedPlan(np.zeros(ctypes.sizeof(PlanHead) // 8, np.int64), PlanHead())
+NO_PLAN = PackedPlan(np.zeros(ctypes.sizeof(PlanHeader) // 8, np.int64), PlanHeader())
 
 
-def make_plan(library: Any, tables: StepTables) -> PackedPlan:
+def plan_step_attention(library: Any, tables: StepTables) -> PackedPlan:
     """Plan a step with the kernels' planner. The arrays that `tables` points to must be alive and consistent."""
     data = np.empty(64 + 16 * tables.num_rows, np.int64)
     needed = library.headstart_attention_plan(ctypes.byref(tables), data.ctypes.data, data.nbytes)
     if needed > data.nbytes:
         data = np.empty(-(-needed // 8), np.int64)
         library.headstart_attention_plan(ctypes.byref(tables), data.ctypes.data, data.nbytes)
-    return PackedPlan(data, PlanHead.from_address(data.ctypes.data))
+    return PackedPlan(data, PlanHeader.from_address(data.ctypes.data))

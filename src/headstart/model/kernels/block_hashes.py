@@ -1,4 +1,4 @@
-"""Block hashes in compiled code: the same as `hash_chain` of core/cache/hashing.py, about four times as fast.
+"""Block hashes in compiled code: the same as `hash_block_chain` of core/cache/hashing.py, about four times as fast.
 
 A library of its own, built like the kernels. It imports no torch, so that routers can use it. Without a compiler, on a
 processor without SHA instructions, or with HEADSTART_KERNELS=none, there is none, and Python does the work.
@@ -8,14 +8,14 @@ import ctypes
 import os
 from functools import cache
 
-from headstart.core.cache.hashing import HashChain, hash_chain
-from headstart.model.kernels.build import HASHES, BuildError, build, cache_folder, packaged
+from headstart.core.cache.hashing import HashChain, hash_block_chain
+from headstart.model.kernels.build import HASHES, BuildError, cache_folder, compile_kernels, packaged_library
 
 HASH_BYTES = 32
 LEAST_BLOCKS = 3  # with fewer, the call costs more than it saves
 
 
-class CompiledChain:
+class CompiledHashChain:
     """A HashChain: `parent`, the bytes of blocks, and the bytes per block -> the hashes of the blocks."""
 
     def __init__(self, library: ctypes.PyDLL) -> None:
@@ -26,26 +26,26 @@ class CompiledChain:
         )
 
     def __call__(self, parent: bytes, raw: bytes, stride: int) -> list[bytes]:
-        return (self._chain if len(raw) >= LEAST_BLOCKS * stride else hash_chain)(parent, raw, stride)
+        return (self._chain if len(raw) >= LEAST_BLOCKS * stride else hash_block_chain)(parent, raw, stride)
 
 
 @cache
-def compiled_chain() -> HashChain | None:
+def compiled_hash_chain() -> HashChain | None:
     """Return the compiled chain, built on first use; None if there is none here."""
-    path = library_path()
+    path = hash_library_path()
     if path is None:
         return None
     library = ctypes.PyDLL(path)
-    return CompiledChain(library) if library.headstart_has_sha() else None
+    return CompiledHashChain(library) if library.headstart_has_sha() else None
 
 
 @cache
-def library_path() -> str | None:
+def hash_library_path() -> str | None:
     """Return the library of hashes/ that can be loaded, built on first use; None if there is none here."""
     if os.environ.get("HEADSTART_KERNELS") == "none":
         return None
     try:
-        path = str(packaged(HASHES) or build(HASHES, cache_folder(os.environ), environ=os.environ))
+        path = str(packaged_library(HASHES) or compile_kernels(HASHES, cache_folder(os.environ), environ=os.environ))
         ctypes.CDLL(path)
     except (BuildError, OSError):
         return None

@@ -41,7 +41,9 @@ class BuildError(Exception):
     """The reason why no kernels can be built, in one line."""
 
 
-def build(variant: str, cache: Path, *, extra_flags: tuple[str, ...] = (), environ: Mapping[str, str]) -> Path:
+def compile_kernels(
+    variant: str, cache: Path, *, extra_flags: tuple[str, ...] = (), environ: Mapping[str, str]
+) -> Path:
     """Return the shared object of `variant`, compiled if `cache` does not hold it yet. Raises BuildError.
 
     Of several processes one builds, and the others wait for it; where the file system has no locks each builds, into
@@ -53,12 +55,12 @@ def build(variant: str, cache: Path, *, extra_flags: tuple[str, ...] = (), envir
     return target if target.exists() else _build_as(target, compiler, flags, _folder(variant))
 
 
-def build_packaged(variant: str, folder: Path, *, environ: Mapping[str, str]) -> Path:
+def build_wheel_kernels(variant: str, folder: Path, *, environ: Mapping[str, str]) -> Path:
     """Compile `variant` for a wheel, into `folder`, under the name that `packaged` looks for. Raises BuildError."""
     return _build_as(folder / _packaged_name(variant), find_compiler(environ), _flags(variant), _folder(variant))
 
 
-def packaged(variant: str) -> Path | None:
+def packaged_library(variant: str) -> Path | None:
     """Return the shared object of `variant` in the package; None if none is built from these sources."""
     path = PACKAGED / _packaged_name(variant)
     return path if path.exists() else None

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.model.kernels.library import Kernels, LinkDescriptor, threads
-from headstart.model.kernels.packed import PackedLinear, RotaryHeads, check
+from headstart.model.kernels.library import KernelLibrary, LinkDescriptor, num_kernel_threads
+from headstart.model.kernels.packed import PackedLinear, RotaryHeads, check_tensor
 
 Angles = tuple[Tensor, Tensor]
 MAX_LINKS = 8  # see linear.cpp
 
 
-class Link(NamedTuple):
+class ChainLink(NamedTuple):
     """One product: buffer `target` = linear(buffer `source`) + buffer `residual`, if any; then the rotary embedding.
 
     `residual` may be `target`: rows are then changed in place. `rotary` None: no rotary embedding. `offset`: the first
@@ -32,7 +32,7 @@ class Link(NamedTuple):
     offset: int = 0
 
 
-class Buffers:
+class ChainBuffers:
     """Numbered buffers [T, widths[i]] that chains read and write. Keeps them alive, so addresses stay valid."""
 
     __slots__ = ("_tensors", "addresses", "count", "dtype", "widths")
@@ -49,7 +49,7 @@ class Buffers:
 
     def __setitem__(self, index: int, tensor: Tensor) -> None:
         """Set a buffer. Raises ValueError for a tensor of another shape, dtype, layout or device."""
-        check(tensor, f"buffer {index}", (self.count, self.widths[index]), self.dtype)
+        check_tensor(tensor, f"buffer {index}", (self.count, self.widths[index]), self.dtype)
         self._tensors[index] = tensor
         self.addresses[index] = tensor.data_ptr()
 
@@ -59,12 +59,12 @@ class Buffers:
             self[index] = torch.empty((self.count, self.widths[index]), dtype=self.dtype)
 
 
-class Chain:
+class LinearChain:
     """A sequence of links. Raises ValueError if there are too many or they do not fit each other or the buffers."""
 
     __slots__ = ("_functions", "_kept", "_links", "_rotary_dim", "dtype", "widest", "widths")
 
-    def __init__(self, kernels: Kernels, links: list[Link], widths: tuple[int, ...]) -> None:
+    def __init__(self, kernels: KernelLibrary, links: list[ChainLink], widths: tuple[int, ...]) -> None:
         if len(links) > MAX_LINKS:
             raise ValueError(f"a chain has at most {MAX_LINKS} links, not {len(links)}")
         self.widths = widths
@@ -109,22 +109,22 @@ class Chain:
 
     def scratch(self, count: int) -> Tensor:
         """Allocate memory for calls with `count` rows and the current number of torch's threads."""
-        size = self._functions.headstart_scratch(self.widest, count, threads())
+        size = self._functions.headstart_scratch(self.widest, count, num_kernel_threads())
         return torch.empty(size, dtype=torch.uint8)
 
-    def __call__(self, buffers: Buffers, scratch: Tensor, angles: Angles | None = None) -> None:
+    def __call__(self, buffers: ChainBuffers, scratch: Tensor, angles: Angles | None = None) -> None:
         """Run all links on `buffers`, which must all be set. `angles` are the result of Rotary.angles.
 
         Raises ValueError for buffers, scratch or angles that do not fit.
         """
-        count, num_threads = buffers.count, threads()
+        count, num_threads = buffers.count, num_kernel_threads()
         self.check(buffers, scratch)
         cosine = sine = None
         if self._rotary_dim is not None:
             if angles is None:
                 raise ValueError("heads cannot be rotated without angles")
             for name, tensor in zip(("cosine", "sine"), angles, strict=True):
-                check(tensor, name, (count, 1, 2, self._rotary_dim // 2), torch.bfloat16)
+                check_tensor(tensor, name, (count, 1, 2, self._rotary_dim // 2), torch.bfloat16)
             cosine, sine = angles[0].data_ptr(), angles[1].data_ptr()
         self._functions.headstart_chain(
             ctypes.addressof(self._links),
@@ -137,43 +137,43 @@ class Chain:
             num_threads,
         )
 
-    def check(self, buffers: Buffers, scratch: Tensor) -> None:
+    def check(self, buffers: ChainBuffers, scratch: Tensor) -> None:
         """Raise ValueError unless all links can run on these buffers and this scratch memory."""
         count = buffers.count
         if buffers.widths != self.widths or not all(buffers.addresses):
             raise ValueError(f"buffers are {buffers.widths} wide and all to be filled; this chain needs {self.widths}")
         if buffers.dtype != self.dtype:
             raise ValueError(f"buffers are {buffers.dtype}; this chain computes in {self.dtype}")
-        if scratch.nbytes < self._functions.headstart_scratch(self.widest, count, threads()):
+        if scratch.nbytes < self._functions.headstart_scratch(self.widest, count, num_kernel_threads()):
             raise ValueError(f"scratch has {scratch.nbytes} bytes, too few for {count} rows of {self.widest}")
 
 
-class Workspace:
+class ChainWorkspace:
     """Buffers and scratch for steps through `chains`, reused: memory only grows, so its pages are faulted in once."""
 
-    def __init__(self, chains: Sequence[Chain]) -> None:
+    def __init__(self, chains: Sequence[LinearChain]) -> None:
         self._widths, self._dtype = chains[0].widths, chains[0].dtype
         self._widest = max(chains, key=lambda chain: chain.widest)
         self._memory = [torch.empty((0, width), dtype=self._dtype) for width in self._widths]
-        self._threads, self._kept = threads(), self._made(1)
+        self._threads, self._kept = num_kernel_threads(), self._made(1)
 
-    def of(self, count: int) -> tuple[Buffers, Tensor]:
+    def of(self, count: int) -> tuple[ChainBuffers, Tensor]:
         """Return buffers of `count` rows, all set, and scratch memory for them; their content is any."""
-        if self._kept[0].count != count or self._threads != threads():
-            self._threads, self._kept = threads(), self._made(count)
+        if self._kept[0].count != count or self._threads != num_kernel_threads():
+            self._threads, self._kept = num_kernel_threads(), self._made(count)
         return self._kept
 
-    def _made(self, count: int) -> tuple[Buffers, Tensor]:
+    def _made(self, count: int) -> tuple[ChainBuffers, Tensor]:
         if count > len(self._memory[0]):
             size = 1 << (count - 1).bit_length()
             self._memory = [torch.empty((size, width), dtype=self._dtype) for width in self._widths]
-        buffers = Buffers(count, self._widths, self._dtype)
+        buffers = ChainBuffers(count, self._widths, self._dtype)
         for index, memory in enumerate(self._memory):
             buffers[index] = memory[:count]
         return buffers, self._widest.scratch(count)
 
 
-def _check_link(link: Link, widths: tuple[int, ...]) -> None:
+def _check_link(link: ChainLink, widths: tuple[int, ...]) -> None:
     linear = link.linear
     width = widths[link.target] if 0 <= link.target < len(widths) else linear.out_features
     ends = [(link.source, linear.in_features), (link.target, width)]
@@ -190,7 +190,7 @@ def _check_link(link: Link, widths: tuple[int, ...]) -> None:
         raise ValueError(f"heads fill {link.rotary.width} of {width} columns")
 
 
-def _check_columns(links: list[Link], widths: tuple[int, ...]) -> None:
+def _check_columns(links: list[ChainLink], widths: tuple[int, ...]) -> None:
     """Raise ValueError unless adjacent links that write a buffer write all its columns, in order, each once."""
     end = 0
     for index, link in enumerate(links):

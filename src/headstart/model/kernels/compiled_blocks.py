@@ -13,7 +13,7 @@ from itertools import count
 
 from headstart.core.cache.eviction import Entries, EvictionOrder, KVBlockLoops
 from headstart.core.cache.hashing import BlockHash
-from headstart.model.kernels.block_hashes import library_path
+from headstart.model.kernels.block_hashes import hash_library_path
 
 _O, _P, _L = ctypes.py_object, ctypes.c_void_p, ctypes.c_long
 _CALLS: dict[str, tuple[object, ...]] = {
@@ -35,19 +35,19 @@ class CompiledKVBlockLoops(KVBlockLoops):
             calls[name].restype, calls[name].argtypes = result, arguments
         self._find, self._hold, self._drop, self.order_add, self.order_remove = (calls[name] for name in _CALLS)
 
-    def find(
+    def find_prefix(
         self, entries: Entries, block_hashes: list[BlockHash], root: BlockHash, tokens: bytes, stride: int
     ) -> list[int]:
         return self._find(entries, block_hashes, root, tokens, stride)
 
-    def hold(self, refs: list[int], published: list[BlockHash | None], blocks: Sequence[int]) -> Sequence[int]:
+    def add_refs(self, refs: list[int], published: list[BlockHash | None], blocks: Sequence[int]) -> Sequence[int]:
         packed = _packed(blocks)
         address, num = packed.buffer_info()
         unused = array("i", bytes(4 * num))
         num_unused = self._hold(refs, published, address, num, unused.buffer_info()[0])
         return unused if num_unused == num else unused[:num_unused]
 
-    def drop(
+    def drop_refs(
         self, refs: list[int], published: list[BlockHash | None], scratch: list[int], blocks: Sequence[int]
     ) -> tuple[Sequence[int], Sequence[int]]:
         packed = _packed(blocks)
@@ -56,13 +56,14 @@ class CompiledKVBlockLoops(KVBlockLoops):
         num_idle = self._drop(refs, published, scratch, address, num, freed.buffer_info()[0])
         return freed[:num_idle], freed[num : num + freed[-1]]
 
-    def two_queues(self, marks: bytearray, num_blocks: int) -> Callable[[int], EvictionOrder]:
+    def two_queue_factory(self, marks: bytearray, num_blocks: int) -> Callable[[int], EvictionOrder]:
         links, numbers = array("i", bytes(12 * num_blocks)), count(1)
         return lambda max_protected: CompiledTwoQueue(self, marks, links, next(numbers), max_protected)
 
 
 class CompiledTwoQueue:
-    """A TwoQueue (core/cache/eviction.py) as two linked lists. All orders of a pool share the `links` of its blocks."""
+    """A TwoQueueOrder (core/cache/eviction.py) as two linked lists. All orders of a pool share the `links` of its
+    blocks."""
 
     def __init__(
         self, ops: CompiledKVBlockLoops, marks: bytearray, links: "array[int]", number: int, max_protected: int
@@ -80,17 +81,17 @@ class CompiledTwoQueue:
         one = array("i", (block,))
         self._remove(*self._addresses, *one.buffer_info(), None)
 
-    def revive(self, blocks: Sequence[int]) -> None:
+    def remove_reused(self, blocks: Sequence[int]) -> None:
         packed = _packed(blocks)
         self._remove(*self._addresses, *packed.buffer_info(), self._marks)
 
-    def pop(self) -> int:
+    def pop_victim(self) -> int:
         block = self._lists[1] or self._lists[5]
         self.remove(block)
         return block
 
     @property
-    def tables(self) -> tuple[OrderedDict[int, None], ...]:
+    def block_tables(self) -> tuple[OrderedDict[int, None], ...]:
         return ()
 
     def __len__(self) -> int:
@@ -107,9 +108,9 @@ class CompiledTwoQueue:
 
 
 @cache
-def compiled_ops() -> KVBlockLoops | None:
+def compiled_block_loops() -> KVBlockLoops | None:
     """Return the compiled loops, built on first use; None if there are none here."""
-    path = library_path()
+    path = hash_library_path()
     return None if path is None else CompiledKVBlockLoops(ctypes.PyDLL(path))
 
 

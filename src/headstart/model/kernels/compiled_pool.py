@@ -12,7 +12,7 @@ from functools import cache
 from typing import Protocol
 
 from headstart.core.cache.hashing import BlockHash
-from headstart.model.kernels.block_hashes import HASH_BYTES, library_path
+from headstart.model.kernels.block_hashes import HASH_BYTES, hash_library_path
 
 _POLICIES = {"lru": 1, "2q": 0}
 _P, _B, _L, _I = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_long, ctypes.c_int
@@ -44,7 +44,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
 """Result and arguments of each function."""
 
 
-class Held(Protocol):
+class HeldBlocks(Protocol):
     """The blocks of one request: those of its hashes up to some index, and the last uses of those it found."""
 
     block_hashes: list[BlockHash]
@@ -53,7 +53,7 @@ class Held(Protocol):
     hit: int
 
 
-class CompiledPools:
+class CompiledPoolFactory:
     """A maker of compiled pools, and the one that matches many at once. `seed`: places in their hash tables."""
 
     def __init__(self, library: ctypes.CDLL, seed: int) -> None:
@@ -73,14 +73,14 @@ class CompiledPools:
         assert former is None or isinstance(former, CompiledPool)
         return CompiledPool(self, capacity, max_blocks, eviction_policy, former)
 
-    def match_all(self, handles: Sequence[int], block_hashes: list[BlockHash]) -> "array[int]":
+    def match_in_all_pools(self, handles: Sequence[int], block_hashes: list[BlockHash]) -> "array[int]":
         """Return the number of leading blocks that each pool has."""
         hits, pools = array("i", bytes(4 * len(handles))), array("q", handles)
-        joined = self.joined(block_hashes)
+        joined = self.join_hashes(block_hashes)
         self.calls["match_all"](_address(pools), len(handles), joined, len(block_hashes), _address(hits))
         return hits
 
-    def joined(self, block_hashes: list[BlockHash]) -> bytes:
+    def join_hashes(self, block_hashes: list[BlockHash]) -> bytes:
         """Return the hashes as one string. It is kept, since a decision and its request follow each other."""
         if block_hashes is not self._last or len(self._joined) != HASH_BYTES * len(block_hashes):
             self._last, self._joined = block_hashes, b"".join(block_hashes)
@@ -89,10 +89,10 @@ class CompiledPools:
 
 
 class CompiledPool:
-    """The blocks of one cache of `capacity` blocks, which may become `max_blocks`. A CacheModel of the router."""
+    """The blocks of one cache of `capacity` blocks, which may become `max_blocks`. A ModelledCache of the router."""
 
     def __init__(
-        self, maker: CompiledPools, capacity: int, max_blocks: int, policy: str, former: "CompiledPool | None"
+        self, maker: CompiledPoolFactory, capacity: int, max_blocks: int, policy: str, former: "CompiledPool | None"
     ) -> None:
         self._maker = maker
         self._calls = maker.calls
@@ -127,7 +127,7 @@ class CompiledPool:
     def tables(self) -> "tuple[CompiledPool]":
         return (self,)
 
-    def dismantle(self, num: int) -> int:
+    def free_entries(self, num: int) -> int:
         """Free some thousand entries; return their number, 0 when nothing is left. The pool is used no more."""
         return self._calls["dismantle"](self.handle)
 
@@ -140,14 +140,14 @@ class CompiledPool:
     def is_idle_since(self, block_hash: BlockHash, serial: int) -> bool:
         return bool(self._calls["is_idle_since"](self.handle, block_hash, serial))
 
-    def num_own(self, blocks: Sequence[int]) -> int:
+    def num_exclusive_blocks(self, blocks: Sequence[int]) -> int:
         return self._of_blocks("num_own", blocks)
 
     def match(self, block_hashes: list[BlockHash], near: int = 0) -> int:
-        return self._calls["match"](self.handle, self._maker.joined(block_hashes), len(block_hashes), near)
+        return self._calls["match"](self.handle, self._maker.join_hashes(block_hashes), len(block_hashes), near)
 
     def held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
-        return self.num_held, self._calls["held"](self.handle, self._maker.joined(block_hashes), len(block_hashes))
+        return self.num_held, self._calls["held"](self.handle, self._maker.join_hashes(block_hashes), len(block_hashes))
 
     def loss(self, num_blocks: int) -> float:
         return self._calls["loss"](self.handle, num_blocks)
@@ -155,7 +155,7 @@ class CompiledPool:
     def num_unused_since(self, serial: int) -> int:
         return self._calls["num_unused_since"](self.handle, serial)
 
-    def num_sure(self, reservation: Held) -> int:
+    def num_computed_blocks(self, reservation: HeldBlocks) -> int:
         if not reservation.blocks:
             return reservation.hit
         first = self._of_blocks("first_unsure", reservation.blocks)
@@ -163,7 +163,7 @@ class CompiledPool:
 
     # ------------------------------------------------------------------------------------------------------- changes
 
-    def acquire(self, reservation: Held, end: int) -> None:
+    def acquire(self, reservation: HeldBlocks, end: int) -> None:
         start = len(reservation.blocks)
         num = end - start
         if not num:
@@ -175,7 +175,7 @@ class CompiledPool:
         reservation.blocks = found if not start else array("i", reservation.blocks) + found
         reservation.serials = serials if not start else array("q", reservation.serials) + serials
 
-    def extend(self, reservation: Held, unsure: int) -> None:
+    def extend(self, reservation: HeldBlocks, unsure: int) -> None:
         num = len(reservation.block_hashes)
         if len(reservation.blocks) == num:
             return
@@ -215,9 +215,9 @@ class CompiledPool:
         positions = blocks if isinstance(blocks, array) else array("i", blocks)
         return self._calls[name](self.handle, _address(positions), len(positions))
 
-    def _hashes(self, reservation: Held, start: int) -> int:
+    def _hashes(self, reservation: HeldBlocks, start: int) -> int:
         """Return the address of the hashes from `start` on; the joined string is kept until the next question."""
-        joined = self._maker.joined(reservation.block_hashes)
+        joined = self._maker.join_hashes(reservation.block_hashes)
         return (ctypes.cast(_B(joined), _P).value or 0) + HASH_BYTES * start
 
 
@@ -226,9 +226,9 @@ def _address(values: "array[int]") -> int:
 
 
 @cache
-def compiled_pools() -> CompiledPools | None:
+def compiled_pool_factory() -> CompiledPoolFactory | None:
     """Return the maker of compiled pools, built on first use; None if there is no compiler here."""
-    path = library_path()
+    path = hash_library_path()
     if path is None:
         return None
-    return CompiledPools(ctypes.PyDLL(path), int.from_bytes(os.urandom(8), "little"))
+    return CompiledPoolFactory(ctypes.PyDLL(path), int.from_bytes(os.urandom(8), "little"))

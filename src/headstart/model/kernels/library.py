@@ -15,7 +15,14 @@ from typing import NamedTuple
 import torch  # before the library: see above
 
 from headstart.core.errors import ConfigError
-from headstart.model.kernels.build import TWIN, VARIANT_FLAGS, BuildError, build, cache_folder, packaged
+from headstart.model.kernels.build import (
+    TWIN,
+    VARIANT_FLAGS,
+    BuildError,
+    cache_folder,
+    compile_kernels,
+    packaged_library,
+)
 from headstart.model.kernels.memory import Arena
 
 VARIABLE, CPUINFO = "HEADSTART_KERNELS", Path("/proc/cpuinfo")
@@ -100,7 +107,7 @@ class HeadsDescriptor(ctypes.Structure):
 
 
 class LinkDescriptor(ctypes.Structure):
-    """`Link` of linear.h: one product of a chain, on numbered buffers."""
+    """`ChainLink` of linear.h: one product of a chain, on numbered buffers."""
 
     _fields_ = (
         ("linear", _pointer),
@@ -113,7 +120,7 @@ class LinkDescriptor(ctypes.Structure):
     )
 
 
-class Kernels:
+class KernelLibrary:
     """The functions of one variant, as attributes of `library` with their C names. They release the GIL.
 
     Those of `held` keep it: no thread of Python can change what they read.
@@ -129,43 +136,43 @@ class Kernels:
                 function.restype, function.argtypes = result, list(arguments)
 
 
-class Found(NamedTuple):
+class KernelSearchResult(NamedTuple):
     """The kernels or None; in one line, their variant or the reason why there are none; and their origin."""
 
-    kernels: Kernels | None
+    kernels: KernelLibrary | None
     note: str
     origin: str = ""
 
 
-def kernels() -> Kernels | None:
+def loaded_kernels() -> KernelLibrary | None:
     """Return the kernels this process uses; None: torch's operators."""
-    return find().kernels
+    return find_kernels().kernels
 
 
-def find() -> Found:
+def find_kernels() -> KernelSearchResult:
     """Do the same as `kernels`, and return the reason too."""
-    return load(os.environ.get(VARIABLE, ""))
+    return load_kernels(os.environ.get(VARIABLE, ""))
 
 
 @cache
-def load(variant: str = "") -> Found:
+def load_kernels(variant: str = "") -> KernelSearchResult:
     """Load the kernels of `variant`, or the best variant if empty. Raises ConfigError if it cannot run here."""
     runnable = runnable_variants()
     if variant and variant not in VARIANTS:
         raise ConfigError(f"{VARIABLE}={variant} is not known; choose {', '.join(VARIANTS)}")
     if variant == "none":
-        return Found(None, f"none: {VARIABLE}=none")
+        return KernelSearchResult(None, f"none: {VARIABLE}=none")
     if variant and variant not in runnable:
         raise ConfigError(
             f"{VARIABLE}={variant}: this processor cannot run it; choose {', '.join([*runnable, 'none'])}"
         )
-    failed: Found | None = None
+    failed: KernelSearchResult | None = None
     for chosen in [variant] if variant else [name for name in runnable if name != TWIN]:
         found = _packaged(chosen) or _compiled(chosen)
         if found.kernels is not None:
             return found
         failed = failed or found
-    return failed or Found(None, "none: they need a processor with AVX2 and Linux")
+    return failed or KernelSearchResult(None, "none: they need a processor with AVX2 and Linux")
 
 
 def runnable_variants() -> list[str]:
@@ -176,16 +183,16 @@ def runnable_variants() -> list[str]:
     """
     flags = cpu_flags()
     found = [name for name, needed in NEEDED.items() if needed <= flags]
-    if "amx" in found and not tiles_granted():
+    if "amx" in found and not request_amx_tiles():
         found.remove("amx")
-    if "avx512_bf16" in found and cpu_field("vendor_id") == "GenuineIntel":
+    if "avx512_bf16" in found and cpuinfo_field("vendor_id") == "GenuineIntel":
         found.remove("avx512_bf16")
         found.insert(found.index("avx512_vnni") + 1, "avx512_bf16")
     return found
 
 
 @cache
-def tiles_granted() -> bool:
+def request_amx_tiles() -> bool:
     """Ask Linux for the state of AMX tiles, and return whether this process, its threads and forks may use them.
 
     An old kernel, a filter of system calls or a hypervisor may refuse although the processor reports them.
@@ -195,24 +202,28 @@ def tiles_granted() -> bool:
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQ_XCOMP_PERM, _XTILEDATA) == 0
 
 
-def _packaged(variant: str) -> Found | None:
+def _packaged(variant: str) -> KernelSearchResult | None:
     """Load the kernels in the package, if there are any and they can be loaded here."""
-    path = packaged(variant)
+    path = packaged_library(variant)
     try:
-        return None if path is None else Found(Kernels(variant, path), variant, "built with the package")
+        return (
+            None
+            if path is None
+            else KernelSearchResult(KernelLibrary(variant, path), variant, "built with the package")
+        )
     except OSError:  # built for another C library; compiling may still work
         return None
 
 
-def _compiled(variant: str) -> Found:
+def _compiled(variant: str) -> KernelSearchResult:
     try:
-        path = build(variant, cache_folder(os.environ), environ=os.environ)
-        return Found(Kernels(variant, path), variant, f"compiled on this machine, {path}")
+        path = compile_kernels(variant, cache_folder(os.environ), environ=os.environ)
+        return KernelSearchResult(KernelLibrary(variant, path), variant, f"compiled on this machine, {path}")
     except (BuildError, OSError) as error:
-        return Found(None, f"none: {error}")
+        return KernelSearchResult(None, f"none: {error}")
 
 
-def threads() -> int:
+def num_kernel_threads() -> int:
     """Return the number of threads of a kernel's parallel region, which is torch's number in the calling thread."""
     return torch.get_num_threads()
 
@@ -228,10 +239,10 @@ def cpu_model(path: Path = Path("/proc/cpuinfo")) -> str:
 
 def cpu_flags(path: Path = CPUINFO) -> frozenset[str]:
     """Return the processor features that the operating system reports; empty if there is no such file."""
-    return frozenset(cpu_field("flags", path).split())
+    return frozenset(cpuinfo_field("flags", path).split())
 
 
-def cpu_field(name: str, path: Path = CPUINFO) -> str:
+def cpuinfo_field(name: str, path: Path = CPUINFO) -> str:
     """Return a field of the first processor that the operating system reports; empty if there is none."""
     try:
         lines = path.read_text().splitlines()

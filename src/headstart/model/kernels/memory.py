@@ -43,7 +43,7 @@ class Arena:
         return taken.view(dtype).view(shape)
 
 
-def reserve(shape: tuple[int, ...], dtype: torch.dtype, *, num_parts: int) -> Tensor:
+def reserve_memory(shape: tuple[int, ...], dtype: torch.dtype, *, num_parts: int) -> Tensor:
     """Return zeroed dense memory of which no page is resident yet; it begins where a huge page can.
 
     Of each of `num_parts` equal parts the first HUGE bytes are in small pages, so that what is used of it is what it
@@ -67,7 +67,7 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, *, num_parts: int) -> Te
     return memory[begin : begin + size].view(dtype).view(shape)
 
 
-def staggered(num: int, item_bytes: int, *, num_parts: int) -> int:
+def num_staggered_items(num: int, item_bytes: int, *, num_parts: int) -> int:
     """Return how many items, at least `num`, to reserve for each of `num_parts` parts side by side.
 
     Parts that all begin at the same place of a huge page come to their next one at the same item: the first write of a

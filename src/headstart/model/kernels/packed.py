@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.model.kernels.library import HeadsDescriptor, Kernels, LinearDescriptor, threads
+from headstart.model.kernels.library import HeadsDescriptor, KernelLibrary, LinearDescriptor, num_kernel_threads
 from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor
 
 TILE = 32  # outputs side by side in the packed form; see linear.h
@@ -19,7 +19,7 @@ ACTIVATION_BITS = (8, 16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Norm:
+class PackedNorm:
     """RMS normalisation of the input rows: weight [K] in their dtype."""
 
     weight: Tensor
@@ -39,11 +39,11 @@ class PackedLinear:
 
     def __init__(
         self,
-        kernels: Kernels,
+        kernels: KernelLibrary,
         weight: Tensor | PackedTensor,
         bias: Tensor | None = None,
         *,
-        norm: Norm | None = None,
+        norm: PackedNorm | None = None,
         gated: bool = False,
         int8: bool = False,
         activation_bits: int = 16,
@@ -61,10 +61,10 @@ class PackedLinear:
             packed, scales, form = _pack(kernels, weight, tiles, gated=gated, int8=int8)
         self.dtype = torch.float32 if form == FP32 else torch.bfloat16  # of rows, bias and norm
         if bias is not None:
-            check(bias, "bias", (num_rows,), self.dtype)
+            check_tensor(bias, "bias", (num_rows,), self.dtype)
         biases = None if bias is None else _in_tiles(bias, tiles, gated=gated)
         if norm is not None:
-            check(norm.weight, "norm", (self.in_features,), self.dtype)
+            check_tensor(norm.weight, "norm", (self.in_features,), self.dtype)
         self._kept = (packed, scales, biases, norm)  # the descriptor holds only their addresses
         self._library = kernels.library
         self.has_rows = form != INT8 and not gated  # whether `look_up` gives back the rows of the weight
@@ -82,12 +82,12 @@ class PackedLinear:
         )
         self.nbytes = packed.nbytes + sum(tensor.nbytes for tensor in (scales, biases) if tensor is not None)
 
-    def look_up(self, ids: Tensor) -> Tensor:
+    def look_up_rows(self, ids: Tensor) -> Tensor:
         """Return rows `ids` [T] int64 of the weight [T, in_features] in `dtype`; those in blocks as `unpack` does.
 
         Raises ValueError for a weight without `has_rows`, and for a row that does not exist.
         """
-        check(ids, "ids", (len(ids),), torch.int64)
+        check_tensor(ids, "ids", (len(ids),), torch.int64)
         if not self.has_rows:
             raise ValueError("an int8 or gated weight does not hold the rows that it was made of")
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
@@ -114,14 +114,14 @@ class RotaryHeads:
         num_others: int = 0,
         head_dim: int,
         rotary_dim: int,
-        query_norm: Norm | None = None,
-        key_norm: Norm | None = None,
+        query_norm: PackedNorm | None = None,
+        key_norm: PackedNorm | None = None,
     ) -> None:
         if not 0 <= rotary_dim <= head_dim or rotary_dim % 2:
             raise ValueError(f"rotary_dim is {rotary_dim}; it must be even and at most head_dim, {head_dim}")
         for norm in (query_norm, key_norm):
             if norm is not None:
-                check(norm.weight, "norm", (head_dim,), torch.bfloat16)
+                check_tensor(norm.weight, "norm", (head_dim,), torch.bfloat16)
         self.rotary_dim = rotary_dim
         num_heads = num_queries + 2 * num_keys + num_others
         self.width = num_heads * head_dim  # of a row
@@ -140,13 +140,13 @@ class RotaryHeads:
 
 
 def _pack(
-    kernels: Kernels, weight: Tensor, tiles: int, *, gated: bool, int8: bool
+    kernels: KernelLibrary, weight: Tensor, tiles: int, *, gated: bool, int8: bool
 ) -> tuple[Tensor, Tensor | None, int]:
     """Return the tiles of a weight [N, K], the scales of their outputs if they are int8, and their format."""
     plain = not int8 and weight.dtype == torch.float32
-    check(weight, "weight", weight.shape, torch.float32 if plain else torch.bfloat16)
+    check_tensor(weight, "weight", weight.shape, torch.float32 if plain else torch.bfloat16)
     num_rows, in_features = weight.shape
-    sizes = (tiles, num_rows // 2 if gated else num_rows, in_features, int(gated), threads())
+    sizes = (tiles, num_rows // 2 if gated else num_rows, in_features, int(gated), num_kernel_threads())
     if plain:
         packed = kernels.arena.take((tiles, in_features, TILE), torch.float32)
         kernels.library.headstart_pack_fp32(weight.data_ptr(), packed.data_ptr(), *sizes)
@@ -162,7 +162,7 @@ def _pack(
     return packed, scales, INT8
 
 
-def _pack_blocks(kernels: Kernels, weight: PackedTensor, tiles: int, *, gated: bool) -> tuple[Tensor, int]:
+def _pack_blocks(kernels: KernelLibrary, weight: PackedTensor, tiles: int, *, gated: bool) -> tuple[Tensor, int]:
     """Return the tiles of a weight in blocks, and their format. Raises ValueError for blocks without a kernel."""
     if weight.kind not in BLOCKS:
         raise ValueError(f"{weight.name}: there are kernels for {', '.join(BLOCKS)}, not for {weight.kind}")
@@ -178,12 +178,12 @@ def _pack_blocks(kernels: Kernels, weight: PackedTensor, tiles: int, *, gated: b
         tiles,
         num_rows // 2 if gated else num_rows,
         int(gated),
-        threads(),
+        num_kernel_threads(),
     )
     return packed, form
 
 
-def check(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def check_tensor(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Raise ValueError unless a kernel may read `tensor` as dense memory of this shape."""
     if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError(

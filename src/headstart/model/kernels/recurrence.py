@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.model.kernels.library import Kernels, threads
-from headstart.model.kernels.packed import Norm, check
+from headstart.model.kernels.library import KernelLibrary, num_kernel_threads
+from headstart.model.kernels.packed import PackedNorm, check_tensor
 from headstart.model.step_inputs import RowState
 from headstart.model.weights.hybrid_config import MatrixShape
 
@@ -62,7 +62,7 @@ class _Gate(ctypes.Structure):
     )
 
 
-class States:
+class StepRecurrentStates:
     """The states of the requests of a step, for torch as `rows`, and as a table of addresses for the kernels.
 
     Raises ValueError unless chunks follow each other, saves are in order and states are dense fp32 of one size.
@@ -79,7 +79,7 @@ class States:
                 raise ValueError(f"a chunk {row.begin} : {row.end} behind {end} rows, with states after {places}")
             for state in (row.state, *(saved for _, saved in row.saves)):
                 if state.device.type == "cpu":  # a kernel is not called with others
-                    check(state, "state", rows[0].state.shape, torch.float32)
+                    check_tensor(state, "state", rows[0].state.shape, torch.float32)
             chunks += (row.begin, row.end, row.state.data_ptr(), address + 8 * len(saves), len(places))
             for at, saved in row.saves:
                 saves += (at, saved.data_ptr())
@@ -110,12 +110,14 @@ class MatrixWeights(NamedTuple):
     convolution: Tensor  # [conv_size, channels], fp32
     rate: Tensor  # [value heads], fp32
     rate_bias: Tensor  # [value heads], fp32
-    norm: Norm  # [value_dim]; of Mamba-2 [values]
+    norm: PackedNorm  # [value_dim]; of Mamba-2 [values]
     convolution_bias: Tensor | None = None  # [channels], fp32
     skip: Tensor | None = None  # [value heads], fp32: of Mamba-2 alone
 
 
-def matrix_call(shape: MatrixShape, weights: MatrixWeights, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
+def matrix_mixer_call(
+    shape: MatrixShape, weights: MatrixWeights, rows: Tensor, out: Tensor, offset: int
+) -> ctypes.Structure:
     """Return the checked argument for `rows` [T, channels + values + 2 heads], which change, and `out` [T, values].
 
     Mamba-2 has rows of channels + values + heads: queries (C), keys (B), values (x); gate; rate. Its run advances
@@ -125,9 +127,9 @@ def matrix_call(shape: MatrixShape, weights: MatrixWeights, rows: Tensor, out: T
     heads, count, skip = shape.num_value_heads, len(rows), weights.skip
     _check_rows(rows, (count, shape.num_channels + shape.num_values + (2 if skip is None else 1) * heads))
     for name in ("rate", "rate_bias") if skip is None else ("rate", "rate_bias", "skip"):
-        check(getattr(weights, name), name, (heads,), torch.float32)
-    check(weights.norm.weight, "norm", (shape.value_dim if skip is None else shape.num_values,), rows.dtype)
-    check(out, "out", (count, shape.num_values), rows.dtype)
+        check_tensor(getattr(weights, name), name, (heads,), torch.float32)
+    check_tensor(weights.norm.weight, "norm", (shape.value_dim if skip is None else shape.num_values,), rows.dtype)
+    check_tensor(out, "out", (count, shape.num_values), rows.dtype)
     return _Matrices(
         convolution=_convolution(weights.convolution, weights.convolution_bias, offset, shape.num_channels),
         rows=rows.data_ptr(),
@@ -143,21 +145,28 @@ def matrix_call(shape: MatrixShape, weights: MatrixWeights, rows: Tensor, out: T
         value_dim=shape.value_dim,
         eps=weights.norm.eps,
         is_bf16=int(rows.dtype == torch.bfloat16),
-        threads=threads(),
+        threads=num_kernel_threads(),
     )
 
 
 def matrix_mixer(
-    kernels: Kernels, shape: MatrixShape, weights: MatrixWeights, rows: Tensor, states: States, offset: int
+    kernels: KernelLibrary,
+    shape: MatrixShape,
+    weights: MatrixWeights,
+    rows: Tensor,
+    states: StepRecurrentStates,
+    offset: int,
 ) -> Tensor:
     """Return the outputs [T, values] of a call; see `matrix_call`."""
     out = torch.empty((len(rows), shape.num_values), dtype=rows.dtype)
-    call = matrix_call(shape, weights, rows, out, offset)
+    call = matrix_mixer_call(shape, weights, rows, out, offset)
     kernels.library.headstart_matrices(ctypes.byref(call), *states.chunks(len(rows), offset + shape.state_size))
     return out
 
 
-def convolution_call(weight: Tensor, bias: Tensor | None, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
+def short_convolution_call(
+    weight: Tensor, bias: Tensor | None, rows: Tensor, out: Tensor, offset: int
+) -> ctypes.Structure:
     """Return the checked argument for `rows` [T, 3 channels] of B, C, x; `out` [T, channels] is C * convolution(B * x).
 
     `weight` [taps, channels] and `bias` [channels] are fp32. Its run advances states, whose part for this layer begins
@@ -165,24 +174,24 @@ def convolution_call(weight: Tensor, bias: Tensor | None, rows: Tensor, out: Ten
     """
     channels = weight.shape[1]
     _check_rows(rows, (len(rows), 3 * channels))
-    check(out, "out", (len(rows), channels), rows.dtype)
+    check_tensor(out, "out", (len(rows), channels), rows.dtype)
     convolution, is_bf16 = _convolution(weight, bias, offset, channels), int(rows.dtype == torch.bfloat16)
-    return _ShortConvolution(convolution, rows.data_ptr(), out.data_ptr(), is_bf16, threads())
+    return _ShortConvolution(convolution, rows.data_ptr(), out.data_ptr(), is_bf16, num_kernel_threads())
 
 
 def short_convolution(
-    kernels: Kernels, weight: Tensor, bias: Tensor | None, rows: Tensor, states: States, offset: int
+    kernels: KernelLibrary, weight: Tensor, bias: Tensor | None, rows: Tensor, states: StepRecurrentStates, offset: int
 ) -> Tensor:
     """Return the outputs [T, channels] of a call; see `convolution_call`."""
     taps, channels = weight.shape
     out = torch.empty((len(rows), channels), dtype=rows.dtype)
-    call = convolution_call(weight, bias, rows, out, offset)
+    call = short_convolution_call(weight, bias, rows, out, offset)
     chunks = states.chunks(len(rows), offset + (taps - 1) * channels)
     kernels.library.headstart_short_convolution(ctypes.byref(call), *chunks)
     return out
 
 
-def gate_call(rows: Tensor, gates: Tensor) -> ctypes.Structure:
+def sigmoid_gate_call(rows: Tensor, gates: Tensor) -> ctypes.Structure:
     """Return the checked argument: `rows` [T, size] times the sigmoid of `gates`, which are columns of a dense tensor.
 
     It holds addresses of the tensors. Raises ValueError for arguments that do not fit.
@@ -192,18 +201,18 @@ def gate_call(rows: Tensor, gates: Tensor) -> ctypes.Structure:
     if gates.shape != rows.shape or gates.dtype != rows.dtype or (count and size and gates.stride(1) != 1):
         raise ValueError(f"gates {gates.dtype} {list(gates.shape)} for rows {rows.dtype} {list(rows.shape)}")
     is_bf16 = int(rows.dtype == torch.bfloat16)
-    return _Gate(rows.data_ptr(), gates.data_ptr(), count, size, gates.stride(0), is_bf16, threads())
+    return _Gate(rows.data_ptr(), gates.data_ptr(), count, size, gates.stride(0), is_bf16, num_kernel_threads())
 
 
-def gate_rows(kernels: Kernels, rows: Tensor, gates: Tensor) -> None:
+def apply_sigmoid_gate(kernels: KernelLibrary, rows: Tensor, gates: Tensor) -> None:
     """Multiply `rows` by the sigmoid of `gates`, in place; see `gate_call`."""
-    kernels.library.headstart_gate(ctypes.byref(gate_call(rows, gates)))
+    kernels.library.headstart_gate(ctypes.byref(sigmoid_gate_call(rows, gates)))
 
 
 def _convolution(weight: Tensor, bias: Tensor | None, offset: int, channels: int) -> Any:
-    check(weight, "weight", (len(weight), channels), torch.float32)
+    check_tensor(weight, "weight", (len(weight), channels), torch.float32)
     if bias is not None:
-        check(bias, "bias", (channels,), torch.float32)
+        check_tensor(bias, "bias", (channels,), torch.float32)
     return _Convolution(
         weight=weight.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
@@ -216,4 +225,4 @@ def _convolution(weight: Tensor, bias: Tensor | None, offset: int, channels: int
 def _check_rows(rows: Tensor, shape: tuple[int, int]) -> None:
     if rows.dtype not in _DTYPES:
         raise ValueError(f"rows are {rows.dtype}; the kernels take bfloat16 and float32")
-    check(rows, "rows", shape, rows.dtype)
+    check_tensor(rows, "rows", shape, rows.dtype)

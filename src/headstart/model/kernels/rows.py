@@ -7,10 +7,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.model.kernels.library import Kernels, threads
+from headstart.model.kernels.library import KernelLibrary, num_kernel_threads
 
 
-def finite_chunks(kernels: Kernels | None, rows: Tensor, indptr: NDArray[np.int32]) -> list[bool]:
+def are_chunks_finite(kernels: KernelLibrary | None, rows: Tensor, indptr: NDArray[np.int32]) -> list[bool]:
     """Return whether each run [indptr[i], indptr[i + 1]) of `rows` [T, H] is finite. Runs must not be empty."""
     if kernels is None or not _ours(rows) or rows.dtype != torch.bfloat16:
         good = torch.isfinite(rows.sum(-1, dtype=torch.float32))  # a sum is finite exactly if its terms are
@@ -22,7 +22,7 @@ def finite_chunks(kernels: Kernels | None, rows: Tensor, indptr: NDArray[np.int3
     return found.tolist()
 
 
-def greatest(kernels: Kernels | None, rows: Tensor) -> tuple[list[int], list[float]]:
+def row_argmax(kernels: KernelLibrary | None, rows: Tensor) -> tuple[list[int], list[float]]:
     """Return, for each row of `rows` [R, V], the first index of its greatest number, and that number; NaN if any."""
     if kernels is None or not _ours(rows) or rows.dtype not in (torch.bfloat16, torch.float32):
         values, ids = rows.max(dim=-1)
@@ -32,7 +32,7 @@ def greatest(kernels: Kernels | None, rows: Tensor) -> tuple[list[int], list[flo
         raise ValueError("rows without numbers have no greatest")
     ids, values = (ctypes.c_int64 * count)(), (ctypes.c_float * count)()
     is_bf16 = int(rows.dtype == torch.bfloat16)
-    kernels.library.headstart_greatest(rows.data_ptr(), is_bf16, count, size, ids, values, threads())
+    kernels.library.headstart_greatest(rows.data_ptr(), is_bf16, count, size, ids, values, num_kernel_threads())
     return list(ids), list(values)
 
 

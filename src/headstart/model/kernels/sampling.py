@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core.batch import TokenLogprob
-from headstart.model.kernels.library import Kernels, threads
+from headstart.model.kernels.library import KernelLibrary, num_kernel_threads
 from headstart.model.sampling.logit_edits import RowEdits
 
-# `Edits` and `Row` of sample.h
+# `Edits` and `RowResult` of sample.h
 _EDITS = np.dtype(
     [
         *(
@@ -44,7 +44,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(slots=True)
-class RowTask:
+class RowSamplingParams:
     """Sampling parameters of one row. `temperature` 0: the best token; the filters and `uniform` are then ignored.
 
     `num_top` is the number of alternatives to return with the token's log-probability (None: neither). If `token` is
@@ -62,7 +62,7 @@ class RowTask:
 
 
 @dataclass(slots=True)
-class Sampled:
+class SampledRows:
     """Results per row: the token, the greatest unedited logit, and log-probabilities if requested.
 
     If the greatest logit of a row is not finite, the other results of that row are undefined.
@@ -76,22 +76,22 @@ class Sampled:
 class RowSampler:
     """Sampler of rows of logits. Reuses scratch memory for its threads, so it is not safe for concurrent callers."""
 
-    def __init__(self, kernels: Kernels, vocab_size: int) -> None:
+    def __init__(self, kernels: KernelLibrary, vocab_size: int) -> None:
         self._library = kernels.library
         self._vocab_size = vocab_size
         self._bytes = kernels.library.headstart_sample_scratch(vocab_size)  # per thread
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def takes(self, logits: Tensor) -> bool:
+    def can_read(self, logits: Tensor) -> bool:
         """Return whether the kernel can read these logits."""
         return logits.device.type == "cpu" and logits.is_contiguous() and logits.dtype in _DTYPES
 
-    def __call__(self, logits: Tensor, tasks: Sequence[RowTask]) -> Sampled:
+    def __call__(self, logits: Tensor, tasks: Sequence[RowSamplingParams]) -> SampledRows:
         """Sample `logits` [R, V], one task per row. Changes nothing.
 
         Raises ValueError for logits of another shape or dtype, and for ids outside the vocabulary.
         """
-        if not self.takes(logits) or logits.shape != (len(tasks), self._vocab_size) or not self._vocab_size:
+        if not self.can_read(logits) or logits.shape != (len(tasks), self._vocab_size) or not self._vocab_size:
             raise ValueError(f"{logits.dtype} logits {tuple(logits.shape)} for {len(tasks)} x {self._vocab_size}")
         for bad in [task.token for task in tasks if not 0 <= (task.token or 0) < self._vocab_size]:
             raise ValueError(f"token {bad} lies outside the vocabulary of {self._vocab_size}")
@@ -108,10 +108,10 @@ class RowSampler:
             for index, width in enumerate(widths):
                 if width >= 0:
                     logprobs[index] = TokenLogprob(tokens[index], own[index], top.of(index))
-        return Sampled(tokens, rows["best"].tolist(), logprobs)
+        return SampledRows(tokens, rows["best"].tolist(), logprobs)
 
     def _run(self, logits: Tensor, rows: NDArray[np.void]) -> None:
-        count = threads()
+        count = num_kernel_threads()
         if len(self._scratch) < count * self._bytes:
             self._scratch = torch.empty(count * self._bytes, dtype=torch.uint8)
         is_bf16, scratch = int(logits.dtype == torch.bfloat16), self._scratch.data_ptr()
@@ -142,8 +142,8 @@ class _Tops:
         return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
 
 
-def _rows(tasks: Sequence[RowTask]) -> NDArray[np.void]:
-    """Return one `Row` per task, without addresses."""
+def _rows(tasks: Sequence[RowSamplingParams]) -> NDArray[np.void]:
+    """Return one `RowResult` per task, without addresses."""
     values = [
         (
             task.uniform,
@@ -161,7 +161,7 @@ def _rows(tasks: Sequence[RowTask]) -> NDArray[np.void]:
     return np.array(values, _ROW)
 
 
-def _edits(tasks: Sequence[RowTask]) -> NDArray[np.void]:
+def _edits(tasks: Sequence[RowSamplingParams]) -> NDArray[np.void]:
     """Return the `Edits` of the tasks that have any, in order. Holds the addresses of arrays that the tasks own."""
     values = [
         (
@@ -176,7 +176,7 @@ def _edits(tasks: Sequence[RowTask]) -> NDArray[np.void]:
     return np.array(values, _EDITS)
 
 
-def _places(tasks: Sequence[RowTask]) -> Iterator[int]:
+def _places(tasks: Sequence[RowSamplingParams]) -> Iterator[int]:
     """Yield for each task the index of its edits in the result of `_edits`; -1 if it has none."""
     at = 0
     for task in tasks:

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.model.kernels.chain import Angles, Buffers, Chain
-from headstart.model.kernels.library import Kernels, threads
-from headstart.model.kernels.packed import PackedLinear, check
+from headstart.model.kernels.chain import Angles, ChainBuffers, LinearChain
+from headstart.model.kernels.library import KernelLibrary, num_kernel_threads
+from headstart.model.kernels.packed import PackedLinear, check_tensor
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
 
@@ -71,7 +71,7 @@ class Ahead:
     finite: list[bool] | None = None  # [R]: whether all hidden states of a run are finite
 
 
-class Stack:
+class LayerStack:
     """Runs of chains with mixers between two of them; `mixers` are their kernels in order: the kind and a number.
 
     The number of an attention is that of its layer in the KV pool. Buffer `stream` is the residual stream. It starts
@@ -80,11 +80,11 @@ class Stack:
 
     def __init__(
         self,
-        kernels: Kernels,
-        runs: Sequence[Sequence[Chain]],
+        kernels: KernelLibrary,
+        runs: Sequence[Sequence[LinearChain]],
         mixers: Sequence[Sequence[tuple[KernelKind, int]]],
         embedding: Tensor | PackedLinear,
-        head: Chain,
+        head: LinearChain,
         *,
         stream: int,
         scale: float = 1.0,
@@ -100,7 +100,7 @@ class Stack:
         self._parts = (PartDescriptor * len(parts))(*parts)
         self._slots = [self._parts[slot] for slot in slots]
         self._calls = list[ctypes.Structure | None]([None] * len(slots))  # of the slots
-        self._checked: tuple[Buffers, Tensor] | None = None
+        self._checked: tuple[ChainBuffers, Tensor] | None = None
         self._stream, self._hidden = stream, self._chains[0].widths[stream]
         self._kept, self._head = embedding, head  # like the chains: the descriptors hold only addresses
         self._embedding = {"scale": scale}
@@ -111,12 +111,12 @@ class Stack:
             self._embedding["packed"] = ctypes.addressof(embedding.descriptor)
         else:
             self._vocab = len(embedding)
-            check(embedding, "embedding", (self._vocab, self._hidden), self._chains[0].dtype)
+            check_tensor(embedding, "embedding", (self._vocab, self._hidden), self._chains[0].dtype)
             self._embedding["embedding"] = embedding.data_ptr()
 
     def __call__(
         self,
-        buffers: Buffers,
+        buffers: ChainBuffers,
         scratch: Tensor,
         calls: Sequence[ctypes.Structure],
         *,
@@ -146,7 +146,7 @@ class Stack:
             buffers=ctypes.addressof(buffers.addresses),
             scratch=scratch.data_ptr(),
             count=buffers.count,
-            threads=threads(),
+            threads=num_kernel_threads(),
             layer_bytes=layer_bytes,
             chunks=chunks[0],
             num_chunks=chunks[1],
@@ -161,16 +161,16 @@ class Stack:
         if ahead is not None and found is not None:
             ahead.logits, ahead.finite = found[0], list(found[1])
 
-    def _begin(self, stack: StackDescriptor, buffers: Buffers, tokens: Tokens) -> object:
+    def _begin(self, stack: StackDescriptor, buffers: ChainBuffers, tokens: Tokens) -> object:
         """Let the step begin with tokens. Return memory that must live as long as it."""
         count, num_positions = buffers.count, tokens.tables[0].shape[0]
         if buffers.dtype != torch.bfloat16:
             raise ValueError(f"tokens are looked up in bfloat16, not in {buffers.dtype}")
-        check(tokens.ids, "token_ids", (count,), torch.int64)
-        check(tokens.positions, "positions", (count,), torch.int64)
+        check_tensor(tokens.ids, "token_ids", (count,), torch.int64)
+        check_tensor(tokens.positions, "positions", (count,), torch.int64)
         if self._rotary_dim:
             for name, table in zip(("cosines", "sines"), tokens.tables, strict=True):
-                check(table, name, (num_positions, 1, 2, self._rotary_dim // 2), torch.bfloat16)
+                check_tensor(table, name, (num_positions, 1, 2, self._rotary_dim // 2), torch.bfloat16)
         angles = np.empty((2, count, self._rotary_dim), np.uint16)
         for name, value in self._embedding.items():
             setattr(stack, name, value)
@@ -181,7 +181,7 @@ class Stack:
         stack.angles, stack.num_positions = self._rotary_dim, num_positions
         return angles
 
-    def _end(self, stack: StackDescriptor, buffers: Buffers, ahead: Ahead) -> "tuple[Tensor, ctypes.Array[Any]]":
+    def _end(self, stack: StackDescriptor, buffers: ChainBuffers, ahead: Ahead) -> "tuple[Tensor, ctypes.Array[Any]]":
         """Let the step end with logits [T, vocab] and a flag for each run of `ahead`, which are returned."""
         num_rows = len(ahead.indptr) - 1
         if buffers.dtype != torch.bfloat16 or ahead.indptr.dtype != np.int32 or ahead.indptr[-1] > buffers.count:

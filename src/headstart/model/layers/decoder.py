@@ -10,17 +10,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headstart.allocator import trim
-from headstart.model.attention.base import Attend
+from headstart.allocator import trim_heap
+from headstart.model.attention.base import AttentionFunction
 from headstart.model.kernels.packed import PackedLinear
 from headstart.model.kernels.stack import Ahead
-from headstart.model.layers.dispatch import are_rows_exact
+from headstart.model.layers.dispatch import are_batch_invariant
 from headstart.model.layers.fused import FusedLayers
-from headstart.model.layers.layer_ops import RMSNorm, join
-from headstart.model.layers.linear import PLAIN, Embedding, Form, Linear, Weight, look_up
-from headstart.model.layers.rotary import Rotary
+from headstart.model.layers.layer_ops import RMSNorm, concatenate_rows
+from headstart.model.layers.linear import PLAIN, Embedding, Linear, Weight, WeightForm, embedding_rows
+from headstart.model.layers.rotary import RotaryEmbedding
 from headstart.model.step_inputs import StepInputs
-from headstart.model.weights.checkpoint import Checkpoint
+from headstart.model.weights.checkpoint import ModelCheckpoint
 from headstart.model.weights.model_config import ModelConfig
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # names in a checkpoint
@@ -32,7 +32,7 @@ class LanguageModel(Protocol):
     weight_bytes: int
     state_size: int  # numbers of a request's recurrent state, in fp32; 0: it has none
 
-    def forward(self, step: StepInputs, attend: Attend, ahead: Ahead | None = None) -> Tensor:
+    def forward(self, step: StepInputs, attend: AttentionFunction, ahead: Ahead | None = None) -> Tensor:
         """Return the hidden states [T, hidden] of all tokens of a step, as input for `logits`.
 
         KV is written through `attend`. The result is valid until the next step. `ahead` may be filled in: it is given
@@ -58,7 +58,7 @@ class DecoderLayer:
     window: int | None
 
     @property
-    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
+    def linear_weights(self) -> tuple[Linear, Linear, Linear, Linear]:
         """The products of the layer."""
         return self.qkv, self.out, self.gate_up, self.down
 
@@ -74,7 +74,7 @@ class Decoder:
         embedding: Embedding,
         layers: list[DecoderLayer],
         head: Linear,
-        form: Form = PLAIN,
+        form: WeightForm = PLAIN,
     ) -> None:
         self.config, self.layers = config, layers
         self.head = head  # includes the final norm
@@ -82,17 +82,17 @@ class Decoder:
         self.weight_bytes = embedding.nbytes + sum(linear.weight_bytes for linear in self._linears())
         packed = isinstance(embedding, PackedLinear)
         dtype, device = (form.dtype, form.device) if packed else (embedding.dtype, embedding.device)
-        self.rotary = Rotary(config.rope, dtype, device)
+        self.rotary = RotaryEmbedding(config.rope, dtype, device)
         # Either all weights are packed for kernels, or none. In fp32 each product is a call.
         kernels = form.kernels if head.packed and form.dtype == torch.bfloat16 else None
         self.fused = None if kernels is None else FusedLayers(kernels, config, embedding, layers, head, self.rotary)
 
-    def forward(self, step: StepInputs, attend: Attend, ahead: Ahead | None = None) -> Tensor:
+    def forward(self, step: StepInputs, attend: AttentionFunction, ahead: Ahead | None = None) -> Tensor:
         """See LanguageModel."""
         if self.fused is not None:
             return self.fused.forward(step, attend, ahead)
         angles = self.rotary.angles(step.positions)
-        residual = look_up(self.embedding, step.token_ids)
+        residual = embedding_rows(self.embedding, step.token_ids)
         for index, layer in enumerate(self.layers):
             attended = self._attention(index, layer, residual, angles, attend)
             residual = layer.out(attended, residual)
@@ -103,11 +103,11 @@ class Decoder:
         """See LanguageModel."""
         return self.head(hidden)
 
-    def are_rows_exact(self) -> bool:
+    def is_batch_invariant(self) -> bool:
         """Return whether a row's outputs do not depend on the number of rows, by a test of each product of a layer."""
         layer = self.layers[0]
         linears = (layer.qkv, layer.out, layer.gate_up, layer.down, self.head)
-        return self.head.packed != () and are_rows_exact(linears)
+        return self.head.packed != () and are_batch_invariant(linears)
 
     @property
     def has_plain_weights(self) -> bool:
@@ -119,10 +119,10 @@ class Decoder:
         """Return every weight matrix that has its own memory."""
         tied = any(held is self.embedding for held in (self.head.weight, *self.head.packed))
         head = [] if tied else [self.head]
-        return head + [linear for layer in self.layers for linear in layer.linears]
+        return head + [linear for layer in self.layers for linear in layer.linear_weights]
 
     def _attention(
-        self, index: int, layer: DecoderLayer, rows: Tensor, angles: tuple[Tensor, Tensor], attend: Attend
+        self, index: int, layer: DecoderLayer, rows: Tensor, angles: tuple[Tensor, Tensor], attend: AttentionFunction
     ) -> Tensor:
         """Return the attention outputs for `rows` [T, hidden], as [T, heads * head_dim]."""
         config = self.config
@@ -146,20 +146,22 @@ class Decoder:
 
 
 def load_decoder(
-    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, form: Form = PLAIN
+    config: ModelConfig, checkpoint: ModelCheckpoint, dtype: torch.dtype, device: torch.device, form: WeightForm = PLAIN
 ) -> Decoder:
     """Read all weights. Raises ConfigError for a missing tensor or a wrong shape."""
     reader = WeightReader(config, checkpoint, dtype, device, form)
     layers = []
     for index in range(config.num_layers):
         layers.append(reader.layer(index))
-        trim()  # packing has freed the plain weights, which the heap would keep: as much again as the model
+        trim_heap()  # packing has freed the plain weights, which the heap would keep: as much again as the model
     norm = reader.norm("model.norm.weight", config.hidden_size)
-    head, embedding = tied_embedding(reader, norm, EMBEDDING, HEAD)
+    head, embedding = read_head_and_embedding(reader, norm, EMBEDDING, HEAD)
     return Decoder(config, embedding, layers, head, form)
 
 
-def tied_embedding(reader: "WeightReader", norm: RMSNorm, embedding: str, head: str) -> tuple[Linear, Embedding]:
+def read_head_and_embedding(
+    reader: "WeightReader", norm: RMSNorm, embedding: str, head: str
+) -> tuple[Linear, Embedding]:
     """Read the output head, behind `norm`, and the embedding, which may be one matrix; both by their names."""
     config, checkpoint, form = reader.config, reader.checkpoint, reader.form
     table = reader.weight(embedding, config.vocab_size, config.hidden_size)
@@ -168,11 +170,11 @@ def tied_embedding(reader: "WeightReader", norm: RMSNorm, embedding: str, head: 
         head not in checkpoint or (config.tie_word_embeddings is True and checkpoint.equal(head, embedding))
     )
     weight = table if tied else reader.weight(head, config.vocab_size, config.hidden_size)
-    linear = Linear(weight, norm=norm, form=form.of_head)
+    linear = Linear(weight, norm=norm, form=form.for_output_head)
     return linear, _embedding(table, linear if tied else None, form)
 
 
-def _embedding(table: Weight, head: Linear | None, form: Form) -> Embedding:
+def _embedding(table: Weight, head: Linear | None, form: WeightForm) -> Embedding:
     """Return the embedding in the least memory; `head` is the output head if it has the same weight."""
     if head is not None and head.packed and head.packed[0].has_rows and form.quantization == "none":
         return head.packed[0]  # in fp32 a quantised head has rows too, but rounded ones
@@ -186,7 +188,12 @@ class WeightReader:
     """Reader of layers from a checkpoint, by tensor name."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, form: Form
+        self,
+        config: ModelConfig,
+        checkpoint: ModelCheckpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: WeightForm,
     ) -> None:
         self.config, self.checkpoint, self.dtype, self.device, self.form = config, checkpoint, dtype, device, form
 
@@ -195,7 +202,7 @@ class WeightReader:
 
     def weight(self, name: str, rows: int, columns: int) -> Weight:
         """Return a weight in the blocks of its file if the form keeps them."""
-        packed = self.checkpoint.take_packed(name, (rows, columns)) if self.form.keeps_blocks else None
+        packed = self.checkpoint.take_packed(name, (rows, columns)) if self.form.keeps_quantised_blocks else None
         return self.tensor(name, rows, columns) if packed is None else packed
 
     def norm(self, name: str, size: int) -> RMSNorm:
@@ -213,9 +220,9 @@ class WeightReader:
         """Return one Linear of the named projections, rows concatenated; `names` are (name, out_features)."""
         weights = [self.weight(f"{name}.weight", rows, in_features) for name, rows in names]
         biases = [self.tensor(f"{name}.bias", rows) for name, rows in names] if bias else []
-        return Linear(weights, join(biases) if bias else None, norm=norm, gated=gated, form=self.form)
+        return Linear(weights, concatenate_rows(biases) if bias else None, norm=norm, gated=gated, form=self.form)
 
-    def layer(self, index: int) -> DecoderLayer:
+    def read_layer(self, index: int) -> DecoderLayer:
         config, prefix = self.config, f"model.layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

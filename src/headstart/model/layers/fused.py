@@ -9,16 +9,16 @@ from typing import Protocol
 
 from torch import Tensor
 
-from headstart.model.attention.base import Attend
-from headstart.model.attention.cpu import CPUAttention, CPUStep
+from headstart.model.attention.base import AttentionFunction
+from headstart.model.attention.cpu import CPUAttention, CPUAttentionStep
 from headstart.model.kernels.attention import AttentionCall
-from headstart.model.kernels.chain import Buffers, Chain, Link, Workspace
-from headstart.model.kernels.library import Kernels
+from headstart.model.kernels.chain import ChainBuffers, ChainLink, ChainWorkspace, LinearChain
+from headstart.model.kernels.library import KernelLibrary
 from headstart.model.kernels.packed import RotaryHeads
-from headstart.model.kernels.stack import Ahead, KernelKind, Stack, Tokens
+from headstart.model.kernels.stack import Ahead, KernelKind, LayerStack, Tokens
 from headstart.model.layers.layer_ops import RMSNorm
-from headstart.model.layers.linear import Embedding, Linear, look_up
-from headstart.model.layers.rotary import Rotary
+from headstart.model.layers.linear import Embedding, Linear, embedding_rows
+from headstart.model.layers.rotary import RotaryEmbedding
 from headstart.model.step_inputs import StepInputs
 from headstart.model.weights.model_config import ModelConfig
 
@@ -26,7 +26,7 @@ from headstart.model.weights.model_config import ModelConfig
 ATTENDED, STREAM, GATED, HEADS = range(4)
 
 
-class Layer(Protocol):
+class FusableLayer(Protocol):
     """The fields of a DecoderLayer that are used here."""
 
     @property
@@ -50,12 +50,12 @@ class FusedLayers:
 
     def __init__(
         self,
-        kernels: Kernels,
+        kernels: KernelLibrary,
         config: ModelConfig,
         embedding: Embedding,
-        layers: Sequence[Layer],
+        layers: Sequence[FusableLayer],
         head: Linear,
-        rotary: Rotary,
+        rotary: RotaryEmbedding,
     ) -> None:
         self._embedding, self._rotary = embedding, rotary
         self._sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
@@ -67,18 +67,18 @@ class FusedLayers:
         after = [_after(layer) for layer in layers]
         # chain i runs before attention i, the last one after the last attention
         parts = [before[0], *(tail + head for tail, head in zip(after, before[1:], strict=False)), after[-1]]
-        self._chains = [Chain(kernels, links, widths) for links in parts]
+        self._chains = [LinearChain(kernels, links, widths) for links in parts]
         attentions = [[(KernelKind.ATTENTION, layer)] for layer in range(len(layers))]
         runs = [[chain] for chain in self._chains]
-        self._stack = Stack(kernels, runs, attentions, embedding, head.chain, stream=STREAM)
-        self._workspace = Workspace(self._chains)
-        self._prepared: tuple[Buffers, CPUAttention, dict[int | None, AttentionCall]] | None = None
+        self._stack = LayerStack(kernels, runs, attentions, embedding, head.chain, stream=STREAM)
+        self._workspace = ChainWorkspace(self._chains)
+        self._prepared: tuple[ChainBuffers, CPUAttention, dict[int | None, AttentionCall]] | None = None
 
-    def forward(self, step: StepInputs, attend: Attend, ahead: Ahead | None = None) -> Tensor:
+    def forward(self, step: StepInputs, attend: AttentionFunction, ahead: Ahead | None = None) -> Tensor:
         """Return the residual stream [T, hidden] after the last layer; valid until the next step."""
-        if not isinstance(attend, CPUStep):
+        if not isinstance(attend, CPUAttentionStep):
             return self._forward_by_layer(step, attend)
-        buffers, scratch = self._workspace.of(step.num_tokens)
+        buffers, scratch = self._workspace.of(step.num_queued_tokens)
         if self._prepared is None or self._prepared[:2] != (buffers, attend.backend):
             self._prepared = buffers, attend.backend, self._prepare(buffers, attend.backend)
         calls = {window: attend.call(prepared) for window, prepared in self._prepared[2].items()}
@@ -92,7 +92,7 @@ class FusedLayers:
         )
         return buffers[STREAM]
 
-    def _prepare(self, buffers: Buffers, backend: CPUAttention) -> dict[int | None, AttentionCall]:
+    def _prepare(self, buffers: ChainBuffers, backend: CPUAttention) -> dict[int | None, AttentionCall]:
         """Return what is the same in the attention of all steps with these buffers, by window."""
         heads = self._heads(buffers)
         out = buffers[ATTENDED].view(heads[0].shape)
@@ -101,25 +101,25 @@ class FusedLayers:
             for window in dict.fromkeys(self._windows)
         }
 
-    def _forward_by_layer(self, step: StepInputs, attend: Attend) -> Tensor:
+    def _forward_by_layer(self, step: StepInputs, attend: AttentionFunction) -> Tensor:
         """Do the same as `forward` for any attention, with one call per chain."""
         angles = self._rotary.angles(step.positions)
-        buffers, scratch = self._workspace.of(step.num_tokens)
-        buffers[STREAM].copy_(look_up(self._embedding, step.token_ids))
+        buffers, scratch = self._workspace.of(step.num_queued_tokens)
+        buffers[STREAM].copy_(embedding_rows(self._embedding, step.token_ids))
         queries, keys, values = self._heads(buffers)
         for index, window in enumerate(self._windows):
             self._chains[index](buffers, scratch, angles)
             attended = attend(index, queries, keys, values, scale=self._scale, window=window)
-            buffers[ATTENDED].copy_(attended.reshape(step.num_tokens, -1))
+            buffers[ATTENDED].copy_(attended.reshape(step.num_queued_tokens, -1))
         self._chains[-1](buffers, scratch)
         return buffers[STREAM]
 
-    def _heads(self, buffers: Buffers) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, buffers: ChainBuffers) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries, keys and values [T, num heads, head_dim]."""
         queries, keys, values = buffers[HEADS].view(buffers.count, -1, self._head_dim).split(self._sizes, dim=1)
         return queries, keys, values
 
-    def _before(self, config: ModelConfig, layer: Layer) -> list[Link]:
+    def _before(self, config: ModelConfig, layer: FusableLayer) -> list[ChainLink]:
         norms = (layer.query_norm, layer.key_norm)
         rotary = RotaryHeads(
             num_queries=config.num_heads,
@@ -132,7 +132,7 @@ class FusedLayers:
         return layer.qkv.links(STREAM, HEADS, rotary=rotary)
 
 
-def _after(layer: Layer) -> list[Link]:
+def _after(layer: FusableLayer) -> list[ChainLink]:
     return [
         *layer.out.links(ATTENDED, STREAM, residual=STREAM),
         *layer.gate_up.links(STREAM, GATED),

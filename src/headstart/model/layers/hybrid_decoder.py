@@ -15,19 +15,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.model.attention.base import Attend
-from headstart.model.attention.cpu import CPUAttention, CPUStep
+from headstart.model.attention.base import AttentionFunction
+from headstart.model.attention.cpu import CPUAttention, CPUAttentionStep
 from headstart.model.kernels.attention import AttentionCall
-from headstart.model.kernels.chain import MAX_LINKS, Buffers, Chain, Link, Workspace
-from headstart.model.kernels.library import Kernels
+from headstart.model.kernels.chain import MAX_LINKS, ChainBuffers, ChainLink, ChainWorkspace, LinearChain
+from headstart.model.kernels.library import KernelLibrary
 from headstart.model.kernels.packed import PackedLinear, RotaryHeads
-from headstart.model.kernels.recurrence import States, gate_call, gate_rows
-from headstart.model.kernels.stack import Ahead, KernelKind, Stack, Tokens
-from headstart.model.layers.dispatch import are_rows_exact
+from headstart.model.kernels.recurrence import StepRecurrentStates, apply_sigmoid_gate, sigmoid_gate_call
+from headstart.model.kernels.stack import Ahead, KernelKind, LayerStack, Tokens
+from headstart.model.layers.dispatch import are_batch_invariant
 from headstart.model.layers.layer_ops import RMSNorm
-from headstart.model.layers.linear import Embedding, Form, Linear, look_up
-from headstart.model.layers.recurrent import Mixer, sigmoid
-from headstart.model.layers.rotary import Rotary
+from headstart.model.layers.linear import Embedding, Linear, WeightForm, embedding_rows
+from headstart.model.layers.recurrent import TokenMixer, sigmoid
+from headstart.model.layers.rotary import RotaryEmbedding
 from headstart.model.step_inputs import StepInputs
 from headstart.model.weights.model_config import ModelConfig
 
@@ -53,7 +53,7 @@ class AttentionWeights:
 class HybridLayer:
     """One layer: a mixer or attention, and an MLP."""
 
-    mixer: Mixer | AttentionWeights
+    mixer: TokenMixer | AttentionWeights
     gate_up: Linear
     down: Linear
 
@@ -63,7 +63,7 @@ class HybridLayer:
         return self.mixer.kinds if isinstance(self.mixer, AttentionWeights) else [self.mixer.kind]
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
+    def linear_weights(self) -> tuple[Linear, ...]:
         """The products of the layer."""
         return (self.mixer.inner, self.mixer.out, self.gate_up, self.down)
 
@@ -72,7 +72,7 @@ class _Products:
     """The products between two mixers as chains, on buffers of a step. Buffer 0 is the residual stream."""
 
     def __init__(
-        self, kernels: Kernels, config: ModelConfig, layers: list[HybridLayer], embedding: Embedding, head: Linear
+        self, kernels: KernelLibrary, config: ModelConfig, layers: list[HybridLayer], embedding: Embedding, head: Linear
     ) -> None:
         inners, mixed_widths = (list(dict.fromkeys(widths)) for widths in zip(*map(_ends, layers), strict=True))
         widths = (config.hidden_size, config.intermediate_size, *inners, *mixed_widths)
@@ -80,7 +80,7 @@ class _Products:
             (2 + inners.index(inner), 2 + len(inners) + mixed_widths.index(mixed))
             for inner, mixed in map(_ends, layers)
         ]
-        runs = [list[list[Link]]() for _ in range(len(layers) + 1)]
+        runs = [list[list[ChainLink]]() for _ in range(len(layers) + 1)]
         for index, (layer, (inner, mixed)) in enumerate(zip(layers, self._ends, strict=True)):
             rotary = layer.mixer.rotary if isinstance(layer.mixer, AttentionWeights) else None
             runs[index].append(layer.mixer.inner.links(0, inner, rotary=rotary))
@@ -89,14 +89,16 @@ class _Products:
                 layer.gate_up.links(0, 1),
                 layer.down.links(1, 0, residual=0),
             ]
-        self._chains = [[Chain(kernels, links, widths) for links in _joined(run)] for run in runs]
-        self._workspace = Workspace([chain for run in self._chains for chain in run])
+        self._chains = [[LinearChain(kernels, links, widths) for links in _joined(run)] for run in runs]
+        self._workspace = ChainWorkspace([chain for run in self._chains for chain in run])
         self._config, self._layers, (self._places, self._state_size) = config, layers, _places(layers)
         mixers = [[(kind, place) for kind in layer.kinds] for layer, place in zip(layers, self._places, strict=True)]
-        self._stack = Stack(kernels, self._chains, mixers, embedding, head.chain, stream=0, scale=_scale(config))
-        self._prepared: tuple[Buffers, CPUAttention, list[_Call], dict[_Ends, AttentionCall]] | None = None
+        self._stack = LayerStack(kernels, self._chains, mixers, embedding, head.chain, stream=0, scale=_scale(config))
+        self._prepared: tuple[ChainBuffers, CPUAttention, list[_Call], dict[_Ends, AttentionCall]] | None = None
 
-    def forward_at_once(self, given: Tokens | Tensor, states: States, attend: CPUStep, ahead: Ahead | None) -> Tensor:
+    def forward_at_once(
+        self, given: Tokens | Tensor, states: StepRecurrentStates, attend: CPUAttentionStep, ahead: Ahead | None
+    ) -> Tensor:
         """Return the residual stream behind all layers, in one call; `given`: tokens, or the stream before them."""
         tokens, residual = (given, None) if isinstance(given, Tokens) else (None, given)
         buffers, scratch = self._workspace.of(given[0].shape[0] if residual is None else residual.shape[0])
@@ -111,7 +113,9 @@ class _Products:
         self._stack(buffers, scratch, calls, tokens=tokens, ahead=ahead, layer_bytes=attend.layer_bytes, chunks=chunks)
         return buffers[0]
 
-    def _prepare(self, buffers: Buffers, backend: CPUAttention) -> "tuple[list[_Call], dict[_Ends, AttentionCall]]":
+    def _prepare(
+        self, buffers: ChainBuffers, backend: CPUAttention
+    ) -> "tuple[list[_Call], dict[_Ends, AttentionCall]]":
         """Return the calls of mixers with these buffers, for attentions where they are; and the attentions there."""
         calls, attentions, scale = list[_Call](), dict[_Ends, AttentionCall](), _attention_scale(self._config)
         for layer, place, ends in zip(self._layers, self._places, self._ends, strict=True):
@@ -121,7 +125,7 @@ class _Products:
                 continue
             queries, keys, values, gates = _split(self._config, layer.mixer, inner)
             attentions[ends] = backend.prepare(0, queries, keys, values, mixed.view(queries.shape), scale=scale)
-            calls += [ends] if gates is None else [ends, gate_call(mixed, gates)]
+            calls += [ends] if gates is None else [ends, sigmoid_gate_call(mixed, gates)]
         return calls, attentions
 
     def forward(self, residual: Tensor, angles: tuple[Tensor, Tensor], mix: "Mix") -> Tensor:
@@ -181,9 +185,9 @@ def _ends(layer: HybridLayer) -> tuple[int, int]:
     return layer.mixer.inner.out_features, layer.mixer.out.packed[0].in_features
 
 
-def _joined(run: list[list[Link]]) -> list[list[Link]]:
+def _joined(run: list[list[ChainLink]]) -> list[list[ChainLink]]:
     """Return products as few lists of at most MAX_LINKS links; the links of one product stay together."""
-    found: list[list[Link]] = [[]]
+    found: list[list[ChainLink]] = [[]]
     for links in run:
         if len(found[-1]) + len(links) > MAX_LINKS:
             found.append([])
@@ -195,7 +199,7 @@ class HybridDecoder:
     """A loaded hybrid model. `state_size` is the length of a request's state, in numbers of fp32."""
 
     def __init__(
-        self, config: ModelConfig, embedding: Embedding, layers: list[HybridLayer], head: Linear, form: Form
+        self, config: ModelConfig, embedding: Embedding, layers: list[HybridLayer], head: Linear, form: WeightForm
     ) -> None:
         self.config, self.embedding, self.layers, self.head = config, embedding, layers, head
         assert config.hybrid is not None
@@ -204,7 +208,7 @@ class HybridDecoder:
         dtype, device = (
             (form.dtype, form.device) if isinstance(embedding, PackedLinear) else (embedding.dtype, embedding.device)
         )
-        self.rotary = Rotary(config.rope, dtype, device)
+        self.rotary = RotaryEmbedding(config.rope, dtype, device)
         attentions = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionWeights)]
         # Whether queries and keys need nothing from torch between the products and attention.
         self._is_one_call = all(
@@ -216,14 +220,14 @@ class HybridDecoder:
         if form.kernels is not None and head.packed:
             self._products = _Products(form.kernels, config, layers, embedding, head)
         tied = any(held is embedding for held in (head.weight, *head.packed))
-        linears = [linear for layer in layers for linear in layer.linears] + ([] if tied else [head])
+        linears = [linear for layer in layers for linear in layer.linear_weights] + ([] if tied else [head])
         self.weight_bytes = embedding.nbytes + sum(linear.weight_bytes for linear in linears)
 
-    def forward(self, step: StepInputs, attend: Attend, ahead: Ahead | None = None) -> Tensor:
+    def forward(self, step: StepInputs, attend: AttentionFunction, ahead: Ahead | None = None) -> Tensor:
         """See LanguageModel."""
         assert step.states is not None, "a hybrid model needs the states of its requests"
-        tables, states = self.rotary.tables(step.end), States(step.states)
-        if self._products is not None and self._is_one_call and isinstance(attend, CPUStep):
+        tables, states = self.rotary.tables(step.end), StepRecurrentStates(step.states)
+        if self._products is not None and self._is_one_call and isinstance(attend, CPUAttentionStep):
             is_bf16 = self.rotary.dtype == torch.bfloat16
             given = Tokens(step.token_ids, step.positions, tables) if is_bf16 else self._embedded(step.token_ids)
             hidden = self._products.forward_at_once(given, states, attend, ahead if is_bf16 else None)
@@ -249,11 +253,11 @@ class HybridDecoder:
         """See LanguageModel."""
         return self._divided(self.head(hidden))
 
-    def are_rows_exact(self) -> bool:
+    def is_batch_invariant(self) -> bool:
         """Return whether a row's outputs do not depend on the number of rows, by a test of each kind of layer."""
         kinds = {type(layer.mixer): layer for layer in self.layers}
-        linears = [linear for layer in kinds.values() for linear in layer.linears]
-        return self.head.packed != () and are_rows_exact((*linears, self.head))
+        linears = [linear for layer in kinds.values() for linear in layer.linear_weights]
+        return self.head.packed != () and are_batch_invariant((*linears, self.head))
 
     def _divided(self, logits: Tensor) -> Tensor:
         divisor = self.hybrid.logits_divisor
@@ -261,11 +265,16 @@ class HybridDecoder:
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         """Return the residual stream [T, hidden] before the first layer."""
-        rows, scale = look_up(self.embedding, token_ids), _scale(self.config)
+        rows, scale = embedding_rows(self.embedding, token_ids), _scale(self.config)
         return rows if scale == 1 else rows * scale
 
     def _attention(
-        self, index: int, layer: AttentionWeights, heads: Tensor, angles: tuple[Tensor, Tensor], attend: Attend
+        self,
+        index: int,
+        layer: AttentionWeights,
+        heads: Tensor,
+        angles: tuple[Tensor, Tensor],
+        attend: AttentionFunction,
     ) -> Tensor:
         """Return what attention layer `index` makes [T, size] of the outputs [T, width] of its `inner`."""
         queries, keys, values, gates = _split(self.config, layer, heads)
@@ -275,7 +284,7 @@ class HybridDecoder:
             queries, keys = self.rotary.apply(queries, angles), self.rotary.apply(keys, angles)
         attended = attend(index, queries, keys, values, scale=_attention_scale(self.config)).reshape(len(heads), -1)
         if gates is not None and self.kernels is not None:
-            gate_rows(self.kernels, attended, gates)
+            apply_sigmoid_gate(self.kernels, attended, gates)
         elif gates is not None:
             attended = attended * sigmoid(gates.float()).to(attended.dtype)
         return attended

@@ -7,32 +7,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.allocator import trim
-from headstart.model.kernels.packed import Norm, RotaryHeads
+from headstart.allocator import trim_heap
+from headstart.model.kernels.packed import PackedNorm, RotaryHeads
 from headstart.model.kernels.recurrence import MatrixWeights
-from headstart.model.layers.decoder import EMBEDDING, HEAD, WeightReader, tied_embedding
+from headstart.model.layers.decoder import EMBEDDING, HEAD, WeightReader, read_head_and_embedding
 from headstart.model.layers.hybrid_decoder import AttentionWeights, HybridDecoder, HybridLayer
-from headstart.model.layers.layer_ops import RMSNorm, join
-from headstart.model.layers.linear import PLAIN, Form, Linear, Weight
-from headstart.model.layers.recurrent import MatrixMixer, Mixer, ShortConvolution
-from headstart.model.weights.checkpoint import Checkpoint
+from headstart.model.layers.layer_ops import RMSNorm, concatenate_rows
+from headstart.model.layers.linear import PLAIN, Linear, Weight, WeightForm
+from headstart.model.layers.recurrent import MatrixMixer, ShortConvolution, TokenMixer
+from headstart.model.weights.checkpoint import ModelCheckpoint
 from headstart.model.weights.gguf.block_formats import PackedTensor
 from headstart.model.weights.hybrid_config import HybridConfig
 from headstart.model.weights.model_config import ModelConfig
 
 
 def load_hybrid(
-    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, form: Form = PLAIN
+    config: ModelConfig, checkpoint: ModelCheckpoint, dtype: torch.dtype, device: torch.device, form: WeightForm = PLAIN
 ) -> HybridDecoder:
     """Read all weights of a hybrid model. Raises ConfigError for a missing tensor or a wrong shape."""
     reader = _HybridReader(config, checkpoint, dtype, device, form)
     layers: list[HybridLayer] = []
     for index in range(config.num_layers):
         layers.append(reader.hybrid_layer(index))
-        trim()
+        trim_heap()
     prefix = reader.hybrid.tensor_prefix
     norm = reader.norm(f"{prefix}.{reader.names.final_norm}.weight", config.hidden_size)
-    head, embedding = tied_embedding(reader, norm, f"{prefix}.{EMBEDDING.removeprefix('model.')}", HEAD)
+    head, embedding = read_head_and_embedding(reader, norm, f"{prefix}.{EMBEDDING.removeprefix('model.')}", HEAD)
     return HybridDecoder(config, embedding, layers, head, form)
 
 
@@ -98,7 +98,7 @@ class _HybridReader(WeightReader):
         mlp_norm = self.norm(f"{layer}.{names.mlp_norm}.weight", config.hidden_size)
         match self.hybrid.kinds[index]:
             case "attention":
-                mixer: Mixer | AttentionWeights = self._attention(f"{layer}.self_attn", input_norm)
+                mixer: TokenMixer | AttentionWeights = self._attention(f"{layer}.self_attn", input_norm)
             case "delta":
                 mixer = self._delta(f"{layer}.linear_attn", input_norm)
             case "mamba":
@@ -125,7 +125,7 @@ class _HybridReader(WeightReader):
         biases = [self.tensor(f"{parts[part]}.bias", size) for part, size in sizes.items()] if config.qkv_bias else []
         if gated:
             weights, biases = self._gates_last(weights), self._gates_last(biases)
-        qkv = Linear(weights, join(biases) if biases else None, norm=norm, form=self.form)
+        qkv = Linear(weights, concatenate_rows(biases) if biases else None, norm=norm, form=self.form)
         query_norm, key_norm = (
             self.norm(f"{name}.{own}.weight", config.head_dim) if own else None
             for own in (names.query_norm, names.key_norm)
@@ -166,7 +166,7 @@ class _HybridReader(WeightReader):
                 self._wide(f"{name}.conv1d.weight", shape.num_channels, 1, shape.conv_size)[:, 0].T.contiguous(),
                 rate if self.checkpoint.are_applied else -rate.exp(),
                 self._wide(f"{name}.dt_bias", heads),
-                Norm(self.tensor(f"{name}.norm.weight", shape.value_dim), config.rms_norm_eps),
+                PackedNorm(self.tensor(f"{name}.norm.weight", shape.value_dim), config.rms_norm_eps),
             ),
             self.linear([(f"{name}.out_proj", config.hidden_size)], shape.num_values, bias=False),
             self.form.kernels,
@@ -191,7 +191,7 @@ class _HybridReader(WeightReader):
                 kernel.T.contiguous(),
                 -self._wide(f"{name}.A_log", heads).exp(),
                 self._wide(f"{name}.dt_bias", heads),
-                Norm(self.tensor(f"{name}.norm.weight", values), self.config.rms_norm_eps),
+                PackedNorm(self.tensor(f"{name}.norm.weight", values), self.config.rms_norm_eps),
                 self._wide(f"{name}.conv1d.bias", channels)[order] if hybrid.conv_bias else None,
                 self._wide(f"{name}.D", heads),
             ),

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.model.kernels.packed import Norm
+from headstart.model.kernels.packed import PackedNorm
 
 
 class RMSNorm:
@@ -19,11 +19,11 @@ class RMSNorm:
         return F.rms_norm(rows, self.shape, self.weight, self.eps)
 
     @property
-    def packed(self) -> Norm:
+    def packed(self) -> PackedNorm:
         """The same norm for a kernel, which normalises rows as it reads them."""
-        return Norm(self.weight, self.eps)
+        return PackedNorm(self.weight, self.eps)
 
 
-def join(tensors: list[Tensor]) -> Tensor:
+def concatenate_rows(tensors: list[Tensor]) -> Tensor:
     """Concatenate the rows of several weights into one weight."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -16,19 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.model.kernels.chain import Buffers, Chain, Link
-from headstart.model.kernels.library import Kernels
+from headstart.model.kernels.chain import ChainBuffers, ChainLink, LinearChain
+from headstart.model.kernels.library import KernelLibrary
 from headstart.model.kernels.packed import PackedLinear, RotaryHeads
-from headstart.model.layers.layer_ops import RMSNorm, join
-from headstart.model.layers.quantise import can_quantise, quantise
-from headstart.model.weights.gguf.block_formats import PackedTensor, unpack
+from headstart.model.layers.layer_ops import RMSNorm, concatenate_rows
+from headstart.model.layers.quantise import can_quantise, quantise_weight
+from headstart.model.weights.gguf.block_formats import PackedTensor, dequantise
 
 BATCH_HINT = 16  # oneDNN packs for this many rows; measured to make no difference between 1 and 256
 Weight = Tensor | PackedTensor
 Embedding = Tensor | PackedLinear  # [vocab, hidden]
 
 
-class Form(NamedTuple):
+class WeightForm(NamedTuple):
     """The storage form of weights: packed for `kernels` or not, and the quantisation of those not in blocks already.
 
     int8: a scale per output. int4: blocks of Q4_1, with a scale and a minimum per 32 inputs of an output; int8 where
@@ -36,24 +36,24 @@ class Form(NamedTuple):
     `activation_bits`: see PackedLinear.
     """
 
-    kernels: Kernels | None = None
+    kernels: KernelLibrary | None = None
     quantization: str = "none"
     dtype: torch.dtype = torch.bfloat16
     device: torch.device = torch.device("cpu")
     activation_bits: int = 16
 
     @property
-    def keeps_blocks(self) -> bool:
+    def keeps_quantised_blocks(self) -> bool:
         """Whether weights that a file stores in blocks stay so."""
         return self.kernels is not None and self.dtype == torch.bfloat16 and self.quantization == "none"
 
     @property
-    def of_head(self) -> "Form":
+    def for_output_head(self) -> "WeightForm":
         """The form of the output head: int8 instead of int4, since its errors reach the logits directly."""
         return self._replace(quantization="int8") if self.quantization == "int4" else self
 
 
-PLAIN = Form()
+PLAIN = WeightForm()
 
 
 class Linear:
@@ -74,7 +74,7 @@ class Linear:
         *,
         norm: RMSNorm | None = None,
         gated: bool = False,
-        form: Form = PLAIN,
+        form: WeightForm = PLAIN,
     ) -> None:
         parts = _parts([weight] if isinstance(weight, Tensor | PackedTensor) else weight, form, gated=gated)
         if form.kernels is not None and form.dtype == torch.float32:
@@ -89,31 +89,31 @@ class Linear:
             self.packed = _packed(form, parts, bias, norm, gated=gated)
             self.weight_bytes = sum(part.nbytes for part in self.packed)
             widths = (self.packed[0].in_features, self.out_features, self.out_features)
-            self._alone = Chain(form.kernels, self.links(0, 1), widths[:2])
-            self._onto = Chain(form.kernels, self.links(0, 1, residual=2), widths)
+            self._alone = LinearChain(form.kernels, self.links(0, 1), widths[:2])
+            self._onto = LinearChain(form.kernels, self.links(0, 1, residual=2), widths)
             return
-        whole = join([_plain(part, form) for part in parts])
+        whole = concatenate_rows([_plain(part, form) for part in parts])
         if form.quantization != "none" and not any(isinstance(part, PackedTensor) for part in parts):
             self._product, self.weight_bytes = _int8_product(whole, bias)
             return
         self._product = _product(whole, bias)
-        self.weight = None if can_pack(whole) else whole
+        self.weight = None if can_pack_weight(whole) else whole
         self.weight_bytes = whole.nbytes + (0 if bias is None else bias.nbytes)
 
     def links(
         self, source: int, target: int, *, residual: int | None = None, rotary: RotaryHeads | None = None
-    ) -> list[Link]:
+    ) -> list[ChainLink]:
         """Return the product as links of a chain, which rotates the heads after the last of them."""
-        found: list[Link] = []
+        found: list[ChainLink] = []
         offset = 0
         for part in self.packed:
-            found.append(Link(part, source, target, residual, offset=offset))
+            found.append(ChainLink(part, source, target, residual, offset=offset))
             offset += part.out_features
         found[-1] = found[-1]._replace(rotary=rotary)
         return found
 
     @property
-    def chain(self) -> Chain:
+    def chain(self) -> LinearChain:
         """The product of packed weights alone, from buffer 0 to buffer 1."""
         return self._alone
 
@@ -121,7 +121,7 @@ class Linear:
         """Return the outputs [T, out_features] of rows [T, in_features]; `residual` has the shape of the outputs."""
         if self.packed:
             chain = self._alone if residual is None else self._onto
-            buffers = Buffers(len(rows), chain.widths, chain.dtype)
+            buffers = ChainBuffers(len(rows), chain.widths, chain.dtype)
             buffers[0] = rows
             buffers.fill(1)
             if residual is not None:
@@ -136,27 +136,29 @@ class Linear:
         return out if residual is None else residual + out
 
 
-def look_up(embedding: Embedding, token_ids: Tensor) -> Tensor:
+def embedding_rows(embedding: Embedding, token_ids: Tensor) -> Tensor:
     """Return rows `token_ids` [T] of an embedding, [T, hidden]."""
-    return embedding.look_up(token_ids) if isinstance(embedding, PackedLinear) else F.embedding(token_ids, embedding)
+    return (
+        embedding.look_up_rows(token_ids) if isinstance(embedding, PackedLinear) else F.embedding(token_ids, embedding)
+    )
 
 
-def _parts(weights: Sequence[Weight], form: Form, *, gated: bool) -> list[Weight]:
+def _parts(weights: Sequence[Weight], form: WeightForm, *, gated: bool) -> list[Weight]:
     """Return the weights as they are stored, adjacent ones of one format joined; a gated weight is in one part."""
     if form.quantization == "int4":
         weights = [
-            quantise(weight, form.kernels) if isinstance(weight, Tensor) and can_quantise(weight) else weight
+            quantise_weight(weight, form.kernels) if isinstance(weight, Tensor) and can_quantise(weight) else weight
             for weight in weights
         ]
     parts = [_joined(list(group)) for _, group in groupby(weights, _kind)]
     if gated and len(parts) > 1:
-        return [join([_plain(part, form) for part in parts])]
+        return [concatenate_rows([_plain(part, form) for part in parts])]
     return parts
 
 
-def _plain(weight: Weight, form: Form) -> Tensor:
+def _plain(weight: Weight, form: WeightForm) -> Tensor:
     """Return a weight outside blocks."""
-    return unpack(weight, form.dtype).to(form.device) if isinstance(weight, PackedTensor) else weight
+    return dequantise(weight, form.dtype).to(form.device) if isinstance(weight, PackedTensor) else weight
 
 
 def _kind(weight: Weight) -> str:
@@ -168,7 +170,7 @@ def _joined(weights: list[Weight]) -> Weight:
     plain = [weight for weight in weights if isinstance(weight, Tensor)]
     if plain:
         assert len(plain) == len(weights), "a group has one format"
-        return join(plain)
+        return concatenate_rows(plain)
     packed = [weight for weight in weights if isinstance(weight, PackedTensor)]
     if len(packed) == 1:
         return packed[0]
@@ -177,15 +179,15 @@ def _joined(weights: list[Weight]) -> Weight:
     return PackedTensor(first.name, first.kind, (rows, *first.shape[1:]), data)
 
 
-def _has_kernel(weight: Weight, form: Form) -> bool:
+def _has_kernel(weight: Weight, form: WeightForm) -> bool:
     if isinstance(weight, PackedTensor):
         return form.dtype == torch.bfloat16
     return weight.device.type == "cpu" and weight.dtype == form.dtype
 
 
-def _unpacked(parts: Sequence[Weight], form: Form) -> Tensor:
+def _unpacked(parts: Sequence[Weight], form: WeightForm) -> Tensor:
     """Return weights in fp32 as their quantisation rounds them: products in fp32 take no other form."""
-    whole = join([_plain(part, form) for part in parts])
+    whole = concatenate_rows([_plain(part, form) for part in parts])
     if form.quantization == "none" or any(isinstance(part, PackedTensor) for part in parts):
         return whole
     rounded, scales = _rounded(whole)
@@ -193,7 +195,7 @@ def _unpacked(parts: Sequence[Weight], form: Form) -> Tensor:
 
 
 def _packed(
-    form: Form, parts: Sequence[Weight], bias: Tensor | None, norm: RMSNorm | None, *, gated: bool
+    form: WeightForm, parts: Sequence[Weight], bias: Tensor | None, norm: RMSNorm | None, *, gated: bool
 ) -> tuple[PackedLinear, ...]:
     assert form.kernels is not None
     biases = [None] * len(parts) if bias is None else list(bias.split([part.shape[0] for part in parts]))
@@ -213,7 +215,7 @@ def _packed(
     )
 
 
-def can_pack(weight: Tensor) -> bool:
+def can_pack_weight(weight: Tensor) -> bool:
     """Return whether oneDNN's packed form is available for this weight."""
     ops = torch.ops.mkldnn
     return (
@@ -227,7 +229,7 @@ def can_pack(weight: Tensor) -> bool:
 
 def _product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Return a function that computes x @ W^T + b with torch."""
-    if not can_pack(weight):
+    if not can_pack_weight(weight):
         return lambda rows: F.linear(rows, weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, BATCH_HINT)
     return lambda rows: torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")

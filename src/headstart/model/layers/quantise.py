@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.model.kernels.library import Kernels, threads
+from headstart.model.kernels.library import KernelLibrary, num_kernel_threads
 from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor
 
 KIND = "Q4_1"
@@ -21,14 +21,14 @@ def can_quantise(weight: Tensor) -> bool:
     return weight.shape[1] % BLOCK == 0
 
 
-def quantise(weight: Tensor, kernels: Kernels | None = None) -> PackedTensor:
+def quantise_weight(weight: Tensor, kernels: KernelLibrary | None = None) -> PackedTensor:
     """Return a weight [N, K] rounded to blocks of Q4_1. K must be a multiple of 32."""
     rows, columns = weight.shape
     assert columns % BLOCK == 0, columns
     data = np.empty((rows, columns // BLOCK * FORMATS[KIND].block_bytes), np.uint8)
     if kernels is not None and weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
         dense = weight.contiguous()
-        kernels.library.headstart_quantise_q4_1(dense.data_ptr(), data.ctypes.data, rows, columns, threads())
+        kernels.library.headstart_quantise_q4_1(dense.data_ptr(), data.ctypes.data, rows, columns, num_kernel_threads())
     else:
         blocks = torch.from_numpy(data).view(-1, FORMATS[KIND].block_bytes)
         values = weight.reshape(-1, BLOCK)

@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.model.kernels.library import Kernels
+from headstart.model.kernels.library import KernelLibrary
 from headstart.model.kernels.recurrence import (
     MatrixWeights,
-    States,
-    convolution_call,
-    matrix_call,
+    StepRecurrentStates,
     matrix_mixer,
+    matrix_mixer_call,
     short_convolution,
+    short_convolution_call,
 )
 from headstart.model.kernels.stack import KernelKind
 from headstart.model.layers.linear import Linear
@@ -30,7 +30,7 @@ from headstart.model.weights.hybrid_config import MatrixShape
 EPSILON = 1e-6  # of the norm of queries and keys, as in Transformers and in flash-linear-attention
 
 
-class Mixer(Protocol):
+class TokenMixer(Protocol):
     """A layer's way to mix the tokens of a request, other than attention."""
 
     @property
@@ -48,7 +48,7 @@ class Mixer(Protocol):
     @property
     def out(self) -> Linear: ...
 
-    def __call__(self, rows: Tensor, states: States, offset: int) -> Tensor:
+    def __call__(self, rows: Tensor, states: StepRecurrentStates, offset: int) -> Tensor:
         """Return the inputs of `out` for `rows`, the outputs of `inner`, which may be overwritten.
 
         Updates the states, whose part for this layer begins at `offset`, and fills in those to be saved.
@@ -68,7 +68,7 @@ class ShortConvolution:
     weight: Tensor  # [conv_size, hidden], fp32, the oldest token first
     bias: Tensor | None  # [hidden], fp32
     out: Linear
-    kernels: Kernels | None
+    kernels: KernelLibrary | None
 
     @property
     def kind(self) -> KernelKind:
@@ -78,13 +78,13 @@ class ShortConvolution:
     def state_size(self) -> int:
         return (len(self.weight) - 1) * self.weight.shape[1]
 
-    def __call__(self, rows: Tensor, states: States, offset: int) -> Tensor:
+    def __call__(self, rows: Tensor, states: StepRecurrentStates, offset: int) -> Tensor:
         if self.kernels is None:
             return convolve_in_torch(self.weight, self.bias, rows, states, offset)
         return short_convolution(self.kernels, self.weight, self.bias, rows, states, offset)
 
     def call(self, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
-        return convolution_call(self.weight, self.bias, rows, out, offset)
+        return short_convolution_call(self.weight, self.bias, rows, out, offset)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +99,7 @@ class MatrixMixer:
     inner: Linear  # norm, then queries, keys and values together, gate, strength (b, of a delta net), rate (a)
     weights: MatrixWeights
     out: Linear
-    kernels: Kernels | None
+    kernels: KernelLibrary | None
 
     @property
     def kind(self) -> KernelKind:
@@ -109,17 +109,19 @@ class MatrixMixer:
     def state_size(self) -> int:
         return self.shape.state_size
 
-    def __call__(self, rows: Tensor, states: States, offset: int) -> Tensor:
+    def __call__(self, rows: Tensor, states: StepRecurrentStates, offset: int) -> Tensor:
         if self.kernels is not None:
             return matrix_mixer(self.kernels, self.shape, self.weights, rows, states, offset)
         twin = delta_net_in_torch if self.weights.skip is None else mamba_in_torch
         return twin(self.shape, self.weights, rows, states, offset)
 
     def call(self, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
-        return matrix_call(self.shape, self.weights, rows, out, offset)
+        return matrix_mixer_call(self.shape, self.weights, rows, out, offset)
 
 
-def convolve_in_torch(weight: Tensor, bias: Tensor | None, rows: Tensor, states: States, offset: int) -> Tensor:
+def convolve_in_torch(
+    weight: Tensor, bias: Tensor | None, rows: Tensor, states: StepRecurrentStates, offset: int
+) -> Tensor:
     """Do the same as `short_convolution`."""
     before, after, inputs = rows.chunk(3, dim=-1)
     mixed = _convolve((before * inputs).float(), weight, states, offset)
@@ -128,7 +130,9 @@ def convolve_in_torch(weight: Tensor, bias: Tensor | None, rows: Tensor, states:
     return after * mixed.to(rows.dtype)
 
 
-def delta_net_in_torch(shape: MatrixShape, weights: MatrixWeights, rows: Tensor, states: States, offset: int) -> Tensor:
+def delta_net_in_torch(
+    shape: MatrixShape, weights: MatrixWeights, rows: Tensor, states: StepRecurrentStates, offset: int
+) -> Tensor:
     """Do the same as `matrix_mixer` for a delta net, but leave `rows` as they are."""
     num_rows, heads = len(rows), shape.num_value_heads
     sizes = (shape.num_channels, shape.num_values, heads, heads)
@@ -146,7 +150,9 @@ def delta_net_in_torch(shape: MatrixShape, weights: MatrixWeights, rows: Tensor,
     return gated.to(rows.dtype).reshape(num_rows, -1)
 
 
-def mamba_in_torch(shape: MatrixShape, weights: MatrixWeights, rows: Tensor, states: States, offset: int) -> Tensor:
+def mamba_in_torch(
+    shape: MatrixShape, weights: MatrixWeights, rows: Tensor, states: StepRecurrentStates, offset: int
+) -> Tensor:
     """Do the same as `matrix_mixer` for Mamba-2, but leave `rows` as they are."""
     num_rows, heads, groups = len(rows), shape.num_value_heads, shape.num_key_heads
     mixed, gate, rate = rows.split((shape.num_channels, shape.num_values, heads), dim=-1)
@@ -167,7 +173,7 @@ def mamba_in_torch(shape: MatrixShape, weights: MatrixWeights, rows: Tensor, sta
 
 
 def _mixed(
-    shape: MatrixShape, weights: MatrixWeights, inputs: Tensor, states: States, offset: int
+    shape: MatrixShape, weights: MatrixWeights, inputs: Tensor, states: StepRecurrentStates, offset: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values in fp32 after the convolution of `inputs` [T, channels] and its silu."""
     convolved = _convolve(inputs.float(), weights.convolution, states, offset)
@@ -180,7 +186,12 @@ def _mixed(
 
 
 def _scan(
-    shape: MatrixShape, states: States, offset: int, update: Callable[..., None], queries: Tensor, *parts: Tensor
+    shape: MatrixShape,
+    states: StepRecurrentStates,
+    offset: int,
+    update: Callable[..., None],
+    queries: Tensor,
+    *parts: Tensor,
 ) -> Tensor:
     """Apply `update` to the matrices of each request token after token; return the outputs [T, H, 1, value_dim]."""
     heads = shape.num_value_heads
@@ -233,7 +244,7 @@ def _take_up(memory: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: T
     torch.bmm(query, memory, out=found)
 
 
-def _convolve(inputs: Tensor, weight: Tensor, states: States, offset: int) -> Tensor:
+def _convolve(inputs: Tensor, weight: Tensor, states: StepRecurrentStates, offset: int) -> Tensor:
     """Return the causal convolution of each request's rows of `inputs` [T, channels], per channel."""
     kept, channels = len(weight) - 1, inputs.shape[1]
     outputs = torch.empty_like(inputs)

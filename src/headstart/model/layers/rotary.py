@@ -19,9 +19,9 @@ from headstart.model.weights.config_bounds import (
     MAX_THETA,
     MIN_ROPE_FACTOR,
     MIN_THETA,
-    finite,
+    check_finite,
 )
-from headstart.model.weights.json_file import one_line, shorten
+from headstart.model.weights.json_file import one_line_error, shorten_text
 
 _LEAST_POSITIONS = 1024  # minimum size of the tables of angles
 _NEEDED = {
@@ -54,25 +54,25 @@ def read_rope(config: dict[str, Any], head_dim: int) -> RopeConfig:
     """Read the rotary settings of a `config.json`, in old or new spelling. Raises ConfigError for an unknown kind."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-        shown = shorten(repr(given), 200)
+        shown = shorten_text(repr(given), 200)
         raise ConfigError(f"rotary settings {shown} differ per layer or are not an object; that is not supported")
     parameters = dict(given)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in SCALINGS:
-        shown = shorten(repr(kind), 80)
+        shown = shorten_text(repr(kind), 80)
         raise ConfigError(f"rope type {shown} is not supported; supported are {', '.join(SCALINGS)}")
     positions = int(config.get("max_position_embeddings") or 2048)
     original = config.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
     parameters["original_max_position_embeddings"] = original or positions
     partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    rotary_dim = int(head_dim * finite(partial, "partial_rotary_factor", above=0.0))
+    rotary_dim = int(head_dim * check_finite(partial, "partial_rotary_factor", above=0.0))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ConfigError(f"{rotary_dim} of {head_dim} dimensions of a head are rotated; it must be an even part")
     _require(kind, parameters, rotary_dim)
     theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
     rope = RopeConfig(
         kind=kind,
-        theta=finite(theta, "rope_theta", at_least=MIN_THETA, at_most=MAX_THETA),
+        theta=check_finite(theta, "rope_theta", at_least=MIN_THETA, at_most=MAX_THETA),
         rotary_dim=rotary_dim,
         max_positions=_max_positions(kind, parameters, positions),
         config_positions=positions,
@@ -99,7 +99,7 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
     return plain, 1.0  # also for "dynamic": within max_positions its base is theta
 
 
-class Rotary:
+class RotaryEmbedding:
     """The rotary embedding of one model, for heads of packed rows. Built once per model, on its device."""
 
     def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -145,15 +145,15 @@ def _require(kind: str, parameters: dict[str, Any], rotary_dim: int) -> None:
         raise ConfigError(f"rope type {kind!r} needs {', '.join(missing)}, which config.json does not give")
     for key in _NUMBERS:
         if parameters.get(key) is not None and kind != "default":
-            finite(parameters[key], key, at_least=0.0, at_most=_LIMITS.get(key, MAX_ROPE_FACTOR))
+            check_finite(parameters[key], key, at_least=0.0, at_most=_LIMITS.get(key, MAX_ROPE_FACTOR))
     if parameters.get("factor") is not None and kind != "default":
-        finite(parameters["factor"], "factor", at_least=MIN_ROPE_FACTOR)
+        check_finite(parameters["factor"], "factor", at_least=MIN_ROPE_FACTOR)
     for key in ("short_factor", "long_factor") if kind == "longrope" else ():
         factors = parameters[key]
         if not isinstance(factors, list) or len(factors) != rotary_dim // 2:
             raise ConfigError(f"config.json: {key} is not a list of {rotary_dim // 2} numbers")
         for factor in factors:
-            finite(factor, key, at_least=MIN_ROPE_FACTOR, at_most=MAX_ROPE_FACTOR)
+            check_finite(factor, key, at_least=MIN_ROPE_FACTOR, at_most=MAX_ROPE_FACTOR)
 
 
 def _refuse_infinite(rope: RopeConfig) -> None:
@@ -161,7 +161,7 @@ def _refuse_infinite(rope: RopeConfig) -> None:
     try:
         frequencies, factor = inverse_frequencies(rope)
     except (ArithmeticError, ValueError, RuntimeError, TypeError) as error:
-        raise ConfigError(f"config.json: the rotary settings give no frequencies ({one_line(error)})") from None
+        raise ConfigError(f"config.json: the rotary settings give no frequencies ({one_line_error(error)})") from None
     if not bool(frequencies.isfinite().all()) or not math.isfinite(factor):
         raise ConfigError("config.json: the rotary settings give frequencies that are not finite")
 

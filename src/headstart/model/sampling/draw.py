@@ -16,9 +16,9 @@ from headstart.core.request import SamplingParams
 _NUCLEUS_WIDTHS = (128, 4096)  # the top_p set of a real model nearly always fits the first; the last resort is a sort
 
 
-def draw(logits: Tensor, params: Sequence[SamplingParams], uniform: Sequence[float]) -> Tensor:
+def draw_tokens(logits: Tensor, params: Sequence[SamplingParams], uniform: Sequence[float]) -> Tensor:
     """Draw token ids [R] from float32 logits [R, V], which are overwritten, with one number in [0, 1) per row."""
-    probs = likely(logits, params)
+    probs = filtered_probabilities(logits, params)
     cumulative = probs.cumsum(dim=-1)
     total = cumulative[:, -1:].contiguous()
     share = torch.tensor(uniform, dtype=torch.float64).to(logits.device)
@@ -29,7 +29,7 @@ def draw(logits: Tensor, params: Sequence[SamplingParams], uniform: Sequence[flo
     return torch.minimum(token, last)[:, 0]
 
 
-def likely(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def filtered_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Return the probabilities [R, V] after temperature, with excluded tokens at 0; they are not normalised again.
 
     Overwrites `logits`. Temperatures must be above 0.
@@ -42,13 +42,13 @@ def likely(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         least = _column([p.min_p for p in params], probs) * probs.amax(dim=-1, keepdim=True)
         probs.masked_fill_(probs < least, 0)
     if rows := [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size]:
-        _cut(probs, rows, _top_k_floor(take(probs, rows), [params[i].top_k for i in rows]))
+        _cut(probs, rows, _top_k_floor(take_rows(probs, rows), [params[i].top_k for i in rows]))
     if rows := [i for i, p in enumerate(params) if p.top_p < 1]:
-        _cut(probs, rows, _top_p_floor(take(probs, rows), [params[i] for i in rows]))
+        _cut(probs, rows, _top_p_floor(take_rows(probs, rows), [params[i] for i in rows]))
     return probs
 
 
-def take(matrix: Tensor, rows: list[int]) -> Tensor:
+def take_rows(matrix: Tensor, rows: list[int]) -> Tensor:
     """Return these rows, given in ascending order: `matrix` itself if they are all rows, else a copy."""
     if len(rows) == len(matrix):
         return matrix
@@ -78,7 +78,7 @@ def _top_p_floor(probs: Tensor, params: list[SamplingParams]) -> Tensor:
     needed = _column([p.top_p for p in params], probs)
     # The total may only depend on the row itself: 1 for an unfiltered row, the exact sum for a filtered row.
     if cut := [i for i, p in enumerate(params) if p.min_p > 0 or p.top_k > 0]:
-        needed[cut] *= take(probs, cut).cumsum(dim=-1)[:, -1:]
+        needed[cut] *= take_rows(probs, cut).cumsum(dim=-1)[:, -1:]
     floor = torch.zeros_like(needed)
     open_rows = torch.arange(len(params), device=probs.device)
     for width in (*_NUCLEUS_WIDTHS, probs.shape[-1]):

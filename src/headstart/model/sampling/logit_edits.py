@@ -49,7 +49,7 @@ class LogitEdits:
         """Return whether this row needs any edit. Changes nothing."""
         s = chunk.sampling
         penalised = s.repetition_penalty != 1 or s.frequency_penalty != 0 or s.presence_penalty != 0
-        return penalised or bool(s.logit_bias) or num_outputs(chunk) < s.min_tokens or s.grammar is not None
+        return penalised or bool(s.logit_bias) or num_output_tokens(chunk) < s.min_tokens or s.grammar is not None
 
     def apply(self, logits: Tensor, chunks: Mapping[int, Chunk]) -> dict[int, str]:
         """Edit `logits` [R, V] (float32) in place at the rows in `chunks`; return the errors of rows not edited."""
@@ -86,7 +86,7 @@ class LogitEdits:
         penalties = s.frequency_penalty * counts[: len(penalised)] + s.presence_penalty
         bias = dict(s.logit_bias)
         # A stop id beyond the vocabulary (some tokenizers have them) is never chosen, so it needs no ban.
-        unfinished = num_outputs(chunk) < s.min_tokens
+        unfinished = num_output_tokens(chunk) < s.min_tokens
         banned = [i for i in s.stop_token_ids if unfinished and 0 <= i < self.vocab_size]
         edits = RowEdits(
             repeated.astype(np.int64),
@@ -120,12 +120,12 @@ class LogitEdits:
         return known
 
 
-def num_outputs(chunk: Chunk) -> int:
+def num_output_tokens(chunk: Chunk) -> int:
     """Return the number of tokens generated so far, which is the index of the next one."""
     return len(chunk.history) + (chunk.from_previous is not None) - chunk.num_prompt_tokens
 
 
-def first_allowed(allowed: Mask) -> int:
+def first_allowed_token(allowed: Mask) -> int:
     """Return the first token that a mask allows; 0 if there is none."""
     return int(np.unpackbits(allowed.view(np.uint8), bitorder="little").argmax())
 

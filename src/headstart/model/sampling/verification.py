@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from headstart.core.batch import Chunk, Row, TokenLogprob
-from headstart.model.sampling.draw import take
+from headstart.core.batch import Chunk, RowResult, TokenLogprob
+from headstart.model.sampling.draw import take_rows
 
-Sample = Callable[[Tensor, Sequence[Chunk]], list[Row]]
+Sample = Callable[[Tensor, Sequence[Chunk]], list[RowResult]]
 
 
 @dataclass(slots=True, eq=False)
@@ -25,19 +25,19 @@ class VerifiedChunk:
     first: int  # row of the logits behind its own last token
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-    error: Row | None = None
+    error: RowResult | None = None
 
     @property
     def drafts(self) -> "array[int]":
         return self.chunk.token_ids[len(self.chunk.token_ids) + 1 - self.chunk.num_logits :]
 
-    def so_far(self) -> Chunk:
+    def extended_chunk(self) -> Chunk:
         """Return the chunk of one logit that would have come after the tokens found."""
         if not self.token_ids:
             return self.chunk
         return self.chunk._replace(history=self.chunk.history + array("i", self.token_ids))
 
-    def add(self, row: Row) -> bool:
+    def add(self, row: RowResult) -> bool:
         """Add the sampled row; return whether the position behind it can be sampled.
 
         An error behind the first position is left out: it comes again in the next step, without the tokens before it.
@@ -52,13 +52,13 @@ class VerifiedChunk:
             return False
         return drafts[:found].tolist() == self.token_ids
 
-    def row(self) -> Row:
-        return self.error or Row(tuple(self.token_ids), tuple(self.logprobs))
+    def row(self) -> RowResult:
+        return self.error or RowResult(tuple(self.token_ids), tuple(self.logprobs))
 
 
-def sample_drafts(
+def verify_drafts(
     sample: Sample, logits: Tensor, chunks: Sequence[Chunk], is_greedy: Callable[[Chunk], bool]
-) -> list[Row]:
+) -> list[RowResult]:
     """Return the row of each chunk from logits [sum of num_logits, V]; `sample` does so for chunks of one logit.
 
     `is_greedy` chunks need only their best token, whatever their history is.
@@ -75,7 +75,10 @@ def sample_drafts(
     if greedy:
         _sample_greedy(sample, logits, greedy)
     while pending:
-        rows = sample(take(logits, [one.first + len(one.token_ids) for one in pending]), [o.so_far() for o in pending])
+        rows = sample(
+            take_rows(logits, [one.first + len(one.token_ids) for one in pending]),
+            [o.extended_chunk() for o in pending],
+        )
         pending = [one for one, row in zip(pending, rows, strict=True) if one.add(row)]
     return [one.row() for one in verified]
 
@@ -83,7 +86,7 @@ def sample_drafts(
 def _sample_greedy(sample: Sample, logits: Tensor, verified: list[VerifiedChunk]) -> None:
     """Sample all positions of these at once."""
     at = [one.first + index for one in verified for index in range(one.chunk.num_logits)]
-    rows = iter(sample(take(logits, at), [one.chunk for one in verified for _ in range(one.chunk.num_logits)]))
+    rows = iter(sample(take_rows(logits, at), [one.chunk for one in verified for _ in range(one.chunk.num_logits)]))
     for one in verified:
         own = [next(rows) for _ in range(one.chunk.num_logits)]
         for row in own:

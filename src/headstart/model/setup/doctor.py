@@ -18,11 +18,11 @@ import torch
 from headstart import __version__
 from headstart.core.errors import ConfigError
 from headstart.model.attention.base import LEAST_CAPABILITY, resolve_backend
-from headstart.model.kernels.library import NEEDED, find, tiles_granted
-from headstart.model.layers.linear import can_pack
+from headstart.model.kernels.library import NEEDED, find_kernels, request_amx_tiles
+from headstart.model.layers.linear import can_pack_weight
 from headstart.model.setup.cgroup import SYSTEM, cpu_quota
-from headstart.model.setup.sizes import GPU_UTILIZATION, Memory, format_bytes
-from headstart.model.setup.sizing import GPU_CONTEXT_BYTES, KV_SHARE, gpu_budget, memory
+from headstart.model.setup.sizes import GPU_UTILIZATION, MemorySize, format_bytes
+from headstart.model.setup.sizing import GPU_CONTEXT_BYTES, KV_SHARE, device_memory, gpu_budget
 from headstart.model.setup.threads import SPIN_COUNT, available_cores
 
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
@@ -34,7 +34,7 @@ _DRIVER = Path("proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class DoctorSection:
     """A titled table of (name, value)."""
 
     title: str
@@ -45,7 +45,7 @@ class Section:
 class DoctorReport:
     """All sections, and the warnings: problem and remedy, one line each."""
 
-    sections: tuple[Section, ...]
+    sections: tuple[DoctorSection, ...]
     warnings: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class DoctorReport:
 
 
 @dataclass(frozen=True, slots=True)
-class GPU:
+class GpuInfo:
     """A GPU that torch sees; memory in bytes, `free` is None if it cannot be read."""
 
     name: str
@@ -72,24 +72,24 @@ class GPU:
     free: int | None
 
     @property
-    def memory(self) -> Memory:
-        return Memory(self.total, self.free or 0, "GPU")
+    def memory(self) -> MemorySize:
+        return MemorySize(self.total, self.free or 0, "GPU")
 
 
-def report(threads: int = 0, *, root: Path = SYSTEM, gpus: Sequence[GPU] | None = None) -> DoctorReport:
+def make_doctor_report(threads: int = 0, *, root: Path = SYSTEM, gpus: Sequence[GpuInfo] | None = None) -> DoctorReport:
     """Return the report for a start with `threads` compute threads (0: every core granted). `gpus`: None: as found."""
     gpus = _gpus() if gpus is None else gpus
     flags = _cpu_flags(root)
-    packs = can_pack(torch.empty(1, 1, dtype=torch.bfloat16))
+    packs = can_pack_weight(torch.empty(1, 1, dtype=torch.bfloat16))
     return DoctorReport(
         (
-            Section("processor", _processor(flags, root)),
-            Section("threads", _threads(threads, root)),
-            Section("memory", _memory(root)),
-            Section("compute", _compute(len(gpus), packs=packs)),
-            Section("exact reuse", _exact_reuse()),
-            *(Section(f"GPU {index}", _gpu(gpu)) for index, gpu in enumerate(gpus)),
-            Section("versions", _versions(root)),
+            DoctorSection("processor", _processor(flags, root)),
+            DoctorSection("threads", _threads(threads, root)),
+            DoctorSection("memory", _memory(root)),
+            DoctorSection("compute", _compute(len(gpus), packs=packs)),
+            DoctorSection("exact reuse", _exact_reuse()),
+            *(DoctorSection(f"GPU {index}", _gpu(gpu)) for index, gpu in enumerate(gpus)),
+            DoctorSection("versions", _versions(root)),
         ),
         (
             *_warnings(flags, threads, packs=packs, root=root),
@@ -98,7 +98,7 @@ def report(threads: int = 0, *, root: Path = SYSTEM, gpus: Sequence[GPU] | None 
     )
 
 
-def gpu_warnings(gpus: Sequence[GPU], *, triton: str, cuda: str | None, has_nvidia: bool) -> list[str]:
+def gpu_warnings(gpus: Sequence[GpuInfo], *, triton: str, cuda: str | None, has_nvidia: bool) -> list[str]:
     """Return the problems of GPUs, with remedies. `triton` and `cuda` are versions, `cuda` that torch is built for."""
     found = [warning for index, gpu in enumerate(gpus) if (warning := _memory_warning(gpu, f"GPU {index}: "))]
     for index, gpu in enumerate(gpus):
@@ -140,7 +140,7 @@ def _threads(threads: int, root: Path) -> tuple[tuple[str, str], ...]:
 
 
 def _memory(root: Path) -> tuple[tuple[str, str], ...]:
-    found = memory("cpu", root)
+    found = device_memory("cpu", root)
     return (
         ("limit", format_bytes(found.limit)),
         ("available", f"{format_bytes(found.available)} (bound by the {found.source})"),
@@ -148,23 +148,23 @@ def _memory(root: Path) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _gpus() -> list[GPU]:
+def _gpus() -> list[GpuInfo]:
     try:
         return [_read_gpu(index) for index in range(torch.cuda.device_count())]
     except RuntimeError:  # CUDA does not start
         return []
 
 
-def _read_gpu(index: int) -> GPU:
+def _read_gpu(index: int) -> GpuInfo:
     properties = torch.cuda.get_device_properties(index)
     try:
-        free = memory(f"cuda:{index}").available
+        free = device_memory(f"cuda:{index}").available
     except RuntimeError:  # no memory is left for a context, or another process has the GPU to itself
         free = None
-    return GPU(properties.name, (properties.major, properties.minor), properties.total_memory, free)
+    return GpuInfo(properties.name, (properties.major, properties.minor), properties.total_memory, free)
 
 
-def _gpu(gpu: GPU) -> tuple[tuple[str, str], ...]:
+def _gpu(gpu: GpuInfo) -> tuple[tuple[str, str], ...]:
     free = "an unknown part" if gpu.free is None else format_bytes(gpu.free)
     try:
         room = format_bytes(gpu_budget(gpu.memory))
@@ -179,7 +179,7 @@ def _gpu(gpu: GPU) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _memory_warning(gpu: GPU, where: str) -> str | None:
+def _memory_warning(gpu: GpuInfo, where: str) -> str | None:
     """Return the warning of memory that other processes hold, None if there is nothing to warn of."""
     if gpu.free is None:
         return f"{where}its memory cannot be read: end other processes (nvidia-smi lists them)"
@@ -219,20 +219,20 @@ def _compute(num_gpus: int, *, packs: bool) -> tuple[tuple[str, str], ...]:
         ("device", device),
         ("GPU", str(num_gpus) if num_gpus else "none" if torch.version.cuda is None else "none visible"),
         ("attention backend", resolve_backend("auto", device)),
-        ("CPU kernels", ": ".join(filter(None, (find().note, find().origin)))),
+        ("CPU kernels", ": ".join(filter(None, (find_kernels().note, find_kernels().origin)))),
         ("bfloat16 linears", _linears(packs=packs)),
     )
 
 
 def _linears(*, packs: bool) -> str:
-    if find().kernels is None:
+    if find_kernels().kernels is None:
         return "oneDNN, prepacked" if packs else "plain torch"
     return "our kernels, packed"
 
 
 def _exact_reuse() -> tuple[tuple[str, str], ...]:
     """Return where reuse changes no bit, and the exceptions, by the names of `/v1/models` (docs/invariants.md, 15)."""
-    ours = find().kernels is not None
+    ours = find_kernels().kernels is not None
     return (
         ("models of Headstart's decoder", "exact" if ours else "not exact: torch-products, torch-attention"),
         ("models of Transformers", "not exact: transformers" + ("" if ours else ", torch-attention")),
@@ -268,17 +268,17 @@ def _warnings(flags: set[str], threads: int, *, packs: bool, root: Path) -> list
         found.append("OMP_WAIT_POLICY=ACTIVE makes idle threads hold the cores of busy ones: unset it")
     if threads > granted:
         found.append(f"{threads} threads on {granted} granted cores wait for each other: use --threads {granted}")
-    if flags and not packs and find().kernels is None:
+    if flags and not packs and find_kernels().kernels is None:
         found.append("no prepacked bfloat16 linears here, so decoding is slower: --dtype float32 may be faster")
     if not torch.backends.mkldnn.is_available():
         found.append("this torch is built without oneDNN (MKL-DNN): install the CPU build from download.pytorch.org")
     if flags and platform.machine() == "x86_64" and "avx2" not in flags:
         found.append("this processor has no AVX2: expect a small part of the usual speed")
-    if flags >= NEEDED["amx"] and not tiles_granted():
+    if flags >= NEEDED["amx"] and not request_amx_tiles():
         found.append(
             "the system does not let this process use AMX (arch_prctl), so prompts take longer: allow the call"
         )
-    free = memory("cpu", root).available
+    free = device_memory("cpu", root).available
     if free < _SMALL_MEMORY:
         found.append(f"only {format_bytes(free)} of memory is free: raise the container's limit, or serve small models")
     return found

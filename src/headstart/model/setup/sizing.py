@@ -17,8 +17,8 @@ import torch
 
 from headstart.core.errors import ConfigError
 from headstart.model.setup.cgroup import SYSTEM
-from headstart.model.setup.sizes import GPU_UTILIZATION, Memory, cpu_memory, format_bytes, parse_bytes
-from headstart.model.weights.checkpoint import Checkpoint
+from headstart.model.setup.sizes import GPU_UTILIZATION, MemorySize, cpu_memory, format_bytes, parse_bytes
+from headstart.model.weights.checkpoint import ModelCheckpoint
 from headstart.model.weights.gguf.block_formats import FORMATS
 
 KV_SHARE = 0.4  # of the memory left after the weights
@@ -33,7 +33,7 @@ _MORE, _MORE_ON_GPU = "give the pool more with --kv-cache-memory", "raise --gpu-
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-class KVPlan(NamedTuple):
+class KVPoolPlan(NamedTuple):
     """The size of the KV pool. `num_blocks` includes the unused block 0; `text` is the line to show at start."""
 
     num_blocks: int
@@ -41,31 +41,31 @@ class KVPlan(NamedTuple):
     text: str
 
 
-def memory(device: str = "cpu", root: Path = SYSTEM) -> Memory:
+def device_memory(device: str = "cpu", root: Path = SYSTEM) -> MemorySize:
     """Return the memory of `device`: a GPU's own, or for the CPU the lowest of all cgroup limits and the machine's."""
     if device.startswith("cuda"):
         torch.cuda.empty_cache()  # what an earlier engine of this process has left
         free, total = torch.cuda.mem_get_info(torch.device(device))
-        return Memory(total, free, "GPU")
+        return MemorySize(total, free, "GPU")
     return cpu_memory(root)
 
 
-def held_on_gpu(device: str) -> int:
+def gpu_bytes_held(device: str) -> int:
     """Return the bytes of a GPU that torch holds in this process, after what it keeps unused is given back."""
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(torch.device(device))
 
 
-def gpu_peak(run: Callable[[], object], device: str) -> int:
+def measure_gpu_peak(run: Callable[[], object], device: str) -> int:
     """Run something and return the most bytes of a GPU that torch held meanwhile, beyond those held before."""
-    before, gpu = held_on_gpu(device), torch.device(device)
+    before, gpu = gpu_bytes_held(device), torch.device(device)
     torch.cuda.reset_peak_memory_stats(gpu)
     run()
     return torch.cuda.max_memory_reserved(gpu) - before
 
 
 def gpu_budget(
-    found: Memory, utilization: float | None = None, *, limit: int | None = None, is_sized: bool = False
+    found: MemorySize, utilization: float | None = None, *, limit: int | None = None, is_sized: bool = False
 ) -> int:
     """Return the bytes for weights, buffers and KV pool on a GPU: its share of the total, less the process's context.
 
@@ -92,7 +92,7 @@ def gpu_budget(
 
 
 @contextmanager
-def out_of_memory_refused(doing: str, remedy: str, found: Memory | None = None) -> Generator[None]:
+def refuse_out_of_memory(doing: str, remedy: str, found: MemorySize | None = None) -> Generator[None]:
     """Raise ConfigError in place of torch's error that a GPU has no memory left; `found` was there at the start."""
     try:
         yield
@@ -123,7 +123,7 @@ def checkpoint_bytes(folder: Path, *, dtype: str = "auto", quantization: str = "
     if element is None:
         raise ConfigError(f"dtype {dtype!r} is not known; choose one of {', '.join(_DTYPE_BYTES)}")
     total = 0.0
-    for name, tensor in Checkpoint(folder).entries.items():
+    for name, tensor in ModelCheckpoint(folder).entries.items():
         stored = _ELEMENT_BYTES.get(tensor.dtype, 1)
         convert = element if tensor.dtype in _FLOATS else 0
         matrix = len(tensor.shape) == 2 and "embed_tokens" not in name
@@ -162,7 +162,7 @@ def plan_kv_pool(
     num_blocks_override: int | None = None,
     max_num_seqs: int = 256,
     gpu_profile_bytes: int | None = None,
-) -> KVPlan:
+) -> KVPoolPlan:
     """Return the size of the pool. `available_bytes` is `memory().available` from *before* the weights were loaded.
 
     On a GPU `available_bytes` is `gpu_budget(...)`, and `gpu_profile_bytes` are those of activations, buffers and
@@ -194,7 +194,7 @@ def plan_kv_pool(
         _check_one_sequence(blocks, max_model_len, block_size, block_bytes, f"{pool}: {more}")
         full_sequences = max(max_num_seqs, _MIN_FULL_SEQUENCES)
         blocks = min(blocks, full_sequences * _sequence_blocks(max_model_len, block_size) + 1)
-    return KVPlan(blocks, blocks * block_bytes, _line(blocks, block_bytes, block_size, max_model_len))
+    return KVPoolPlan(blocks, blocks * block_bytes, _line(blocks, block_bytes, block_size, max_model_len))
 
 
 def _check_left(asked: int, left: int, taken: str, what: str, remedy: str) -> None:

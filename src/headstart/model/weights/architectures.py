@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from headstart.core.errors import ConfigError
-from headstart.model.weights.config_bounds import check_sizes
-from headstart.model.weights.json_file import shorten
+from headstart.model.weights.config_bounds import check_config_sizes
+from headstart.model.weights.json_file import shorten_text
 from headstart.model.weights.model_files import read_config
 
 NATIVE_ARCHITECTURES = {
@@ -39,14 +39,14 @@ def check_model_folder(folder: Path) -> None:
     raw = read_config(folder)
     architecture = architecture_of(raw)
     refuse_quantised(raw)
-    check_sizes(raw)
+    check_config_sizes(raw)
     if architecture in NATIVE_ARCHITECTURES:
         return
     known, model_type = causal_model_types(), raw.get("model_type")
     if known is not None and isinstance(model_type, str) and model_type not in known:
         raise ConfigError(
-            f"{shorten(architecture, 80)} is not supported: Transformers has no causal language model of model_type "
-            f"{shorten(model_type, 80)!r} (supported: {SUPPORTED})"
+            f"{shorten_text(architecture, 80)} is not supported: Transformers has no causal language model of "
+            f"model_type {shorten_text(model_type, 80)!r} (supported: {SUPPORTED})"
         )
 
 
@@ -62,11 +62,13 @@ def architecture_of(config: dict[str, Any]) -> str:
             f'"architectures": ["LlamaForCausalLM"]'
         )
     if not isinstance(config.get("model_type"), str | None):
-        raise ConfigError(f"config.json: model_type is {shorten(repr(config['model_type']), 80)}; it must be a name")
+        raise ConfigError(
+            f"config.json: model_type is {shorten_text(repr(config['model_type']), 80)}; it must be a name"
+        )
     if _GENERATES.search(names[0]) is None:
         raise ConfigError(
-            f"{shorten(names[0], 80)} is not supported: it is no language model but a classifier, an encoder or the "
-            f"body of a model; its name would contain CausalLM, LMHead or ConditionalGeneration"
+            f"{shorten_text(names[0], 80)} is not supported: it is no language model but a classifier, an encoder or "
+            f"the body of a model; its name would contain CausalLM, LMHead or ConditionalGeneration"
         )
     return names[0]
 

@@ -23,20 +23,20 @@ from headstart.gguf.gguf_reader import is_gguf
 from headstart.model.weights.gguf.block_formats import PackedTensor
 from headstart.model.weights.gguf.gguf_tensors import GGUFTensors
 from headstart.model.weights.safetensors_files import SafetensorsFiles
-from headstart.model.weights.tensor_files import Entry, TensorFiles
+from headstart.model.weights.tensor_files import TensorEntry, TensorFiles
 
 CHUNK_BYTES = 1 << 20  # read and hashed at a time: small enough to stay in the CPU cache between the two
 SLOW_SECONDS = 2.0  # a load that takes longer shows its progress even without a terminal
 
 
-class Checkpoint:
+class ModelCheckpoint:
     """The tensors of one model, by their names in a model folder; call `take` within `with checkpoint.reading(...)`."""
 
     def __init__(self, folder: Path) -> None:
         """Read the headers of a model folder, or of a GGUF file. Raises ConfigError."""
         self.folder = folder
         self._files: TensorFiles = GGUFTensors(folder) if is_gguf(folder) else SafetensorsFiles(folder)
-        self.entries: dict[str, Entry] = self._files.entries
+        self.entries: dict[str, TensorEntry] = self._files.entries
         self._progress: Callable[[int], None] | None = None
         self._digests: dict[str, bytes] = {}  # XXH3-128 of the tensors read so far
 
@@ -63,7 +63,7 @@ class Checkpoint:
         """See TensorFiles."""
         return self._files.are_applied
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a copy of tensor `name` as `dtype` on the CPU. Raises ConfigError if it is missing or misshaped."""
         entry = self._entry(name, shape)
         tensor, stored = self._files.read(name, dtype)
@@ -83,7 +83,7 @@ class Checkpoint:
         self._account(name, entry, stored)
         return packed
 
-    def _entry(self, name: str, shape: tuple[int, ...]) -> Entry:
+    def _entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
         entry = self.entries.get(name)
         if entry is None:
             raise ConfigError(
@@ -96,7 +96,7 @@ class Checkpoint:
             )
         return entry
 
-    def _account(self, name: str, entry: Entry, stored: memoryview) -> None:
+    def _account(self, name: str, entry: TensorEntry, stored: memoryview) -> None:
         """Digest the stored bytes of a tensor, and report progress."""
         if name not in self._digests:
             self._digests[name] = xxhash.xxh3_128_digest(stored)
@@ -175,7 +175,7 @@ class LoadingBar:
             self._next_line = time.monotonic() + 5 * SLOW_SECONDS
 
 
-def _file_digest(stream: FileIO, entry: Entry) -> bytes:
+def _file_digest(stream: FileIO, entry: TensorEntry) -> bytes:
     """Return the XXH3-128 of one tensor, as in `take`. Raises OSError; ConfigError if the file has become shorter."""
     digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(min(CHUNK_BYTES, entry.end - entry.begin)))
     stream.seek(entry.begin)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from headstart.core.errors import ConfigError
-from headstart.model.weights.json_file import shorten
+from headstart.model.weights.json_file import shorten_text
 
 MAX_INTEGER = (1 << 63) - 1  # the largest dimension of a tensor
 MAX_LAYERS = 4096  # and experts per layer; the largest published models have 126 layers and about 1,000 experts
@@ -23,22 +23,22 @@ _SIZES = {
 _COUNTED = ("layer", "expert", "block", "predict")  # parts of names such as num_hidden_layers, n_layer, num_experts
 
 
-def check_sizes(raw: dict[str, Any]) -> None:
+def check_config_sizes(raw: dict[str, Any]) -> None:
     """Raise ConfigError for an integer above any plausible model's; the message names key, value and limit."""
     for key, value in _numbers(raw):
         counts = any(part in key for part in _COUNTED) and not key.endswith("_size")
         limit = _SIZES.get(key, MAX_LAYERS if counts else MAX_INTEGER)
         if abs(value) > limit:
             shown = f"about 1e{int(math.log10(abs(value)))}" if abs(value) > 10**20 else value
-            raise ConfigError(f"config.json: {shorten(key, 80)} is {shown}; at most {limit} is possible")
+            raise ConfigError(f"config.json: {shorten_text(key, 80)} is {shown}; at most {limit} is possible")
 
 
-def finite(
+def check_finite(
     value: object, key: str, *, at_least: float | None = None, above: float | None = None, at_most: float = math.inf
 ) -> float:
     """Return `value` as a float. Raises ConfigError if it is not a number, not finite, too small or too large."""
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > MAX_INTEGER**4:
-        raise ConfigError(f"config.json: {key} is {shorten(repr(value), 80)}; it must be a finite number")
+        raise ConfigError(f"config.json: {key} is {shorten_text(repr(value), 80)}; it must be a finite number")
     number = float(value)
     too_small = (at_least is not None and number < at_least) or (above is not None and number <= above)
     if not math.isfinite(number) or too_small or number > at_most:

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from headstart.core.errors import ConfigError
-from headstart.model.weights.json_file import one_line, shorten
+from headstart.model.weights.json_file import one_line_error, shorten_text
 
 CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
@@ -93,13 +93,13 @@ class NotNativeError(ConfigError):
     """A config that the compact decoder does not support; Transformers' code may support it."""
 
 
-def reference_config(raw: dict[str, Any], family: str) -> PretrainedConfig:
+def transformers_config(raw: dict[str, Any], family: str) -> PretrainedConfig:
     """Return Transformers' config object of a `config.json`.
 
     Raises ConfigError if Transformers refuses it, NotNativeError for keys that the compact decoder does not support.
     """
     if raw.get("model_type", family) != family:
-        raise NotNativeError(f"model_type is {shorten(repr(raw['model_type']))}, not {family!r}")
+        raise NotNativeError(f"model_type is {shorten_text(repr(raw['model_type']))}, not {family!r}")
     if family == "mistral" and "layer_types" in raw:
         raise NotNativeError("layer_types is given, which makes Transformers read a Mistral as a Ministral")
     config_class = CONFIG_CLASSES[family]
@@ -109,10 +109,10 @@ def reference_config(raw: dict[str, Any], family: str) -> PretrainedConfig:
             continue  # nothing reads it
         value, without = raw[key], getattr(default, key, READ_BESIDES.get(key))
         if type(value) is not type(without) or value != without:
-            raise NotNativeError(f"{key} is {shorten(repr(value), 80)}")
+            raise NotNativeError(f"{key} is {shorten_text(repr(value), 80)}")
     try:
         config: Any = config_class(**copy.deepcopy(raw))  # untyped in part
         config.standardize_rope_params()  # once more, as the rotary embedding does when it is built
     except Exception as error:  # third-party code may raise any type
-        raise ConfigError(f"config.json is not one of a {family} model: {one_line(error)}") from error
+        raise ConfigError(f"config.json is not one of a {family} model: {one_line_error(error)}") from error
     return config

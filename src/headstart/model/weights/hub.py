@@ -12,7 +12,7 @@ from typing import Any
 
 from headstart.core.errors import ConfigError
 from headstart.gguf.gguf_reader import LFS_POINTER, is_gguf, refuse_lfs_pointer
-from headstart.model.weights.json_file import one_line, shorten
+from headstart.model.weights.json_file import one_line_error, shorten_text
 
 MAX_NAME_CHARS = 4096  # the longest path Linux takes; hub ids have at most 96 characters
 SHOWN_CHARS = 80  # maximum characters of a refused name in a message
@@ -37,7 +37,7 @@ def resolve_model(
     `token` None means HF_TOKEN or the stored login, `download_dir` None the hub's own cache, `endpoint` None
     HF_ENDPOINT or the public hub. Progress bars go to stderr. Raises ConfigError, in one line, for any failure.
     """
-    folder = local_folder(model)
+    folder = local_model_path(model)
     if folder is not None:
         return folder
     hub, constants, errors = map(import_module, (_HUB, _CONSTANTS, _ERRORS))
@@ -59,18 +59,18 @@ def resolve_model(
     return _checked(Path(folder), model)
 
 
-def local_folder(model: str) -> Path | None:
+def local_model_path(model: str) -> Path | None:
     """Return the folder or GGUF file named by `model`, or None if it may be a hub id. Raises ConfigError if neither."""
     if len(model) > MAX_NAME_CHARS:
         raise ConfigError(
-            f"{shorten(model, SHOWN_CHARS)!r} is neither a folder nor a hub id: {len(model)} characters are more than "
-            f"{MAX_NAME_CHARS}"
+            f"{shorten_text(model, SHOWN_CHARS)!r} is neither a folder nor a hub id: {len(model)} characters are more "
+            f"than {MAX_NAME_CHARS}"
         )
     try:
         path = Path(model).expanduser()
         is_folder, is_file = path.is_dir(), path.is_file()
     except (OSError, ValueError, RuntimeError) as error:  # a part that is too long; a zero byte; an unknown user's home
-        raise ConfigError(f"{shorten(model, SHOWN_CHARS)!r} cannot be a folder: {one_line(error)}") from None
+        raise ConfigError(f"{shorten_text(model, SHOWN_CHARS)!r} cannot be a folder: {one_line_error(error)}") from None
     if model and is_folder:
         return _checked(path, model)
     if is_file and is_gguf(path):
@@ -80,9 +80,9 @@ def local_folder(model: str) -> Path | None:
             f"{model} is a file, and no .gguf; name the folder that holds config.json and the safetensors files"
         )
     if is_gguf(path):
-        raise ConfigError(f"there is no file {shorten(model, SHOWN_CHARS)!r}; a GGUF is named by its path")
+        raise ConfigError(f"there is no file {shorten_text(model, SHOWN_CHARS)!r}; a GGUF is named by its path")
     if not model or not model.isprintable() or model.startswith((".", "/", "~", "\\")) or model.count("/") > 1:
-        named = shorten(model, SHOWN_CHARS)
+        named = shorten_text(model, SHOWN_CHARS)
         raise ConfigError(f"there is no folder {named!r}, and it is no hub id either (those look like Qwen/Qwen3-0.6B)")
     return None
 
@@ -118,7 +118,8 @@ def _explain(error: Exception, model: str, revision: str | None, *, offline: boo
     errors = import_module(_ERRORS)
     match error:
         case errors.HFValidationError():
-            return f"{shorten(model, SHOWN_CHARS)!r} is neither a folder nor a hub id (those look like Qwen/Qwen3-0.6B)"
+            shown = shorten_text(model, SHOWN_CHARS)
+            return f"{shown!r} is neither a folder nor a hub id (those look like Qwen/Qwen3-0.6B)"
         case errors.GatedRepoError():
             return (
                 f"{model} is gated: accept its terms at {hub}/{model}, then set HF_TOKEN (or --hf-token) to your token"
@@ -159,4 +160,4 @@ def _reason(error: Any) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return shorten(next(iter(str(error).splitlines()), "") or type(error).__name__)
+    return shorten_text(next(iter(str(error).splitlines()), "") or type(error).__name__)

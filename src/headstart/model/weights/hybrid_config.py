@@ -4,9 +4,9 @@ import math
 from typing import Any, NamedTuple
 
 from headstart.core.errors import ConfigError
-from headstart.model.weights.config_bounds import MAX_SIZE, finite
+from headstart.model.weights.config_bounds import MAX_SIZE, check_finite
 from headstart.model.weights.config_keys import NotNativeError
-from headstart.model.weights.json_file import shorten
+from headstart.model.weights.json_file import shorten_text
 
 KINDS = {  # family -> layer_types of its config, and what they are here
     "qwen3_5_text": {"full_attention": "attention", "linear_attention": "delta"},
@@ -70,7 +70,7 @@ class HybridConfig(NamedTuple):
     logits_divisor: float = 1.0
 
 
-def decoded(raw: dict[str, Any]) -> dict[str, Any]:
+def decode_infinite_limits(raw: dict[str, Any]) -> dict[str, Any]:
     """Return a `config.json` with infinite limits of time steps as numbers; Transformers saves them as objects."""
     limit = raw.get("time_step_limit")
     if not isinstance(limit, list):
@@ -78,13 +78,13 @@ def decoded(raw: dict[str, Any]) -> dict[str, Any]:
     return raw | {"time_step_limit": [math.inf if each == {"__float__": "Infinity"} else each for each in limit]}
 
 
-def text_part(raw: dict[str, Any]) -> dict[str, Any]:
+def language_model_config(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of the language model in a `config.json`: of one that takes images they are a part of it."""
     text = raw.get("text_config")
     if raw.get("architectures") != [MULTIMODAL] or text is None:
         return raw
     if not isinstance(text, dict):
-        raise ConfigError(f"config.json: text_config is {shorten(repr(text), 80)}; it must be an object")
+        raise ConfigError(f"config.json: text_config is {shorten_text(repr(text), 80)}; it must be an object")
     found = {key: raw[key] for key in _OF_ALL if key in raw} | text | {"architectures": raw["architectures"]}
     if raw.get("tie_word_embeddings") != text.get("tie_word_embeddings"):
         del found["tie_word_embeddings"]  # the tensors decide
@@ -141,7 +141,7 @@ def _mamba(config: Any, family: str, kinds: tuple[str, ...]) -> HybridConfig:
         raise NotNativeError(f"num_local_experts is {config.num_local_experts}")
 
     def scale(name: str) -> float:
-        return finite(getattr(config, name), name, at_least=MIN_SCALE, at_most=1 / MIN_SCALE)
+        return check_finite(getattr(config, name), name, at_least=MIN_SCALE, at_most=1 / MIN_SCALE)
 
     return made._replace(
         has_rope=config.position_embedding_type == "rope",
@@ -152,7 +152,7 @@ def _mamba(config: Any, family: str, kinds: tuple[str, ...]) -> HybridConfig:
     )
 
 
-def mlp_size(config: Any, family: str) -> int:
+def mlp_width(config: Any, family: str) -> int:
     """Return the width of the MLP: LFM2 computes it unless told not to, Granite-4 has only that of shared experts."""
     if family == "granitemoehybrid":
         return _count(config.shared_intermediate_size, "shared_intermediate_size")

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headstart.core.errors import ConfigError
-from headstart.model.weights.shapes import SHAPES, WEIGHT_DTYPES, Shape, check_weights
+from headstart.model.weights.shapes import SHAPES, WEIGHT_DTYPES, DecoderShape, check_random_weights
 from headstart.model.weights.synthetic_tokenizer import BOS_ID, EOS_ID, PAD_ID, write_tokenizer
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in WEIGHT_DTYPES}
@@ -26,7 +26,7 @@ _SHARD_BYTES = 2_000_000_000
 Sizes = list[tuple[str, tuple[int, ...]]]
 
 
-def init_model(
+def write_random_model(
     shape: str,
     out: Path,
     *,
@@ -44,7 +44,7 @@ def init_model(
     correctness need. Raises ConfigError for an unknown shape or dtype, or if `out` is not empty (unless `overwrite` is
     set and `out` holds a model).
     """
-    check_weights(shape, std=std, dtype=dtype)
+    check_random_weights(shape, std=std, dtype=dtype)
     _make_room(out, SHAPES[shape], _DTYPES[dtype].itemsize, overwrite=overwrite)
     table = SHAPES[shape]
     _write_json(out / "config.json", table.config(dtype=dtype, bos_token_id=BOS_ID, eos_token_id=EOS_ID, std=std))
@@ -55,7 +55,7 @@ def init_model(
     return out
 
 
-def _make_room(out: Path, table: Shape, element_bytes: int, *, overwrite: bool) -> None:
+def _make_room(out: Path, table: DecoderShape, element_bytes: int, *, overwrite: bool) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file; name a folder that does not exist yet")
     if out.is_dir() and any(out.iterdir()):
@@ -75,7 +75,7 @@ def _make_room(out: Path, table: Shape, element_bytes: int, *, overwrite: bool) 
 
 
 def _write_weights(
-    table: Shape, out: Path, *, std: float, seed: int, dtype: torch.dtype, progress: bool, shard_bytes: int
+    table: DecoderShape, out: Path, *, std: float, seed: int, dtype: torch.dtype, progress: bool, shard_bytes: int
 ) -> None:
     shards = list(_shards(table, dtype.itemsize, shard_bytes))
     where: dict[str, str] = {}
@@ -97,7 +97,7 @@ def _write_weights(
         _write_json(out / "model.safetensors.index.json", {"metadata": total, "weight_map": where})
 
 
-def _shards(table: Shape, element_bytes: int, shard_bytes: int) -> Iterator[Sizes]:
+def _shards(table: DecoderShape, element_bytes: int, shard_bytes: int) -> Iterator[Sizes]:
     """Split the tensors, in order, into files of at most `shard_bytes` (or of one tensor)."""
     shard: Sizes = []
     filled = 0

@@ -23,7 +23,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {one_line(error)}") from None
+        raise ConfigError(f"{path} cannot be read: {one_line_error(error)}") from None
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply; at most {MAX_DEPTH} levels are read") from None
     if not isinstance(data, dict):
@@ -33,15 +33,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def one_line(error: BaseException) -> str:
+def one_line_error(error: BaseException) -> str:
     """Return the message of an error as one short line of printable characters, or its type if it has none."""
     text = " ".join(str(error).split())
     if isinstance(error, KeyError) or not text:
         text = f"{type(error).__name__} {text}".strip()
-    return shorten(text)
+    return shorten_text(text)
 
 
-def shorten(text: str, max_chars: int = MAX_MESSAGE_CHARS) -> str:
+def shorten_text(text: str, max_chars: int = MAX_MESSAGE_CHARS) -> str:
     """Return `text` in printable characters, cut to `max_chars`."""
     cut = text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in cut)

@@ -12,10 +12,17 @@ from typing import Any
 from headstart.core.errors import ConfigError
 from headstart.model.layers.rotary import RopeConfig, read_rope
 from headstart.model.weights.architectures import NATIVE_ARCHITECTURES, architecture_of
-from headstart.model.weights.config_bounds import MAX_EPSILON, MAX_THETA, MIN_THETA, check_sizes, finite
-from headstart.model.weights.config_keys import NotNativeError, reference_config
-from headstart.model.weights.hybrid_config import KINDS, HybridConfig, decoded, mlp_size, read_hybrid, text_part
-from headstart.model.weights.json_file import read_json, shorten
+from headstart.model.weights.config_bounds import MAX_EPSILON, MAX_THETA, MIN_THETA, check_config_sizes, check_finite
+from headstart.model.weights.config_keys import NotNativeError, transformers_config
+from headstart.model.weights.hybrid_config import (
+    KINDS,
+    HybridConfig,
+    decode_infinite_limits,
+    language_model_config,
+    mlp_width,
+    read_hybrid,
+)
+from headstart.model.weights.json_file import read_json, shorten_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +76,14 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     """
     architecture = architecture_of(raw)
     family = NATIVE_ARCHITECTURES[architecture]
-    check_sizes(raw)
-    raw = decoded(text_part(raw))
+    check_config_sizes(raw)
+    raw = decode_infinite_limits(language_model_config(raw))
     for key in ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"):
         given = (
             raw.get("block_ff_dim", raw.get(key)) if (family, key) == ("lfm2", "intermediate_size") else raw.get(key)
         )
         _count(given, key)  # Transformers would use the size of its example model
-    config: Any = reference_config(raw, family)  # untyped in part
+    config: Any = transformers_config(raw, family)  # untyped in part
     heads = _count(config.num_attention_heads, "num_attention_heads")
     kv_heads = _count(config.num_key_value_heads, "num_key_value_heads")
     given_head_dim = getattr(config, "head_dim", None)
@@ -96,12 +103,12 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         architecture=architecture,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=mlp_size(config, family),
+        intermediate_size=mlp_width(config, family),
         num_layers=config.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=finite(epsilon, "rms_norm_eps", at_least=0.0, at_most=MAX_EPSILON),
+        rms_norm_eps=check_finite(epsilon, "rms_norm_eps", at_least=0.0, at_most=MAX_EPSILON),
         windows=_windows(config, family, rope.max_positions),
         rope=rope,
         max_model_len=rope.max_positions,
@@ -125,13 +132,13 @@ def _rope(config: Any, family: str, head_dim: int) -> RopeConfig:
     """Return the rotary settings as the family's Transformers code applies them."""
     parameters = config.rope_parameters
     if not isinstance(parameters, dict):
-        raise ConfigError(f"rotary settings {shorten(repr(parameters), 80)} are not an object")
+        raise ConfigError(f"rotary settings {shorten_text(repr(parameters), 80)} are not an object")
     if family not in ("phi3", "qwen3_5_text", "bamba") and parameters.get("partial_rotary_factor", 1.0) != 1.0:
         if parameters.get("rope_type") != "default":
             raise NotNativeError("partial_rotary_factor is given beside a scaled rotary embedding")
         parameters = {**parameters, "partial_rotary_factor": 1.0}  # as in Transformers: rotates all
-    finite(parameters.get("partial_rotary_factor", 1.0), "partial_rotary_factor", above=0.0)
-    finite(parameters.get("rope_theta", 1.0), "rope_theta", at_least=MIN_THETA, at_most=MAX_THETA)
+    check_finite(parameters.get("partial_rotary_factor", 1.0), "partial_rotary_factor", above=0.0)
+    check_finite(parameters.get("rope_theta", 1.0), "rope_theta", at_least=MIN_THETA, at_most=MAX_THETA)
     if not isinstance(parameters.get("rope_type"), str):
         raise ConfigError(f"config.json: rope_type is {parameters.get('rope_type')!r}; it must be a name")
     if parameters.get("original_max_position_embeddings", 1) == 0:

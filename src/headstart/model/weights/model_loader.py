@@ -18,21 +18,21 @@ from headstart import __version__
 from headstart.core.errors import ConfigError
 from headstart.gguf.gguf_reader import is_gguf
 from headstart.model.attention.base import resolve_backend
-from headstart.model.kernels.library import find, kernels
+from headstart.model.kernels.library import find_kernels, loaded_kernels
 from headstart.model.kernels.packed import ACTIVATION_BITS
 from headstart.model.layers.decoder import Decoder, LanguageModel, load_decoder
-from headstart.model.layers.dispatch import CHOICES, chosen_kernels
+from headstart.model.layers.dispatch import CHOICES, choose_kernels
 from headstart.model.layers.hybrid_decoder import HybridDecoder
 from headstart.model.layers.hybrid_weights import load_hybrid
-from headstart.model.layers.linear import Form
+from headstart.model.layers.linear import WeightForm
 from headstart.model.paged_kv import KVShape
 from headstart.model.source_digest import source_digest
 from headstart.model.weights.architectures import NATIVE_ARCHITECTURES, architecture_of, refuse_quantised
-from headstart.model.weights.checkpoint import Checkpoint, LoadingBar
-from headstart.model.weights.config_bounds import check_sizes
+from headstart.model.weights.checkpoint import LoadingBar, ModelCheckpoint
+from headstart.model.weights.config_bounds import check_config_sizes
 from headstart.model.weights.config_keys import NotNativeError
 from headstart.model.weights.gguf.block_formats import FORMATS
-from headstart.model.weights.hybrid_config import text_part
+from headstart.model.weights.hybrid_config import language_model_config
 from headstart.model.weights.model_config import ModelConfig, eos_token_ids, parse_config
 from headstart.model.weights.model_files import read_config
 
@@ -91,12 +91,12 @@ def load_model(
     `activation_bits` are those of the rows that weights in blocks are multiplied by, 16 or 8. `batch_invariant`: on a
     GPU, the bits of a row do not depend on the other rows of a step, nor on how a prompt is cut; see docs/cuda.md.
     """
-    raw = text_part(read_config(folder))
+    raw = language_model_config(read_config(folder))
     architecture = architecture_of(raw)
     refuse_quantised(raw)
     chosen_dtype, chosen_device = resolve_dtype(dtype, raw), resolve_device(device)
     resolve_backend(attention_backend, chosen_device)
-    check_sizes(raw)
+    check_config_sizes(raw)
     native, why = _native_config(raw, architecture)
     if quantization not in QUANTIZATIONS:
         raise ConfigError(f"quantization {quantization!r} is not known; choose {', '.join(QUANTIZATIONS)}")
@@ -111,7 +111,7 @@ def load_model(
         )
     if native is None and is_gguf(folder):
         raise ConfigError(f"{folder.name} is not supported in GGUF{why}; the model's folder of safetensors may be")
-    checkpoint, bits, compiled = Checkpoint(folder), 16, None
+    checkpoint, bits, compiled = ModelCheckpoint(folder), 16, None
     if native is None:
         transformers_model: Any = import_module(TRANSFORMERS_MODEL)
         try:
@@ -121,18 +121,18 @@ def load_model(
         shape, vocab_size, max_model_len = breadth.kv_shape, breadth.vocab_size, breadth.max_model_len
     else:
         with LoadingBar(checkpoint.num_bytes, f"Loading {folder.name}") as bar, checkpoint.reading(bar.advance):
-            compiled = kernels() if chosen_device.type == "cpu" else None
+            compiled = loaded_kernels() if chosen_device.type == "cpu" else None
             kinds = {entry.dtype for entry in checkpoint.entries.values()} & FORMATS.keys()
             blocks = any(FORMATS[kind].block_size > 1 for kind in kinds)  # in bfloat16 only our kernels multiply them
             if quantization == "none" and (chosen_dtype == torch.float32 or not blocks):
-                compiled = chosen_kernels(compiled, linear_dispatch)
+                compiled = choose_kernels(compiled, linear_dispatch)
             if (
                 chosen_dtype == torch.bfloat16
                 and compiled
                 and (quantization == "int4" or (quantization == "none" and blocks))
             ):
                 bits = activation_bits
-            form = Form(compiled, quantization, chosen_dtype, chosen_device, bits)
+            form = WeightForm(compiled, quantization, chosen_dtype, chosen_device, bits)
             load = load_decoder if native.hybrid is None else load_hybrid
             model = load(native, checkpoint, chosen_dtype, chosen_device, form)
         shape = KVShape(native.num_attention_layers, native.num_kv_heads, native.head_dim)
@@ -184,7 +184,7 @@ def _exceptions(model: LanguageModel, device: torch.device, products: str, backe
         yield "transformers"
     elif products == "torch" and device.type == "cpu":
         yield "torch-products"
-    elif device.type == "cpu" and not model.are_rows_exact():
+    elif device.type == "cpu" and not model.is_batch_invariant():
         yield "row-test"
     if backend == "reference":
         yield "torch-attention"
@@ -214,7 +214,7 @@ def _computed_by(
     releases = {"headstart": __version__, "torch": str(torch.__version__), "code": source_digest().hex()}
     if by_transformers:
         releases["transformers"] = transformers.__version__
-    variant = find().note if backend == "cpu" else ""
+    variant = find_kernels().note if backend == "cpu" else ""
     return json.dumps([str(dtype), quantization, device.type, backend, variant, releases], sort_keys=True).encode()
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from headstart.core.errors import ConfigError
 from headstart.gguf.gguf_reader import LFS_POINTER, refuse_lfs_pointer
 from headstart.model.weights.gguf.block_formats import PackedTensor
-from headstart.model.weights.json_file import one_line, read_json, shorten
-from headstart.model.weights.tensor_files import Entry
+from headstart.model.weights.json_file import one_line_error, read_json, shorten_text
+from headstart.model.weights.tensor_files import TensorEntry
 
 MAX_HEADER_BYTES = 32 << 20  # room for 250,000 tensors in one file; the format itself allows 100 MB
 
@@ -25,12 +25,14 @@ class SafetensorsFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         self._open: dict[Path, Any] = {}  # safetensors exports no type for its handles
         for file in weight_files(folder):
             for name, entry in read_header(file).items():
                 if name in self.entries:
-                    raise ConfigError(f"{file}: tensor {shorten(name, 200)} is also in {self.entries[name].file.name}")
+                    raise ConfigError(
+                        f"{file}: tensor {shorten_text(name, 200)} is also in {self.entries[name].file.name}"
+                    )
                 self.entries[name] = entry
 
     def stored_name(self, name: str) -> str:
@@ -89,7 +91,7 @@ def weight_files(folder: Path) -> list[Path]:
     raise ConfigError(f"{folder} holds no *.safetensors")
 
 
-def read_header(file: Path) -> dict[str, Entry]:
+def read_header(file: Path) -> dict[str, TensorEntry]:
     """Return the tensors of one safetensors file. Raises ConfigError for a header that is too long or invalid."""
     if not file.is_file():
         raise ConfigError(f"{file} is not a regular file")
@@ -106,7 +108,7 @@ def read_header(file: Path) -> dict[str, Entry]:
         header.pop("__metadata__", None)
         start = 8 + length
         return {
-            name: Entry(file, item["dtype"], tuple(item["shape"]), *(start + at for at in item["data_offsets"]))
+            name: TensorEntry(file, item["dtype"], tuple(item["shape"]), *(start + at for at in item["data_offsets"]))
             for name, item in header.items()
         }
     except (
@@ -119,4 +121,6 @@ def read_header(file: Path) -> dict[str, Entry]:
         MemoryError,
         SafetensorError,
     ) as error:
-        raise ConfigError(f"{file} is not a complete safetensors file: {one_line(error)}; download it again") from None
+        raise ConfigError(
+            f"{file} is not a complete safetensors file: {one_line_error(error)}; download it again"
+        ) from None

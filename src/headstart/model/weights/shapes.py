@@ -13,7 +13,7 @@ WEIGHT_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DecoderShape:
     """A decoder of the Llama family; names as in config.json."""
 
     architecture: str  # "Llama" | "Qwen2" | "Qwen3"
@@ -91,16 +91,18 @@ class Shape:
         yield "mlp.down_proj.weight", (hidden, wide)
 
 
-SHAPES: dict[str, Shape] = {
-    "tiny": Shape("Llama", 64, 2, 4, 2, 128, 512, 4096, head_dim=16),
-    "llama-100m": Shape("Llama", 768, 12, 12, 4, 2048, 32_000, 4096, head_dim=64),
-    "llama-100m-152k": Shape("Llama", 768, 12, 12, 4, 2048, 152_064, 4096, head_dim=64, tie_word_embeddings=True),
-    "tinyllama-1.1b": Shape("Llama", 2048, 22, 32, 4, 5632, 32_000, 2048, head_dim=64),
-    "llama-2-7b": Shape("Llama", 4096, 32, 32, 32, 11_008, 32_000, 4096, head_dim=128),
-    "qwen2.5-0.5b": Shape(
+SHAPES: dict[str, DecoderShape] = {
+    "tiny": DecoderShape("Llama", 64, 2, 4, 2, 128, 512, 4096, head_dim=16),
+    "llama-100m": DecoderShape("Llama", 768, 12, 12, 4, 2048, 32_000, 4096, head_dim=64),
+    "llama-100m-152k": DecoderShape(
+        "Llama", 768, 12, 12, 4, 2048, 152_064, 4096, head_dim=64, tie_word_embeddings=True
+    ),
+    "tinyllama-1.1b": DecoderShape("Llama", 2048, 22, 32, 4, 5632, 32_000, 2048, head_dim=64),
+    "llama-2-7b": DecoderShape("Llama", 4096, 32, 32, 32, 11_008, 32_000, 4096, head_dim=128),
+    "qwen2.5-0.5b": DecoderShape(
         "Qwen2", 896, 24, 14, 2, 4864, 151_936, 32_768, 64, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=True
     ),
-    "qwen3-0.6b": Shape(
+    "qwen3-0.6b": DecoderShape(
         "Qwen3",
         1024,
         28,
@@ -114,7 +116,7 @@ SHAPES: dict[str, Shape] = {
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
     ),
-    "qwen3-1.7b": Shape(
+    "qwen3-1.7b": DecoderShape(
         "Qwen3",
         2048,
         28,
@@ -128,7 +130,7 @@ SHAPES: dict[str, Shape] = {
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
     ),
-    "qwen3-4b": Shape(
+    "qwen3-4b": DecoderShape(
         "Qwen3",
         2560,
         36,
@@ -142,12 +144,12 @@ SHAPES: dict[str, Shape] = {
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
     ),
-    "llama-3.1-8b": Shape("Llama", 4096, 32, 32, 8, 14_336, 128_256, 131_072, head_dim=128, rope_theta=5e5),
-    "llama-3m": Shape("Llama", 256, 4, 4, 2, 768, 512, 4096, head_dim=64),
+    "llama-3.1-8b": DecoderShape("Llama", 4096, 32, 32, 8, 14_336, 128_256, 131_072, head_dim=128, rope_theta=5e5),
+    "llama-3m": DecoderShape("Llama", 256, 4, 4, 2, 768, 512, 4096, head_dim=64),
 }
 
 
-def check_weights(shape: str, *, std: float, dtype: str) -> None:
+def check_random_weights(shape: str, *, std: float, dtype: str) -> None:
     """Raise ConfigError for an unknown shape or dtype, or an invalid `std`. Does not import torch."""
     if shape not in SHAPES:
         raise ConfigError(f"there is no shape {shape!r}; choose one of {', '.join(SHAPES)}")

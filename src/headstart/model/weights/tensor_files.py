@@ -9,7 +9,7 @@ from torch import Tensor
 from headstart.model.weights.gguf.block_formats import PackedTensor
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """The location of one tensor: file, stored type, shape, and the bytes [begin, end) in the file."""
 
     file: Path
@@ -22,7 +22,7 @@ class Entry(NamedTuple):
 class TensorFiles(Protocol):
     """The tensors of a checkpoint by their names in a model folder."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     noun: str  # of the files, for messages
     config_noun: str  # of the settings, for messages
     are_applied: bool  # whether Qwen3.5's norms and rates of decay are stored as they are applied

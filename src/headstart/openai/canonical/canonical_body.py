@@ -14,17 +14,23 @@ import msgspec
 from headstart.openai.canonical.canonical_messages import (
     KEEPING_VARIABLES,
     SYSTEM_RULES,
+    append_lines,
     canonical_messages,
-    clean_system,
-    inline_systems,
-    with_canonical,
-    with_lines,
-    without_counts,
-    without_thought,
+    clean_system_prompt,
+    inline_system_messages,
+    strip_think_section,
+    strip_token_counts_of_content,
+    with_canonical_json,
 )
-from headstart.openai.canonical.plain_items import plain_items, plain_messages, plain_tools
-from headstart.openai.canonical.prompt_rules import AppliedRules, PromptRules, applied_rules, are_changed, with_field
-from headstart.openai.canonical.stable_tools import sorted_schema, sorted_tools, tool_name
+from headstart.openai.canonical.plain_items import supported_items, supported_messages, supported_tools
+from headstart.openai.canonical.prompt_rules import (
+    AppliedRules,
+    PromptRules,
+    applied_rules,
+    has_replaced_items,
+    replace_field,
+)
+from headstart.openai.canonical.stable_tools import sorted_schema, sorted_tools, tool_name_of
 from headstart.openai.chat.template_forms import ContentForms
 from headstart.reuse.logged_prompt import BODY_KEYS
 
@@ -63,7 +69,7 @@ def canonical_body(
     return CanonicalBody(data, {**values, **changed} if changed else values, applied_rules(counts))
 
 
-def canonical_line(line: str, rules: PromptRules) -> str:
+def canonical_log_line(line: str, rules: PromptRules) -> str:
     """Return a line of a log with its body after the rules; a line without a body stays as it is."""
     try:
         entry = json.loads(line)
@@ -83,9 +89,9 @@ def _plain(path: str, values: Values, counts: Counter[str]) -> dict[str, Any]:
     """Return the fields that the rule `plain_items` changes."""
     name, found = "input" if path == RESPONSES else "messages", dict[str, Any]()
     if (tools := _objects(values.get("tools"))) is not None:
-        found |= _if_changed("tools", plain_tools(path, tools, counts), tools)
+        found |= _if_changed("tools", supported_tools(path, tools, counts), tools)
     if (sent := _objects(values.get(name))) is not None:
-        plain = plain_items(sent, counts) if path == RESPONSES else plain_messages(path, sent, counts)
+        plain = supported_items(sent, counts) if path == RESPONSES else supported_messages(path, sent, counts)
         found |= _if_changed(name, plain, sent)
     return found
 
@@ -95,7 +101,7 @@ def _inlined(path: str, values: Values, forms: ContentForms | None, counts: Coun
     sent = _objects(values.get(name))
     if sent is None:
         return {}
-    return _if_changed(name, inline_systems(sent, forms, counts, leads=path != MESSAGES), sent)
+    return _if_changed(name, inline_system_messages(sent, forms, counts, leads=path != MESSAGES), sent)
 
 
 def _changed_tools(values: Values, rules: PromptRules, counts: Counter[str]) -> dict[str, Any]:
@@ -107,7 +113,7 @@ def _changed_tools(values: Values, rules: PromptRules, counts: Counter[str]) -> 
         found = [sorted_schema(tool) for tool in sent]
         counts["schemas"] += sum(new is not old for new, old in zip(found, sent, strict=True))
     if "tools" in rules:
-        ordered = sorted_tools(found, tool_name)
+        ordered = sorted_tools(found, tool_name_of)
         counts["tools"] += any(new is not old for new, old in zip(ordered, found, strict=True))
         found = ordered
     return {"tools": found} if counts.total() else {}
@@ -135,7 +141,7 @@ def _messages(values: Values, rules: PromptRules, counts: Counter[str]) -> dict[
     found = [_block_message(message, rules, counts) for message in sent]
     found = [new for new, old in zip(found, sent, strict=True) if new.get("content") or not old.get("content")] or sent
     if moved:
-        found[-1] = {**found[-1], "content": with_lines(found[-1].get("content"), "text", moved)}
+        found[-1] = {**found[-1], "content": append_lines(found[-1].get("content"), "text", moved)}
     return changed | _if_changed("messages", found, sent)
 
 
@@ -146,9 +152,9 @@ def _clean_field(
     sent = values.get(name)
     if not sent or not rules & (SYSTEM_RULES | {"token_counts"}):
         return {}, []
-    clean = clean_system(sent, rules, counts)
+    clean = clean_system_prompt(sent, rules, counts)
     if "token_counts" in rules:
-        clean = clean._replace(content=without_counts(clean.content, counts))
+        clean = clean._replace(content=strip_token_counts_of_content(clean.content, counts))
     return ({} if clean.content is sent else {name: clean.content}), clean.moved
 
 
@@ -157,7 +163,7 @@ def _block_message(message: Values, rules: PromptRules, counts: Counter[str]) ->
     content = message.get("content")
     if message.get("role") == "assistant" and "drop_reasoning" in rules:
         if isinstance(content, str):
-            return with_field(message, "content", without_thought(content, counts))
+            return replace_field(message, "content", strip_think_section(content, counts))
         blocks = _objects(content)
         kept = [block for block in blocks or () if block.get("type") not in _THOUGHTS]
         if blocks is None or not kept or len(kept) == len(blocks):
@@ -165,11 +171,13 @@ def _block_message(message: Values, rules: PromptRules, counts: Counter[str]) ->
         counts["drop_reasoning"] += 1
         return {**message, "content": kept}
     if message.get("role") != "assistant" and "token_counts" in rules:
-        content = without_counts(content, counts)
-        message = with_field(message, "content", content)
+        content = strip_token_counts_of_content(content, counts)
+        message = replace_field(message, "content", content)
     if message.get("role") == "user" and "json" in rules and (blocks := _objects(content)) is not None:
-        found = [with_canonical(one, "content", counts) if one.get("type") == "tool_result" else one for one in blocks]
-        return {**message, "content": found} if are_changed(found, blocks) else message
+        found = [
+            with_canonical_json(one, "content", counts) if one.get("type") == "tool_result" else one for one in blocks
+        ]
+        return {**message, "content": found} if has_replaced_items(found, blocks) else message
     return message
 
 
@@ -177,7 +185,7 @@ def _responses(values: Values, rules: PromptRules, counts: Counter[str]) -> dict
     changed, moved = _clean_field(values, "instructions", rules, counts)
     sent = values.get("input")
     if isinstance(sent, str):
-        return changed | ({"input": with_lines(sent, "input_text", moved)} if moved else {})
+        return changed | ({"input": append_lines(sent, "input_text", moved)} if moved else {})
     items = _objects(sent)
     if items is None or (moved and not items):
         return {}
@@ -187,15 +195,15 @@ def _responses(values: Values, rules: PromptRules, counts: Counter[str]) -> dict
             counts["drop_reasoning"] += 1
         elif item.get("type") == "function_call_output" and rules & {"json", "token_counts"}:
             if "token_counts" in rules:
-                item = with_field(item, "output", without_counts(item.get("output"), counts))
-            found.append(with_canonical(item, "output", counts) if "json" in rules else item)
+                item = replace_field(item, "output", strip_token_counts_of_content(item.get("output"), counts))
+            found.append(with_canonical_json(item, "output", counts) if "json" in rules else item)
         else:
             changed_item = canonical_messages([item], rules - {"json"}, counts)[0] if "role" in item else item
             found += [changed_item] if changed_item.get("content") or not item.get("content") else []
     if moved and found:
         last = found[-1]
         name = "output" if last.get("type") == "function_call_output" else "content"
-        found[-1] = {**last, name: with_lines(last.get(name), "input_text", moved)}
+        found[-1] = {**last, name: append_lines(last.get(name), "input_text", moved)}
     return changed | (_if_changed("input", found, items) if found else {})
 
 
@@ -208,7 +216,7 @@ def _objects(value: object) -> list[Values] | None:
 
 def _if_changed(name: str, found: list[Values], sent: list[Values]) -> dict[str, Any]:
     """Return the field with objects that a rule has changed; {} for the same ones."""
-    return {name: found} if are_changed(found, sent) else {}
+    return {name: found} if has_replaced_items(found, sent) else {}
 
 
 _APIS: Mapping[str, Callable[[Values, PromptRules, Counter[str]], dict[str, Any]]] = {

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
-from headstart.openai.canonical.nonces import without_nonces, without_token_counts
-from headstart.openai.canonical.prompt_rules import AppliedRules, PromptRules, applied_rules, mapped, with_field
+from headstart.openai.canonical.nonces import strip_nonces, strip_token_counts
+from headstart.openai.canonical.prompt_rules import AppliedRules, PromptRules, applied_rules, map_items, replace_field
 from headstart.openai.canonical.stable_tools import sorted_schema, sorted_tools
 from headstart.openai.chat.template_forms import SYSTEM_ROLES, ContentForms
 from headstart.openai.tools.tool_fields import Tool
-from headstart.reuse.causes import num_times
+from headstart.reuse.causes import count_timestamps
 
 Message = Mapping[str, Any]
 SYSTEM_RULES = frozenset({"billing_header", "trace_headers", "request_ids", "dates"})
@@ -27,7 +27,7 @@ _THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
-class CleanText(NamedTuple):
+class CleanedText(NamedTuple):
     """A content without nonces, and the lines that are to be moved behind the last message."""
 
     content: Any
@@ -41,23 +41,23 @@ def canonical_messages(messages: Sequence[Message], rules: PromptRules, counts: 
     for message in messages:
         role = message.get("role")
         if role in SYSTEM_ROLES and rules & SYSTEM_RULES:
-            clean = clean_system(message.get("content"), rules, counts)
+            clean = clean_system_prompt(message.get("content"), rules, counts)
             moved += clean.moved
-            message = with_field(message, "content", clean.content)
+            message = replace_field(message, "content", clean.content)
         elif role == "assistant" and "drop_reasoning" in rules:
             message = _without_reasoning(message, counts)
         elif role == "tool" and "json" in rules:
-            message = with_canonical(message, "content", counts)
+            message = with_canonical_json(message, "content", counts)
         if "token_counts" in rules and role != "assistant" and "content" in message:
-            content = without_counts(message["content"], counts)
+            content = strip_token_counts_of_content(message["content"], counts)
             if not content and message["content"] and len(messages) > 1:
                 continue
-            message = with_field(message, "content", content)
+            message = replace_field(message, "content", content)
         found.append(message)
     return _with_moved(found, moved) if moved else found
 
 
-def inline_systems(
+def inline_system_messages(
     messages: Sequence[Message], forms: ContentForms | None, counts: Counter[str], *, leads: bool
 ) -> list[Message]:
     """Return messages or items with system messages as a user's, in place, that the template refuses, drops or moves.
@@ -66,13 +66,13 @@ def inline_systems(
     API allows system messages at the beginning.
     """
     known = None if forms is None or forms.shown is None else forms
-    joins = known is not None and not known.shows("user user")
+    joins = known is not None and not known.shows_probe("user user")
     found: list[Message] = []
     is_leading, was_inlined = leads, False
     for message in messages:
         role = message.get("role")
         is_leading = is_leading and role in SYSTEM_ROLES
-        shown = is_leading if known is None else known.shows(str(role) if is_leading else f"inline {role}")
+        shown = is_leading if known is None else known.shows_probe(str(role) if is_leading else f"inline {role}")
         is_inlined = role in SYSTEM_ROLES and not shown
         if is_inlined:
             counts["inline_system"] += 1
@@ -86,10 +86,10 @@ def inline_systems(
     return found
 
 
-def without_counts(content: Any, counts: Counter[str]) -> Any:
+def strip_token_counts_of_content(content: Any, counts: Counter[str]) -> Any:
     """Return a content without statements of the tokens that are left; the same object if it has none."""
     if isinstance(content, str):
-        text = without_token_counts(content, counts)
+        text = strip_token_counts(content, counts)
         return content if text == content else text
     if not isinstance(content, list):
         return content
@@ -98,7 +98,7 @@ def without_counts(content: Any, counts: Counter[str]) -> Any:
     for part in cast("list[Any]", content):
         key = "content" if isinstance(part, Mapping) and "content" in part else "text"
         inner = cast("Mapping[str, Any]", part).get(key) if isinstance(part, Mapping) else None
-        found = without_counts(inner, counts)
+        found = strip_token_counts_of_content(inner, counts)
         is_changed = is_changed or found is not inner
         if found is inner:
             parts.append(part)
@@ -107,13 +107,13 @@ def without_counts(content: Any, counts: Counter[str]) -> Any:
     return parts if is_changed else content
 
 
-def clean_system(content: Any, rules: PromptRules, counts: Counter[str]) -> CleanText:
+def clean_system_prompt(content: Any, rules: PromptRules, counts: Counter[str]) -> CleanedText:
     """Return the content of a system prompt without the nonces of `rules`; the same object if it has none."""
     moved: list[str] = []
     if isinstance(content, str):
         return _clean(content, rules, counts)
     if not isinstance(content, list):
-        return CleanText(content, moved)
+        return CleanedText(content, moved)
     parts: list[Any] = []
     is_changed = False
     for part in cast("list[Any]", content):
@@ -129,10 +129,10 @@ def clean_system(content: Any, rules: PromptRules, counts: Counter[str]) -> Clea
         is_changed = True
         if clean.content.strip():
             parts.append({**part, "text": clean.content})
-    return CleanText(parts if is_changed and parts else content, moved if parts else [])
+    return CleanedText(parts if is_changed and parts else content, moved if parts else [])
 
 
-def canonical_content(content: Any, counts: Counter[str]) -> Any:
+def canonical_tool_content(content: Any, counts: Counter[str]) -> Any:
     """Return the content of a tool message with JSON in one form; the same object if nothing changes."""
     if isinstance(content, str):
         text = canonical_json(content)
@@ -142,18 +142,18 @@ def canonical_content(content: Any, counts: Counter[str]) -> Any:
         return text
     if not isinstance(content, list):
         return content
-    return mapped(
+    return map_items(
         cast("list[Any]", content),
-        lambda part: part if _text_of(part) is None else with_canonical(part, "text", counts),
+        lambda part: part if _text_of(part) is None else with_canonical_json(part, "text", counts),
     )
 
 
-def with_canonical(holder: Message, name: str, counts: Counter[str]) -> Message:
+def with_canonical_json(holder: Message, name: str, counts: Counter[str]) -> Message:
     """Return an object with the JSON of a field in one form."""
-    return with_field(holder, name, canonical_content(holder.get(name), counts))
+    return replace_field(holder, name, canonical_tool_content(holder.get(name), counts))
 
 
-def without_thought(text: str, counts: Counter[str]) -> str:
+def strip_think_section(text: str, counts: Counter[str]) -> str:
     """Return an assistant's text without a leading <think> section."""
     found = _THOUGHT.match(text)
     if found is None:
@@ -162,11 +162,11 @@ def without_thought(text: str, counts: Counter[str]) -> str:
     return text[found.end() :]
 
 
-def _clean(text: str, rules: PromptRules, counts: Counter[str]) -> CleanText:
-    clean, moved = without_nonces(text, rules, counts)
+def _clean(text: str, rules: PromptRules, counts: Counter[str]) -> CleanedText:
+    clean, moved = strip_nonces(text, rules, counts)
     if "dates" in rules:
-        counts["dates"] += num_times(clean)
-    return CleanText(clean if clean != text else text, moved)
+        counts["dates"] += count_timestamps(clean)
+    return CleanedText(clean if clean != text else text, moved)
 
 
 def _text_of(part: Any) -> str | None:
@@ -185,18 +185,18 @@ def _without_reasoning(message: Message, counts: Counter[str]) -> Message:
         kept = dict(message)
     content = kept.get("content")
     if isinstance(content, str):
-        kept["content"] = without_thought(content, counts)
+        kept["content"] = strip_think_section(content, counts)
     return message if kept == message else kept
 
 
 def _with_moved(messages: list[Message], lines: list[str]) -> list[Message]:
     """Return the messages with lines behind the last one that is a user's or a tool's; else behind the last one."""
     at = next((i for i in range(len(messages) - 1, -1, -1) if messages[i].get("role") in ("user", "tool")), -1)
-    messages[at] = {**messages[at], "content": with_lines(messages[at].get("content"), "text", lines)}
+    messages[at] = {**messages[at], "content": append_lines(messages[at].get("content"), "text", lines)}
     return messages
 
 
-def with_lines(content: Any, kind: str, lines: list[str]) -> Any:
+def append_lines(content: Any, kind: str, lines: list[str]) -> Any:
     """Return a content, a text or a list of parts, with lines behind it; `kind`: the type of a new part."""
     text = "\n".join(lines)
     if isinstance(content, list):

@@ -58,7 +58,7 @@ KNOWN_NONCES = (
 )
 
 
-def without_nonces(text: str, rules: PromptRules, counts: Counter[str]) -> tuple[str, list[str]]:
+def strip_nonces(text: str, rules: PromptRules, counts: Counter[str]) -> tuple[str, list[str]]:
     """Return a system prompt without the nonces of `rules`, and the lines that are to be moved. Counts each line."""
     moved: list[str] = []
     lower = text.lower()
@@ -73,12 +73,12 @@ def without_nonces(text: str, rules: PromptRules, counts: Counter[str]) -> tuple
     return text, moved
 
 
-def rule_for_line(line: str) -> str:
+def nonce_rule_of_line(line: str) -> str:
     """Return the rule that removes or moves a line of a system prompt; empty if none does."""
     return next((nonce.rule for nonce in KNOWN_NONCES if nonce.lines.fullmatch(line)), "")
 
 
-def without_token_counts(text: str, counts: Counter[str]) -> str:
+def strip_token_counts(text: str, counts: Counter[str]) -> str:
     """Return a text without statements of the tokens that are left. Counts each.
 
     They change with each turn, so a prompt that keeps the last one cannot extend the prompt before it.

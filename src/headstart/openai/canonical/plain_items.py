@@ -13,38 +13,38 @@ from typing import Any, cast
 import msgspec
 
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.bounds import Bounds
-from headstart.openai.canonical.prompt_rules import are_changed
-from headstart.openai.forms.carried_text import DIGEST, carried_text
-from headstart.openai.forms.treatments import UNREADABLE, ApiName, Place, Treatment, treatment
-from headstart.openai.request_json import parse_json
-from headstart.openai.responses_api.call_forms import CALL_FORMS, OUTPUTS, custom_description
-from headstart.openai.responses_api.input_items import read_item
-from headstart.openai.tools.call_arguments import call_arguments
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.canonical.prompt_rules import has_replaced_items
+from headstart.openai.forms.carried_text import DIGEST, item_text
+from headstart.openai.forms.treatments import UNREADABLE, ApiName, NamePlace, NameTreatment, find_treatment
+from headstart.openai.request_json import parse_json_object
+from headstart.openai.responses_api.call_forms import CALL_FORMS, OUTPUTS, custom_tool_description
+from headstart.openai.responses_api.input_items import read_input_item
+from headstart.openai.tools.call_arguments import parse_call_arguments
 
 Values = Mapping[str, Any]
-_BOUNDS = Bounds(vocab_size=1, max_model_len=1, unreadable_parts=DIGEST)
+_BOUNDS = RequestBounds(vocab_size=1, max_model_len=1, unreadable_parts=DIGEST)
 _AS_SENT = frozenset({"message", "item_reference"})
 _OWN_CALLS = frozenset(name for name, _ in CALL_FORMS.values() if name)  # tools whose calls no other engine makes
 
 
-def plain_tools(api: str, tools: list[Values], counts: Counter[str]) -> list[Values]:
+def supported_tools(api: str, tools: list[Values], counts: Counter[str]) -> list[Values]:
     """Return the tools that engines read or may know of; the same objects where nothing changes."""
     found: list[Values] = []
     for sent in tools:
         tool = sent
-        row = treatment(ApiName(api), Place.TOOL, sent.get("type"))
-        if sent.get("type") in _OWN_CALLS or (row is not None and row.treatment is Treatment.SKIPPED):
+        row = find_treatment(ApiName(api), NamePlace.TOOL, sent.get("type"))
+        if sent.get("type") in _OWN_CALLS or (row is not None and row.treatment is NameTreatment.SKIPPED):
             continue
         if sent.get("type") == "custom" and isinstance(sent.get("format"), Mapping):
             tool = {key: item for key, item in sent.items() if key != "format"}
-            tool["description"] = custom_description(dict(sent))
+            tool["description"] = custom_tool_description(dict(sent))
         found.append(tool)
     counts["plain_items"] += len(tools) - sum(any(tool is one for one in tools) for tool in found)
     return found
 
 
-def plain_items(items: Sequence[Values], counts: Counter[str]) -> list[Values]:
+def supported_items(items: Sequence[Values], counts: Counter[str]) -> list[Values]:
     """Return the items of a Responses conversation as messages, calls of functions, their outputs and reasoning."""
     found: list[Values] = []
     was_placed = False
@@ -83,7 +83,7 @@ def _plain_item(item: Values) -> Values | None:
     kind = item.get("type", "message")
     if kind in _AS_SENT or "role" in item:
         return item
-    read = read_item("input", item, _BOUNDS)
+    read = read_input_item("input", item, _BOUNDS)
     match kind:
         case "function_call":
             return _with_closed(item, read["arguments"])
@@ -108,14 +108,14 @@ def _plain_item(item: Values) -> Values | None:
             return None
 
 
-def plain_messages(api: str, messages: list[Values], counts: Counter[str]) -> list[Values]:
+def supported_messages(api: str, messages: list[Values], counts: Counter[str]) -> list[Values]:
     """Return the messages of a chat or of the Messages API, without those of which nothing is left."""
-    plain_message = plain_calls if api == ApiName.CHAT else plain_blocks
+    plain_message = close_call_arguments if api == ApiName.CHAT else supported_blocks
     found = [plain_message(message, counts) for message in messages]
     return [message for message in found if message is not None]
 
 
-def plain_blocks(message: Values, counts: Counter[str]) -> Values | None:
+def supported_blocks(message: Values, counts: Counter[str]) -> Values | None:
     """Return a message of the Messages API with text in place of blocks of a vendor's tools; None if nothing is left.
 
     Images and documents stay: engines may read them.
@@ -126,19 +126,19 @@ def plain_blocks(message: Values, counts: Counter[str]) -> Values | None:
     found: list[Any] = []
     for block in cast("list[Any]", blocks):
         kind = block.get("type") if isinstance(block, Mapping) else None
-        row = treatment(ApiName.MESSAGES, Place.ITEM, kind)
-        if row is None or kind in UNREADABLE or row.treatment is Treatment.MAPPED or kind == "document":
+        row = find_treatment(ApiName.MESSAGES, NamePlace.ITEM, kind)
+        if row is None or kind in UNREADABLE or row.treatment is NameTreatment.MAPPED or kind == "document":
             found.append(block)
             continue
         counts["plain_items"] += 1
-        text = "" if row.treatment is Treatment.SKIPPED else carried_text("messages", block, _BOUNDS)
+        text = "" if row.treatment is NameTreatment.SKIPPED else item_text("messages", block, _BOUNDS)
         found += [{"type": "text", "text": text}] if text else []
-    if not are_changed(found, blocks):
+    if not has_replaced_items(found, blocks):
         return message
     return {**message, "content": found} if found else None
 
 
-def plain_calls(message: Values, counts: Counter[str]) -> Values:
+def close_call_arguments(message: Values, counts: Counter[str]) -> Values:
     """Return a message of a chat with the arguments of its calls closed."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
@@ -150,13 +150,13 @@ def plain_calls(message: Values, counts: Counter[str]) -> Values:
         closed = _with_closed(cast("Values", function), sent) if isinstance(sent, str) else function
         counts["plain_items"] += closed is not function
         found.append(call if closed is function else {**call, "function": closed})
-    return {**message, "tool_calls": found} if are_changed(found, calls) else message
+    return {**message, "tool_calls": found} if has_replaced_items(found, calls) else message
 
 
 def _with_closed(call: Values, arguments: str) -> Values:
     """Return a call whose arguments are a JSON object; the same call if they are one."""
     try:
-        parse_json(arguments.encode())
+        parse_json_object(arguments.encode())
     except (InvalidRequestError, UnicodeEncodeError):
-        return {**call, "arguments": msgspec.json.encode(call_arguments(arguments)).decode()}
+        return {**call, "arguments": msgspec.json.encode(parse_call_arguments(arguments)).decode()}
     return call

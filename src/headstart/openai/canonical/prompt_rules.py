@@ -48,22 +48,22 @@ def applied_rules(counts: Counter[str]) -> AppliedRules:
     return tuple((name, counts[name]) for name in RULE_TEXTS | PLACEMENT_TEXTS if counts[name])
 
 
-def rules_header(applied: Iterable[tuple[str, int]]) -> str:
+def applied_rules_header(applied: Iterable[tuple[str, int]]) -> str:
     """Return the value of RULES_HEADER; empty if no rule applied."""
     return ", ".join(f"{name}={count}" for name, count in applied)
 
 
-def with_field(holder: Mapping[str, Any], name: str, value: Any) -> Mapping[str, Any]:
+def replace_field(holder: Mapping[str, Any], name: str, value: Any) -> Mapping[str, Any]:
     """Return an object with a field; the same object if the field has the value already."""
     return holder if holder.get(name) is value else {**holder, name: value}
 
 
-def mapped(items: list[Any], change: Callable[[Any], Any]) -> list[Any]:
+def map_items(items: list[Any], change: Callable[[Any], Any]) -> list[Any]:
     """Return the items after `change`; the same list if it changes none."""
     found = list(map(change, items))
-    return found if are_changed(found, items) else items
+    return found if has_replaced_items(found, items) else items
 
 
-def are_changed(found: Sequence[object], sent: Sequence[object]) -> bool:
+def has_replaced_items(found: Sequence[object], sent: Sequence[object]) -> bool:
     """Return whether a list has other objects than another one."""
     return len(found) != len(sent) or any(new is not old for new, old in zip(found, sent, strict=True))

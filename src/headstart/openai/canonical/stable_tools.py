@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from headstart.openai.canonical.prompt_rules import mapped
+from headstart.openai.canonical.prompt_rules import map_items
 
 _Tool = TypeVar("_Tool")
 
@@ -29,7 +29,7 @@ def sorted_schema(value: Any) -> Any:
     return _sorted(value, _SCHEMA)
 
 
-def tool_name(tool: object) -> str | None:
+def tool_name_of(tool: object) -> str | None:
     """Return the name of a tool as sent to any of the three APIs; None if it has none."""
     if not isinstance(tool, Mapping):
         return None
@@ -53,7 +53,7 @@ _SCHEMA, _NAMES, _VALUE = "schema", "names", "value"  # kinds of objects
 def _sorted(value: Any, kind: str) -> Any:
     if isinstance(value, list):
         child = _SCHEMA if kind == _NAMES else kind
-        return mapped(cast("list[Any]", value), lambda item: _sorted(item, child))
+        return map_items(cast("list[Any]", value), lambda item: _sorted(item, child))
     if not isinstance(value, Mapping):
         return value
     sent = cast("Mapping[str, Any]", value)

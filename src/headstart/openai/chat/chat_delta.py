@@ -20,7 +20,7 @@ class ChatDelta(NamedTuple):
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
-def joined(*deltas: ChatDelta) -> ChatDelta:
+def join_deltas(*deltas: ChatDelta) -> ChatDelta:
     """Return the deltas of one answer as one, with one ToolCallDelta for each call."""
     calls: dict[int, ToolCallDelta] = {}
     for call in (call for delta in deltas for call in delta.tool_calls):

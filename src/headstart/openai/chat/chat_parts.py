@@ -9,10 +9,10 @@ from enum import Enum
 from typing import NamedTuple
 
 from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta
-from headstart.openai.text.generation import Delta
+from headstart.openai.text.generation import OutputDelta
 
 
-class PartKind(Enum):
+class ChatPartKind(Enum):
     """The kind of a part."""
 
     REASONING = "reasoning"
@@ -25,7 +25,7 @@ class ChatPart:
 
     __slots__ = ("_texts", "call", "index", "kind")
 
-    def __init__(self, kind: PartKind, index: int, call: ToolCallDelta | None = None) -> None:
+    def __init__(self, kind: ChatPartKind, index: int, call: ToolCallDelta | None = None) -> None:
         self.kind = kind
         self.index = index  # among all parts
         self.call = call  # the first delta of a tool call: index, id and name
@@ -43,7 +43,7 @@ class ChatPart:
         self._texts.append(text)
 
 
-class PartStep(NamedTuple):
+class ChatPartUpdate(NamedTuple):
     """New text of a part. `closed`: the part that ended before it; `is_new`: the part begins with this step."""
 
     part: ChatPart
@@ -64,9 +64,9 @@ class ChatParts:
     @property
     def has_calls(self) -> bool:
         """Whether there is a tool call."""
-        return any(part.kind is PartKind.TOOL_CALL for part in self.parts)
+        return any(part.kind is ChatPartKind.TOOL_CALL for part in self.parts)
 
-    def add(self, delta: Delta) -> list[PartStep]:
+    def add(self, delta: OutputDelta) -> list[ChatPartUpdate]:
         """Add a delta and return its steps, in order."""
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.stop_reason = delta.stop_reason if delta.finish_reason else self.stop_reason
@@ -79,7 +79,7 @@ class ChatParts:
         """Return the part that no later one has closed yet; None without any part."""
         return self.parts[-1] if self.parts else None
 
-    def _grow(self, kind: PartKind, text: str, call: ToolCallDelta | None) -> Iterator[PartStep]:
+    def _grow(self, kind: ChatPartKind, text: str, call: ToolCallDelta | None) -> Iterator[ChatPartUpdate]:
         last = self.open_part()
         is_same = last is not None and last.kind is kind
         if is_same and call is not None:
@@ -87,19 +87,19 @@ class ChatParts:
             is_same = last.call.call_index == call.call_index
         if last is not None and is_same:
             last.append(text)
-            yield PartStep(last, text, is_new=False, closed=None)
+            yield ChatPartUpdate(last, text, is_new=False, closed=None)
             return
         part = ChatPart(kind, len(self.parts), call)
         part.append(text)
         self.parts.append(part)
-        yield PartStep(part, text, is_new=True, closed=last)
+        yield ChatPartUpdate(part, text, is_new=True, closed=last)
 
 
-def _pieces(chat: ChatDelta) -> Iterator[tuple[PartKind, str, ToolCallDelta | None]]:
+def _pieces(chat: ChatDelta) -> Iterator[tuple[ChatPartKind, str, ToolCallDelta | None]]:
     """Yield the new texts of a delta. A call without arguments yet is a piece as well: it has a name."""
     if chat.reasoning:
-        yield PartKind.REASONING, chat.reasoning, None
+        yield ChatPartKind.REASONING, chat.reasoning, None
     if chat.content:
-        yield PartKind.CONTENT, chat.content, None
+        yield ChatPartKind.CONTENT, chat.content, None
     for call in chat.tool_calls:
-        yield PartKind.TOOL_CALL, call.arguments, call
+        yield ChatPartKind.TOOL_CALL, call.arguments, call

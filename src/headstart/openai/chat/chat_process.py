@@ -8,7 +8,7 @@ from typing import Any
 
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.chat.chat_template import ChatTemplate
-from headstart.openai.chat.template_forms import encoded_forms
+from headstart.openai.chat.template_forms import encode_content_forms
 from headstart.openai.sandbox.sandbox_process import Handler, serve
 
 _TOO_LARGE = InvalidRequestError(
@@ -23,7 +23,7 @@ def build(setup: Any) -> Handler:
 
     def render(request: Any) -> str:
         if request is None:
-            return encoded_forms(template.content_forms())
+            return encode_content_forms(template.content_forms())
         messages, generate, go_on, options, tools = request
         return template.render(
             messages, add_generation_prompt=generate, continue_final_message=go_on, options=options, tools=tools

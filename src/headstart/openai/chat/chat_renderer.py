@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headstart.core.errors import ConfigError, InvalidRequestError
-from headstart.openai.chat.chat_template import MAX_CHARS, MAX_SECONDS, check_source
-from headstart.openai.chat.template_forms import ContentForms, decoded_forms
-from headstart.openai.sandbox.sandbox_pool import Sandbox, SandboxLostError, SandboxPool
+from headstart.openai.chat.chat_template import MAX_CHARS, MAX_SECONDS, check_template_source
+from headstart.openai.chat.template_forms import ContentForms, decode_content_forms
+from headstart.openai.sandbox.sandbox_pool import SandboxLostError, SandboxPool, SandboxSpec
 
 MAX_BYTES = 512 * 1024 * 1024  # of one process; 16 Mi characters of a wide text take 64 MiB, several times
 
@@ -28,8 +28,8 @@ class ChatRenderer:
         max_bytes: int = MAX_BYTES,
     ) -> None:
         """Raise ConfigError for a template that is too long or is not valid Jinja."""
-        check_source(source)
-        sandbox = Sandbox(
+        check_template_source(source)
+        sandbox = SandboxSpec(
             module="headstart.openai.chat.chat_process",
             setup=(source, dict(named_tokens), max_seconds),
             subject="the model's chat template",
@@ -64,7 +64,7 @@ class ChatRenderer:
     def content_forms(self) -> ContentForms:
         """Return the forms of content that the template takes, as ChatTemplate does; raises what `render` raises."""
         if self._forms is None:
-            self._forms = decoded_forms(self._ask(None))
+            self._forms = decode_content_forms(self._ask(None))
         return self._forms
 
     def _ask(self, request: Any, tenant: str = "") -> str:

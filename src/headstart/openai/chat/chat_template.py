@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headstart.core.errors import ConfigError, InvalidRequestError
-from headstart.openai.chat.template_forms import ContentForms, find_forms
+from headstart.openai.chat.template_forms import ContentForms, detect_content_forms
 
 MAX_CHARS = 16 * 1024 * 1024
 MAX_SECONDS = 2.0
@@ -76,7 +76,7 @@ class ChatTemplate:
 
     def content_forms(self) -> ContentForms:
         """Return the forms of messages that the template takes, found by rendering conversations of a few words."""
-        return find_forms(self._tried)
+        return detect_content_forms(self._tried)
 
     def _tried(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
         """Return a rendered conversation, or None if the template does not take it."""
@@ -99,7 +99,7 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def check_source(source: str) -> None:
+def check_template_source(source: str) -> None:
     """Raise ConfigError for a template that is too long or is not valid Jinja. Only parses it.
 
     Compiling would evaluate constant expressions, such as 'a' * 2000000000.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.bounds import Bounds
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.forms.fields import UNSUPPORTED
 from headstart.openai.generation_fields import SamplingFields
 from headstart.openai.request_bodies import ChatBody, parse_chat
@@ -34,7 +34,7 @@ class ChatTranslation:
     thinks: bool | None = field(default=None)  # None: as the template does by default
     tool_names: Sequence[str] = ()  # per tool, the field that it comes from; beyond: the same
 
-    def parse(self, bounds: Bounds) -> ChatBody:
+    def parse(self, bounds: RequestBounds) -> ChatBody:
         """Return the validated chat request. Raises InvalidRequestError in the words of the API."""
         with self.named():
             return parse_chat(self.values, bounds)
@@ -72,7 +72,7 @@ class ChatTranslation:
         return _TOOL.sub(of_tool, text)
 
 
-def passed_on(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def passthrough_params(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that mean the same in a chat request: shared parameters, and those that it refuses by name.
 
     `own`: fields of the other API, left out unless they are shared parameters.

@@ -16,40 +16,42 @@ from headstart.openai.chat.template_forms import (
     PLAIN_CALL,
     REASONING_KEYS,
     SYSTEM_ROLES,
-    CallsShape,
     ContentForms,
     Message,
+    ToolCallsProbe,
 )
-from headstart.openai.tools.chat_format import ToolFamily
-from headstart.openai.tools.default_prompt import calls_text, result_text
+from headstart.openai.tools.chat_format import ToolCallFormat
+from headstart.openai.tools.default_prompt import tool_calls_as_text, tool_result_as_text
 
 SEPARATOR = "\n\n"  # between messages that become one
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
-class Placed(NamedTuple):
+class PlacedMessages(NamedTuple):
     """Messages for a chat template, and how often each placement was made: keys of PLACEMENT_TEXTS."""
 
     messages: list[Message]
     counts: Counter[str]
 
 
-def place(messages: Sequence[Message], forms: ContentForms, family: ToolFamily, *, shows_results: bool) -> Placed:
+def place_messages(
+    messages: Sequence[Message], forms: ContentForms, family: ToolCallFormat, *, shows_results: bool
+) -> PlacedMessages:
     """Return the messages in forms that the template shows; `messages` stay unchanged.
 
     `family`: how calls are written that the template has no form for. `shows_results`: it knows messages of role
     `tool`, rather than printing any role.
     """
     placement = _Placement(forms, family, shows_results)
-    return Placed(placement.placed(messages), placement.counts)
+    return PlacedMessages(placement.placed(messages), placement.counts)
 
 
 class _Placement:
-    def __init__(self, forms: ContentForms, family: ToolFamily, shows_results: bool) -> None:
+    def __init__(self, forms: ContentForms, family: ToolCallFormat, shows_results: bool) -> None:
         self._forms = forms
         self._family = family
-        self._needs_short_ids = forms.shows(PLAIN_CALL) and not forms.shows("long id")
-        self._keeps_results = shows_results and forms.shows("result alone")
+        self._needs_short_ids = forms.shows_probe(PLAIN_CALL) and not forms.shows_probe("long id")
+        self._keeps_results = shows_results and forms.shows_probe("result alone")
         self.counts: Counter[str] = Counter()
 
     def placed(self, messages: Sequence[Message]) -> list[Message]:
@@ -67,14 +69,14 @@ class _Placement:
         found = [self._as_role(message, self._leading_role(message["role"], has_user=has_user)) for message in messages]
         roles = [message["role"] for message in found]
         pairs = pairwise(roles)
-        if "user" in roles or all(self._forms.shows(f"{one} {other}") for one, other in pairs):
+        if "user" in roles or all(self._forms.shows_probe(f"{one} {other}") for one, other in pairs):
             return found
         self.counts["joined_turns"] += len(found) - 1
         return [{**found[0], "content": SEPARATOR.join(message["content"] for message in found)}]
 
     def _leading_role(self, role: str, *, has_user: bool) -> str:
         for known in (role, "system"):
-            if self._forms.shows(known if has_user else f"{known} alone"):
+            if self._forms.shows_probe(known if has_user else f"{known} alone"):
                 return known
         return "user"
 
@@ -83,7 +85,7 @@ class _Placement:
         role = message["role"]
         if role not in SYSTEM_ROLES:
             return message
-        known = (known for known in (role, "system") if self._forms.shows(f"inline {known}"))
+        known = (known for known in (role, "system") if self._forms.shows_probe(f"inline {known}"))
         return self._as_role(message, next(known, "user"))
 
     def _as_role(self, message: Message, role: str) -> Message:
@@ -107,7 +109,7 @@ class _Placement:
 
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
-        if not self._forms.shows("object arguments") and not isinstance(function["arguments"], str):
+        if not self._forms.shows_probe("object arguments") and not isinstance(function["arguments"], str):
             text = json.dumps(function["arguments"], ensure_ascii=False)
             call = {**call, "function": {**function, "arguments": text}}
         return {**call, "id": self._short_id(call["id"])} if self._needs_short_ids else call
@@ -122,7 +124,7 @@ class _Placement:
 
     def _without_empty(self, messages: list[Message]) -> list[Message]:
         """Return the messages without answers that have no text, if the template refuses them."""
-        if self._forms.shows("empty answer"):
+        if self._forms.shows_probe("empty answer"):
             return messages
         return [
             message
@@ -142,7 +144,7 @@ class _Placement:
         role = message["role"]
         if not found or found[-1]["role"] != role or found[-1].get("tool_calls") or role == "tool":
             return message
-        if self._forms.shows("content call" if message.get("tool_calls") else f"{role} {role}"):
+        if self._forms.shows_probe("content call" if message.get("tool_calls") else f"{role} {role}"):
             return message
         self.counts["joined_turns"] += 1
         return _together(found.pop(), message)
@@ -177,35 +179,35 @@ class _Placement:
     ) -> list[Message]:
         """Return one message with calls, its results, and the user messages behind them."""
         calls = message["tool_calls"]
-        shape = CallsShape(bool(message["content"]), len(calls) > 1, bool(results), before_user)
+        shape = ToolCallsProbe(bool(message["content"]), len(calls) > 1, bool(results), before_user)
         if self._shows(shape, len(calls), len(results)):
             return [message, *results, *users]
         if users and results and self._shows(shape._replace(before_user=False), len(calls), len(results)):
             self.counts["joined_turns"] += len(users)
             texts = [one["content"] for one in (results[-1], *users)]
             return [message, *results[:-1], {**results[-1], "content": SEPARATOR.join(texts)}]
-        if shape.has_content and self._forms.shows("content call"):
+        if shape.has_content and self._forms.shows_probe("content call"):
             alone = shape._replace(has_content=False)
             single = alone._replace(is_parallel=False)
             if self._shows(alone, len(calls), len(results)) or self._shows(single, 1, 1):
                 self.counts["separate_calls"] += 1
                 text = {"role": "assistant", "content": message["content"]}
                 return [text, *self._group({**message, "content": ""}, results, users, before_user=before_user)]
-        one = CallsShape(shape.has_content)
+        one = ToolCallsProbe(shape.has_content)
         if shape.is_parallel and len(calls) == len(results) and self._shows(one, 1, 1):
             self.counts["separate_calls"] += len(calls) - 1
             return self._one_by_one(message, results, users, before_user=before_user)
         self.counts["plain_calls"] += len(calls)
-        text = "\n".join(part for part in (message["content"], calls_text(calls, self._family)) if part)
+        text = "\n".join(part for part in (message["content"], tool_calls_as_text(calls, self._family)) if part)
         kept = {key: value for key, value in message.items() if key != "tool_calls"}
         keeps = self._keeps_results and not before_user
         return [{**kept, "content": text}, *(results if keeps else map(self._plain_result, results)), *users]
 
-    def _shows(self, shape: CallsShape, num_calls: int, num_results: int) -> bool:
+    def _shows(self, shape: ToolCallsProbe, num_calls: int, num_results: int) -> bool:
         """Return whether calls are shown as they are. Results of only some must be shown with and without all."""
         is_complete = num_results in (0, num_calls)
         shapes = [shape] if is_complete else [shape._replace(is_answered=one) for one in (True, False)]
-        return all(self._forms.shows(one.probe) for one in shapes)
+        return all(self._forms.shows_probe(one.probe_name) for one in shapes)
 
     def _one_by_one(
         self, message: Message, results: list[Message], users: list[Message], *, before_user: bool
@@ -225,7 +227,7 @@ class _Placement:
 
     def _plain_result(self, message: Message) -> Message:
         self.counts["plain_calls"] += 1
-        return {"role": "user", "content": result_text(message["content"])}
+        return {"role": "user", "content": tool_result_as_text(message["content"])}
 
 
 def _together(one: Message, other: Message) -> Message:

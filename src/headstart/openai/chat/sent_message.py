@@ -7,11 +7,11 @@ parts of its content, its thinking blocks are its reasoning, and calls of functi
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from headstart.openai.bounds import Bounds
-from headstart.openai.forms.carried_text import part_text, result_content
-from headstart.openai.forms.treatments import AUDIO, Place
-from headstart.openai.tools.call_arguments import call_arguments
-from headstart.openai.value_checks import bad_value, check_string, check_text, shown
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.forms.carried_text import part_text, tool_result_content
+from headstart.openai.forms.treatments import AUDIO, NamePlace
+from headstart.openai.tools.call_arguments import parse_call_arguments
+from headstart.openai.value_checks import check_string, check_text, raise_invalid_value, safe_repr
 
 MAX_TOOL_CALLS = 4096  # of a message: an answer may have as many as its tokens allow
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -25,23 +25,25 @@ _REASONING_TEXTS = ("thinking", "text", "summary")
 _FOREIGN = frozenset(("refusal", "audio", "images", "function_call", *_REASONING_LISTS))
 
 
-def read_message(name: str, value: object, bounds: Bounds) -> Message:
+def read_message(name: str, value: object, bounds: RequestBounds) -> Message:
     """Return a message; `name` is that of the field. Raises InvalidRequestError."""
     if not isinstance(value, Mapping):
-        bad_value(name, f"is {shown(value)}", "it must be an object with role and content")
+        raise_invalid_value(name, f"is {safe_repr(value)}", "it must be an object with role and content")
     value = _domestic(value, bounds)
     role = value.get("role")
     if role not in ROLES:
-        bad_value(f"{name}.role", f"is {shown(role)}", f"it must be one of {', '.join(ROLES)}")
+        raise_invalid_value(f"{name}.role", f"is {safe_repr(role)}", f"it must be one of {', '.join(ROLES)}")
     message: Message = {"role": role}
     tool_calls = _tool_calls(f"{name}.tool_calls", value.get("tool_calls"))
     if tool_calls and role != "assistant":
-        bad_value(f"{name}.tool_calls", f"is set on a message of role {role}", "only the assistant calls tools")
+        raise_invalid_value(
+            f"{name}.tool_calls", f"is set on a message of role {role}", "only the assistant calls tools"
+        )
     content = value.get("content")
     if content is None and not tool_calls and (role == "assistant" or "content" in value):
         content = ""  # an answer with reasoning only, perhaps
     if content is None and not tool_calls:
-        bad_value(f"{name}.content", "is missing", "it must be a string or a list of text parts")
+        raise_invalid_value(f"{name}.content", "is missing", "it must be a string or a list of text parts")
     message["content"] = _content(f"{name}.content", content, bounds)
     for key in ("name", "tool_call_id", "reasoning_content"):
         text = value.get(key)
@@ -54,29 +56,31 @@ def read_message(name: str, value: object, bounds: Bounds) -> Message:
     return message
 
 
-def _content(name: str, value: object, bounds: Bounds) -> str | list[dict[str, str]] | None:
+def _content(name: str, value: object, bounds: RequestBounds) -> str | list[dict[str, str]] | None:
     """Return the content as one text, as two or more text parts, or as null."""
     if value is None:
         return None
     if isinstance(value, str):
         return check_text(name, value)
     if not isinstance(value, list | tuple):
-        bad_value(name, f"is {shown(value)}", "it must be a string or a list of text parts")
+        raise_invalid_value(name, f"is {safe_repr(value)}", "it must be a string or a list of text parts")
     texts = [_part(f"{name}[{index}]", part, bounds) for index, part in enumerate(value)]
     return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
 
 
-def _part(name: str, part: object, bounds: Bounds) -> str:
+def _part(name: str, part: object, bounds: RequestBounds) -> str:
     if not isinstance(part, Mapping):
-        bad_value(name, f"is {shown(part)}", 'it must be an object such as {"type": "text", "text": "..."}')
+        raise_invalid_value(
+            name, f"is {safe_repr(part)}", 'it must be an object such as {"type": "text", "text": "..."}'
+        )
     kind = part.get("type")
     if kind not in ("text", "input_text", "output_text", "refusal"):
         if isinstance(kind, str):
             return part_text(name, part, bounds)
-        bad_value(f"{name}.type", f"is {shown(kind)}", 'it must be "text"')
+        raise_invalid_value(f"{name}.type", f"is {safe_repr(kind)}", 'it must be "text"')
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):
-        bad_value(f"{name}.text", f"is {shown(text)}", "it must be a string")
+        raise_invalid_value(f"{name}.text", f"is {safe_repr(text)}", "it must be a string")
     return check_text(name, text)
 
 
@@ -85,27 +89,27 @@ def _tool_calls(name: str, value: object) -> list[dict[str, Any]]:
     if value is None:
         return []
     if not isinstance(value, list | tuple) or len(value) > MAX_TOOL_CALLS:
-        bad_value(name, f"is {shown(value)}", f"it must be a list of at most {MAX_TOOL_CALLS} calls")
+        raise_invalid_value(name, f"is {safe_repr(value)}", f"it must be a list of at most {MAX_TOOL_CALLS} calls")
     calls: list[dict[str, Any]] = []
     for index, call in enumerate(value):
         function = _function_of(call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            bad_value(f"{name}[{index}]", f"is {shown(call)}", "it must be an object with function.name")
+            raise_invalid_value(f"{name}[{index}]", f"is {safe_repr(call)}", "it must be an object with function.name")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             check_text(name, arguments)
         function_name = check_text(name, function["name"])
-        called = {"name": function_name, "arguments": call_arguments(arguments)}
+        called = {"name": function_name, "arguments": parse_call_arguments(arguments)}
         call_id = None if call.get("id") is None else check_string(f"{name}[{index}].id", call["id"])
         calls.append({"id": call_id, "type": "function", "function": called})
     return calls
 
 
-def _domestic(message: Mapping[str, Any], bounds: Bounds) -> Mapping[str, Any]:
+def _domestic(message: Mapping[str, Any], bounds: RequestBounds) -> Mapping[str, Any]:
     """Return a message with the same meaning and without fields of other servers. Notes reasoning without a text."""
     role = message.get("role")
     if role in ("tool", "function"):
-        return {**message, "role": "tool", "content": result_content(message.get("content"))}
+        return {**message, "role": "tool", "content": tool_result_content(message.get("content"))}
     if role != "assistant" or not _FOREIGN & message.keys():
         return message
     found = {key: value for key, value in message.items() if key not in _FOREIGN}
@@ -140,7 +144,7 @@ def _parts(message: Mapping[str, Any]) -> list[Any]:
     return [*parts, *images] if isinstance(images, list | tuple) else parts
 
 
-def _reasoning(message: Mapping[str, Any], bounds: Bounds) -> dict[str, str]:
+def _reasoning(message: Mapping[str, Any], bounds: RequestBounds) -> dict[str, str]:
     """Return the field for the reasoning of the first list that has any."""
     sent = next((found for key in _REASONING_LISTS if isinstance(found := message.get(key), list) and found), ())
     texts = [
@@ -151,5 +155,5 @@ def _reasoning(message: Mapping[str, Any], bounds: Bounds) -> dict[str, str]:
         if isinstance(part.get(key), str) and part[key]
     ]
     if sent and not texts:
-        bounds.skip(Place.ITEM, "reasoning")
+        bounds.skip(NamePlace.ITEM, "reasoning")
     return {"reasoning_content": "".join(texts)} if texts else {}

@@ -30,7 +30,7 @@ class ContentForms(NamedTuple):
     shown: frozenset[str] | None = None  # names of the probes that are shown; None: not known, all are taken as shown
     reasoning_key: str = REASONING_KEYS[0]  # of a message, for its reasoning
 
-    def shows(self, probe: str) -> bool:
+    def shows_probe(self, probe: str) -> bool:
         """Return whether the template shows the messages of a probe."""
         return self.shown is None or probe in self.shown
 
@@ -38,7 +38,7 @@ class ContentForms(NamedTuple):
 ONE_TEXT = ContentForms({}, takes_null=False, takes_no_parameters=False)
 
 
-class CallsShape(NamedTuple):
+class ToolCallsProbe(NamedTuple):
     """Tool calls of one message and their results, as far as a template may treat them differently."""
 
     has_content: bool = False
@@ -47,15 +47,15 @@ class CallsShape(NamedTuple):
     before_user: bool = False  # else before an answer, or at the end, where the next answer will be
 
     @property
-    def probe(self) -> str:
+    def probe_name(self) -> str:
         """The name of the probe."""
         return " ".join(("calls", *(name for name, is_so in self._asdict().items() if is_so)))
 
 
-PLAIN_CALL = CallsShape().probe
+PLAIN_CALL = ToolCallsProbe().probe_name
 
 
-def find_forms(tried: Tried) -> ContentForms:
+def detect_content_forms(tried: Tried) -> ContentForms:
     """Return the forms of a template; `tried` renders a conversation with it.
 
     A list of parts is printed between the same texts as one text, or as a Python list, which no model was trained
@@ -64,7 +64,7 @@ def find_forms(tried: Tried) -> ContentForms:
     tools: list[dict[str, Any]] | None = None if tried([_user("a")], None) is not None else []
 
     def shows(messages: list[Message]) -> bool:
-        return is_shown(messages, tried(messages, tools))
+        return are_texts_rendered(messages, tried(messages, tools))
 
     shown = {"no tools"} if tools is None else set[str]()
     arguments = "" if not shows(_one_call(None)) and shows(_one_call("")) else None
@@ -93,33 +93,33 @@ def find_forms(tried: Tried) -> ContentForms:
     )
 
 
-def is_shown(messages: Sequence[Mapping[str, Any]], text: str | None) -> bool:
+def are_texts_rendered(messages: Sequence[Mapping[str, Any]], text: str | None) -> bool:
     """Return whether each text of the messages is in `text` once, behind those of all earlier messages."""
     if text is None:
         return False
     end = 0
     for message in messages:
-        places = [(text.find(marker), len(marker)) for marker in texts_of(message)]
-        if any(at < end for at, _ in places) or any(text.count(marker) != 1 for marker in texts_of(message)):
+        places = [(text.find(marker), len(marker)) for marker in probe_texts(message)]
+        if any(at < end for at, _ in places) or any(text.count(marker) != 1 for marker in probe_texts(message)):
             return False
         end = max((at + length for at, length in places), default=end)
     return True
 
 
-def texts_of(message: Mapping[str, Any]) -> list[str]:
+def probe_texts(message: Mapping[str, Any]) -> list[str]:
     """Return the content and the arguments of calls of a probe's message."""
     calls = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
     found = [json.loads(one)["city"] if isinstance(one, str) else one["city"] for one in calls]
     return [*([message["content"]] if message["content"] else ()), *found]
 
 
-def encoded_forms(forms: ContentForms) -> str:
+def encode_content_forms(forms: ContentForms) -> str:
     """Return the forms as JSON."""
     shown = None if forms.shown is None else sorted(forms.shown)
     return json.dumps((*forms[:3], shown, forms.reasoning_key))
 
 
-def decoded_forms(answer: str) -> ContentForms:
+def decode_content_forms(answer: str) -> ContentForms:
     """Return the forms from JSON that is not trusted."""
     try:
         separators, takes_null, takes_no_parameters, shown, key = json.loads(answer)
@@ -189,15 +189,15 @@ def _probes(arguments: Any) -> Iterator[tuple[str, list[Message]]]:
 
 
 def _calls_probes(arguments: Any) -> Iterator[tuple[str, list[list[Message]]]]:
-    """Yield the conversations of each CallsShape by name: all must be shown."""
+    """Yield the conversations of each ToolCallsProbe by name: all must be shown."""
     user = [_user("g"), _text("assistant", "h"), _user("i")]
     answers = [[_text("assistant", "g"), _user("h")], [_called("", _call(3, "g", arguments)), _result(3, "h")]]
-    for shape in map(CallsShape._make, product((False, True), repeat=4)):
+    for shape in map(ToolCallsProbe._make, product((False, True), repeat=4)):
         calls = [_call(1, "c", arguments), *([_call(2, "d", arguments)] if shape.is_parallel else [])]
         results = [_result(1, "e"), *([_result(2, "f")] if shape.is_parallel else [])] if shape.is_answered else []
         behind = [user] if shape.before_user else [*answers, *([[]] if shape.is_answered else [])]
         before = [_user("a"), _called("b" if shape.has_content else "", *calls), *results]
-        yield shape.probe, [[*before, *more] for more in behind]
+        yield shape.probe_name, [[*before, *more] for more in behind]
 
 
 def _leading(role: str, calls: list[Message]) -> list[list[Message]]:

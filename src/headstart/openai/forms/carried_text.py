@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any
 
-from headstart.openai.bounds import Bounds
-from headstart.openai.forms.treatments import UNREADABLE, Place
-from headstart.openai.value_checks import check_text, shown, unsupported
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.forms.treatments import UNREADABLE, NamePlace
+from headstart.openai.value_checks import check_text, raise_unsupported, safe_repr
 
 REFUSE, DIGEST = "refuse", "digest"
 _LEFT_OUT = frozenset(
@@ -29,25 +29,25 @@ _SHOWN_TYPE_CHARS = 64
 _BASE64 = re.compile(r"(?:data:[\w/+.-]*;base64,)?[A-Za-z0-9+/_-]{1024,}={0,2}")  # longer than any word
 
 
-def carried_text(name: str, value: Mapping[str, Any], bounds: Bounds) -> str:
+def item_text(name: str, value: Mapping[str, Any], bounds: RequestBounds) -> str:
     """Return `[type] text` of an item or block; empty if it carries none. Raises InvalidRequestError."""
-    found = left_of(name, value, bounds)
+    found = strip_ids(name, value, bounds)
     if not found:
         return ""
-    return check_text(name, f"[{str(value.get('type'))[:_SHOWN_TYPE_CHARS]}] {as_text(found)}\n")
+    return check_text(name, f"[{str(value.get('type'))[:_SHOWN_TYPE_CHARS]}] {value_as_text(found)}\n")
 
 
-def part_text(name: str, part: Mapping[str, Any], bounds: Bounds) -> str:
+def part_text(name: str, part: Mapping[str, Any], bounds: RequestBounds) -> str:
     """Return the text of a part that is no text part, perhaps a placeholder. Raises InvalidRequestError."""
     kind = part["type"]
     if kind in UNREADABLE:
         return _placeholder(name, kind, part, bounds)
     if kind == "document":
         return _document(name, part, bounds)
-    return carried_text(name, part, bounds) or _placeholder(name, kind, part, bounds)
+    return item_text(name, part, bounds) or _placeholder(name, kind, part, bounds)
 
 
-def left_of(name: str, value: object, bounds: Bounds) -> object:
+def strip_ids(name: str, value: object, bounds: RequestBounds) -> object:
     """Return a value without ids and encrypted content, with texts in place of text parts; empty if nothing is left."""
     if isinstance(value, Mapping):
         kind = value.get("type")
@@ -59,11 +59,11 @@ def left_of(name: str, value: object, bounds: Bounds) -> object:
         found = {
             key: inner
             for key, item in value.items()
-            if key not in _LEFT_OUT and (inner := left_of(f"{name}.{key}", item, bounds)) not in ("", None, [], {})
+            if key not in _LEFT_OUT and (inner := strip_ids(f"{name}.{key}", item, bounds)) not in ("", None, [], {})
         }
         return next(iter(found.values())) if list(found) in (["content"], ["output"]) else found
     if isinstance(value, list | tuple):
-        kept = [inner for item in value if (inner := left_of(name, item, bounds)) not in ("", None, [], {})]
+        kept = [inner for item in value if (inner := strip_ids(name, item, bounds)) not in ("", None, [], {})]
         texts = [item for item in kept if isinstance(item, str)]
         return "\n".join(texts) if texts and len(texts) == len(kept) else kept
     if isinstance(value, str) and _BASE64.fullmatch(value):
@@ -71,32 +71,32 @@ def left_of(name: str, value: object, bounds: Bounds) -> object:
     return value
 
 
-def as_text(value: object) -> str:
-    """Return the text of a value from `left_of`: JSON, unless it is one."""
+def value_as_text(value: object) -> str:
+    """Return the text of a value from `strip_ids`: JSON, unless it is one."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def result_content(value: object) -> Any:
+def tool_result_content(value: object) -> Any:
     """Return the result of a tool as a text or a list of parts; any other value is its JSON, null nothing."""
     if value is None:
         return ""
     if isinstance(value, list | tuple):
         is_parts = all(isinstance(item, Mapping) and isinstance(item.get("type"), str) for item in value)
-        return value if is_parts else as_text(value)
-    return as_text(value)
+        return value if is_parts else value_as_text(value)
+    return value_as_text(value)
 
 
-def _document(name: str, part: Mapping[str, Any], bounds: Bounds) -> str:
+def _document(name: str, part: Mapping[str, Any], bounds: RequestBounds) -> str:
     source = part.get("source")
     inside = None
     if isinstance(source, Mapping) and source.get("type") == "text":
         inside = source.get("data")
     elif isinstance(source, Mapping) and source.get("type") == "content":
-        inside = left_of(f"{name}.source.content", source.get("content"), bounds)
+        inside = strip_ids(f"{name}.source.content", source.get("content"), bounds)
     if not inside:
         return _placeholder(name, "file", part, bounds)
     head = " ".join(item for item in (part.get("title"), part.get("context")) if isinstance(item, str))
-    return check_text(name, f"[document{head and ' '}{head}]\n{as_text(inside)}\n")
+    return check_text(name, f"[document{head and ' '}{head}]\n{value_as_text(inside)}\n")
 
 
 def part_digest(kind: str, part: object) -> str:
@@ -116,13 +116,13 @@ def _title(part: object) -> str:
     return ""
 
 
-def _placeholder(name: str, kind: str, part: object, bounds: Bounds) -> str:
+def _placeholder(name: str, kind: str, part: object, bounds: RequestBounds) -> str:
     """Return the placeholder of a part, and note it as skipped. Raises InvalidRequestError if the server refuses it."""
     if bounds.unreadable_parts == REFUSE:
         remedy = "this server reads text only; send text, or start it with --unreadable-parts placeholder"
-        unsupported(name, f"parts of type {shown(kind)} are not read: {remedy}")
+        raise_unsupported(name, f"parts of type {safe_repr(kind)} are not read: {remedy}")
     known = UNREADABLE.get(kind, kind[:_SHOWN_TYPE_CHARS])
-    bounds.skip(Place.PART, known)
+    bounds.skip(NamePlace.PART, known)
     if bounds.unreadable_parts == DIGEST:
         return part_digest(known, part)
     title = _title(part)

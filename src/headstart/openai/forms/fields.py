@@ -6,22 +6,22 @@ Ignoring an unsupported parameter would change the answer unnoticed.
 from collections.abc import Container, Mapping
 from typing import Any
 
-from headstart.openai.bounds import Bounds
-from headstart.openai.forms.treatments import TREATMENTS, ApiName, Place, Treatment
-from headstart.openai.value_checks import check_list, unsupported
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.forms.treatments import TREATMENTS, ApiName, NamePlace, NameTreatment
+from headstart.openai.value_checks import check_list, raise_unsupported
 
-_LISTED = {api: [row for row in TREATMENTS if (row.api, row.place) == (api, Place.FIELD)] for api in ApiName}
+_LISTED = {api: [row for row in TREATMENTS if (row.api, row.place) == (api, NamePlace.FIELD)] for api in ApiName}
 
 
-def check_fields(api: ApiName, values: Mapping[str, Any], bounds: Bounds) -> None:
+def check_request_fields(api: ApiName, values: Mapping[str, Any], bounds: RequestBounds) -> None:
     """Note fields that are skipped, unless their value means "off". Raises InvalidRequestError for refused ones."""
     for row in _LISTED[api]:
         if values.get(row.name) in (None, False, [], {}):
             continue
-        if row.treatment is Treatment.REFUSED:
-            unsupported(row.name, row.note)
-        if row.treatment is Treatment.SKIPPED:
-            bounds.skip(Place.FIELD, row.name)
+        if row.treatment is NameTreatment.REFUSED:
+            raise_unsupported(row.name, row.note)
+        if row.treatment is NameTreatment.SKIPPED:
+            bounds.skip(NamePlace.FIELD, row.name)
 
 
 _OTHERS = (
@@ -43,7 +43,7 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def refuse_unsupported(values: Mapping[str, Any], supported: Container[str] = ()) -> None:
+def refuse_unsupported_params(values: Mapping[str, Any], supported: Container[str] = ()) -> None:
     """Raise InvalidRequestError for an unsupported parameter; values that mean "off" are accepted."""
     for name, value in values.items():
         if value is None or name not in UNSUPPORTED or name in supported:
@@ -53,4 +53,4 @@ def refuse_unsupported(values: Mapping[str, Any], supported: Container[str] = ()
         if name in _MAX_ITEMS:
             chosen = check_list(name, value, _MAX_ITEMS[name])
         if any(one not in accepted for one in chosen):
-            unsupported(name, why)
+            raise_unsupported(name, why)

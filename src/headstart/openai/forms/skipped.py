@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from headstart.openai.forms.treatments import TREATMENTS, UNREADABLE, Place, Treatment, unversioned
+from headstart.openai.forms.treatments import TREATMENTS, UNREADABLE, NamePlace, NameTreatment, strip_version_date
 
 SKIPPED_HEADER = "x-headstart-skipped"
 """The response header that names what was left out of the prompt: `tool.web_search=1, part.image=2`."""
@@ -16,28 +16,28 @@ MAX_NAMED = 32  # in the header
 _OTHER = "other"
 _PLAIN = re.compile(r"[A-Za-z0-9_]{1,64}")
 KNOWN = (
-    *sorted({f"{row.place}.{row.name}" for row in TREATMENTS if row.treatment is Treatment.SKIPPED}),
-    *(f"{Place.PART}.{kind}" for kind in dict.fromkeys(UNREADABLE.values())),
-    f"{Place.ITEM}.reasoning",
-    f"{Place.TOOL}.tool_search",
-    *(f"{Place.FIELD}.{name}" for name in ("reasoning_effort", "effort", "thinking", "think")),
-    *(f"{place}.{_OTHER}" for place in Place),
+    *sorted({f"{row.place}.{row.name}" for row in TREATMENTS if row.treatment is NameTreatment.SKIPPED}),
+    *(f"{NamePlace.PART}.{kind}" for kind in dict.fromkeys(UNREADABLE.values())),
+    f"{NamePlace.ITEM}.reasoning",
+    f"{NamePlace.TOOL}.tool_search",
+    *(f"{NamePlace.FIELD}.{name}" for name in ("reasoning_effort", "effort", "thinking", "think")),
+    *(f"{place}.{_OTHER}" for place in NamePlace),
 )
 """The names in the metrics."""
 
 
-class Skipped:
+class SkippedNames:
     """The collector of one request."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
-    def add(self, place: Place, name: object) -> None:
+    def add(self, place: NamePlace, name: object) -> None:
         """Count a name; one that is no plain word counts as `other`."""
-        plain = unversioned(name) if isinstance(name, str) else ""
+        plain = strip_version_date(name) if isinstance(name, str) else ""
         self._counts[f"{place}.{plain if _PLAIN.fullmatch(plain) else _OTHER}"] += 1
 
-    def has(self, place: Place) -> bool:
+    def has(self, place: NamePlace) -> bool:
         """Return whether anything of this kind was left out."""
         return any(name.startswith(f"{place}.") for name in self._counts)
 
@@ -53,7 +53,7 @@ def skipped_header(counts: Iterable[tuple[str, int]]) -> str:
     return ", ".join(named if more <= 0 else [*named[:MAX_NAMED], f"{_OTHER}={more}"])
 
 
-def metric_label(name: str) -> str:
+def skipped_name_label(name: str) -> str:
     """Return the name in the metrics: clients choose names, so all that are not KNOWN share one per place."""
     return name if name in _KNOWN else f"{name.partition('.')[0]}.{_OTHER}"
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 
-class Treatment(StrEnum):
+class NameTreatment(StrEnum):
     """The effect of a field, tool, item or part on the request."""
 
     IGNORED = "ignored"  # changes no answer of this server
@@ -29,7 +29,7 @@ class ApiName(StrEnum):
     MESSAGES = "/v1/messages"
 
 
-class Place(StrEnum):
+class NamePlace(StrEnum):
     """The place of a name in a request."""
 
     FIELD = "field"
@@ -42,9 +42,9 @@ class TreatedName(NamedTuple):
     """The treatment of one name. `note`: how, or the remedy of a refusal."""
 
     api: ApiName
-    place: Place
+    place: NamePlace
     name: str
-    treatment: Treatment
+    treatment: NameTreatment
     note: str
 
 
@@ -67,113 +67,113 @@ _WITHOUT_IDS = "as text, without ids and encrypted content"
 _PLACEHOLDER = "as a placeholder"
 
 
-_ROWS: Mapping[tuple[ApiName, Place], Sequence[tuple[Treatment, str, str]]] = {  # effect, note, names
-    (ApiName.CHAT, Place.FIELD): (
-        (Treatment.IGNORED, _NO_EFFECT, "prediction store metadata service_tier verbosity prompt_cache_retention"),
-        (Treatment.SKIPPED, _HOSTED, "web_search_options"),
-        (Treatment.REFUSED, "leave it out", "audio documents"),
+_ROWS: Mapping[tuple[ApiName, NamePlace], Sequence[tuple[NameTreatment, str, str]]] = {  # effect, note, names
+    (ApiName.CHAT, NamePlace.FIELD): (
+        (NameTreatment.IGNORED, _NO_EFFECT, "prediction store metadata service_tier verbosity prompt_cache_retention"),
+        (NameTreatment.SKIPPED, _HOSTED, "web_search_options"),
+        (NameTreatment.REFUSED, "leave it out", "audio documents"),
     ),
-    (ApiName.CHAT, Place.TOOL): (
-        (Treatment.MAPPED, "a function", "function"),
-        (Treatment.REFUSED, "send a function with one string parameter", "custom"),
-        (Treatment.SKIPPED, _HOSTED, "web_search web_search_preview mcp"),
+    (ApiName.CHAT, NamePlace.TOOL): (
+        (NameTreatment.MAPPED, "a function", "function"),
+        (NameTreatment.REFUSED, "send a function with one string parameter", "custom"),
+        (NameTreatment.SKIPPED, _HOSTED, "web_search web_search_preview mcp"),
     ),
-    (ApiName.CHAT, Place.PART): ((Treatment.PLACED, _PLACEHOLDER, "image_url input_audio video_url file"),),
-    (ApiName.RESPONSES, Place.FIELD): (
+    (ApiName.CHAT, NamePlace.PART): ((NameTreatment.PLACED, _PLACEHOLDER, "image_url input_audio video_url file"),),
+    (ApiName.RESPONSES, NamePlace.FIELD): (
         (
-            Treatment.IGNORED,
+            NameTreatment.IGNORED,
             _NO_EFFECT,
             "service_tier max_tool_calls stream_options client_metadata access_programs include prompt_cache_retention",
         ),
-        (Treatment.IGNORED, "a conversation that is too long is refused", "truncation"),
-        (Treatment.SKIPPED, _CLIENT_SHORTENS, "context_management"),
-        (Treatment.REFUSED, "responses are computed while the request lasts; leave it out", "background"),
-        (Treatment.REFUSED, "send the items as input, or previous_response_id", "conversation"),
-        (Treatment.REFUSED, "templates of prompts are not built; send input", "prompt"),
-        (Treatment.REFUSED, "leave it out", "moderation"),
+        (NameTreatment.IGNORED, "a conversation that is too long is refused", "truncation"),
+        (NameTreatment.SKIPPED, _CLIENT_SHORTENS, "context_management"),
+        (NameTreatment.REFUSED, "responses are computed while the request lasts; leave it out", "background"),
+        (NameTreatment.REFUSED, "send the items as input, or previous_response_id", "conversation"),
+        (NameTreatment.REFUSED, "templates of prompts are not built; send input", "prompt"),
+        (NameTreatment.REFUSED, "leave it out", "moderation"),
     ),
-    (ApiName.RESPONSES, Place.TOOL): (
-        (Treatment.MAPPED, "a function", "function"),
-        (Treatment.MAPPED, "as a function with the string `input`; a call is a `custom_tool_call`", "custom"),
-        (Treatment.MAPPED, "its functions as `namespace__function`; a call has both names apart", "namespace"),
+    (ApiName.RESPONSES, NamePlace.TOOL): (
+        (NameTreatment.MAPPED, "a function", "function"),
+        (NameTreatment.MAPPED, "as a function with the string `input`; a call is a `custom_tool_call`", "custom"),
+        (NameTreatment.MAPPED, "its functions as `namespace__function`; a call has both names apart", "namespace"),
         (
-            Treatment.MAPPED,
+            NameTreatment.MAPPED,
             "as a function of the same name; a call is an item of the tool's own type",
             "local_shell shell apply_patch",
         ),
-        (Treatment.MAPPED, 'as a function with `execution: "client"`, else skipped', "tool_search"),
+        (NameTreatment.MAPPED, 'as a function with `execution: "client"`, else skipped', "tool_search"),
         (
-            Treatment.SKIPPED,
+            NameTreatment.SKIPPED,
             _HOSTED,
             "web_search web_search_preview file_search code_interpreter image_generation mcp programmatic_tool_calling",
         ),
-        (Treatment.SKIPPED, _SCREENS, "computer computer_use_preview"),
+        (NameTreatment.SKIPPED, _SCREENS, "computer computer_use_preview"),
     ),
-    (ApiName.RESPONSES, Place.ITEM): (
-        (Treatment.MAPPED, "a message, a call or a tool message", "message function_call"),
+    (ApiName.RESPONSES, NamePlace.ITEM): (
+        (NameTreatment.MAPPED, "a message, a call or a tool message", "message function_call"),
         (
-            Treatment.MAPPED,
+            NameTreatment.MAPPED,
             "a tool message",
             "function_call_output custom_tool_call_output local_shell_call_output shell_call_output "
             "apply_patch_call_output tool_search_output",
         ),
         (
-            Treatment.MAPPED,
+            NameTreatment.MAPPED,
             "a call of the tool's function",
             "custom_tool_call local_shell_call shell_call apply_patch_call tool_search_call",
         ),
-        (Treatment.MAPPED, "content, else the summary; skipped if only encrypted", "reasoning"),
-        (Treatment.MAPPED, "the item of a stored response", "item_reference"),
+        (NameTreatment.MAPPED, "content, else the summary; skipped if only encrypted", "reasoning"),
+        (NameTreatment.MAPPED, "the item of a stored response", "item_reference"),
         (
-            Treatment.PLACED,
+            NameTreatment.PLACED,
             _AS_TEXT,
             "web_search_call file_search_call code_interpreter_call image_generation_call mcp_call mcp_list_tools "
             "mcp_approval_request program program_output computer_call",
         ),
-        (Treatment.PLACED, "as text of the user", "computer_call_output mcp_approval_response"),
-        (Treatment.PLACED, "as text of its role", "additional_tools"),
-        (Treatment.SKIPPED, _ENCRYPTED, "compaction configuration_update"),
-        (Treatment.REFUSED, _NO_SUMMARY, "compaction_trigger"),
+        (NameTreatment.PLACED, "as text of the user", "computer_call_output mcp_approval_response"),
+        (NameTreatment.PLACED, "as text of its role", "additional_tools"),
+        (NameTreatment.SKIPPED, _ENCRYPTED, "compaction configuration_update"),
+        (NameTreatment.REFUSED, _NO_SUMMARY, "compaction_trigger"),
     ),
-    (ApiName.RESPONSES, Place.PART): ((Treatment.PLACED, _PLACEHOLDER, "input_image input_file input_audio"),),
-    (ApiName.MESSAGES, Place.FIELD): (
+    (ApiName.RESPONSES, NamePlace.PART): ((NameTreatment.PLACED, _PLACEHOLDER, "input_image input_file input_audio"),),
+    (ApiName.MESSAGES, NamePlace.FIELD): (
         (
-            Treatment.IGNORED,
+            NameTreatment.IGNORED,
             _NO_EFFECT,
             "betas service_tier speed inference_geo fallbacks billing_policy user_profile_id workspace_id "
             "fallback_credit_token",
         ),
-        (Treatment.MAPPED, "`user_id` as `user`", "metadata"),
-        (Treatment.SKIPPED, _CLIENT_SHORTENS, "context_management"),
-        (Treatment.SKIPPED, _HOSTED, "mcp_servers container"),
-        (Treatment.IGNORED, f"{_NO_STATE}; one that continues another is refused", "thread"),
-        (Treatment.REFUSED, _NO_SUMMARY, "compaction"),
+        (NameTreatment.MAPPED, "`user_id` as `user`", "metadata"),
+        (NameTreatment.SKIPPED, _CLIENT_SHORTENS, "context_management"),
+        (NameTreatment.SKIPPED, _HOSTED, "mcp_servers container"),
+        (NameTreatment.IGNORED, f"{_NO_STATE}; one that continues another is refused", "thread"),
+        (NameTreatment.REFUSED, _NO_SUMMARY, "compaction"),
     ),
-    (ApiName.MESSAGES, Place.TOOL): (
-        (Treatment.MAPPED, "a function", "custom"),
-        (Treatment.MAPPED, "as a function with the vendor's parameters", "bash text_editor memory"),
-        (Treatment.SKIPPED, _HOSTED, "web_search web_fetch code_execution advisor mcp_toolset"),
-        (Treatment.SKIPPED, "all tools are in the prompt", "tool_search_tool_bm25 tool_search_tool_regex"),
-        (Treatment.SKIPPED, _SCREENS, "computer computer_toolset browser_toolset"),
+    (ApiName.MESSAGES, NamePlace.TOOL): (
+        (NameTreatment.MAPPED, "a function", "custom"),
+        (NameTreatment.MAPPED, "as a function with the vendor's parameters", "bash text_editor memory"),
+        (NameTreatment.SKIPPED, _HOSTED, "web_search web_fetch code_execution advisor mcp_toolset"),
+        (NameTreatment.SKIPPED, "all tools are in the prompt", "tool_search_tool_bm25 tool_search_tool_regex"),
+        (NameTreatment.SKIPPED, _SCREENS, "computer computer_toolset browser_toolset"),
     ),
-    (ApiName.MESSAGES, Place.ITEM): (
-        (Treatment.MAPPED, "text, reasoning, a call or a tool message", "text thinking"),
-        (Treatment.MAPPED, "a call, a tool message", "tool_use tool_result"),
+    (ApiName.MESSAGES, NamePlace.ITEM): (
+        (NameTreatment.MAPPED, "text, reasoning, a call or a tool message", "text thinking"),
+        (NameTreatment.MAPPED, "a call, a tool message", "tool_use tool_result"),
         (
-            Treatment.PLACED,
+            NameTreatment.PLACED,
             _WITHOUT_IDS,
             "server_tool_use mcp_tool_use mcp_tool_listing web_search_tool_result web_fetch_tool_result "
             "code_execution_tool_result bash_code_execution_tool_result text_editor_code_execution_tool_result "
             "tool_search_tool_result advisor_tool_result mcp_tool_result",
         ),
-        (Treatment.PLACED, "as text; skipped if only encrypted", "compaction"),
-        (Treatment.PLACED, "as text", "search_result tool_addition tool_removal"),
-        (Treatment.PLACED, f"its text; another source {_PLACEHOLDER}", "document"),
-        (Treatment.SKIPPED, _ENCRYPTED, "redacted_thinking fallback"),
+        (NameTreatment.PLACED, "as text; skipped if only encrypted", "compaction"),
+        (NameTreatment.PLACED, "as text", "search_result tool_addition tool_removal"),
+        (NameTreatment.PLACED, f"its text; another source {_PLACEHOLDER}", "document"),
+        (NameTreatment.SKIPPED, _ENCRYPTED, "redacted_thinking fallback"),
     ),
-    (ApiName.MESSAGES, Place.PART): (
-        (Treatment.PLACED, _PLACEHOLDER, "image container_upload"),
-        (Treatment.PLACED, "as text", "tool_reference browser_state"),
+    (ApiName.MESSAGES, NamePlace.PART): (
+        (NameTreatment.PLACED, _PLACEHOLDER, "image container_upload"),
+        (NameTreatment.PLACED, "as text", "tool_reference browser_state"),
     ),
 }
 TREATMENTS = tuple(
@@ -188,13 +188,13 @@ _BY_NAME = {row[:3]: row for row in TREATMENTS}
 _VERSION = re.compile(r"_20\d\d(?:_\d\d_\d\d|\d{4})$")  # web_search_20250305, web_search_2025_08_26
 
 
-def unversioned(name: str) -> str:
+def strip_version_date(name: str) -> str:
     """Return a type without the date at its end."""
     return _VERSION.sub("", name)
 
 
-def treatment(api: ApiName, place: Place, name: object) -> TreatedName | None:
+def find_treatment(api: ApiName, place: NamePlace, name: object) -> TreatedName | None:
     """Return the row of a name, with or without its date; None: the table does not list it."""
     if not isinstance(name, str):
         return None
-    return _BY_NAME.get((api, place, name)) or _BY_NAME.get((api, place, unversioned(name)))
+    return _BY_NAME.get((api, place, name)) or _BY_NAME.get((api, place, strip_version_date(name)))

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.bounds import Bounds
-from headstart.openai.forms.treatments import ApiName, Place, Treatment, treatment
-from headstart.openai.request_json import parse_json
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.forms.treatments import ApiName, NamePlace, NameTreatment, find_treatment
+from headstart.openai.request_json import parse_json_object
 from headstart.openai.responses import Json
 from headstart.openai.tools.tool_fields import MAX_TOOLS
-from headstart.openai.value_checks import bad_value, check_list, shown
+from headstart.openai.value_checks import check_list, raise_invalid_value, safe_repr
 
 _FUNCTION_KEYS = ("type", "name", "description", "parameters", "strict")
 _TEXTS = {"type": "array", "items": {"type": "string"}}
@@ -28,7 +28,7 @@ _CUSTOM_INPUT = {
 
 
 @dataclass(frozen=True, slots=True)
-class CallForm:
+class CallItemForm:
     """The items of one tool's calls. `payload`: the item's field with the arguments."""
 
     item: str = "function_call"
@@ -36,7 +36,7 @@ class CallForm:
     added: Mapping[str, Any] = field(default_factory=dict[str, Any])  # to arguments that are an object
 
     @property
-    def is_text(self) -> bool:
+    def is_text_payload(self) -> bool:
         """Whether the payload is a text and not an object."""
         return self.payload == "input" or self.item == "function_call"
 
@@ -63,22 +63,22 @@ class CallForm:
         return json.dumps({key: value for key, value in kept.items() if value is not None}, ensure_ascii=False)
 
 
-_EXECUTED: Mapping[str, tuple[CallForm, str, Mapping[str, Any], tuple[str, ...]]] = {
+_EXECUTED: Mapping[str, tuple[CallItemForm, str, Mapping[str, Any], tuple[str, ...]]] = {
     # tool: its calls; what the model is told: description, properties, the required ones
     "local_shell": (
-        CallForm("local_shell_call", "action", {"type": "exec", "env": {}}),
+        CallItemForm("local_shell_call", "action", {"type": "exec", "env": {}}),
         "Run a program on the user's machine: its path or name, then its arguments.",
         {"command": _TEXTS, "working_directory": {"type": "string"}, "timeout_ms": {"type": "integer"}},
         ("command",),
     ),
     "shell": (
-        CallForm("shell_call", "action"),
+        CallItemForm("shell_call", "action"),
         "Run commands in a shell on the user's machine, and return what they print.",
         {"commands": _TEXTS, "timeout_ms": {"type": "integer"}, "max_output_length": {"type": "integer"}},
         ("commands",),
     ),
     "apply_patch": (
-        CallForm("apply_patch_call", "operation"),
+        CallItemForm("apply_patch_call", "operation"),
         "Create, update or delete a file. The diff has the lines of the file, each behind a space, + or -.",
         {
             "type": {"enum": ["create_file", "update_file", "delete_file"]},
@@ -87,11 +87,11 @@ _EXECUTED: Mapping[str, tuple[CallForm, str, Mapping[str, Any], tuple[str, ...]]
         },
         ("type", "path"),
     ),
-    "tool_search": (CallForm("tool_search_call", "arguments", {}), "Find tools by a description.", {}, ()),
+    "tool_search": (CallItemForm("tool_search_call", "arguments", {}), "Find tools by a description.", {}, ()),
 }
-CALL_FORMS: Mapping[str, tuple[str, CallForm]] = {  # item: the name of its function, "" if the item has it
-    "function_call": ("", CallForm()),
-    "custom_tool_call": ("", CallForm("custom_tool_call", "input")),
+CALL_FORMS: Mapping[str, tuple[str, CallItemForm]] = {  # item: the name of its function, "" if the item has it
+    "function_call": ("", CallItemForm()),
+    "custom_tool_call": ("", CallItemForm("custom_tool_call", "input")),
     **{form.item: (name, form) for name, (form, *_) in _EXECUTED.items()},
 }
 OUTPUTS = frozenset(  # items with the output of such calls
@@ -105,37 +105,39 @@ class ChatTool:
 
     field: str
     function: Json
-    form: CallForm
+    form: CallItemForm
     names: Json  # of the item of a call: name and namespace
 
 
-def read_tools(value: object, bounds: Bounds) -> list[Json]:
+def read_tools(value: object, bounds: RequestBounds) -> list[Json]:
     """Return the tools with the fields that matter, and note those that are skipped. Raises InvalidRequestError."""
     read: list[Json] = []
     for index, tool in enumerate(check_list("tools", value, MAX_TOOLS, "tools")):
         name = f"tools[{index}]"
         if not isinstance(tool, Mapping) or not isinstance(tool.get("type"), str):
-            problem = f"is {shown(tool)}" if not isinstance(tool, Mapping) else "has no type"
-            bad_value(name, problem, "it must be an object with type, name and parameters")
+            problem = f"is {safe_repr(tool)}" if not isinstance(tool, Mapping) else "has no type"
+            raise_invalid_value(name, problem, "it must be an object with type, name and parameters")
         read.append(_read(name, tool, bounds))
     return read
 
 
-def _read(name: str, tool: Mapping[str, Any], bounds: Bounds) -> Json:
+def _read(name: str, tool: Mapping[str, Any], bounds: RequestBounds) -> Json:
     """Return a tool with the fields that matter; of one that is skipped, its type."""
     kind = tool["type"]
-    row = treatment(ApiName.RESPONSES, Place.TOOL, kind)
+    row = find_treatment(ApiName.RESPONSES, NamePlace.TOOL, kind)
     is_function = kind == "function" or (row is None and "parameters" in tool and "name" in tool)
-    if not is_function and (row is None or row.treatment is Treatment.SKIPPED or _is_hosted(tool)):
-        bounds.skip(Place.TOOL, kind)
+    if not is_function and (row is None or row.treatment is NameTreatment.SKIPPED or _is_hosted(tool)):
+        bounds.skip(NamePlace.TOOL, kind)
         return {"type": kind}
     if kind not in _EXECUTED and not isinstance(tool.get("name"), str):
-        bad_value(f"{name}.name", f"is {shown(tool.get('name'))}", "it must be a string")
+        raise_invalid_value(f"{name}.name", f"is {safe_repr(tool.get('name'))}", "it must be a string")
     if kind == "namespace":
         inner = check_list(f"{name}.tools", tool.get("tools"), MAX_TOOLS, "tools")
         for index, item in enumerate(inner):
             if not isinstance(item, Mapping) or item.get("type") not in ("function", "custom"):
-                bad_value(f"{name}.tools[{index}]", f"is {shown(item)}", "it must be a function or a custom tool")
+                raise_invalid_value(
+                    f"{name}.tools[{index}]", f"is {safe_repr(item)}", "it must be a function or a custom tool"
+                )
         tools = [_read(f"{name}.tools[{index}]", item, bounds) for index, item in enumerate(inner)]
         description = tool.get("description")
         return {
@@ -149,10 +151,10 @@ def _read(name: str, tool: Mapping[str, Any], bounds: Bounds) -> Json:
     return {"type": kind, **executed} | {key: tool[key] for key in keys if tool.get(key) is not None}
 
 
-def is_skipped(tool: object) -> bool:
+def is_skipped_tool(tool: object) -> bool:
     """Return whether a tool that a choice allows is one that is skipped here."""
-    row = treatment(ApiName.RESPONSES, Place.TOOL, tool.get("type")) if isinstance(tool, Mapping) else None
-    return row is not None and row.treatment is Treatment.SKIPPED
+    row = find_treatment(ApiName.RESPONSES, NamePlace.TOOL, tool.get("type")) if isinstance(tool, Mapping) else None
+    return row is not None and row.treatment is NameTreatment.SKIPPED
 
 
 def _is_hosted(tool: Mapping[str, Any]) -> bool:
@@ -185,7 +187,7 @@ def _of_namespace(field_name: str, tool: Json) -> list[ChatTool]:
     return tools
 
 
-def called_tools(tools: Iterable[Json]) -> dict[str, ChatTool]:
+def special_tools_by_function(tools: Iterable[Json]) -> dict[str, ChatTool]:
     """Return the tools whose calls are other items than those of plain functions, by the name of the function."""
     found = {tool.function["name"]: tool for tool in chat_tools(tools)}
     return {
@@ -203,20 +205,20 @@ def _chat_tool(field_name: str, tool: Json, namespace: str | None = None) -> Cha
         return ChatTool(field_name, function, form, {"execution": "client"} if kind == "tool_search" else {})
     names = {"name": tool["name"]} | ({} if namespace is None else {"namespace": namespace})
     if kind == "custom":
-        function = {"name": tool["name"], "description": custom_description(tool), "parameters": _CUSTOM_INPUT}
+        function = {"name": tool["name"], "description": custom_tool_description(tool), "parameters": _CUSTOM_INPUT}
         form = CALL_FORMS["custom_tool_call"][1]
     else:
         function = {key: value for key, value in tool.items() if key in _FUNCTION_KEYS and key != "type"}
-        form = CallForm()
-    return ChatTool(field_name, {**function, "name": function_name(tool["name"], namespace)}, form, names)
+        form = CallItemForm()
+    return ChatTool(field_name, {**function, "name": namespaced_function_name(tool["name"], namespace)}, form, names)
 
 
-def function_name(name: str, namespace: object) -> str:
+def namespaced_function_name(name: str, namespace: object) -> str:
     """Return the name of a function in the prompt."""
     return f"{namespace}__{name}" if isinstance(namespace, str) else name
 
 
-def custom_description(tool: Json) -> str:
+def custom_tool_description(tool: Json) -> str:
     """Return the description with the grammar of the input, which is not enforced."""
     text = tool.get("description")
     format_ = tool.get("format")
@@ -228,7 +230,7 @@ def custom_description(tool: Json) -> str:
 
 def _object(text: str) -> Json:
     try:
-        value: object = parse_json(text.encode()) if text else {}
+        value: object = parse_json_object(text.encode()) if text else {}
     except InvalidRequestError:
         return {}
     return dict(value) if isinstance(value, Mapping) else {}

@@ -7,12 +7,20 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from headstart.openai.bounds import Bounds
-from headstart.openai.forms.carried_text import as_text, carried_text, left_of, part_text, result_content
-from headstart.openai.forms.treatments import ApiName, Place, Treatment, treatment
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.forms.carried_text import item_text, part_text, strip_ids, tool_result_content, value_as_text
+from headstart.openai.forms.treatments import ApiName, NamePlace, NameTreatment, find_treatment
 from headstart.openai.responses import Json
-from headstart.openai.responses_api.call_forms import CALL_FORMS, OUTPUTS, function_name
-from headstart.openai.value_checks import bad_value, check_list, check_string, check_text, missing, shown, unsupported
+from headstart.openai.responses_api.call_forms import CALL_FORMS, OUTPUTS, namespaced_function_name
+from headstart.openai.value_checks import (
+    check_list,
+    check_string,
+    check_text,
+    missing_parameter_error,
+    raise_invalid_value,
+    raise_unsupported,
+    safe_repr,
+)
 
 REFERENCE = "item_reference"  # to an output item of a stored response
 _ITEM_ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{32})[0-9a-f]{2,8}")  # has that of the response (response_objects.py)
@@ -22,17 +30,17 @@ _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
-def read_items(value: object, bounds: Bounds) -> list[Json]:
+def read_input_items(value: object, bounds: RequestBounds) -> list[Json]:
     """Return the items of `input` in canonical form. Raises InvalidRequestError."""
     if value is None:
-        raise missing("input")
+        raise missing_parameter_error("input")
     if isinstance(value, str):
         part = {"type": "input_text", "text": check_text("input", value)}
         return [{"type": "message", "role": "user", "content": [part]}]
     items = check_list("input", value, MAX_ITEMS, "items")
     if not items:
-        bad_value("input", "is empty", "send a string or at least one item")
-    read = [read_item(f"input[{index}]", item, bounds) for index, item in enumerate(items)]
+        raise_invalid_value("input", "is empty", "send a string or at least one item")
+    read = [read_input_item(f"input[{index}]", item, bounds) for index, item in enumerate(items)]
     _check_references(read)
     return read
 
@@ -44,17 +52,17 @@ def _check_references(items: Iterable[Json]) -> None:
         if item["type"] != REFERENCE:
             continue
         if item["id"] in known:
-            bad_value(f"input[{index}].id", f"is {shown(item['id'])}", "an item may be referred to once")
+            raise_invalid_value(f"input[{index}].id", f"is {safe_repr(item['id'])}", "an item may be referred to once")
         known.add(item["id"])
 
 
-def response_of(item_id: str) -> str | None:
+def response_id_of_item(item_id: str) -> str | None:
     """Return the id of the response with this output item; None if no item of any server has such an id."""
     found = _ITEM_ID.fullmatch(item_id)
     return None if found is None else f"resp_{found[1]}"
 
 
-def referenced_items(items: object) -> Iterator[str]:
+def referenced_item_ids(items: object) -> Iterator[str]:
     """Yield the ids of the items that an unchecked `input` refers to."""
     for item in items if isinstance(items, list) else ():
         if isinstance(item, Mapping) and item.get("type") == REFERENCE and isinstance(item.get("id"), str):
@@ -63,16 +71,16 @@ def referenced_items(items: object) -> Iterator[str]:
 
 def first_referenced_response(items: object) -> str | None:
     """Return the id of the response that the first reference of an unchecked `input` is about; None without any."""
-    first = next(referenced_items(items), None)
-    return None if first is None else response_of(first)
+    first = next(referenced_item_ids(items), None)
+    return None if first is None else response_id_of_item(first)
 
 
-def output_item(response: Mapping[str, Any], item_id: str) -> Json | None:
+def find_output_item(response: Mapping[str, Any], item_id: str) -> Json | None:
     """Return the output item of a response object; None if it has none with this id."""
     return next((item for item in response["output"] if item["id"] == item_id), None)
 
 
-def check_calls(history: Iterable[Json], items: Sequence[Json]) -> None:
+def check_call_outputs(history: Iterable[Json], items: Sequence[Json]) -> None:
     """Raise InvalidRequestError for an output of a function call that is not in the conversation before it."""
     known = {item["call_id"] for item in history if item["type"] in CALL_FORMS}
     for index, item in enumerate(items):
@@ -80,10 +88,10 @@ def check_calls(history: Iterable[Json], items: Sequence[Json]) -> None:
             known.add(item["call_id"])
         elif item["type"] in OUTPUTS and item["call_id"] not in known:
             name = f"input[{index}].call_id"
-            bad_value(name, f"is {shown(item['call_id'])}", "no function call before it has this id")
+            raise_invalid_value(name, f"is {safe_repr(item['call_id'])}", "no function call before it has this id")
 
 
-def chat_messages(named: Iterable[tuple[str, Json]]) -> tuple[list[Json], list[str]]:
+def items_as_chat_messages(named: Iterable[tuple[str, Json]]) -> tuple[list[Json], list[str]]:
     """Return the messages of a chat, and the name of the item that each begins with."""
     messages: list[Json] = []
     names: list[str] = []
@@ -100,7 +108,7 @@ def chat_messages(named: Iterable[tuple[str, Json]]) -> tuple[list[Json], list[s
         elif kind in OUTPUTS:
             message = {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
         elif kind == REFERENCE:
-            bad_value(f"{name}.id", f"is {shown(item['id'])}", "no stored response has this item")
+            raise_invalid_value(f"{name}.id", f"is {safe_repr(item['id'])}", "no stored response has this item")
         elif kind == "reasoning" and item["content"]:
             text = "".join(part["text"] for part in item["content"])
             message = {"role": "assistant", "content": "", "reasoning_content": text}
@@ -126,7 +134,7 @@ def _joins(last: Json, parts: list[Json]) -> bool:
 
 def _chat_call(item: Json) -> Json:
     own_name, form = CALL_FORMS[item["type"]]
-    name = own_name or function_name(item["name"], item.get("namespace"))
+    name = own_name or namespaced_function_name(item["name"], item.get("namespace"))
     function = {"name": name, "arguments": form.arguments(item[form.payload])}
     return {"id": item["call_id"], "type": "function", "function": function}
 
@@ -135,10 +143,10 @@ def _only_reasons(message: Json) -> bool:
     return message.get("reasoning_content") is not None and not message["content"] and "tool_calls" not in message
 
 
-def read_item(name: str, item: object, bounds: Bounds) -> Json:
+def read_input_item(name: str, item: object, bounds: RequestBounds) -> Json:
     """Return an item in canonical form; `name` is that of the field. Raises InvalidRequestError."""
     if not isinstance(item, Mapping):
-        bad_value(name, f"is {shown(item)}", "it must be an object such as a message")
+        raise_invalid_value(name, f"is {safe_repr(item)}", "it must be an object such as a message")
     match item.get("type", "message"):
         case "message":
             return _with_id(name, item, _message(name, item, bounds))
@@ -151,14 +159,14 @@ def read_item(name: str, item: object, bounds: Bounds) -> Json:
         case "reasoning":
             read = {"type": "reasoning", "summary": [], "content": _reasoning(name, item)}
             if not read["content"]:
-                bounds.skip(Place.ITEM, "reasoning")
+                bounds.skip(NamePlace.ITEM, "reasoning")
             return _with_id(name, item, read)
         case "item_reference":
             return {"type": REFERENCE, "id": check_string(f"{name}.id", item.get("id"))}
         case str() as kind:
             return _with_id(name, item, _other(name, kind, item, bounds))
         case kind:
-            bad_value(f"{name}.type", f"is {shown(kind)}", 'it must be a string such as "message"')
+            raise_invalid_value(f"{name}.type", f"is {safe_repr(kind)}", 'it must be a string such as "message"')
 
 
 def _call(name: str, item: Mapping[str, Any]) -> Json:
@@ -170,25 +178,25 @@ def _call(name: str, item: Mapping[str, Any]) -> Json:
         call["name"] = check_string(f"{name}.name", item.get("name"))
         payload = item.get(form.payload)
         if item["type"] == "function_call":
-            payload = as_text("" if payload is None else payload)  # null: as sent by those who had an answer cut
+            payload = value_as_text("" if payload is None else payload)  # null: as sent by those who had an answer cut
         call[form.payload] = check_string(f"{name}.{form.payload}", payload)
         if item.get("namespace") is not None:
             call["namespace"] = check_string(f"{name}.namespace", item["namespace"])
         return call
     payload = item.get(form.payload)
     if not isinstance(payload, Mapping):
-        bad_value(f"{name}.{form.payload}", f"is {shown(payload)}", "it must be an object")
+        raise_invalid_value(f"{name}.{form.payload}", f"is {safe_repr(payload)}", "it must be an object")
     return {**call, form.payload: dict(payload)}
 
 
-def _other(name: str, kind: str, item: Mapping[str, Any], bounds: Bounds) -> Json:
+def _other(name: str, kind: str, item: Mapping[str, Any], bounds: RequestBounds) -> Json:
     """Return an item of another server's tools with its text; without one if it has none, or is skipped."""
-    row = treatment(ApiName.RESPONSES, Place.ITEM, kind)
-    if row is not None and row.treatment is Treatment.REFUSED:
-        unsupported(name, row.note)
-    text = "" if row is not None and row.treatment is Treatment.SKIPPED else carried_text(name, item, bounds)
+    row = find_treatment(ApiName.RESPONSES, NamePlace.ITEM, kind)
+    if row is not None and row.treatment is NameTreatment.REFUSED:
+        raise_unsupported(name, row.note)
+    text = "" if row is not None and row.treatment is NameTreatment.SKIPPED else item_text(name, item, bounds)
     if not text:
-        bounds.skip(Place.ITEM, kind)
+        bounds.skip(NamePlace.ITEM, kind)
         return {"type": kind}
     role = item.get("role")
     is_users = kind.endswith(("_output", "_response")) and kind != "program_output"
@@ -203,10 +211,10 @@ def _with_id(name: str, item: Mapping[str, Any], read: Json) -> Json:
     return read
 
 
-def _message(name: str, item: Mapping[str, Any], bounds: Bounds) -> Json:
+def _message(name: str, item: Mapping[str, Any], bounds: RequestBounds) -> Json:
     role = item.get("role")
     if role not in _ROLES:
-        bad_value(f"{name}.role", f"is {shown(role)}", f"it must be one of {', '.join(_ROLES)}")
+        raise_invalid_value(f"{name}.role", f"is {safe_repr(role)}", f"it must be one of {', '.join(_ROLES)}")
     content = item.get("content")
     kind = "output_text" if role == "assistant" else "input_text"
     if isinstance(content, str):
@@ -220,12 +228,16 @@ def _message(name: str, item: Mapping[str, Any], bounds: Bounds) -> Json:
     return {"type": "message", "role": role, "content": read}
 
 
-def _part(name: str, part: object, kind: str, bounds: Bounds) -> Json:
+def _part(name: str, part: object, kind: str, bounds: RequestBounds) -> Json:
     """Return a part as text of `kind`, with the cache breakpoint behind it if there is one."""
     if not isinstance(part, Mapping):
-        bad_value(name, f"is {shown(part)}", 'it must be an object such as {"type": "input_text", "text": "..."}')
+        raise_invalid_value(
+            name, f"is {safe_repr(part)}", 'it must be an object such as {"type": "input_text", "text": "..."}'
+        )
     if not isinstance(part.get("type"), str):
-        bad_value(f"{name}.type", f"is {shown(part.get('type'))}", 'it must be "input_text" or "output_text"')
+        raise_invalid_value(
+            f"{name}.type", f"is {safe_repr(part.get('type'))}", 'it must be "input_text" or "output_text"'
+        )
     if part["type"] in _TEXT_PARTS:
         key = "refusal" if part["type"] == "refusal" else "text"
         read: Json = {"type": kind, "text": check_string(f"{name}.{key}", part.get(key))}
@@ -236,17 +248,17 @@ def _part(name: str, part: object, kind: str, bounds: Bounds) -> Json:
     return read
 
 
-def _output(name: str, item: Mapping[str, Any], bounds: Bounds) -> str | list[Json]:
+def _output(name: str, item: Mapping[str, Any], bounds: RequestBounds) -> str | list[Json]:
     """Return the output of a call as one text, or as two or more parts; other values than texts and parts as JSON."""
     value, is_own = item.get("output"), item["type"] in ("function_call_output", "custom_tool_call_output")
     if is_own:
-        value = result_content(value)
+        value = tool_result_content(value)
     if isinstance(value, str):
         return check_text(f"{name}.output", value)
     if not is_own:
         sent = {"tools": item.get("tools")} if value is None else value
-        found = left_of(f"{name}.output", sent, bounds) or item.get("status")
-        return as_text(found) if found else ""
+        found = strip_ids(f"{name}.output", sent, bounds) or item.get("status")
+        return value_as_text(found) if found else ""
     parts = check_list(f"{name}.output", value, MAX_PARTS, "parts")
     read = [_part(f"{name}.output[{index}]", part, "input_text", bounds) for index, part in enumerate(parts)]
     return read if len(read) > 1 else "".join(part["text"] for part in read)

@@ -1,29 +1,29 @@
-"""ResponseEvents: the output of one response, as a whole object and as the events of a stream."""
+"""ResponseEventBuilder: the output of one response, as a whole object and as the events of a stream."""
 
 from collections.abc import Iterator
 
-from headstart.openai.chat.chat_parts import ChatPart, ChatParts, PartKind, PartStep
+from headstart.openai.chat.chat_parts import ChatPart, ChatPartKind, ChatParts, ChatPartUpdate
 from headstart.openai.responses import Json
-from headstart.openai.responses_api.response_objects import ResponseShape, content_part
-from headstart.openai.text.generation import Delta
+from headstart.openai.responses_api.response_objects import ResponseTemplate, content_part
+from headstart.openai.text.generation import OutputDelta
 
 _INCOMPLETE = "max_output_tokens"
-_TEXT_EVENTS = {PartKind.CONTENT: "response.output_text", PartKind.REASONING: "response.reasoning_text"}
+_TEXT_EVENTS = {ChatPartKind.CONTENT: "response.output_text", ChatPartKind.REASONING: "response.reasoning_text"}
 _FUNCTION = "response.function_call_arguments"
 _CUSTOM = "response.custom_tool_call_input"
 
 
-class ResponseEvents:
+class ResponseEventBuilder:
     """Builder of one response. Every event of a stream has the next sequence number."""
 
-    def __init__(self, shape: ResponseShape, *, generates: bool = True) -> None:
+    def __init__(self, shape: ResponseTemplate, *, generates: bool = True) -> None:
         """`generates` False: the request only prewarms, and its response is complete without output."""
         self._generates = generates
         self.parts = ChatParts()
         self._shape = shape
         self.num_events = 0
 
-    def opening(self) -> list[Json]:
+    def opening_events(self) -> list[Json]:
         """Return the events that begin a stream."""
         started = self._shape.response("in_progress", [])
         return [
@@ -31,7 +31,7 @@ class ResponseEvents:
             self._event("response.in_progress", {"response": started}),
         ]
 
-    def add(self, delta: Delta) -> list[Json]:
+    def add(self, delta: OutputDelta) -> list[Json]:
         """Process a delta and return its events."""
         return [event for step in self.parts.add(delta) for event in self._of_step(step)]
 
@@ -39,7 +39,7 @@ class ResponseEvents:
         """Return the last events of a finished response, and the response. An empty one has a message without text."""
         events: list[Json] = []
         if not self.parts.parts and self._generates:
-            part = ChatPart(PartKind.CONTENT, 0)
+            part = ChatPart(ChatPartKind.CONTENT, 0)
             self.parts.parts.append(part)
             events += self._begin(part)
         last = self.parts.open_part()
@@ -58,7 +58,7 @@ class ResponseEvents:
 
     def response(self, usage: Json) -> Json:
         """Return the finished response; an empty one has a message without text. Changes nothing."""
-        parts = self.parts.parts or [ChatPart(PartKind.CONTENT, 0)] * self._generates
+        parts = self.parts.parts or [ChatPart(ChatPartKind.CONTENT, 0)] * self._generates
         output = [self._shape.item(part, "completed") for part in parts]
         if not self._is_incomplete:
             return self._shape.response("completed", output, usage)
@@ -69,45 +69,45 @@ class ResponseEvents:
     def _is_incomplete(self) -> bool:
         return self._generates and self.parts.finish_reason == "length"
 
-    def _of_step(self, step: PartStep) -> Iterator[Json]:
+    def _of_step(self, step: ChatPartUpdate) -> Iterator[Json]:
         if step.closed is not None:
             yield from self._end(step.closed, "completed")
         if step.is_new:
             yield from self._begin(step.part)
         if step.text:
-            if step.part.kind is PartKind.TOOL_CALL:
-                if self._shape.call_form(step.part).item == "function_call":
+            if step.part.kind is ChatPartKind.TOOL_CALL:
+                if self._shape.call_item_form(step.part).item == "function_call":
                     yield self._event(f"{_FUNCTION}.delta", {**self._place(step.part), "delta": step.text})
                 return  # the payload of another call is known at its end
             name = _TEXT_EVENTS[step.part.kind]
-            logprobs: Json = {"logprobs": []} if step.part.kind is PartKind.CONTENT else {}
+            logprobs: Json = {"logprobs": []} if step.part.kind is ChatPartKind.CONTENT else {}
             yield self._event(f"{name}.delta", {**self._place(step.part), "delta": step.text, **logprobs})
 
     def _begin(self, part: ChatPart) -> Iterator[Json]:
-        if part.kind is not PartKind.TOOL_CALL or self._shape.call_form(part).is_text:
+        if part.kind is not ChatPartKind.TOOL_CALL or self._shape.call_item_form(part).is_text_payload:
             yield from self._added(part, is_empty=True)  # another call has no fields before its end
 
     def _added(self, part: ChatPart, *, is_empty: bool) -> Iterator[Json]:
         item = self._shape.item(part, "in_progress", is_empty=is_empty)
         yield self._event("response.output_item.added", {"output_index": part.index, "item": item})
-        if part.kind is not PartKind.TOOL_CALL:
+        if part.kind is not ChatPartKind.TOOL_CALL:
             empty = content_part(part.kind, "")
             yield self._event("response.content_part.added", {**self._place(part), "part": empty})
 
     def _end(self, part: ChatPart, status: str) -> Iterator[Json]:
         place, text = self._place(part), part.text
-        if part.kind is PartKind.TOOL_CALL:
+        if part.kind is ChatPartKind.TOOL_CALL:
             yield from self._end_of_call(part, place)
         else:
-            logprobs: Json = {"logprobs": []} if part.kind is PartKind.CONTENT else {}
+            logprobs: Json = {"logprobs": []} if part.kind is ChatPartKind.CONTENT else {}
             yield self._event(f"{_TEXT_EVENTS[part.kind]}.done", {**place, "text": text, **logprobs})
             yield self._event("response.content_part.done", {**place, "part": content_part(part.kind, text)})
         item = self._shape.item(part, status)
         yield self._event("response.output_item.done", {"output_index": part.index, "item": item})
 
     def _end_of_call(self, part: ChatPart, place: Json) -> Iterator[Json]:
-        form = self._shape.call_form(part)
-        if not form.is_text:
+        form = self._shape.call_item_form(part)
+        if not form.is_text_payload:
             yield from self._added(part, is_empty=False)
         assert part.call is not None
         if form.item == "function_call":
@@ -118,8 +118,8 @@ class ResponseEvents:
             yield self._event(f"{_CUSTOM}.done", {**place, "input": text})
 
     def _place(self, part: ChatPart) -> Json:
-        place: Json = {"item_id": self._shape.item_id(part), "output_index": part.index}
-        return place if part.kind is PartKind.TOOL_CALL else {**place, "content_index": 0}
+        place: Json = {"item_id": self._shape.output_item_id(part), "output_index": part.index}
+        return place if part.kind is ChatPartKind.TOOL_CALL else {**place, "content_index": 0}
 
     def _event(self, kind: str, fields: Json) -> Json:
         number = self.num_events
@@ -127,7 +127,7 @@ class ResponseEvents:
         return {"type": kind, "sequence_number": number, **fields}
 
 
-def error_data(body: Json, sequence_number: int = 0) -> Json:
+def error_event_data(body: Json, sequence_number: int = 0) -> Json:
     """Return the data of an error event, from OpenAI's error object."""
     fields = {name: body["error"][name] for name in ("code", "message", "param")}
     return {"type": "error", "sequence_number": sequence_number, **fields}

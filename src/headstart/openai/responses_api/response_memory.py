@@ -1,4 +1,4 @@
-"""ResponseMemory: the stored responses of all tenants, for `previous_response_id` and retrieval.
+"""StoredResponses: the stored responses of all tenants, for `previous_response_id` and retrieval.
 
 Bounded in bytes, entries and age. A response refers to the one it continues, so a conversation of n turns holds each
 turn once. Removing a response keeps the turns that later ones of the conversation need. When the bounds are exceeded,
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from headstart.openai.request_json import json_value
+from headstart.openai.request_json import decode_json_text
 from headstart.openai.responses import Json
 
 MAX_ENTRIES = 16_384
@@ -28,11 +28,11 @@ class StoredResponse(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class ConversationTurn:
     """The input and output items of one response, and the turn before. Freed when no entry and no turn refers to it."""
 
     items: bytes  # JSON
-    previous: "Turn | None"
+    previous: "ConversationTurn | None"
     num_references: int = 0
     chain_bytes: int = field(init=False)  # of the conversation up to here
 
@@ -40,18 +40,18 @@ class Turn:
         self.chain_bytes = len(self.items) + (0 if self.previous is None else self.previous.chain_bytes)
 
 
-class Conversation(NamedTuple):
+class StoredConversation(NamedTuple):
     """The items of a conversation, and its last turn, for the response that continues it."""
 
     items: list[Json]
-    last: Turn
+    last: ConversationTurn
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
     response: bytes  # JSON
     items: bytes  # JSON of the input
-    turn: Turn
+    turn: ConversationTurn
     stored_at: float
 
     @property
@@ -67,7 +67,7 @@ class _Tenant:
     num_bytes: int = 0
 
 
-class ResponseMemory:
+class StoredResponses:
     """Stored responses by tenant and id. Thread-safe. Times in seconds, from any one clock."""
 
     def __init__(self, max_bytes: int, max_age: float, max_entries: int = MAX_ENTRIES) -> None:
@@ -80,11 +80,11 @@ class ResponseMemory:
         self.num_bytes = 0
         self.num_entries = 0
 
-    def add(self, tenant: str, stored: StoredResponse, now: float, previous: Turn | None = None) -> None:
+    def add(self, tenant: str, stored: StoredResponse, now: float, previous: ConversationTurn | None = None) -> None:
         """Store a response that continues `previous`. One that exceeds the bounds alone is not stored."""
         encode = msgspec.json.encode
         response, items = stored
-        turn = Turn(encode([*items, *response["output"]]), previous)
+        turn = ConversationTurn(encode([*items, *response["output"]]), previous)
         entry = _Entry(encode(response), encode(items), turn, now)
         if entry.num_bytes + len(turn.items) > self._max_bytes:
             return
@@ -103,21 +103,21 @@ class ResponseMemory:
             if entry is None:
                 return None
             response, items = entry.response, entry.items
-        return StoredResponse(json_value(response), json_value(items))
+        return StoredResponse(decode_json_text(response), decode_json_text(items))
 
-    def history(self, tenant: str, response_id: str, now: float) -> Conversation | None:
+    def history(self, tenant: str, response_id: str, now: float) -> StoredConversation | None:
         """Return the conversation up to the end of a response; None as `get`."""
         with self._lock:
             entry = self._used(tenant, response_id, now)
         if entry is None:
             return None
         turns: list[bytes] = []
-        turn: Turn | None = entry.turn
+        turn: ConversationTurn | None = entry.turn
         while turn is not None:
             turns.append(turn.items)
             turn = turn.previous
-        items = [item for text in reversed(turns) for item in json_value(text)]
-        return Conversation(items, entry.turn)
+        items = [item for text in reversed(turns) for item in decode_json_text(text)]
+        return StoredConversation(items, entry.turn)
 
     def conversation_bytes(self, tenant: str, response_id: str, now: float) -> int:
         """Return the bytes that `history` or `get` would decode; 0 if the tenant has no such response."""
@@ -160,7 +160,7 @@ class ResponseMemory:
         if owned is None or entry is None:
             return False
         self._count(owned, -entry.num_bytes, -1)
-        turn: Turn | None = entry.turn
+        turn: ConversationTurn | None = entry.turn
         while turn is not None:
             turn.num_references -= 1
             if turn.num_references:
@@ -171,7 +171,7 @@ class ResponseMemory:
             del self._tenants[tenant]
         return True
 
-    def _refer(self, owned: _Tenant, turn: Turn | None) -> None:
+    def _refer(self, owned: _Tenant, turn: ConversationTurn | None) -> None:
         """Add a reference to a turn. One without any is counted, and refers to the one before: it is new, or was
         removed while a response that continues it was computed.
         """

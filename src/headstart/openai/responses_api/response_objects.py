@@ -4,17 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.openai.chat.chat_parts import ChatPart, ChatParts, PartKind
+from headstart.openai.chat.chat_parts import ChatPart, ChatPartKind, ChatParts
 from headstart.openai.responses import CACHE_SOURCES, Json
-from headstart.openai.responses_api.call_forms import CallForm, ChatTool
+from headstart.openai.responses_api.call_forms import CallItemForm, ChatTool
 
-_PREFIXES = {PartKind.CONTENT: "msg_", PartKind.REASONING: "rs_", PartKind.TOOL_CALL: "fc_"}
+_PREFIXES = {ChatPartKind.CONTENT: "msg_", ChatPartKind.REASONING: "rs_", ChatPartKind.TOOL_CALL: "fc_"}
 _INPUT_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
-PART_TYPES = {PartKind.CONTENT: "output_text", PartKind.REASONING: "reasoning_text"}
+PART_TYPES = {ChatPartKind.CONTENT: "output_text", ChatPartKind.REASONING: "reasoning_text"}
 
 
 @dataclass(frozen=True, slots=True)
-class ResponseShape:
+class ResponseTemplate:
     """The parts of a response object that do not change while it is computed. `echo`: fields of the request.
 
     `tools`: by the name of their functions, those whose calls are other items than calls of plain functions.
@@ -26,30 +26,30 @@ class ResponseShape:
     echo: Json
     tools: Mapping[str, ChatTool] = field(default_factory=dict[str, ChatTool])
 
-    def item_id(self, part: ChatPart) -> str:
+    def output_item_id(self, part: ChatPart) -> str:
         """Return the id of the output item of a part: unique, since the response's id is."""
         return f"{_PREFIXES[part.kind]}{self.response_id.rpartition('_')[2]}{part.index:02x}"
 
     def item(self, part: ChatPart, status: str, *, is_empty: bool = False) -> Json:
         """Return the output item of a part; `is_empty`: as it is before any text."""
-        item: Json = {"id": self.item_id(part)}
+        item: Json = {"id": self.output_item_id(part)}
         text = "" if is_empty else part.text
-        if part.kind is PartKind.TOOL_CALL:
+        if part.kind is ChatPartKind.TOOL_CALL:
             assert part.call is not None
             tool = self.tools.get(part.call.name)
-            form, names = (CallForm(), {"name": part.call.name}) if tool is None else (tool.form, tool.names)
+            form, names = (CallItemForm(), {"name": part.call.name}) if tool is None else (tool.form, tool.names)
             call = {"call_id": part.call.call_id, **names, form.payload: form.content(text)}
             return {**item, "type": form.item, "status": status, **call}
         content = [] if is_empty else [content_part(part.kind, text)]
-        if part.kind is PartKind.REASONING:
+        if part.kind is ChatPartKind.REASONING:
             return {**item, "type": "reasoning", "status": status, "summary": [], "content": content}
         return {**item, "type": "message", "status": status, "role": "assistant", "content": content}
 
-    def call_form(self, part: ChatPart) -> CallForm:
+    def call_item_form(self, part: ChatPart) -> CallItemForm:
         """Return the form of a call."""
         assert part.call is not None
         tool = self.tools.get(part.call.name)
-        return CallForm() if tool is None else tool.form
+        return CallItemForm() if tool is None else tool.form
 
     def response(
         self, status: str, output: list[Json], usage: Json | None = None, error: Json | None = None, reason: str = ""
@@ -70,10 +70,10 @@ class ResponseShape:
         }
 
 
-def content_part(kind: PartKind, text: str) -> Json:
+def content_part(kind: ChatPartKind, text: str) -> Json:
     """Return the content part of a message or of reasoning."""
     part: Json = {"type": PART_TYPES[kind], "text": text}
-    return part | {"annotations": [], "logprobs": []} if kind is PartKind.CONTENT else part
+    return part | {"annotations": [], "logprobs": []} if kind is ChatPartKind.CONTENT else part
 
 
 def response_usage(usage: Json, parts: ChatParts) -> Json:
@@ -93,7 +93,7 @@ def response_usage(usage: Json, parts: ChatParts) -> Json:
     }
 
 
-def input_item(item: Json, response_id: str, index: int) -> Json:
+def listed_input_item(item: Json, response_id: str, index: int) -> Json:
     """Return an item of the input as `/v1/responses/{id}/input_items` lists it: with id and status."""
     prefix = _INPUT_PREFIXES.get(item["type"], "item_")
     shaped: Json = {"id": f"{prefix}{response_id.rpartition('_')[2]}i{index:02x}", "status": "completed", **item}
@@ -102,18 +102,18 @@ def input_item(item: Json, response_id: str, index: int) -> Json:
     return shaped
 
 
-def item_list(items: list[Json], *, has_more: bool) -> Json:
+def item_list_response(items: list[Json], *, has_more: bool) -> Json:
     """Return a list of items; all of them have ids."""
     first, last = (items[0]["id"], items[-1]["id"]) if items else ("", "")
     return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": has_more}
 
 
-def deleted(response_id: str) -> Json:
+def deletion_response(response_id: str) -> Json:
     """Return the answer to a deletion."""
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-def echo_of(fields: Any, sampling: Any) -> Json:
+def echoed_request_fields(fields: Any, sampling: Any) -> Json:
     """Return the fields of a response that repeat its request; `sampling`: the parameters in force."""
     return {
         "instructions": fields.instructions,

@@ -6,17 +6,24 @@ from typing import Annotated, Any, TypeGuard
 
 from pydantic import Field
 
-from headstart.openai.bounds import INT31_MAX, Bounds
-from headstart.openai.chat.chat_translation import ChatTranslation, passed_on, template_variables
-from headstart.openai.forms.fields import check_fields
+from headstart.openai.bounds import INT31_MAX, RequestBounds
+from headstart.openai.chat.chat_translation import ChatTranslation, passthrough_params, template_variables
+from headstart.openai.forms.fields import check_request_fields
 from headstart.openai.forms.treatments import ApiName
 from headstart.openai.generation_fields import Model, SamplingFields
-from headstart.openai.request_model import RequestModel, Text, checked, validated
+from headstart.openai.request_model import RequestModel, Text, custom_validator, validate_as
 from headstart.openai.responses import Json
-from headstart.openai.responses_api.call_forms import chat_tools, function_name, is_skipped, read_tools
-from headstart.openai.responses_api.input_items import chat_messages, check_calls, read_items
-from headstart.openai.tools.tool_fields import MAX_TOOLS, ReasoningEffort, known_effort
-from headstart.openai.value_checks import bad_value, check_list, check_mapping, missing, shown, unsupported
+from headstart.openai.responses_api.call_forms import chat_tools, is_skipped_tool, namespaced_function_name, read_tools
+from headstart.openai.responses_api.input_items import check_call_outputs, items_as_chat_messages, read_input_items
+from headstart.openai.tools.tool_fields import MAX_TOOLS, ReasoningEffort, read_reasoning_effort
+from headstart.openai.value_checks import (
+    check_list,
+    check_mapping,
+    missing_parameter_error,
+    raise_invalid_value,
+    raise_unsupported,
+    safe_repr,
+)
 
 MAX_METADATA = 16
 MAX_METADATA_CHARS = 64, 512  # of a key, of a value
@@ -29,20 +36,22 @@ _RENAMES = (
 )
 
 
-Ignored = Annotated[None, checked(lambda value, _: None, str)]  # of a field that no answer depends on: any value
+Ignored = Annotated[
+    None, custom_validator(lambda value, _: None, str)
+]  # of a field that no answer depends on: any value
 
 
 class ReasoningOptions(RequestModel):
     """Options of reasoning models."""
 
     max_entries = 16
-    effort: Annotated[str | None, checked(known_effort, ReasoningEffort)] = Field(
+    effort: Annotated[str | None, custom_validator(read_reasoning_effort, ReasoningEffort)] = Field(
         None, description="Passed to the chat template as reasoning_effort; none: enable_thinking is false"
     )
     summary: Ignored = Field(None, description="Ignored: reasoning is sent in full")
 
 
-TextFormat = Annotated[Json | None, checked(lambda value, _: _text_format(value), dict[str, Any])]
+TextFormat = Annotated[Json | None, custom_validator(lambda value, _: _text_format(value), dict[str, Any])]
 
 
 class TextOptions(RequestModel):
@@ -53,11 +62,11 @@ class TextOptions(RequestModel):
     verbosity: Ignored = Field(None, description="Accepted, without effect")
 
 
-Items = Annotated[list[Json], checked(read_items, str | list[dict[str, Any]])]
-Tools = Annotated[list[Json], checked(read_tools, list[dict[str, Any]])]
-ToolChoice = Annotated[Any, checked(lambda value, _: _tool_choice(value), str | dict[str, Any])]
-Metadata = Annotated[dict[str, str], checked(lambda value, _: _metadata(value), dict[str, str])]
-Include = Annotated[tuple[str, ...], checked(lambda value, _: _include(value), list[str])]
+Items = Annotated[list[Json], custom_validator(read_input_items, str | list[dict[str, Any]])]
+Tools = Annotated[list[Json], custom_validator(read_tools, list[dict[str, Any]])]
+ToolChoice = Annotated[Any, custom_validator(lambda value, _: _tool_choice(value), str | dict[str, Any])]
+Metadata = Annotated[dict[str, str], custom_validator(lambda value, _: _metadata(value), dict[str, str])]
+Include = Annotated[tuple[str, ...], custom_validator(lambda value, _: _include(value), list[str])]
 
 
 class ResponsesRequest(SamplingFields):
@@ -81,28 +90,28 @@ class ResponsesRequest(SamplingFields):
     top_logprobs: int = Field(0, ge=0, le=0)
 
 
-def parse_responses(values: Mapping[str, Any], bounds: Bounds) -> ResponsesRequest:
+def parse_responses(values: Mapping[str, Any], bounds: RequestBounds) -> ResponsesRequest:
     """Return a validated /v1/responses body. Raises InvalidRequestError."""
     if values.get("input") is None:
-        raise missing("input")
-    check_fields(ApiName.RESPONSES, values, bounds)
-    return validated(ResponsesRequest, values, bounds)
+        raise missing_parameter_error("input")
+    check_request_fields(ApiName.RESPONSES, values, bounds)
+    return validate_as(ResponsesRequest, values, bounds)
 
 
 def translate_responses(
     request: ResponsesRequest, values: Mapping[str, Any], history: Sequence[Json] = ()
 ) -> ChatTranslation:
     """Return the chat request of a body: instructions, history and input. Raises InvalidRequestError."""
-    check_calls(history, request.input)
+    check_call_outputs(history, request.input)
     named = [("previous_response_id", item) for item in history]
     named += [(f"input[{index}]", item) for index, item in enumerate(request.input)]
-    messages, names = chat_messages(named)
+    messages, names = items_as_chat_messages(named)
     if request.instructions is not None:
         messages.insert(0, {"role": "system", "content": request.instructions})
         names.insert(0, "instructions")
     chosen = request.reasoning.effort
     chat: Json = {
-        **passed_on(values, ResponsesRequest.model_fields),
+        **passthrough_params(values, ResponsesRequest.model_fields),
         **template_variables(
             values, enable_thinking=None if chosen is None else chosen != "none", reasoning_effort=chosen
         ),
@@ -118,7 +127,7 @@ def translate_responses(
             "parallel_tool_calls": request.parallel_tool_calls,
         }
     elif request.tools and request.tool_choice not in ("auto", "none"):
-        bad_value("tool_choice", "requires a call", "none of the tools can be called here")
+        raise_invalid_value("tool_choice", "requires a call", "none of the tools can be called here")
     if request.text.format is not None:
         chat["response_format"] = _chat_format(request.text.format)
     return ChatTranslation(chat, "input", names, _RENAMES, tool_names=[tool.field for tool in tools])
@@ -136,7 +145,7 @@ def _chat_choice(choice: Any) -> Any:
 def _chat_function(named: Json) -> Json:
     return {
         "type": "function",
-        "function": {"name": function_name(named.get("name", named["type"]), named.get("namespace"))},
+        "function": {"name": namespaced_function_name(named.get("name", named["type"]), named.get("namespace"))},
     }
 
 
@@ -151,9 +160,9 @@ def _text_format(value: object) -> Json:
     sent = dict(check_mapping(name, value, 16))
     kind = sent.get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        bad_value(f"{name}.type", f"is {shown(kind)}", "it must be one of text, json_object, json_schema")
+        raise_invalid_value(f"{name}.type", f"is {safe_repr(kind)}", "it must be one of text, json_object, json_schema")
     if kind == "json_schema" and not isinstance(sent.get("schema"), Mapping):
-        bad_value(f"{name}.schema", f"is {shown(sent.get('schema'))}", "it must be a JSON schema")
+        raise_invalid_value(f"{name}.schema", f"is {safe_repr(sent.get('schema'))}", "it must be a JSON schema")
     return sent
 
 
@@ -165,8 +174,8 @@ def _tool_choice(value: object) -> Any:
     if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
         return _allowed_tools(value)
     if isinstance(value, Mapping) and isinstance(value.get("type"), str):
-        unsupported("tool_choice", f"a choice of type {shown(value['type'])} is not built; name a function")
-    bad_value("tool_choice", f"is {shown(value)}", 'it must be "none", "auto", "required" or a function')
+        raise_unsupported("tool_choice", f"a choice of type {safe_repr(value['type'])} is not built; name a function")
+    raise_invalid_value("tool_choice", f"is {safe_repr(value)}", 'it must be "none", "auto", "required" or a function')
 
 
 def _is_named(value: object) -> TypeGuard[Mapping[str, Any]]:
@@ -184,15 +193,15 @@ def _allowed_tools(value: Mapping[str, Any]) -> Json:
     """Return a choice among some of the tools."""
     mode = value.get("mode")
     if mode not in ("auto", "required"):
-        bad_value("tool_choice.mode", f"is {shown(mode)}", "it must be auto or required")
+        raise_invalid_value("tool_choice.mode", f"is {safe_repr(mode)}", "it must be auto or required")
     tools = check_list("tool_choice.tools", value.get("tools"), MAX_TOOLS, "tools")
     named: list[Json] = []
     for index, tool in enumerate(tools):
         if _is_named(tool):
             named.append(_named(tool))
-        elif not is_skipped(tool):
-            bad_value(
-                f"tool_choice.tools[{index}]", f"is {shown(tool)}", "it must be one of the tools, by type and name"
+        elif not is_skipped_tool(tool):
+            raise_invalid_value(
+                f"tool_choice.tools[{index}]", f"is {safe_repr(tool)}", "it must be one of the tools, by type and name"
             )
     return {"type": "allowed_tools", "mode": mode, "tools": named}
 
@@ -203,12 +212,12 @@ def _metadata(value: object) -> dict[str, str]:
         for text, max_chars in zip(pair, MAX_METADATA_CHARS, strict=True):
             if not isinstance(text, str) or len(text) > max_chars:
                 remedy = f"keys and values must be strings of at most {' and '.join(map(str, MAX_METADATA_CHARS))}"
-                bad_value("metadata", f"contains {shown(text)}", f"{remedy} characters")
+                raise_invalid_value("metadata", f"contains {safe_repr(text)}", f"{remedy} characters")
     return dict(sent)
 
 
 def _include(value: object) -> tuple[str, ...]:
     names = value if isinstance(value, list | tuple) else [value]
     if _LOGPROBS in names:
-        unsupported("include", f"{_LOGPROBS} is not built; use /v1/chat/completions with logprobs")
+        raise_unsupported("include", f"{_LOGPROBS} is not built; use /v1/chat/completions with logprobs")
     return ()

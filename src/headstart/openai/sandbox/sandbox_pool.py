@@ -37,7 +37,7 @@ class SandboxLostError(HeadstartError):
 
 
 @dataclass(frozen=True, slots=True)
-class Sandbox:
+class SandboxSpec:
     """The processes of one pool: the module they run, what it is built from, and its limits."""
 
     module: str  # calls sandbox_process.serve
@@ -53,7 +53,7 @@ class Sandbox:
 class SandboxPool:
     """The processes of one sandbox. Thread-safe. Processes start with a request or `start`."""
 
-    def __init__(self, sandbox: Sandbox) -> None:
+    def __init__(self, sandbox: SandboxSpec) -> None:
         self._sandbox = sandbox
         self._free = threading.Condition()
         self._idle: list[_Process] = []
@@ -151,7 +151,7 @@ class SandboxPool:
 class _Process:
     """A process that is ready for requests. The constructor raises ConfigError if it cannot be built."""
 
-    def __init__(self, sandbox: Sandbox) -> None:
+    def __init__(self, sandbox: SandboxSpec) -> None:
         self._max_answer_bytes = sandbox.max_answer_bytes
         self._stream, theirs = socket.socketpair()
         with theirs:
@@ -216,7 +216,7 @@ def _spawn(module: str, descriptor: int) -> "subprocess.Popen[bytes]":
     """Start the process: same modules, own process group (so it gets no Ctrl-C), no other descriptors, no secrets."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, str(descriptor)],
-        env={**plain_environment(os.environ), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env={**minimal_environment(os.environ), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         pass_fds=[descriptor],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -224,7 +224,7 @@ def _spawn(module: str, descriptor: int) -> "subprocess.Popen[bytes]":
     )
 
 
-def plain_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def minimal_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a process needs to run at all: none that may hold a key, a token or a password."""
     return {name: value for name, value in environ.items() if _PLAIN.fullmatch(name)}
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from headstart.allocator import give_memory_back, trim
+from headstart.allocator import configure_malloc, trim_heap
 from headstart.core.errors import ConfigError, InvalidRequestError
 
 HEADER = struct.Struct("!cI")
@@ -34,7 +34,7 @@ def serve(build: Callable[[Any], Handler], too_large: InvalidRequestError) -> No
     `build` makes the handler of requests from the parent's setup; it may raise ConfigError. `too_large`: the error for
     a request whose answer does not fit into memory.
     """
-    give_memory_back()
+    configure_malloc()
     stream = socket.socket(fileno=int(sys.argv[1]))
     with stream, suppress(ConnectionError, EOFError):
         send(stream, READY, b"")
@@ -55,7 +55,7 @@ def serve(build: Callable[[Any], Handler], too_large: InvalidRequestError) -> No
             is_large = len(answer) > TRIM_BYTES
             del request, answer
             if is_large:
-                trim()
+                trim_heap()
 
 
 def send(stream: socket.socket, kind: bytes, data: bytes) -> None:

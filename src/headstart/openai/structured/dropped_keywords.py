@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from headstart.openai.structured.schema_rewrites import SCHEMA_MAPS, VALUES
-from headstart.openai.value_checks import bad_value, shown
+from headstart.openai.value_checks import raise_invalid_value, safe_repr
 
 DROPPED_HEADER = "x-headstart-dropped-keywords"
 """The response header that names keywords which an answer may not keep to: `weather: format, uniqueItems`."""
@@ -53,7 +53,7 @@ _NOT_IN_RUST = re.compile(
 )  # a group: of ECMA only
 
 
-class Said(IntEnum):
+class KeywordMeaning(IntEnum):
     """The meaning of a keyword that no grammar keeps to."""
 
     NOTHING = 0
@@ -62,14 +62,14 @@ class Said(IntEnum):
     RULE = 3
 
 
-class Loosened(NamedTuple):
+class LoosenedSchema(NamedTuple):
     """A schema without the keywords that no grammar keeps to. `dropped`: those that say something, sorted."""
 
     schema: Any
     dropped: tuple[str, ...]
 
 
-def loosened_schema(schema: Mapping[str, Any]) -> Loosened:
+def loosen_schema(schema: Mapping[str, Any]) -> LoosenedSchema:
     """Return a schema that allows what the given one allows, and maybe more.
 
     `oneOf` stays: it is among the dropped ones if its alternatives may overlap, and then to be compiled as anyOf.
@@ -77,7 +77,7 @@ def loosened_schema(schema: Mapping[str, Any]) -> Loosened:
     return _Walk().loosened(schema)
 
 
-def strict_schema(name: str, schema: Mapping[str, Any], remedy: str) -> Loosened:
+def loosen_or_refuse_schema(name: str, schema: Mapping[str, Any], remedy: str) -> LoosenedSchema:
     """Return a schema without keywords that say less than a rule. Raises InvalidRequestError for one that says a rule.
 
     `remedy`: what helps beside leaving it out. `oneOf` keeps its meaning.
@@ -85,41 +85,44 @@ def strict_schema(name: str, schema: Mapping[str, Any], remedy: str) -> Loosened
     walk = _Walk()
     loosened = walk.loosened(schema)
     for keyword, place in walk.rules:
-        where = f" at {shown(place)}" if place else ""
-        bad_value(name, f"has {keyword}{where}, which a grammar cannot keep to", f"leave it out{remedy}")
+        where = f" at {safe_repr(place)}" if place else ""
+        raise_invalid_value(name, f"has {keyword}{where}, which a grammar cannot keep to", f"leave it out{remedy}")
     return _without_one_of(loosened)
 
 
-def strictly_loosened(schema: Mapping[str, Any]) -> Loosened:
+def loosen_accepted_schema(schema: Mapping[str, Any]) -> LoosenedSchema:
     """Return what strict_schema returns of a schema that it does not refuse."""
-    return _without_one_of(loosened_schema(schema))
+    return _without_one_of(loosen_schema(schema))
 
 
-def _without_one_of(loosened: Loosened) -> Loosened:
+def _without_one_of(loosened: LoosenedSchema) -> LoosenedSchema:
     return loosened._replace(dropped=tuple(keyword for keyword in loosened.dropped if keyword != "oneOf"))
 
 
-def dropped_header(dropped: Dropped) -> str:
+def dropped_keywords_header(dropped: Dropped) -> str:
     """Return the value of DROPPED_HEADER."""
     text = "; ".join(f"{name}: {', '.join(keywords)}" for name, keywords in dropped)
     return text if len(text) <= _MAX_HEADER_CHARS else text[:_MAX_HEADER_CHARS] + "..."
 
 
-def _unkept(part: Mapping[str, Any]) -> Iterator[tuple[str, Said]]:
+def _unkept(part: Mapping[str, Any]) -> Iterator[tuple[str, KeywordMeaning]]:
     """Yield the keywords of one subschema that no grammar keeps to, and what each says."""
     for keyword, value in part.items():
         if keyword in _ALWAYS:
-            yield keyword, Said.RULE
+            yield keyword, KeywordMeaning.RULE
         elif keyword in _WITH:
-            yield keyword, Said.RULE if any(other in part for other in _WITH[keyword]) else Said.NOTHING
+            yield (
+                keyword,
+                KeywordMeaning.RULE if any(other in part for other in _WITH[keyword]) else KeywordMeaning.NOTHING,
+            )
         elif keyword in _UNLESS:
-            said = Said.SET if keyword == "uniqueItems" else Said.RULE
-            yield keyword, Said.NOTHING if value in _UNLESS[keyword] else said
+            said = KeywordMeaning.SET if keyword == "uniqueItems" else KeywordMeaning.RULE
+            yield keyword, KeywordMeaning.NOTHING if value in _UNLESS[keyword] else said
         elif keyword in ("format", "pattern") and isinstance(value, str):
             if keyword == "format" and value not in _KEPT_FORMATS and _may_be_string(part):
-                yield keyword, Said.RULE if value in _STANDARD_FORMATS else Said.ANNOTATION
+                yield keyword, KeywordMeaning.RULE if value in _STANDARD_FORMATS else KeywordMeaning.ANNOTATION
             elif keyword == "pattern" and any(found[1] for found in _NOT_IN_RUST.finditer(value)):
-                yield keyword, Said.RULE if _may_be_string(part) else Said.NOTHING
+                yield keyword, KeywordMeaning.RULE if _may_be_string(part) else KeywordMeaning.NOTHING
 
 
 def _excludes(part: Mapping[str, Any]) -> bool:
@@ -147,9 +150,9 @@ class _Walk:
         self.rules: list[tuple[str, str]] = []
         self._dropped: set[str] = set()
 
-    def loosened(self, schema: Mapping[str, Any]) -> Loosened:
+    def loosened(self, schema: Mapping[str, Any]) -> LoosenedSchema:
         """Return the schema without the keywords that no grammar keeps to."""
-        return Loosened(self._loosened(schema, "", is_map=False), tuple(sorted(self._dropped)))
+        return LoosenedSchema(self._loosened(schema, "", is_map=False), tuple(sorted(self._dropped)))
 
     def _loosened(self, schema: Any, place: str, *, is_map: bool) -> Any:
         """Return a loosened subschema, list of subschemas, or, if `is_map`, mapping of names to them."""
@@ -160,7 +163,7 @@ class _Walk:
         if is_map:
             return {name: self._loosened(one, f"{place}/{name}", is_map=False) for name, one in schema.items()}
         unkept = dict(_unkept(schema))
-        self.rules += [(keyword, place) for keyword, said in unkept.items() if said is Said.RULE]
+        self.rules += [(keyword, place) for keyword, said in unkept.items() if said is KeywordMeaning.RULE]
         self._dropped.update(keyword for keyword, said in unkept.items() if said)
         if "oneOf" in schema and not _excludes(schema):
             self._dropped.add("oneOf")

@@ -1,4 +1,4 @@
-"""GrammarCheck: compiles grammars of requests in a process that can be killed, before the engine compiles them.
+"""GrammarChecker: compiles grammars of requests in a process that can be killed, before the engine compiles them.
 
 So a grammar that takes too much time or memory, or that does not compile, is refused and never reaches the engine.
 Accepted grammars are remembered by their hash: each is checked once.
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from headstart.core.engine import EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError
-from headstart.gguf.tokenizer_json import FILE_NAME, tokenizer_json
-from headstart.openai.sandbox.sandbox_pool import Sandbox, SandboxLostError, SandboxPool
+from headstart.gguf.tokenizer_json import FILE_NAME, model_tokenizer_json
+from headstart.openai.sandbox.sandbox_pool import SandboxLostError, SandboxPool, SandboxSpec
 
 MAX_SECONDS = 1.0
 MAX_SETUP_SECONDS = 60.0  # to read the vocabulary, which is the operator's; on a busy machine
@@ -20,7 +20,7 @@ MAX_BYTES = 512 << 20  # of memory, while a grammar is compiled
 MAX_REMEMBERED = 4096
 
 
-class GrammarCheck:
+class GrammarChecker:
     """The check of grammars for one model. Thread-safe; the process starts with the first grammar."""
 
     def __init__(self, info: EngineInfo, eos_token_ids: tuple[int, ...], *, max_seconds: float = MAX_SECONDS) -> None:
@@ -32,7 +32,7 @@ class GrammarCheck:
         self._pool: SandboxPool | None = None
         self._accepted: OrderedDict[bytes, None] = OrderedDict()
 
-    def is_accepted(self, grammar: str) -> bool:
+    def was_accepted(self, grammar: str) -> bool:
         """Return whether a grammar was accepted before."""
         key = _hash(grammar)
         with self._lock:
@@ -46,7 +46,7 @@ class GrammarCheck:
 
         Raises QueueFullError while too many grammars wait, and while grammars of `tenant` were killed repeatedly.
         """
-        if self.is_accepted(grammar):
+        if self.was_accepted(grammar):
             return
         try:
             self._processes().ask(grammar, tenant)
@@ -70,10 +70,10 @@ class GrammarCheck:
     def _processes(self) -> SandboxPool:
         with self._lock:
             if self._pool is None:
-                text = tokenizer_json(self._model)
+                text = model_tokenizer_json(self._model)
                 if text is None:
                     raise ConfigError(f"structured output needs the model's {FILE_NAME}, which it does not have")
-                sandbox = Sandbox(
+                sandbox = SandboxSpec(
                     module="headstart.openai.structured.grammar_process",
                     setup=(text, self._vocab_size, self._eos_token_ids, self._max_seconds),
                     subject="the compiler of grammars",

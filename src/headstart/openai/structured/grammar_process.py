@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.sandbox.sandbox_process import Handler, serve
-from headstart.openai.structured.grammar_text import TOOL_LINE, parser_limits
+from headstart.openai.structured.grammar_text import TOOL_LINE, grammar_parser_limits
 
 _MESSAGES = {  # a part of a message of llguidance, and the message to send
     "oneOf": "oneOf is supported only if its alternatives exclude each other",
@@ -28,7 +28,7 @@ _PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
 _TOO_LARGE = InvalidRequestError("the grammar needs too much memory; simplify it")
 
 
-def begin_answer(matcher: LLMatcher) -> None:
+def compute_first_masks(matcher: LLMatcher) -> None:
     """Compute the first mask, and the one behind the forced tokens; leave an error in a matcher that has no text."""
     matcher.compute_bitmask()
     if forced := matcher.compute_ff_tokens():
@@ -36,7 +36,7 @@ def begin_answer(matcher: LLMatcher) -> None:
         matcher.compute_bitmask()
 
 
-def reason(message: str, grammar: str = "") -> str:
+def shorten_grammar_error(message: str, grammar: str = "") -> str:
     """Return the first line of llguidance's message, without advice that only its callers could follow.
 
     A place in the rules of a tool is given as the name of the tool.
@@ -44,7 +44,7 @@ def reason(message: str, grammar: str = "") -> str:
     place = _PLACE.match(message)
     tool = None if place is None else _tool_at(grammar, int(place[1]))
     if place is not None and tool is not None:
-        return f"{tool}: {reason(message[place.end() :])}"
+        return f"{tool}: {shorten_grammar_error(message[place.end() :])}"
     lines = message.strip().split("\n")
     details = [line for line in lines[1:] if line.startswith("error: ")]  # of a regular expression
     line = " ".join((lines[0], *details))[:300]
@@ -69,11 +69,11 @@ def build(setup: Any) -> Handler:
     def check(grammar: Any) -> str:
         """Compile a grammar and begin an answer, as the engine will. Return an empty text."""
         began = time.monotonic()
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=grammar_parser_limits())
         if not matcher.is_error():
-            begin_answer(matcher)
+            compute_first_masks(matcher)
         if matcher.is_error():
-            raise InvalidRequestError(reason(matcher.get_error(), grammar))
+            raise InvalidRequestError(shorten_grammar_error(matcher.get_error(), grammar))
         if time.monotonic() - began > max_seconds:
             raise InvalidRequestError("it takes too long to compile; simplify it")
         return ""

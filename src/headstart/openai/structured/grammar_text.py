@@ -57,7 +57,7 @@ def lark_grammar(grammar: str) -> str:
     return LLMatcher.grammar_from_lark(grammar)
 
 
-def parser_limits() -> LLParserLimits:
+def grammar_parser_limits() -> LLParserLimits:
     """Return the limits of compiled grammars."""
     return LLParserLimits(
         max_lexer_states=MAX_LEXER_STATES,

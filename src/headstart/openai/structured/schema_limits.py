@@ -2,7 +2,7 @@
 
 Some small schemas take llguidance minutes or all of a thread's stack (a large `multipleOf`, long chains of `$ref`),
 some make a single mask slow (long counts, thousands of alternatives), and for some it accepts texts that the schema
-does not allow. These are refused by the name of their keyword. Everything else is bounded by GrammarCheck.
+does not allow. These are refused by the name of their keyword. Everything else is bounded by GrammarChecker.
 """
 
 import json
@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from headstart.openai.request_json import check_depth
-from headstart.openai.structured.schema_rewrites import SCHEMA_MAPS, VALUES, rewritten_schema
-from headstart.openai.value_checks import bad_value, shown
+from headstart.openai.request_json import check_json_depth
+from headstart.openai.structured.schema_rewrites import SCHEMA_MAPS, VALUES, rewrite_schema
+from headstart.openai.value_checks import raise_invalid_value, safe_repr
 
 MAX_SUBSCHEMAS = 1000
 MAX_REFERENCES = 256  # $ref: each level of a chain takes some kilobytes of the compiler's stack
@@ -36,13 +36,13 @@ _DECODER = json.JSONDecoder()
 _RULE = re.compile(r"^[ \t]*+[?!]?[A-Za-z_][\w.]*+(?:\[[^\]\n]*+\])?[ \t]*+:", re.MULTILINE)
 
 
-def limited_schema(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def check_schema_limits(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the schema as llguidance reads it right. Raises InvalidRequestError, which names the keyword."""
     return _limited_schemas(name, [schema])[0]
 
 
 def _limited_schemas(name: str, schemas: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the schemas of one grammar as `limited_schema` does; they share the limits on the number of parts."""
+    """Return the schemas of one grammar as `check_schema_limits` does; they share the limits on the number of parts."""
     counts: Counter[str] = Counter()
     return [_limited(name, schema, counts) for schema in schemas]
 
@@ -56,33 +56,35 @@ def _limited(name: str, schema: Mapping[str, Any], counts: Counter[str]) -> Mapp
         has_one_of |= "oneOf" in part
         _check_part(name, part)
         if counts["schemas"] > MAX_SUBSCHEMAS:
-            bad_value(name, f"has more than {MAX_SUBSCHEMAS} subschemas", "simplify the schema")
+            raise_invalid_value(name, f"has more than {MAX_SUBSCHEMAS} subschemas", "simplify the schema")
         if counts["references"] > MAX_REFERENCES:
-            bad_value(name, f"has more than {MAX_REFERENCES} $ref", "simplify the schema")
+            raise_invalid_value(name, f"has more than {MAX_REFERENCES} $ref", "simplify the schema")
         if "$id" in part and "$ref" in part and part is not schema and not is_of_draft:
-            bad_value(name, "has $id beside $ref", "set $schema: drafts differ in whether it changes the reference")
-    return rewritten_schema(name, schema, is_exact=has_one_of)
+            raise_invalid_value(
+                name, "has $id beside $ref", "set $schema: drafts differ in whether it changes the reference"
+            )
+    return rewrite_schema(name, schema, is_exact=has_one_of)
 
 
-def limited_regex(name: str, regex: str) -> str:
+def check_regex_limits(name: str, regex: str) -> str:
     """Return a regular expression. Raises InvalidRequestError if it is too long or its counts are too large."""
     if len(regex) > MAX_COUNT:
-        bad_value(name, f"has {len(regex)} characters", f"it may have at most {MAX_COUNT}")
+        raise_invalid_value(name, f"has {len(regex)} characters", f"it may have at most {MAX_COUNT}")
     total = _largest_count(regex)
     if total > MAX_COUNT:
-        bad_value(name, f"has counts of {total} in all", f"nested counts may multiply to at most {MAX_COUNT}")
+        raise_invalid_value(name, f"has counts of {total} in all", f"nested counts may multiply to at most {MAX_COUNT}")
     return regex
 
 
-def limited_lark(name: str, grammar: str) -> str:
-    """Return a grammar in Lark with its JSON Schemas (%json) as `limited_schema` returns them.
+def check_lark_limits(name: str, grammar: str) -> str:
+    """Return a grammar in Lark with its JSON Schemas (%json) as `check_schema_limits` returns them.
 
     Raises InvalidRequestError if it has too many rules, too long a line, or what a JSON Schema may not have.
     """
     num_rules = len(_RULE.findall(grammar))
     if num_rules > RULES_IN_LARK:
-        bad_value(name, f"has {num_rules} rules", f"it may have at most {RULES_IN_LARK}")
-    limited_regex(name, grammar)
+        raise_invalid_value(name, f"has {num_rules} rules", f"it may have at most {RULES_IN_LARK}")
+    check_regex_limits(name, grammar)
     found = [*_schemas_in(name, grammar)]
     schemas = _limited_schemas(name, [schema for _, _, schema in found])
     outside = {token.end() for token in _LARK_TOKEN.finditer(grammar) if token[0] == "%json"}
@@ -103,11 +105,11 @@ def _schemas_in(name: str, grammar: str) -> Iterator[tuple[int, int, Mapping[str
     for found in _JSON_IN_LARK.finditer(grammar):
         try:
             schema, end = _DECODER.raw_decode(grammar, found.end())
-            check_depth(schema)
+            check_json_depth(schema)
         except ValueError:
             continue  # refused by the compiler if it is not in a string
         except RecursionError:
-            bad_value(name, "has a JSON Schema that is nested too deeply", "flatten it")
+            raise_invalid_value(name, "has a JSON Schema that is nested too deeply", "flatten it")
         if isinstance(schema, dict):
             yield found.start() + len("%json"), end, schema
 
@@ -143,15 +145,15 @@ def _check_numbers(name: str, schema: object) -> None:
     """Check that all numbers are finite as doubles, which is all that other parsers of JSON read."""
     for part in _inner(schema):
         if isinstance(part, int | float) and not abs(part) <= sys.float_info.max:
-            bad_value(name, f"has the number {shown(part)}", "use numbers within the range of doubles")
+            raise_invalid_value(name, f"has the number {safe_repr(part)}", "use numbers within the range of doubles")
 
 
 def _check_part(name: str, part: Mapping[str, Any]) -> None:
     """Check the keywords of one subschema."""
     if isinstance(reference := part.get("$ref"), str) and _is_value(reference):
-        bad_value(name, f"has $ref {shown(reference)}", "move the schema that it points to into $defs")
+        raise_invalid_value(name, f"has $ref {safe_repr(reference)}", "move the schema that it points to into $defs")
     if "x-guidance" in part:
-        bad_value(name, "contains x-guidance", "leave it out: options of the compiler cannot be set here")
+        raise_invalid_value(name, "contains x-guidance", "leave it out: options of the compiler cannot be set here")
     for key in ("anyOf", "oneOf"):
         _check_length(name, key, part.get(key), MAX_ALTERNATIVES)
     _check_length(name, "enum", part.get("enum"), MAX_ENUM)
@@ -164,7 +166,7 @@ def _check_part(name: str, part: Mapping[str, Any]) -> None:
     for key in ("minLength", "maxLength", "minItems", "maxItems"):
         value = part.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool) and value > MAX_COUNT and key[:3] == "min":
-            bad_value(name, f"has {key} {shown(value)}", f"it may be at most {MAX_COUNT}")
+            raise_invalid_value(name, f"has {key} {safe_repr(value)}", f"it may be at most {MAX_COUNT}")
     _check_properties(name, part)
     _check_multiples(name, part)
 
@@ -172,23 +174,27 @@ def _check_part(name: str, part: Mapping[str, Any]) -> None:
 def _check_pattern(name: str, key: str, pattern: object) -> None:
     if not isinstance(pattern, str):
         return
-    limited_regex(f"{name}: {key}", pattern)
+    check_regex_limits(f"{name}: {key}", pattern)
     if _CONTROL.search(pattern) or _CONTROL_ESCAPE.search(pattern):
-        bad_value(name, f"has {key} with a control character, {shown(pattern)}", "leave such characters out")
+        raise_invalid_value(
+            name, f"has {key} with a control character, {safe_repr(pattern)}", "leave such characters out"
+        )
 
 
 def _check_length(name: str, key: str, value: object, most: int) -> None:
     if isinstance(value, list) and len(value) > most:
-        bad_value(name, f"has {key} with {len(value)} entries", f"it may have at most {most}")
+        raise_invalid_value(name, f"has {key} with {len(value)} entries", f"it may have at most {most}")
 
 
 def _check_count(name: str, key: str, value: object) -> None:
     """Check the texts of a const or enum, which are compiled character by character."""
     for one in _inner(value):
         if isinstance(one, str) and len(one) > MAX_COUNT:
-            bad_value(name, f"has {key} with a text of {len(one)} characters", f"use at most {MAX_COUNT}")
+            raise_invalid_value(name, f"has {key} with a text of {len(one)} characters", f"use at most {MAX_COUNT}")
         if isinstance(one, str) and _CONTROL.search(one):
-            bad_value(name, f"has {key} with a control character, {shown(one)}", "leave such characters out")
+            raise_invalid_value(
+                name, f"has {key} with a control character, {safe_repr(one)}", "leave such characters out"
+            )
 
 
 def _inner(value: object) -> Iterator[object]:
@@ -208,12 +214,12 @@ def _check_properties(name: str, part: Mapping[str, Any]) -> None:
     if isinstance(properties, Mapping):
         num_optional = len(properties.keys() - {key for key in required if isinstance(key, str)})
         if num_optional > MAX_OPTIONAL:
-            bad_value(name, f"has {num_optional} optional properties", f"it may have at most {MAX_OPTIONAL}")
+            raise_invalid_value(name, f"has {num_optional} optional properties", f"it may have at most {MAX_OPTIONAL}")
     least, most = part.get("minProperties"), 1 + len({key for key in required if isinstance(key, str)})
     if isinstance(least, int | float) and least > most:
         # Names of other properties could repeat: the text would have enough, the parsed object would not.
-        bad_value(
-            name, f"has minProperties {shown(least)}", f"it may be at most {most}: the required ones and one more"
+        raise_invalid_value(
+            name, f"has minProperties {safe_repr(least)}", f"it may be at most {most}: the required ones and one more"
         )
 
 
@@ -222,7 +228,7 @@ def _check_multiples(name: str, part: Mapping[str, Any]) -> None:
     parts = [part, *(one for one in _listed(part.get("allOf")) if isinstance(one, Mapping))]
     multiple = math.lcm(*(_digits(one["multipleOf"]) for one in parts if "multipleOf" in one))
     if multiple > MAX_MULTIPLE:
-        bad_value(name, f"has multipleOf of {multiple} in all", f"it may be at most {MAX_MULTIPLE}")
+        raise_invalid_value(name, f"has multipleOf of {multiple} in all", f"it may be at most {MAX_MULTIPLE}")
 
 
 def _digits(number: object) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any
 
-from headstart.openai.value_checks import bad_value, shown
+from headstart.openai.value_checks import raise_invalid_value, safe_repr
 
 SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # names -> subschemas
 VALUES = ("const", "enum", "default", "examples")  # their values are no subschemas, whatever they look like
@@ -43,7 +43,7 @@ _COMBINED = ("anyOf", "oneOf", "allOf", "$ref", "if", "dependentSchemas", "depen
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
 
 
-def closed_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def close_schema_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a schema whose objects have no properties but those that it lists, unless it says something about others.
 
     A schema in which several parts describe one object stays as it is, since each would exclude the others' properties.
@@ -92,7 +92,7 @@ def _rebuilt(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]], *,
     return inner if is_map else change(inner)
 
 
-def rewritten_schema(name: str, schema: Mapping[str, Any], *, is_exact: bool = False) -> Mapping[str, Any]:
+def rewrite_schema(name: str, schema: Mapping[str, Any], *, is_exact: bool = False) -> Mapping[str, Any]:
     """Return the schema as llguidance reads it right. Raises InvalidRequestError, which names the keyword.
 
     `is_exact`: refuse bounds that need rounding.
@@ -118,7 +118,7 @@ def _with_bounds(name: str, part: dict[str, Any], is_exact: bool) -> dict[str, A
             continue
         exact = _exact_bound(name, key, bound)
         if is_exact and exact != bound:
-            bad_value(name, f"has {key} {shown(bound)} beside oneOf", f"use at most {MAX_DIGITS} digits")
+            raise_invalid_value(name, f"has {key} {safe_repr(bound)} beside oneOf", f"use at most {MAX_DIGITS} digits")
         part = {**part, key: exact}
     return part
 
@@ -128,8 +128,8 @@ def _exact_bound(name: str, key: str, bound: float) -> int | float:
     is_upper = BOUNDS[key] == ROUND_FLOOR
     if abs(bound) > MAX_BOUND:
         if (bound < 0) == is_upper:
-            bad_value(
-                name, f"has {key} {shown(bound)}", f"only numbers between -{MAX_BOUND} and {MAX_BOUND} are written"
+            raise_invalid_value(
+                name, f"has {key} {safe_repr(bound)}", f"only numbers between -{MAX_BOUND} and {MAX_BOUND} are written"
             )
         return MAX_BOUND if is_upper else -MAX_BOUND
     exact = Decimal(repr(bound))
@@ -168,13 +168,13 @@ def _with_spaces(part: dict[str, Any]) -> dict[str, Any]:
     """Return a subschema in whose patterns the whitespace is that of ECMA 262."""
     changed: dict[str, Any] = {}
     if isinstance(pattern := part.get("pattern"), str):
-        changed["pattern"] = ecma_spaces(pattern)
+        changed["pattern"] = use_ecma_whitespace(pattern)
     if isinstance(patterns := part.get("patternProperties"), Mapping):
-        changed["patternProperties"] = {ecma_spaces(one): inner for one, inner in patterns.items()}
+        changed["patternProperties"] = {use_ecma_whitespace(one): inner for one, inner in patterns.items()}
     return {**part, **changed}
 
 
-def ecma_spaces(pattern: str) -> str:
+def use_ecma_whitespace(pattern: str) -> str:
     r"""Return a regular expression of Rust in which \s and \S mean what they mean in ECMA 262."""
     is_in_class = False
 

@@ -1,6 +1,6 @@
 """Structured output in a request body: OpenAI's response_format, vLLM's structured_outputs and older guided_* fields.
 
-At most one grammar may be requested. `output_grammar` returns its text; grammar_check.py and the engine compile it.
+At most one grammar may be requested. `grammar_of_fields` returns its text; grammar_check.py and the engine compile it.
 """
 
 import json
@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.request_json import parse_json
-from headstart.openai.request_model import RequestModel, checked
-from headstart.openai.structured.dropped_keywords import Dropped, Loosened, loosened_schema, strict_schema
+from headstart.openai.request_json import parse_json_object
+from headstart.openai.request_model import RequestModel, custom_validator
+from headstart.openai.structured.dropped_keywords import Dropped, LoosenedSchema, loosen_or_refuse_schema, loosen_schema
 from headstart.openai.structured.grammar_text import (
     ANY_OBJECT,
     choice_grammar,
@@ -21,9 +21,15 @@ from headstart.openai.structured.grammar_text import (
     lark_grammar,
     regex_grammar,
 )
-from headstart.openai.structured.schema_limits import limited_lark, limited_regex, limited_schema
-from headstart.openai.structured.schema_rewrites import closed_schema
-from headstart.openai.value_checks import bad_value, check_list, check_text, missing, shown
+from headstart.openai.structured.schema_limits import check_lark_limits, check_regex_limits, check_schema_limits
+from headstart.openai.structured.schema_rewrites import close_schema_objects
+from headstart.openai.value_checks import (
+    check_list,
+    check_text,
+    missing_parameter_error,
+    raise_invalid_value,
+    safe_repr,
+)
 
 MAX_GRAMMAR_BYTES = 64 << 10  # of a schema, a regular expression, a grammar, or all choices
 MAX_CHOICES = 1024
@@ -32,76 +38,80 @@ _LARK_START = re.compile(r"^\s*(?:%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
 ANY_WHITESPACE = r"[ \t\r\n]{0,16}"  # bounded, so that no model can go on writing spaces
 
 
-def check_schema(name: str, value: object) -> Mapping[str, Any]:
+def read_json_schema(name: str, value: object) -> Mapping[str, Any]:
     """Return a JSON Schema, also if it is sent as a string of JSON. Raises InvalidRequestError."""
     if isinstance(value, str):
-        check_size(name, value)
+        check_grammar_size(name, value)
         value = _parsed(name, value)
     if not isinstance(value, Mapping | bool):
-        bad_value(name, f"is {shown(value)}", "it must be a JSON Schema, as an object")
+        raise_invalid_value(name, f"is {safe_repr(value)}", "it must be a JSON Schema, as an object")
     if value is False:
-        bad_value(name, "is false", "it allows no document at all")
+        raise_invalid_value(name, "is false", "it allows no document at all")
     value = {} if value is True else value
-    check_size(name, json.dumps(value))
-    return limited_schema(name, value)
+    check_grammar_size(name, json.dumps(value))
+    return check_schema_limits(name, value)
 
 
 def _parsed(name: str, text: str) -> Any:
     try:
-        return parse_json(text.encode())
+        return parse_json_object(text.encode())
     except InvalidRequestError:
-        bad_value(name, f"is {shown(text)}", "it must be a JSON Schema, as an object")
+        raise_invalid_value(name, f"is {safe_repr(text)}", "it must be a JSON Schema, as an object")
 
 
-def check_size(name: str, text: str) -> str:
+def check_grammar_size(name: str, text: str) -> str:
     """Return a text of at most MAX_GRAMMAR_BYTES. Raises InvalidRequestError."""
     size = len(check_text(name, text).encode())
     if size > MAX_GRAMMAR_BYTES:
-        bad_value(name, f"has {size} bytes", f"it may have at most {MAX_GRAMMAR_BYTES}")
+        raise_invalid_value(name, f"has {size} bytes", f"it may have at most {MAX_GRAMMAR_BYTES}")
     return text
 
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
-        bad_value(name, f"is {shown(value)}", "it must be a string that is not empty")
-    return check_size(name, value)
+        raise_invalid_value(name, f"is {safe_repr(value)}", "it must be a string that is not empty")
+    return check_grammar_size(name, value)
 
 
 def _choices(name: str, value: object) -> tuple[str, ...]:
     choices = tuple(dict.fromkeys(_text(name, choice) for choice in check_list(name, value, MAX_CHOICES, "strings")))
     if not choices:
-        bad_value(name, "is an empty list", "send at least one choice")
-    check_size(name, "".join(choices))
+        raise_invalid_value(name, "is an empty list", "send at least one choice")
+    check_grammar_size(name, "".join(choices))
     return choices
 
 
 def _whitespace(name: str, value: object) -> str:
     if not isinstance(value, str) or len(value) > MAX_WHITESPACE_CHARS:
-        bad_value(name, f"is {shown(value)}", f"it must be a string of at most {MAX_WHITESPACE_CHARS} characters")
+        raise_invalid_value(
+            name, f"is {safe_repr(value)}", f"it must be a string of at most {MAX_WHITESPACE_CHARS} characters"
+        )
     return check_text(name, value)
 
 
 def _schema_field(name: str) -> Any:
-    return checked(lambda value, _: check_schema(name, value), dict[str, Any] | str)
+    return custom_validator(lambda value, _: read_json_schema(name, value), dict[str, Any] | str)
 
 
 def _text_field(name: str, limited: Callable[[str, str], str]) -> Any:
-    return checked(lambda value, _: limited(name, _text(name, value)), str)
+    return custom_validator(lambda value, _: limited(name, _text(name, value)), str)
 
 
 def _choice_field(name: str) -> Any:
-    return checked(lambda value, _: _choices(name, value), list[str])
+    return custom_validator(lambda value, _: _choices(name, value), list[str])
 
 
 def _space_field(name: str) -> Any:
-    return checked(lambda value, _: _whitespace(name, value), str)
+    return custom_validator(lambda value, _: _whitespace(name, value), str)
 
 
 def _lark(name: str, text: str) -> str:
     """Return a grammar in Lark. Raises InvalidRequestError for GBNF, in which llama.cpp takes this field."""
     if "::=" in text and not _LARK_START.search(text):
-        bad_value(name, "is a grammar in GBNF", "send one in Lark, a regular expression as regex, or a json_schema")
-    return limited_lark(name, text)
+        raise_invalid_value(
+            name, "is a grammar in GBNF", "send one in Lark, a regular expression as regex, or a json_schema"
+        )
+    return check_lark_limits(name, text)
 
 
 class JsonSchemaFormat(RequestModel):
@@ -136,7 +146,7 @@ class StructuredOutputs(RequestModel):
     json_: Annotated[Mapping[str, Any] | None, _schema_field("structured_outputs.json")] = Field(
         None, alias="json", description="A JSON Schema"
     )
-    regex: Annotated[str | None, _text_field("structured_outputs.regex", limited_regex)] = None
+    regex: Annotated[str | None, _text_field("structured_outputs.regex", check_regex_limits)] = None
     choice: Annotated[tuple[str, ...] | None, _choice_field("structured_outputs.choice")] = None
     grammar: Annotated[str | None, _text_field("structured_outputs.grammar", _lark)] = Field(
         None, description="In Lark"
@@ -159,13 +169,13 @@ class StructuredFields(RequestModel):
     guided_json: Annotated[Mapping[str, Any] | None, _schema_field("guided_json")] = Field(
         None, description="A JSON Schema"
     )
-    guided_regex: Annotated[str | None, _text_field("guided_regex", limited_regex)] = None
+    guided_regex: Annotated[str | None, _text_field("guided_regex", check_regex_limits)] = None
     guided_choice: Annotated[tuple[str, ...] | None, _choice_field("guided_choice")] = None
     guided_grammar: Annotated[str | None, _text_field("guided_grammar", _lark)] = Field(None, description="In Lark")
     guided_whitespace_pattern: Annotated[str | None, _space_field("guided_whitespace_pattern")] = Field(
         None, description="A regular expression for the whitespace between the tokens of JSON"
     )
-    regex: Annotated[str | None, _text_field("regex", limited_regex)] = Field(None, description="As in SGLang")
+    regex: Annotated[str | None, _text_field("regex", check_regex_limits)] = Field(None, description="As in SGLang")
     json_schema: Annotated[Mapping[str, Any] | None, _schema_field("json_schema")] = Field(
         None, description="A JSON Schema, as in SGLang and llama.cpp"
     )
@@ -185,7 +195,7 @@ class OutputGrammar(NamedTuple):
     dropped: Dropped = ()
 
 
-def output_grammar(fields: StructuredFields, *, closes_objects: bool = False) -> OutputGrammar | None:
+def grammar_of_fields(fields: StructuredFields, *, closes_objects: bool = False) -> OutputGrammar | None:
     """Return the grammar of the output; None if there is none.
 
     `closes_objects`: objects have no properties but those that a schema lists.
@@ -203,7 +213,9 @@ def output_grammar(fields: StructuredFields, *, closes_objects: bool = False) ->
     found = list({one.text: one for one in reversed(found)}.values())[::-1]  # guidance sends one by two names
     if len(found) > 1:
         names = " and ".join(one.name for one in found)
-        bad_value(found[1].name, f"is set beside {found[0].name}", f"only one of {names} can constrain the output")
+        raise_invalid_value(
+            found[1].name, f"is set beside {found[0].name}", f"only one of {names} can constrain the output"
+        )
     return found[0] if found else None
 
 
@@ -216,23 +228,23 @@ def _of_response_format(fields: StructuredFields, closes: bool) -> list[OutputGr
     if chosen.type == "json_object":
         return [OutputGrammar("response_format", json_schema_grammar(ANY_OBJECT))]
     if chosen.json_schema is None:
-        raise missing("response_format.json_schema")
+        raise missing_parameter_error("response_format.json_schema")
     if chosen.json_schema.schema_ is None:
-        raise missing("response_format.json_schema.schema")
+        raise missing_parameter_error("response_format.json_schema.schema")
     name, schema = "response_format", chosen.json_schema.schema_
-    schema = closed_schema(schema) if closes else schema
+    schema = close_schema_objects(schema) if closes else schema
     if chosen.json_schema.strict:
-        return [_of_loosened(name, strict_schema(name, schema, ", or send strict: false"))]
-    return [_of_loosened(name, loosened_schema(schema))]
+        return [_of_loosened(name, loosen_or_refuse_schema(name, schema, ", or send strict: false"))]
+    return [_of_loosened(name, loosen_schema(schema))]
 
 
 def _of_schema(name: str, schema: Mapping[str, Any], closes: bool, whitespace: str | None = None) -> OutputGrammar:
-    schema = closed_schema(schema) if closes else schema
+    schema = close_schema_objects(schema) if closes else schema
     remedy = ", or send the schema as response_format of type json_schema"
-    return _of_loosened(name, strict_schema(name, schema, remedy), whitespace)
+    return _of_loosened(name, loosen_or_refuse_schema(name, schema, remedy), whitespace)
 
 
-def _of_loosened(name: str, loosened: Loosened, whitespace: str | None = None) -> OutputGrammar:
+def _of_loosened(name: str, loosened: LoosenedSchema, whitespace: str | None = None) -> OutputGrammar:
     schema, dropped = loosened
     text = json_schema_grammar(schema, whitespace=whitespace, is_strict="oneOf" not in dropped)
     return OutputGrammar(name, text, ((name, dropped),) if dropped else ())
@@ -253,7 +265,9 @@ def _of_structured_outputs(fields: StructuredFields, closes: bool) -> list[Outpu
     }
     found = [*_of_values("structured_outputs.", values, closes, spaces)]
     if not found:
-        bad_value("structured_outputs", "has no constraint", "set one of json, regex, choice, grammar, json_object")
+        raise_invalid_value(
+            "structured_outputs", "has no constraint", "set one of json, regex, choice, grammar, json_object"
+        )
     return found
 
 

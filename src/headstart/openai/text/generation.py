@@ -9,19 +9,19 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headstart.core.batch import Output, PromptTokenBreakdown
+from headstart.core.batch import PromptTokenBreakdown, RequestStepOutput
 from headstart.core.request import FinishReason, Request
-from headstart.openai.chat.chat_delta import ChatDelta, joined
+from headstart.openai.chat.chat_delta import ChatDelta, join_deltas
 from headstart.openai.generation_params import GenerationParams
 from headstart.openai.text.detokenizer import Detokenizer
 from headstart.openai.text.logprob_table import LogprobTable, TokenEntry
-from headstart.openai.text.shared_prompt import SharedPrompt
-from headstart.openai.text.stop_strings import StopMatch, StopPatterns, StopStrings
+from headstart.openai.text.shared_prompt import EchoedPrompt
+from headstart.openai.text.stop_strings import StopMatch, StopStringAutomata, StopStringSearch
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.parsers.chat_parser import ChatParser
 
 
-class Delta(NamedTuple):
+class OutputDelta(NamedTuple):
     """New output of a choice since the previous Delta."""
 
     text: str = ""
@@ -31,7 +31,7 @@ class Delta(NamedTuple):
     stop_reason: int | str | None = None  # the stop string, or the stop token if it is not the model's own
     must_abort: bool = False  # finished by a stop string or max_tokens=0: the engine's request must be aborted
     error: str | None = None  # of finish_reason "error"
-    echo: SharedPrompt | None = None  # the prompt's text and, if requested, its logprobs; before the output
+    echo: EchoedPrompt | None = None  # the prompt's text and, if requested, its logprobs; before the output
     prompt_logprobs: Sequence[TokenEntry] = ()  # in a whole response only: of every prompt token but the first
     chat: ChatDelta | None = None  # the text of a chat, split into its parts; None: all of it is content
 
@@ -41,12 +41,12 @@ class Delta(NamedTuple):
         return len(self.logprobs) + (0 if self.echo is None else len(self.echo))
 
     @property
-    def has_news(self) -> bool:
+    def has_output(self) -> bool:
         """Whether there is anything to send to the client."""
         return bool(self.text or self.token_ids or self.logprobs or self.finish_reason or self.echo is not None)
 
 
-_NOTHING = Delta()
+_NOTHING = OutputDelta()
 MAX_CHATS = 64  # deltas that are kept until they are joined
 
 
@@ -58,7 +58,7 @@ class _Waiting(NamedTuple):
     entry: TokenEntry | None
 
 
-class Generation:
+class GeneratedOutput:
     """The output of one engine request. Accumulates text and logprobs for responses that are not streamed."""
 
     def __init__(
@@ -67,11 +67,11 @@ class Generation:
         request: Request,
         params: GenerationParams,
         *,
-        prompt: SharedPrompt | None = None,
-        stops: StopPatterns | None = None,
+        prompt: EchoedPrompt | None = None,
+        stops: StopStringAutomata | None = None,
     ) -> None:
         """`prompt` and `stops` are shared with the other choices of the prompt; None: create them."""
-        self.prompt = SharedPrompt(tokenizer, request.prompt, params) if prompt is None else prompt
+        self.prompt = EchoedPrompt(tokenizer, request.prompt, params) if prompt is None else prompt
         self._tokenizer = tokenizer
         self._request = request
         self._params = params
@@ -79,13 +79,13 @@ class Generation:
         self._detokenizer = Detokenizer(
             tokenizer, request.prompt, skip_special_tokens=params.skip_special_tokens, kept=kept
         )
-        self._stops = StopStrings(StopPatterns(params.stop) if stops is None else stops)
+        self._stops = StopStringSearch(StopStringAutomata(params.stop) if stops is None else stops)
         self._prompt_length = len(self.prompt.text)  # characters of the echoed prompt
         self._length = self._prompt_length  # characters so far, including the echoed prompt
         self._held = ""  # the last of these characters, not returned yet
         self._waiting: list[_Waiting] = []  # the tokens of the held text; few, and an empty deque takes 700 bytes
         self._echoed = not params.echo
-        self._parser = None if params.chat is None else params.chat.parser()
+        self._parser = None if params.chat is None else params.chat.make_parser()
         self._chats: list[ChatDelta] = []  # unless streamed
         self._is_named = params.chat is not None and params.chat.is_named
         self._call_markers = params.chat.family.markers if params.chat is not None and params.chat.family else ()
@@ -114,7 +114,7 @@ class Generation:
     @property
     def num_cached_tokens(self) -> int:
         """Number of cached prompt tokens; 0 until the first token."""
-        return self.breakdown.cached
+        return self.breakdown.num_cached
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -122,7 +122,7 @@ class Generation:
         return self._params.sampling.prompt_logprobs is not None and not self._params.echo
 
     @property
-    def echo(self) -> SharedPrompt | None:
+    def echo(self) -> EchoedPrompt | None:
         """The prompt, if it was returned before the output."""
         return self.prompt if self._params.echo and self._echoed else None
 
@@ -136,7 +136,7 @@ class Generation:
         """The generated token ids."""
         return self._token_ids.tolist()
 
-    def update(self, output: Output) -> Delta:
+    def update(self, output: RequestStepOutput) -> OutputDelta:
         """Process an engine output and return the new output for the client; an empty Delta once finished."""
         if self.finish_reason is not None:
             return _NOTHING
@@ -162,7 +162,7 @@ class Generation:
         last = output.token_ids[-1] if output.token_ids else None
         return self._show("stop", None if last in self._tokenizer.eos_token_ids else last)
 
-    def _take(self, output: Output) -> StopMatch | None:
+    def _take(self, output: RequestStepOutput) -> StopMatch | None:
         """Convert the tokens to text up to the first stop string, which is returned; at the end, flush held text."""
         for index, token_id in enumerate(output.token_ids):
             is_last = index == len(output.token_ids) - 1
@@ -200,7 +200,7 @@ class Generation:
 
     def _show(
         self, finish_reason: str | None, stop_reason: int | str | None = None, *, must_abort: bool = False
-    ) -> Delta:
+    ) -> OutputDelta:
         """Return the final part of the held text with its tokens; at the end all of it."""
         num_held = 0 if finish_reason else self._stops.num_held
         text, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]
@@ -222,10 +222,10 @@ class Generation:
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
         echo = None if self._echoed else self.prompt
         self._echoed = True
-        delta = Delta(text, tuple(token_ids), tuple(entries), finish_reason, stop_reason, must_abort, echo=echo)
+        delta = OutputDelta(text, tuple(token_ids), tuple(entries), finish_reason, stop_reason, must_abort, echo=echo)
         return delta if self._parser is None else self._with_chat(delta, self._parser)
 
-    def _with_chat(self, delta: Delta, parser: ChatParser) -> Delta:
+    def _with_chat(self, delta: OutputDelta, parser: ChatParser) -> OutputDelta:
         """Return the delta with the parts of its text. That of a stream without a new part waits for the next one."""
         is_last = delta.finish_reason is not None
         chat = parser.feed(delta.text)
@@ -233,8 +233,8 @@ class Generation:
             stopped_by = delta.stop_reason if isinstance(delta.stop_reason, str) else ""
             if stopped_by in self._call_markers and not self._params.include_stop_str_in_output:
                 end = parser.feed(stopped_by)  # the end of a call, but no content
-                chat = joined(chat, end._replace(content=end.content.removesuffix(stopped_by)))
-            chat = joined(chat, parser.finish(is_cut=delta.finish_reason == "length" or stopped_by != ""))
+                chat = join_deltas(chat, end._replace(content=end.content.removesuffix(stopped_by)))
+            chat = join_deltas(chat, parser.finish(is_cut=delta.finish_reason == "length" or stopped_by != ""))
             if delta.finish_reason == "stop" and parser.num_calls and not self._is_named:
                 self.finish_reason = "tool_calls"
         held, self._silent = self._silent, _NOTHING
@@ -248,15 +248,15 @@ class Generation:
         if not self._params.stream:
             self._chats.append(chat)
             if is_last or len(self._chats) >= MAX_CHATS:
-                self._chats = [joined(*self._chats)]
+                self._chats = [join_deltas(*self._chats)]
             self.chat = self._chats[0] if is_last else None
         if is_last or any(chat) or not self._params.stream:
             return delta
         self._silent = delta
         return _NOTHING
 
-    def _fail(self, output: Output) -> Delta:
+    def _fail(self, output: RequestStepOutput) -> OutputDelta:
         """Finish with "abort" or "error"; held text is not returned."""
         self.error = output.error
         self.finish_reason = "abort" if output.finish_reason is FinishReason.ABORT else "error"
-        return Delta(finish_reason=self.finish_reason, error=output.error)
+        return OutputDelta(finish_reason=self.finish_reason, error=output.error)

@@ -20,7 +20,7 @@ class TokenEntry(NamedTuple):
     offset: int  # characters
 
 
-class Entries(Sequence[TokenEntry]):
+class LazyTokenEntries(Sequence[TokenEntry]):
     """A sequence of entries that are made when they are read."""
 
     @abstractmethod
@@ -40,7 +40,7 @@ class Entries(Sequence[TokenEntry]):
         return map(self._entry, range(len(self)))
 
 
-class LogprobTable(Entries):
+class LogprobTable(LazyTokenEntries):
     """An append-only table of TokenEntry.
 
     The values of a token are adjacent: its logprob and those of its alternatives; its id, its offset and their ids.

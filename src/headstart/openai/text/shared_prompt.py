@@ -1,4 +1,4 @@
-"""SharedPrompt: the data that the n choices of one prompt share, built and stored once.
+"""EchoedPrompt: the data that the n choices of one prompt share, built and stored once.
 
 It holds the text of an echoed prompt and the log-probabilities of its tokens. Only the first choice requests these from
 the engine (engine_requests.py); `is_complete` when all have arrived, which is with that choice's first token.
@@ -9,11 +9,11 @@ from array import array
 from headstart.core.batch import TokenLogprob
 from headstart.openai.generation_params import GenerationParams
 from headstart.openai.text.detokenizer import Detokenizer
-from headstart.openai.text.logprob_table import Entries, LogprobTable, TokenEntry
+from headstart.openai.text.logprob_table import LazyTokenEntries, LogprobTable, TokenEntry
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 
-class SharedPrompt(Entries):
+class EchoedPrompt(LazyTokenEntries):
     """One prompt of a client request; a sequence of the entries of its tokens, for an echo with logprobs."""
 
     def __init__(self, tokenizer: Tokenizer, token_ids: "array[int]", params: GenerationParams) -> None:

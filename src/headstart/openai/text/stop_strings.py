@@ -1,4 +1,4 @@
-"""StopStrings: finds the first stop string in a growing text, and the length of the text that must be held back.
+"""StopStringSearch: finds the first stop string in a growing text, and the length of the text that must be held back.
 
 One Knuth-Morris-Pratt automaton per stop string: constant work per character and string, and the result does not
 depend on how the text is split into tokens. The string that ends first matches; of two that end at the same character,
@@ -17,7 +17,7 @@ class StopMatch(NamedTuple):
     end: int
 
 
-class StopPatterns:
+class StopStringAutomata:
     """The automata of the stop strings of a request: immutable, shared by all its choices."""
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -25,10 +25,10 @@ class StopPatterns:
         self.failures = [_failure_links(stop) for stop in self.stops]
 
 
-class StopStrings:
+class StopStringSearch:
     """The state of the search in one text."""
 
-    def __init__(self, patterns: StopPatterns) -> None:
+    def __init__(self, patterns: StopStringAutomata) -> None:
         self._stops = patterns.stops
         self._failures = patterns.failures
         self._matched = [0] * len(self._stops)  # per string: length of its longest prefix that is a suffix of the text

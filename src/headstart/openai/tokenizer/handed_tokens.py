@@ -13,7 +13,7 @@ _BEFORE = b'{"headstart_tokens":"'
 _AFTER = b'",'
 
 
-def with_tokens(body: bytes, token_ids: "array[int]") -> bytes:
+def add_tokens_to_body(body: bytes, token_ids: "array[int]") -> bytes:
     """Return the body, an object of JSON that is not empty, with packed int32 token ids; unchanged if they are few."""
     opening = body.find(b"{") + 1
     handed = binascii.b2a_base64(token_ids, newline=False) if len(token_ids) >= MIN_HANDED else b""
@@ -22,7 +22,7 @@ def with_tokens(body: bytes, token_ids: "array[int]") -> bytes:
     return b"".join((_BEFORE, handed, _AFTER, memoryview(body)[opening:]))
 
 
-def split_tokens(body: bytes) -> "tuple[bytes, array[int] | None]":
+def split_tokens_from_body(body: bytes) -> "tuple[bytes, array[int] | None]":
     """Return a body as it was before `with_tokens`, and the token ids; None: there are none, or no valid ones."""
     if not body.startswith(_BEFORE) or (end := body.find(_AFTER, len(_BEFORE))) < 0:
         return body, None

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 import tokenizers
 
 from headstart.core.request import CacheMode
-from headstart.openai.tokenizer.tenant_cache import Scope, TenantCache
+from headstart.openai.tokenizer.tenant_cache import CacheScope, TenantCache
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.tokenizer.word_borders import BORDER, has_safe_borders
+from headstart.openai.tokenizer.word_borders import BORDER, is_safe_to_cut_at_borders
 
 SEGMENT_CHARS = 1024
 BATCH_SEGMENTS = 64  # per call of the library, which releases the interpreter lock once
@@ -30,17 +30,17 @@ class SegmentedTokenizer(Tokenizer):
     def __init__(
         self,
         base: Tokenizer,
-        memory: "SegmentMemory | None" = None,
+        memory: "SegmentCache | None" = None,
         *,
         segment_chars: int = SEGMENT_CHARS,
     ) -> None:
         self.__dict__.update(base.__dict__)
-        self.memory = SegmentMemory() if memory is None else memory
-        self._scope = Scope()
+        self.memory = SegmentCache() if memory is None else memory
+        self._scope = CacheScope()
         self._segment_chars = segment_chars
         written = self.backend.to_str()
         self._digest = hashlib.sha256(written.encode()).hexdigest()
-        self._around = _around(self.backend) if has_safe_borders(self.backend, written) else None
+        self._around = _around(self.backend) if is_safe_to_cut_at_borders(self.backend, written) else None
         self._handed: array[int] | None = None
 
     @property
@@ -65,12 +65,12 @@ class SegmentedTokenizer(Tokenizer):
         """
         own = object.__new__(SegmentedTokenizer)  # copy.copy takes five times as long, which matters for short prompts
         own.__dict__ = self.__dict__.copy()
-        own._scope = Scope(tenant, domain, remembers=mode is CacheMode.READ_WRITE)
+        own._scope = CacheScope(tenant, domain, remembers=mode is CacheMode.READ_WRITE)
         if mode is CacheMode.BYPASS:
             own._around = None
         return own
 
-    def with_tokens(self, token_ids: "array[int]") -> Tokenizer:
+    def with_known_tokens(self, token_ids: "array[int]") -> Tokenizer:
         """Return this tokenizer with ids that another process made of a text with a tokenizer of the same digest.
 
         They are used for a text only if they are tokens of exactly that text.
@@ -139,7 +139,7 @@ def _around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, 
     return None
 
 
-class SegmentMemory:
+class SegmentCache:
     """The cached segments of all tenants. Above `max_bytes`, the least recently used tenant's oldest are evicted.
 
     Entries of one isolation domain (a tenant, narrowed by a `cache_salt`) are found by requests of that domain only,
@@ -160,7 +160,7 @@ class SegmentMemory:
         """The bytes held for all tenants."""
         return self._segments.num_bytes
 
-    def find(self, scope: Scope, texts: Sequence[str]) -> "list[tuple[bytes, array[int] | None]]":
+    def find(self, scope: CacheScope, texts: Sequence[str]) -> "list[tuple[bytes, array[int] | None]]":
         """Return the key of each text, and its token ids if they are cached. The arrays must not be modified."""
         hashed = hashlib.sha256(len(scope.domain).to_bytes(8, "little") + scope.domain)
         keys: list[bytes] = []
@@ -174,7 +174,7 @@ class SegmentMemory:
         self.num_misses += len(found) - num_hits
         return list(zip(keys, found, strict=True))
 
-    def remember(self, scope: Scope, key: bytes, token_ids: "array[int]") -> None:
+    def remember(self, scope: CacheScope, key: bytes, token_ids: "array[int]") -> None:
         """Store the token ids of a text under its key from `find`, for requests of the same scope."""
         if scope.remembers:
             self._segments.put(scope.tenant, key, token_ids)

@@ -14,7 +14,7 @@ TENANT_BYTES = 1024  # overhead per tenant
 Value = TypeVar("Value")
 
 
-class Scope(NamedTuple):
+class CacheScope(NamedTuple):
     """The isolation domain of a request, and whether it stores new values."""
 
     tenant: str = ""  # whose byte limit the values count against

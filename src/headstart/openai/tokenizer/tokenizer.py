@@ -15,12 +15,12 @@ from typing import Any
 
 import tokenizers
 
-from headstart.bundled.packaged_models import packaged_model
+from headstart.bundled.packaged_models import find_packaged_model
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import CacheMode
 from headstart.gguf.gguf_reader import is_gguf, read_gguf
-from headstart.gguf.metadata import end_token_ids, text_of
-from headstart.gguf.tokenizer_json import gguf_tokenizer, named_tokens
+from headstart.gguf.metadata import read_end_token_ids, read_string
+from headstart.gguf.tokenizer_json import gguf_tokenizer, special_tokens_by_name
 from headstart.openai.chat.chat_renderer import ChatRenderer
 from headstart.openai.chat.chat_template import MAX_SOURCE_CHARS
 from headstart.openai.chat.template_forms import ONE_TEXT, ContentForms
@@ -88,7 +88,7 @@ class Tokenizer:
         """A digest of all its settings; "": it takes no token ids beside a text."""
         return ""
 
-    def with_tokens(self, token_ids: "array[int]") -> "Tokenizer":
+    def with_known_tokens(self, token_ids: "array[int]") -> "Tokenizer":
         """Return the tokenizer for a text of which these may be the token ids."""
         return self
 
@@ -108,7 +108,7 @@ class Tokenizer:
         """Return the text of one token; bytes that are not valid UTF-8 become U+FFFD."""
         return self.vocabulary.token_bytes(token_id).decode("utf-8", errors="replace")
 
-    def start_chat(self) -> None:
+    def start_chat_renderer(self) -> None:
         """Start the chat renderer ahead of the first conversation. Raises ConfigError for an invalid template."""
         if self._template is not None:
             self._template.start()
@@ -159,12 +159,12 @@ def _from_gguf(path: Path) -> Tokenizer:
         raise
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"the tokenizer of {path.name!r} cannot be read: {error}") from error
-    packaged = packaged_model(path)
+    packaged = find_packaged_model(path)
     return Tokenizer(
         backend,
-        named_tokens=named_tokens(file),
-        eos_token_ids=end_token_ids(file),
-        chat_template=text_of(file, "tokenizer.chat_template", None),
+        named_tokens=special_tokens_by_name(file),
+        eos_token_ids=read_end_token_ids(file),
+        chat_template=read_string(file, "tokenizer.chat_template", None),
         tool_call_parser="auto" if packaged is None else packaged.tool_call_parser,
     )
 
@@ -265,7 +265,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 def _max_token_chars(backend: tokenizers.Tokenizer, vocabulary: "Vocabulary") -> int:
     """Return the maximum characters per token; 0 if unbounded (runs of unknown characters, removed spaces)."""
-    tidied = any(part["type"] != "NFC" for part in parts_of(backend.normalizer))
+    tidied = any(part["type"] != "NFC" for part in flatten_component(backend.normalizer))
     stripping = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
     if tidied or stripping or not vocabulary.byte_level:
         return 0
@@ -278,7 +278,7 @@ class Vocabulary:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
-        kinds = [part["type"] for part in parts_of(backend.decoder)]
+        kinds = [part["type"] for part in flatten_component(backend.decoder)]
         self.byte_level = kinds == ["ByteLevel"]
         self.byte_fallback = "ByteFallback" in kinds
         added = backend.get_added_tokens_decoder()
@@ -322,7 +322,7 @@ class Vocabulary:
         return decoder.decode([probe, token]).removeprefix(probe).encode()
 
 
-def parts_of(component: Any) -> list[dict[str, Any]]:
+def flatten_component(component: Any) -> list[dict[str, Any]]:
     """Return the settings of a decoder or normalizer of the library, with sequences flattened; [] for None."""
     return [] if component is None else list(_flat(json.loads(component.__getstate__())))
 

@@ -34,7 +34,7 @@ _REPEAT = re.compile(r"[?*+]|\{(\d*)(,?)(\d*)\}")
 _MAX_DEPTH = 32
 
 
-def has_safe_borders(backend: tokenizers.Tokenizer, written: str = "") -> bool:
+def is_safe_to_cut_at_borders(backend: tokenizers.Tokenizer, written: str = "") -> bool:
     """Return whether any text may be cut at any BORDER; False if this cannot be proven. `written`: as JSON."""
     parts: dict[str, Any] = json.loads(written or backend.to_str())
     model, splitter = parts["model"], parts.get("pre_tokenizer")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.request_json import MAX_DEPTH, check_depth, parse_json
+from headstart.openai.request_json import MAX_DEPTH, check_json_depth, parse_json_object
 
 KEY = "arguments"  # of what is no object
 _CLOSING = {"{": "}", "[": "]"}
@@ -19,11 +19,11 @@ _CUT_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*(?P<cut>\\(?:u[0-9a-fA-F]{0,3})?)\Z")
 _CUT_WORD = re.compile(r"[^\s,:\[\]{}\"]+\Z")
 
 
-def call_arguments(value: object) -> dict[str, Any]:
+def parse_call_arguments(value: object) -> dict[str, Any]:
     """Return the arguments of a call as plain JSON; what is no object is under KEY, nothing at all is an empty one."""
     if isinstance(value, str):
         try:
-            return parse_json(value.encode())
+            return parse_json_object(value.encode())
         except (InvalidRequestError, UnicodeEncodeError):
             found = _decoded(value)
     else:
@@ -34,7 +34,7 @@ def call_arguments(value: object) -> dict[str, Any]:
         return {}
     plain = found if isinstance(found, Mapping) else {KEY: found}
     try:
-        check_depth(plain)
+        check_json_depth(plain)
         text = json.dumps(plain, ensure_ascii=False).encode("utf-8", "replace").decode()
         return json.loads(text, parse_constant=str)
     except (InvalidRequestError, ValueError, TypeError, RecursionError):

@@ -1,7 +1,7 @@
 """ChatFormat: the formats in which a model writes tool calls and reasoning, chosen by options or by its chat template.
 
-A template is searched for the markers of a family; nothing else is known about a model. ChatOutput is what one answer
-is parsed with.
+A template is searched for the markers of a family; nothing else is known about a model. ChatOutputFormat is what one
+answer is parsed with.
 """
 
 import re
@@ -10,24 +10,24 @@ from dataclasses import dataclass
 from uuid import uuid4
 
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.tools.parsers.call_writer import CallRules
+from headstart.openai.tools.parsers.call_writer import ToolCallRules
 from headstart.openai.tools.parsers.chat_parser import THINK_MARKERS, ChatParser, ReadCalls
 from headstart.openai.tools.parsers.tool_formats import (
     HERMES_MARKERS,
     LLAMA3_MARKERS,
     MISTRAL_MARKERS,
     PYTHONIC_MARKERS,
-    read_hermes,
-    read_llama3_json,
-    read_mistral,
-    read_pythonic,
+    read_hermes_calls,
+    read_llama3_json_calls,
+    read_mistral_calls,
+    read_pythonic_calls,
 )
 from headstart.openai.tools.parsers.xml_calls import (
     CALL_MARKERS,
     GLM45_FORM,
     QWEN3_CODER_FORM,
-    read_glm45,
-    read_qwen3_coder,
+    read_glm45_calls,
+    read_qwen3_coder_calls,
 )
 from headstart.openai.tools.tool_fields import ToolParams
 
@@ -35,7 +35,7 @@ _TOOLS_VARIABLE = re.compile(r"\btools\b")
 
 
 @dataclass(frozen=True, slots=True)
-class ToolFamily:
+class ToolCallFormat:
     """A format of tool calls."""
 
     name: str
@@ -53,15 +53,15 @@ def _short_call_id() -> str:
     return uuid4().hex[:9]
 
 
-TOOL_FAMILIES: Mapping[str, ToolFamily] = {
+TOOL_FAMILIES: Mapping[str, ToolCallFormat] = {
     family.name: family
     for family in (
-        ToolFamily("hermes", read_hermes, HERMES_MARKERS, _call_id),
-        ToolFamily("llama3_json", read_llama3_json, LLAMA3_MARKERS, _call_id),
-        ToolFamily("mistral", read_mistral, MISTRAL_MARKERS, _short_call_id),
-        ToolFamily("pythonic", read_pythonic, PYTHONIC_MARKERS, _call_id),
-        ToolFamily("qwen3_coder", read_qwen3_coder, (*CALL_MARKERS, *QWEN3_CODER_FORM.ends), _call_id),
-        ToolFamily("glm45", read_glm45, (*CALL_MARKERS, *GLM45_FORM.key, *GLM45_FORM.value), _call_id),
+        ToolCallFormat("hermes", read_hermes_calls, HERMES_MARKERS, _call_id),
+        ToolCallFormat("llama3_json", read_llama3_json_calls, LLAMA3_MARKERS, _call_id),
+        ToolCallFormat("mistral", read_mistral_calls, MISTRAL_MARKERS, _short_call_id),
+        ToolCallFormat("pythonic", read_pythonic_calls, PYTHONIC_MARKERS, _call_id),
+        ToolCallFormat("qwen3_coder", read_qwen3_coder_calls, (*CALL_MARKERS, *QWEN3_CODER_FORM.ends), _call_id),
+        ToolCallFormat("glm45", read_glm45_calls, (*CALL_MARKERS, *GLM45_FORM.key, *GLM45_FORM.value), _call_id),
     )
 }
 
@@ -70,14 +70,14 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
 class ChatFormat:
     """The formats of one model."""
 
-    family: ToolFamily | None = None  # None: tool calls are not recognized
+    family: ToolCallFormat | None = None  # None: tool calls are not recognized
     is_chosen: bool = False  # the family is set by an option
     reasoning: str | None = None  # qwen3 or deepseek_r1, as in vLLM
     shows_tools: bool = False  # the template shows tools to the model
     template: str = ""
 
 
-def chat_format(template: str | None, tool_parser: str, reasoning_parser: str) -> ChatFormat:
+def find_chat_format(template: str | None, tool_parser: str, reasoning_parser: str) -> ChatFormat:
     """Return the formats by the options: the name of a parser, auto or none."""
     template = template or ""
     name = _detected_family(template) if tool_parser == "auto" else tool_parser
@@ -112,26 +112,26 @@ def _detected_family(template: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatOutput:
+class ChatOutputFormat:
     """The formats of one answer: its parsers, and the special tokens that they need."""
 
-    family: ToolFamily | None = None  # None: no tool may be called, or calls are not recognized
-    rules: CallRules | None = None  # with a family
+    family: ToolCallFormat | None = None  # None: no tool may be called, or calls are not recognized
+    rules: ToolCallRules | None = None  # with a family
     is_named: bool = False  # one function must be called: OpenAI's finish reason is "stop" then
     is_reasoning: bool = False
     is_open: bool = False  # the prompt ends inside the reasoning
     special: Mapping[int, str] | None = None  # markers that are special tokens: kept in the text for the parsers
 
-    def parser(self) -> ChatParser:
+    def make_parser(self) -> ChatParser:
         """Return a parser for one choice."""
         read_calls = None if self.family is None else self.family.read_calls
         return ChatParser(read_calls, self.rules, is_reasoning=self.is_reasoning, is_open=self.is_open)
 
 
-def chat_output(
+def make_chat_output_format(
     form: ChatFormat, tools: ToolParams | None, ends_open: bool | None, tokenizer: Tokenizer, skips_special: bool
-) -> ChatOutput | None:
-    """Return the output of an answer, None if all of it is content. `ends_open`: from `reasoning_at_end`."""
+) -> ChatOutputFormat | None:
+    """Return the output of an answer, None if all of it is content. `ends_open`: from `is_reasoning_open_at_end`."""
     family = form.family if tools is not None and tools.choice.mode != "none" else None
     reasons = form.reasoning is not None
     if family is None and not reasons:
@@ -142,7 +142,7 @@ def chat_output(
     rules = None
     if family is not None and tools is not None:
         parameters = {tool.name: tool.parameters for tool in tools.callable_tools}
-        rules = CallRules(
+        rules = ToolCallRules(
             frozenset(parameters),
             family.new_id,
             special=tuple(special.values()) if skips_special else (),
@@ -151,7 +151,7 @@ def chat_output(
             is_forced=tools.choice.mode == "required",
             needs_marker=tools.is_constrained,
         )
-    return ChatOutput(
+    return ChatOutputFormat(
         family=family,
         rules=rules,
         is_named=tools is not None and tools.choice.name is not None,
@@ -161,7 +161,7 @@ def chat_output(
     )
 
 
-def reasoning_at_end(prompt: str) -> bool | None:
+def is_reasoning_open_at_end(prompt: str) -> bool | None:
     """Return True if the prompt ends with <think>, False if it ends with </think>, None if with neither."""
     end = prompt.rstrip()
     if end.endswith(THINK_MARKERS[0]):

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headstart.openai.tools.chat_format import ToolFamily
+from headstart.openai.tools.chat_format import ToolCallFormat
 from headstart.openai.tools.tool_fields import ToolParams
 
 _CALL_FORMS = {
@@ -22,21 +22,21 @@ _CALL_FORMS = {
 
 
 def messages_with_tools(
-    messages: Sequence[dict[str, Any]], tools: ToolParams, family: ToolFamily
+    messages: Sequence[dict[str, Any]], tools: ToolParams, family: ToolCallFormat
 ) -> list[dict[str, Any]]:
     """Return the conversation with the tools in its system message."""
-    text = tools_text(tools, family)
+    text = describe_tools(tools, family)
     if messages and messages[0]["role"] == "system":
         return [messages[0] | {"content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
 
 
-def messages_without_calls(messages: Sequence[Mapping[str, Any]], family: ToolFamily) -> list[dict[str, Any]]:
+def messages_without_calls(messages: Sequence[Mapping[str, Any]], family: ToolCallFormat) -> list[dict[str, Any]]:
     """Return the conversation with calls and tool messages as text, for a template that knows neither."""
     return [_plain(message, family) for message in messages]
 
 
-def tools_text(tools: ToolParams, family: ToolFamily) -> str:
+def describe_tools(tools: ToolParams, family: ToolCallFormat) -> str:
     """Return the text that describes tools and the form of a call."""
     listed = "\n".join(json.dumps(definition, ensure_ascii=False) for definition in tools.definitions)
     return (
@@ -46,7 +46,7 @@ def tools_text(tools: ToolParams, family: ToolFamily) -> str:
     )
 
 
-def calls_text(calls: Sequence[Mapping[str, Any]], family: ToolFamily) -> str:
+def tool_calls_as_text(calls: Sequence[Mapping[str, Any]], family: ToolCallFormat) -> str:
     """Return tool calls of a message as the family's models write them."""
     functions = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
     if family.name == "pythonic":
@@ -70,7 +70,7 @@ def _elements(family: str, name: str, arguments: object) -> str:
     return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
 
-def result_text(content: str) -> str:
+def tool_result_as_text(content: str) -> str:
     """Return the result of a tool as text of a user message."""
     return f"<tool_response>\n{content}\n</tool_response>"
 
@@ -81,12 +81,12 @@ def _keywords(arguments: object) -> str:
     return ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
 
 
-def _plain(message: Mapping[str, Any], family: ToolFamily) -> dict[str, Any]:
+def _plain(message: Mapping[str, Any], family: ToolCallFormat) -> dict[str, Any]:
     content = message["content"]
     if message["role"] == "tool":
-        return {"role": "user", "content": result_text(content)}
+        return {"role": "user", "content": tool_result_as_text(content)}
     if not message.get("tool_calls"):
         return dict(message)
-    calls = calls_text(message["tool_calls"], family)
+    calls = tool_calls_as_text(message["tool_calls"], family)
     kept = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**kept, "content": f"{content}\n{calls}" if content else calls}

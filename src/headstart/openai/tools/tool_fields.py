@@ -1,6 +1,6 @@
 """The fields of a request about tools and reasoning: `tools`, `tool_choice`, `parallel_tool_calls`, `reasoning_effort`.
 
-`tools` is checked by hand, since its schemas are passed on as they are. Rules between the fields: `tool_params`.
+`tools` is checked by hand, since its schemas are passed on as they are. Rules between the fields: `read_tool_params`.
 """
 
 import re
@@ -11,11 +11,18 @@ from typing import Annotated, Any, Literal, TypeGuard, get_args
 
 from pydantic import Field
 
-from headstart.openai.bounds import Bounds
+from headstart.openai.bounds import RequestBounds
 from headstart.openai.chat.template_forms import UNDESCRIBED_TOOL
-from headstart.openai.forms.treatments import ApiName, Place, Treatment, treatment
-from headstart.openai.request_model import RequestModel, checked
-from headstart.openai.value_checks import bad_value, check_list, check_text, missing, shown, unsupported
+from headstart.openai.forms.treatments import ApiName, NamePlace, NameTreatment, find_treatment
+from headstart.openai.request_model import RequestModel, custom_validator
+from headstart.openai.value_checks import (
+    check_list,
+    check_text,
+    missing_parameter_error,
+    raise_invalid_value,
+    raise_unsupported,
+    safe_repr,
+)
 
 MAX_TOOLS = 512
 _NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
@@ -101,26 +108,26 @@ class SentNamedChoice(RequestModel):
     function: SentFunctionName
 
 
-def _tools(value: object, bounds: Bounds) -> tuple[Tool, ...]:
+def _tools(value: object, bounds: RequestBounds) -> tuple[Tool, ...]:
     sent = enumerate(check_list("tools", value, MAX_TOOLS, "tools"))
     tools = tuple(
         _tool(f"tools[{index}]", item, bounds) for index, item in sent if not _is_skipped(index, item, bounds)
     )
     for name, count in Counter(tool.name for tool in tools).items():
         if count > 1:
-            bad_value("tools", f"contains {shown(name)} twice", "names must be unique")
+            raise_invalid_value("tools", f"contains {safe_repr(name)} twice", "names must be unique")
     return tools
 
 
-def _is_skipped(index: int, tool: object, bounds: Bounds) -> bool:
+def _is_skipped(index: int, tool: object, bounds: RequestBounds) -> bool:
     """Return whether a tool is one that this server leaves out, and note it. Raises InvalidRequestError."""
     if not _is_hosted(tool):
         return False
     kind = tool["type"]
-    row = treatment(ApiName.CHAT, Place.TOOL, kind)
-    if row is not None and row.treatment is Treatment.REFUSED:
-        unsupported(f"tools[{index}]", row.note)
-    bounds.skip(Place.TOOL, kind)
+    row = find_treatment(ApiName.CHAT, NamePlace.TOOL, kind)
+    if row is not None and row.treatment is NameTreatment.REFUSED:
+        raise_unsupported(f"tools[{index}]", row.note)
+    bounds.skip(NamePlace.TOOL, kind)
     return True
 
 
@@ -130,33 +137,41 @@ def _is_hosted(tool: object) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(kind, str) and kind != "function"
 
 
-def _tool(name: str, value: object, bounds: Bounds) -> Tool:
+def _tool(name: str, value: object, bounds: RequestBounds) -> Tool:
     if not isinstance(value, Mapping):
-        bad_value(name, f"is {shown(value)}", "it must be an object with type and function")
+        raise_invalid_value(name, f"is {safe_repr(value)}", "it must be an object with type and function")
     if value.get("type") != "function":
-        bad_value(f"{name}.type", f"is {shown(value.get('type'))}", 'it must be "function"')
+        raise_invalid_value(f"{name}.type", f"is {safe_repr(value.get('type'))}", 'it must be "function"')
     function = value.get("function")
     if not isinstance(function, Mapping):
-        bad_value(f"{name}.function", f"is {shown(function)}", "it must be an object with a name")
+        raise_invalid_value(f"{name}.function", f"is {safe_repr(function)}", "it must be an object with a name")
     called = function.get("name")
     if not isinstance(called, str) or not _NAME.fullmatch(called):
-        problem = f"is {shown(called)}"
-        bad_value(f"{name}.function.name", problem, "use 1 to 128 of the characters a-z, A-Z, 0-9, _ . : / and -")
+        problem = f"is {safe_repr(called)}"
+        raise_invalid_value(
+            f"{name}.function.name", problem, "use 1 to 128 of the characters a-z, A-Z, 0-9, _ . : / and -"
+        )
     parameters = _NO_PARAMETERS if function.get("parameters") is None else function["parameters"]
     if not isinstance(parameters, Mapping):
-        bad_value(f"{name}.function.parameters", f"is {shown(parameters)}", "it must be a JSON schema of an object")
+        raise_invalid_value(
+            f"{name}.function.parameters", f"is {safe_repr(parameters)}", "it must be a JSON schema of an object"
+        )
     if parameters.get("type", "object") != "object":
-        bad_value(f"{name}.function.parameters.type", f"is {shown(parameters['type'])}", 'it must be "object"')
+        raise_invalid_value(
+            f"{name}.function.parameters.type", f"is {safe_repr(parameters['type'])}", 'it must be "object"'
+        )
     _check_texts(parameters)
     strict = function.get("strict")
     if not isinstance(strict, bool | None):
-        bad_value(f"{name}.function.strict", f"is {shown(strict)}", "it must be true or false")
+        raise_invalid_value(f"{name}.function.strict", f"is {safe_repr(strict)}", "it must be true or false")
     definition: dict[str, Any] = {"name": called}
     if function.get("description") is not None:
         if not isinstance(function["description"], str):
-            bad_value(f"{name}.function.description", f"is {shown(function['description'])}", "it must be a string")
+            raise_invalid_value(
+                f"{name}.function.description", f"is {safe_repr(function['description'])}", "it must be a string"
+            )
         definition["description"] = check_text("tools", function["description"])
-    elif not bounds.content_forms().shows(UNDESCRIBED_TOOL):
+    elif not bounds.content_forms().shows_probe(UNDESCRIBED_TOOL):
         definition["description"] = ""
     if function.get("parameters") is not None or not bounds.content_forms().takes_no_parameters:
         definition["parameters"] = dict(parameters)
@@ -170,7 +185,7 @@ def _check_texts(value: object) -> None:
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
-                bad_value("tools", f"has the key {shown(key)}", "keys must be strings")
+                raise_invalid_value("tools", f"has the key {safe_repr(key)}", "keys must be strings")
             check_text("tools", key)
             _check_texts(item)
     elif isinstance(value, list | tuple):
@@ -179,10 +194,10 @@ def _check_texts(value: object) -> None:
     elif isinstance(value, str):
         check_text("tools", value)
     elif not isinstance(value, bool | int | float | None) or (isinstance(value, float) and value - value != 0):
-        bad_value("tools", f"contains {shown(value)}", "send plain JSON")
+        raise_invalid_value("tools", f"contains {safe_repr(value)}", "send plain JSON")
 
 
-def _choice(value: object, _: Bounds) -> ToolChoice:
+def _choice(value: object, _: RequestBounds) -> ToolChoice:
     name = "tool_choice"
     if isinstance(value, str) and value in _MODES:
         return ToolChoice(value)
@@ -192,56 +207,57 @@ def _choice(value: object, _: Bounds) -> ToolChoice:
         allowed = value.get("allowed_tools")
         allowed = allowed if isinstance(allowed, Mapping) else value
         if allowed.get("mode") not in ("auto", "required"):
-            bad_value(name, f"has the mode {shown(allowed.get('mode'))}", "it must be auto or required")
+            raise_invalid_value(name, f"has the mode {safe_repr(allowed.get('mode'))}", "it must be auto or required")
         tools = check_list(name, allowed.get("tools"), MAX_TOOLS, "tools")
         return ToolChoice(
             allowed["mode"], allowed=tuple(_function_name(tool) for tool in tools if not _is_hosted(tool))
         )
     remedy = 'it must be none, auto, required, or {"type": "function", "function": {"name": "..."}}'
-    bad_value(name, f"is {shown(value)}", remedy)
+    raise_invalid_value(name, f"is {safe_repr(value)}", remedy)
 
 
 def _function_name(value: object) -> str:
     function = value.get("function") if isinstance(value, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
-        bad_value("tool_choice", f"names {shown(name)}", "each function needs its name")
+        raise_invalid_value("tool_choice", f"names {safe_repr(name)}", "each function needs its name")
     return name
 
 
-Tools = Annotated[tuple[Tool, ...], checked(_tools, Annotated[list[SentTool], Field(max_length=MAX_TOOLS)])]
+Tools = Annotated[tuple[Tool, ...], custom_validator(_tools, Annotated[list[SentTool], Field(max_length=MAX_TOOLS)])]
 Choice = Annotated[
-    ToolChoice | None, checked(_choice, Literal["none", "auto", "required"] | SentNamedChoice | dict[str, Any])
+    ToolChoice | None, custom_validator(_choice, Literal["none", "auto", "required"] | SentNamedChoice | dict[str, Any])
 ]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-def known_effort(
-    value: object, bounds: Bounds, name: str = "effort", known: tuple[str, ...] = get_args(ReasoningEffort)
+def read_reasoning_effort(
+    value: object, bounds: RequestBounds, name: str = "effort", known: tuple[str, ...] = get_args(ReasoningEffort)
 ) -> str | None:
     """Return an effort; None, and `name` is noted as skipped, for one that is newer than this server."""
     if isinstance(value, str) and value in known:
         return value
-    bounds.skip(Place.FIELD, name)
+    bounds.skip(NamePlace.FIELD, name)
     return None
 
 
 Effort = Annotated[
-    str | None, checked(lambda value, bounds: known_effort(value, bounds, "reasoning_effort"), ReasoningEffort)
+    str | None,
+    custom_validator(lambda value, bounds: read_reasoning_effort(value, bounds, "reasoning_effort"), ReasoningEffort),
 ]
 
 
-def tool_params(tools: tuple[Tool, ...], choice: ToolChoice | None, parallel: bool) -> ToolParams | None:
+def read_tool_params(tools: tuple[Tool, ...], choice: ToolChoice | None, parallel: bool) -> ToolParams | None:
     """Return the tools of a request, None without any. Raises InvalidRequestError for a choice that cannot be kept."""
     if not tools:
         if choice is not None and choice.mode == "required":
-            raise missing("tools")
+            raise missing_parameter_error("tools")
         return None
     choice = choice or ToolChoice()
     known = {tool.name for tool in tools}
     for name in [choice.name] if choice.name is not None else choice.allowed or ():
         if name not in known:
-            bad_value("tool_choice", f"names {shown(name)}", "no function of tools has that name")
+            raise_invalid_value("tool_choice", f"names {safe_repr(name)}", "no function of tools has that name")
     if choice.allowed == ():
-        bad_value("tool_choice", "allows no tool", "name at least one, or send none")
+        raise_invalid_value("tool_choice", "allows no tool", "name at least one, or send none")
     return ToolParams(tools, choice, parallel and choice.name is None)  # as in OpenAI's API, one function is one call

@@ -15,15 +15,15 @@ from headstart.openai.tools.call_grammar import (
     LINE_BREAK,
     CallGrammar,
     TokenId,
-    cannot_write,
-    json_rule,
-    marker,
-    plain_arguments,
-    tool_rules,
-    tool_schema,
+    json_value_expression,
+    listed_arguments,
+    marker_expression,
+    tool_arguments_schema,
+    tool_grammar_rules,
+    unwritable_arguments_error,
     with_definitions,
 )
-from headstart.openai.tools.chat_format import ChatFormat, ChatOutput
+from headstart.openai.tools.chat_format import ChatFormat, ChatOutputFormat
 from headstart.openai.tools.parsers.chat_parser import THINK_MARKERS
 from headstart.openai.tools.parsers.tool_formats import HERMES_MARKERS, LLAMA3_MARKERS, MISTRAL_MARKERS
 from headstart.openai.tools.tool_fields import Tool, ToolParams
@@ -34,7 +34,7 @@ _SPACE = r"/[ \n\r\t]{0,4}/"  # bounded, so that no model can go on writing spac
 
 
 def answer_grammar(
-    tools: ToolParams | None, form: ChatFormat, output: ChatOutput, token_id: TokenId, content: str | None
+    tools: ToolParams | None, form: ChatFormat, output: ChatOutputFormat, token_id: TokenId, content: str | None
 ) -> str | None:
     """Return the grammar of an answer in llguidance's form; None if it is free.
 
@@ -91,7 +91,7 @@ def _free(grammar: CallGrammar, tools: ToolParams, token_id: TokenId) -> list[st
     return [f"free: (head rest){repeat} ANY", f"head[lazy]: /(.|\\n)*{escaped}/", "rest: behind"]
 
 
-def _think(output: ChatOutput, token_id: TokenId, lines: list[str]) -> str:
+def _think(output: ChatOutputFormat, token_id: TokenId, lines: list[str]) -> str:
     """Append the rules of the reasoning to `lines`; return the expression before the body."""
     if not output.is_reasoning:
         return ""
@@ -103,7 +103,7 @@ def _think(output: ChatOutput, token_id: TokenId, lines: list[str]) -> str:
         lines.append(f"thought: ANY <[{number}]>")
     if output.is_open:
         return "thought SPACE "
-    return f"(SPACE {marker(opening, token_id)} thought SPACE)? "
+    return f"(SPACE {marker_expression(opening, token_id)} thought SPACE)? "
 
 
 def _objects(tools: ToolParams) -> list[str]:
@@ -113,14 +113,14 @@ def _objects(tools: ToolParams) -> list[str]:
         begin = json.dumps(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
         return [
             f'object_{index}: {begin} arguments_{index} "}}"',
-            f"arguments_{index}: {json_rule(tool_schema(tool), tool)}",
+            f"arguments_{index}: {json_value_expression(tool_arguments_schema(tool), tool)}",
         ]
 
-    return tool_rules(tools, "object", rules_of)
+    return tool_grammar_rules(tools, "object", rules_of)
 
 
 def _hermes(tools: ToolParams, _: ChatFormat, token_id: TokenId) -> CallGrammar:
-    opening, closing = (marker(text, token_id) for text in HERMES_MARKERS)
+    opening, closing = (marker_expression(text, token_id) for text in HERMES_MARKERS)
     rules = [*_objects(tools), f"call: {opening} behind", f"behind: SPACE object SPACE {closing}"]
     return CallGrammar(rules, "call", HERMES_MARKERS[0], between=LINE_BREAK)
 
@@ -129,17 +129,18 @@ def _llama3_json(tools: ToolParams, _: ChatFormat, token_id: TokenId) -> CallGra
     # One call: Llama's templates refuse a history with several in one message. It is JSON as a whole, so that a
     # response_format, which may be JSON as well, has the same lexemes.
     def rules_of(index: int, tool: Tool) -> list[str]:
-        schema = tool_schema(tool)
+        schema = tool_arguments_schema(tool)
         shared = {key: schema[key] for key in DEFINITIONS if key in schema}
         call = {"name": {"const": tool.name}, "parameters": schema}
         required = {"required": list(call), "additionalProperties": False}
-        return [f"object_{index}: {json_rule({**shared, 'type': 'object', 'properties': call, **required}, tool)}"]
+        wanted = {**shared, "type": "object", "properties": call, **required}
+        return [f"object_{index}: {json_value_expression(wanted, tool)}"]
 
-    return CallGrammar(tool_rules(tools, "object", rules_of), "object", None, r"/[ \n\r\t]*[^{ \n\r\t](.|\n)*/")
+    return CallGrammar(tool_grammar_rules(tools, "object", rules_of), "object", None, r"/[ \n\r\t]*[^{ \n\r\t](.|\n)*/")
 
 
 def _mistral(tools: ToolParams, form: ChatFormat, token_id: TokenId) -> CallGrammar:
-    opening, call_id, arguments = (marker(text, token_id) for text in MISTRAL_MARKERS)
+    opening, call_id, arguments = (marker_expression(text, token_id) for text in MISTRAL_MARKERS)
     if MISTRAL_MARKERS[2] not in form.template:
         more = ' (", " object)*' if tools.parallel else ""
         array = [*_objects(tools), f'behind: SPACE "[" object{more} "]"']
@@ -149,31 +150,33 @@ def _mistral(tools: ToolParams, form: ChatFormat, token_id: TokenId) -> CallGram
     def rules_of(index: int, tool: Tool) -> list[str]:
         return [
             f"behind_{index}: {json.dumps(tool.name)} {with_id}{arguments} arguments_{index}",
-            f"arguments_{index}: {json_rule(tool_schema(tool), tool)}",
+            f"arguments_{index}: {json_value_expression(tool_arguments_schema(tool), tool)}",
         ]
 
-    return CallGrammar(tool_rules(tools, "behind", rules_of), f"{opening} behind", MISTRAL_MARKERS[0], between="SPACE")
+    return CallGrammar(
+        tool_grammar_rules(tools, "behind", rules_of), f"{opening} behind", MISTRAL_MARKERS[0], between="SPACE"
+    )
 
 
 def _pythonic(tools: ToolParams, _: ChatFormat, token_id: TokenId) -> CallGrammar:
     more = ' (", " object)*' if tools.parallel else ""
-    rules = tool_rules(tools, "object", _python_call)
+    rules = tool_grammar_rules(tools, "object", _python_call)
     return CallGrammar(rules, f'"[" object{more} "]"', None, r"/[ \n\r\t]*[^\[ \n\r\t](.|\n)*/")
 
 
 def _python_call(index: int, tool: Tool) -> list[str]:
     """Return the rules of one call: keyword arguments in the order of the schema, their values in JSON."""
-    schema = tool_schema(tool)
-    arguments = plain_arguments(tool, schema, "pythonic")
+    schema = tool_arguments_schema(tool)
+    arguments = listed_arguments(tool, schema, "pythonic")
     for name, _, _ in arguments:
         if not (name.isidentifier() and name.isascii()):
-            raise cannot_write(
+            raise unwritable_arguments_error(
                 tool, f"have the name {name!r}, which pythonic calls cannot write: use letters and digits"
             )
     rules = [f'object_{index}: {json.dumps(tool.name + "(")} first_{index}_0 ")"']
     for at, (name, inner, is_required) in enumerate(arguments):
         item, rest = f"item_{index}_{at}", f"rest_{index}_{at + 1}"
-        rules.append(f"{item}: {json.dumps(name + '=')} {json_rule(with_definitions(schema, inner), tool)}")
+        rules.append(f"{item}: {json.dumps(name + '=')} {json_value_expression(with_definitions(schema, inner), tool)}")
         skip = "" if is_required else f" | first_{index}_{at + 1}"
         rules.append(f"first_{index}_{at}: {item} {rest}{skip}")
         optional = "" if is_required else "?"

@@ -16,16 +16,16 @@ from headstart.openai.tools.call_grammar import (
     LINE_BREAK,
     CallGrammar,
     TokenId,
-    cannot_write,
-    json_rule,
-    marker,
-    plain_arguments,
-    tool_rules,
-    tool_schema,
+    json_value_expression,
+    listed_arguments,
+    marker_expression,
+    tool_arguments_schema,
+    tool_grammar_rules,
+    unwritable_arguments_error,
     with_definitions,
 )
-from headstart.openai.tools.parsers.argument_types import STRING, ArgumentTypes, resolved, type_of
-from headstart.openai.tools.parsers.xml_calls import CALL_MARKERS, GLM45_FORM, QWEN3_CODER_FORM, XmlForm
+from headstart.openai.tools.parsers.argument_types import STRING, ArgumentTypes, json_type_of, resolve_reference
+from headstart.openai.tools.parsers.xml_calls import CALL_MARKERS, GLM45_FORM, QWEN3_CODER_FORM, XmlCallFormat
 from headstart.openai.tools.tool_fields import Tool, ToolParams
 
 _TEXT = r"/[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f]*/"
@@ -93,7 +93,7 @@ def glm45_grammar(tools: ToolParams, template: str, token_id: TokenId) -> CallGr
 
 
 def _grammar(
-    tools: ToolParams, form: XmlForm, line: str, token_id: TokenId, call: Callable[[Tool, str], str], inner: str
+    tools: ToolParams, form: XmlCallFormat, line: str, token_id: TokenId, call: Callable[[Tool, str], str], inner: str
 ) -> CallGrammar:
     """Return a grammar; `call`: the expression of a call with its arguments, `inner`: what is between the markers."""
 
@@ -102,20 +102,22 @@ def _grammar(
         items = _items(index, tool, form, line, token_id, rules)
         return [*rules, f"object_{index}: {call(tool, items)}"]
 
-    opening, closing = (marker(text, token_id) for text in CALL_MARKERS)
-    rules = [*tool_rules(tools, "object", rules_of), f"behind: {inner} {closing}", f"call: {opening} behind"]
+    opening, closing = (marker_expression(text, token_id) for text in CALL_MARKERS)
+    rules = [*tool_grammar_rules(tools, "object", rules_of), f"behind: {inner} {closing}", f"call: {opening} behind"]
     return CallGrammar(rules, "call", CALL_MARKERS[0], between=LINE_BREAK if line else "SPACE")
 
 
-def _items(index: int, tool: Tool, form: XmlForm, line: str, token_id: TokenId, rules: list[str]) -> str:
+def _items(index: int, tool: Tool, form: XmlCallFormat, line: str, token_id: TokenId, rules: list[str]) -> str:
     """Append the rules of a tool's arguments; return the expression of all of them, in the order of the schema."""
-    schema = tool_schema(tool)
+    schema = tool_arguments_schema(tool)
     expressions: list[str] = []
-    for at, (name, inner, is_required) in enumerate(plain_arguments(tool, schema, "XML")):
+    for at, (name, inner, is_required) in enumerate(listed_arguments(tool, schema, "XML")):
         if not name or set(name) & set("<>\n"):
-            raise cannot_write(tool, f"have the name {name!r}, which XML calls cannot write: use letters and digits")
+            raise unwritable_arguments_error(
+                tool, f"have the name {name!r}, which XML calls cannot write: use letters and digits"
+            )
         if inner is False:
-            raise cannot_write(tool, f"require {name!r}, which additionalProperties forbids")
+            raise unwritable_arguments_error(tool, f"require {name!r}, which additionalProperties forbids")
         item = f"item_{index}_{at}"
         begin = [*_marked(form.key[0], token_id), json.dumps(name), *_marked(form.key[1], token_id)]
         middle = [json.dumps(line)] if line else []
@@ -128,10 +130,10 @@ def _items(index: int, tool: Tool, form: XmlForm, line: str, token_id: TokenId, 
 
 
 def _marked(text: str, token_id: TokenId) -> list[str]:
-    return [marker(text, token_id)] if text else []
+    return [marker_expression(text, token_id)] if text else []
 
 
-def _value_rules(label: str, tool: Tool, values: _Values, form: XmlForm, token_id: TokenId) -> list[str]:
+def _value_rules(label: str, tool: Tool, values: _Values, form: XmlCallFormat, token_id: TokenId) -> list[str]:
     """Return the rules of value_<label>: a value with its end marker.
 
     Strings, their end marker and plain values are one terminal, since the lexer does not go back behind a longer text.
@@ -139,7 +141,9 @@ def _value_rules(label: str, tool: Tool, values: _Values, form: XmlForm, token_i
     closing = form.value[1]
     is_token = token_id(closing) is not None
     before = json.dumps("\n") if form.is_padded else ""
-    ending = f"{before} {marker(closing, token_id)}" if is_token else json.dumps("\n" * form.is_padded + closing)
+    ending = (
+        f"{before} {marker_expression(closing, token_id)}" if is_token else json.dumps("\n" * form.is_padded + closing)
+    )
     choices: list[str] = []
     rules: list[str] = []
     if values.strings:
@@ -151,7 +155,7 @@ def _value_rules(label: str, tool: Tool, values: _Values, form: XmlForm, token_i
         rules.append(f"TEXT_{label}: ({whole})" + ("" if is_token else f" {ending}"))
         choices.append(f"TEXT_{label}" + (f" {ending}" if is_token else ""))
     for at, schema in enumerate(values.schemas):
-        rules.append(f"json_{label}_{at}: {json_rule(schema, tool)}")
+        rules.append(f"json_{label}_{at}: {json_value_expression(schema, tool)}")
         choices.append(f"json_{label}_{at} {ending}")
     return [*rules, f"value_{label}: {' | '.join(choices)}"]
 
@@ -166,7 +170,7 @@ class _Reader:
     def values(self, schema: Any) -> _Values:
         """Return the texts of the argument. Raises InvalidRequestError."""
         values = _Values()
-        if "string" in self._types.of_schema(schema):
+        if "string" in self._types.types_of_schema(schema):
             self._collect(schema, values, 0)
         else:
             values.schemas.append(with_definitions(self._root, schema))
@@ -178,7 +182,7 @@ class _Reader:
         part: Mapping[str, Any] = schema if isinstance(schema, Mapping) else {}
         keys = set(part) - ANNOTATIONS
         if keys == {"$ref"}:
-            self._collect(resolved(self._root, part["$ref"]), values, depth + 1)
+            self._collect(resolve_reference(self._root, part["$ref"]), values, depth + 1)
             return
         for key in ("anyOf", "oneOf", "allOf"):
             branches = part.get(key)
@@ -188,14 +192,14 @@ class _Reader:
                 for branch in branches:
                     self._collect(branch, values, depth + 1)
                 return
-        types = self._types.of_schema(part)
+        types = self._types.types_of_schema(part)
         if "string" in types:
             values.strings.append(self._string(part))
         for one in sorted(types - STRING - ({"integer"} if "number" in types else set())):
             self._collect_other(part, one, values)
 
     def _check_disjoint(self, branches: list[Any]) -> None:
-        types = [self._types.of_schema(branch) for branch in branches]
+        types = [self._types.types_of_schema(branch) for branch in branches]
         is_listed = all(isinstance(one, Mapping) and ("const" in one or "enum" in one) for one in branches)
         if not is_listed and sum(map(len, types)) > len(frozenset[str]().union(*types)):
             raise self._refused("with oneOf of one type: use anyOf or enum")
@@ -206,7 +210,9 @@ class _Reader:
         listed = [part["const"]] if "const" in part else part.get("enum")
         if isinstance(listed, list) and one in _PLAIN_VALUES:
             matching = [
-                value for value in listed if type_of(value) == one or (one, type_of(value)) == ("number", "integer")
+                value
+                for value in listed
+                if json_type_of(value) == one or (one, json_type_of(value)) == ("number", "integer")
             ]
             values.plain += [re.escape(json.dumps(value)) for value in matching]
         elif one in ("null", "boolean") or (
@@ -268,7 +274,7 @@ class _Reader:
         return "|".join(whole)
 
     def _refused(self, reason: str) -> InvalidRequestError:
-        return cannot_write(self._tool, f"have {self._name!r} {reason}")
+        return unwritable_arguments_error(self._tool, f"have {self._name!r} {reason}")
 
 
 def _literal(regex: str) -> str:

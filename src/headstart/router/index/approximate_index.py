@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.index.discards import Discards
-from headstart.router.index.first_blocks import UNLISTED, FirstBlocks
-from headstart.router.index.modelled_pool import CacheModel, MakePool, ModelledPool
+from headstart.router.index.first_blocks import UNLISTED, FirstBlockTable
+from headstart.router.index.modelled_pool import MakePool, ModelledCache, ModelledPool
 from headstart.router.index.prefix_index import Reservation
 
 UNKNOWN_BLOCKS = 16_384  # initial capacity for a replica that reports none; it is corrected
@@ -45,7 +45,7 @@ _ENDED = -1  # instead of an epoch
 class FlushedPool(NamedTuple):
     """The pool at the time of an inferred reset. Its idle blocks used after `serial` may be cached after all."""
 
-    pool: CacheModel
+    pool: ModelledCache
     serial: int
     num_younger: int  # so many they are
 
@@ -71,7 +71,7 @@ class ApproximateIndex:
         self.corrects = corrects
         self.num_flushes = 0  # detected resets of the cache
         self.num_trims = 0
-        self.first_blocks = FirstBlocks(self)  # later that of the router, in which it has `number`
+        self.first_blocks = FirstBlockTable(self)  # later that of the router, in which it has `number`
         self.number = UNLISTED
         self._max_blocks = num_blocks or MAX_UNKNOWN_BLOCKS
         self._is_sized = num_blocks > 0  # the size was reported, or found too small: else any estimate is better
@@ -99,7 +99,7 @@ class ApproximateIndex:
         return self.capacity
 
     @property
-    def num_unclaimed(self) -> float:
+    def num_unclaimed_blocks(self) -> float:
         """Blocks that requests in flight neither hold nor wait for; below 0: so many are waited for; inf: not known."""
         return self.capacity - self._blocks.num_held - self._num_missing if self._is_sized else inf
 
@@ -114,16 +114,16 @@ class ApproximateIndex:
         return block_hash in self._blocks
 
     @property
-    def by_prompts(self) -> "ApproximateIndex":
+    def prompt_based_index(self) -> "ApproximateIndex":
         """This index: it knows no events."""
         return self
 
     @property
-    def is_blind(self) -> bool:
+    def lacks_usable_events(self) -> bool:
         """Never: it needs no events."""
         return False
 
-    def cache_reset(self) -> None:
+    def on_cache_reset(self) -> None:
         """Empty the index, as the replica's cache was."""
         self.clear()
 
@@ -149,7 +149,7 @@ class ApproximateIndex:
             if self._flushed is not None:
                 reservation.doubtful = self._flushed.pool.is_idle_since(block_hash, self._flushed.serial)
         self._blocks.acquire(reservation, reservation.hit)
-        reservation.sure = self._blocks.num_sure(reservation)
+        reservation.sure = self._blocks.num_computed_blocks(reservation)
         if self.at_pick:
             self._extend(reservation, unsure=1)
         return reservation
@@ -181,7 +181,7 @@ class ApproximateIndex:
         self._blocks.distrust(reservation.blocks[reservation.sure :], max(num_kept - reservation.sure, 0))
         self._release(reservation)
 
-    def observed(self, reservation: Reservation, num_blocks: int, now: float = 0.0) -> None:
+    def on_hit_reported(self, reservation: Reservation, num_blocks: int, now: float = 0.0) -> None:
         """Correct the index by the number of blocks that were cached. Once per request."""
         if reservation.epoch != self._epoch or reservation.reported or not self.corrects:
             return
@@ -225,7 +225,7 @@ class ApproximateIndex:
         self._num_missing = 0  # blocks of requests in flight without space
         self._renew(capacity, None)
 
-    def _renew(self, capacity: int, former: CacheModel | None) -> None:
+    def _renew(self, capacity: int, former: ModelledCache | None) -> None:
         self._blocks = self._make_pool(capacity, self._max_blocks, self._eviction_policy, former)
         self.handle = self._blocks.handle  # of compiled code; read with every decision
 
@@ -275,7 +275,7 @@ class ApproximateIndex:
         """
         serial = reservation.serials[index]
         gone = self._blocks.num_unused_since(serial)
-        own = self._blocks.num_own(reservation.blocks[index:])
+        own = self._blocks.num_exclusive_blocks(reservation.blocks[index:])
         num_kept = len(self) - gone - own
         num_younger = self._blocks.num_idle - gone
         is_lately = num_kept < FLUSHED_SHARE * min(self.capacity, self._held) or not (num_younger or index)

@@ -7,15 +7,15 @@ empty one adds the full one here, and frees a slice of it with every later opera
 from typing import Any, Protocol
 
 
-class Dismantled(Protocol):
+class IncrementallyFreed(Protocol):
     """A pool that can be freed in slices."""
 
-    def dismantle(self, num: int) -> int:
+    def free(self, num: int) -> int:
         """Free up to about `num` entries; return the number freed, 0 when nothing is left."""
         ...
 
 
-Discard = dict[Any, Any] | list[Any] | Dismantled
+Discard = dict[Any, Any] | list[Any] | IncrementallyFreed
 
 
 class Discards:
@@ -46,7 +46,7 @@ class Discards:
 
 def _shrink(item: Discard, num: int) -> int:
     if not isinstance(item, dict | list):
-        return item.dismantle(num)
+        return item.free_entries(num)
     count = min(num, len(item))
     if isinstance(item, list):
         del item[len(item) - count :]

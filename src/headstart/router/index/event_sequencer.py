@@ -13,7 +13,7 @@ MAX_WAITING_BYTES = 2**27  # of those; beyond it, too, the gap is given up
 MAX_SEEN = 10_000  # checksums of batches that are remembered
 
 
-class Due(NamedTuple):
+class DueBatches(NamedTuple):
     """The batches to apply now, in this order."""
 
     void: bool  # all earlier batches are void
@@ -48,58 +48,58 @@ class EventSequencer:
         """
         return self._next or 0
 
-    def offer(self, number: int, batch: bytes, *, replayed: bool = False) -> Due:
+    def offer(self, number: int, batch: bytes, *, replayed: bool = False) -> DueBatches:
         """Add a batch; return the batches that are due now."""
         checksum = crc32(batch)
         is_old = not replayed and number <= self._last_live
         is_another = is_old or self._seen.get(number, checksum) != checksum
         if is_another:
-            self.restarted()
+            self.reset_for_new_publisher()
             if replayed:  # this replay is void: the caller has to request all batches
-                return Due(True, [])
+                return DueBatches(True, [])
         self._seen[number] = checksum
         if len(self._seen) > MAX_SEEN:
             del self._seen[next(iter(self._seen))]
         if not replayed:
             self._last_live = number
         due = self._in_order(number, batch)
-        return Due(True, due.batches) if is_another else due
+        return DueBatches(True, due.batches) if is_another else due
 
-    def give_up(self) -> Due:
+    def give_up(self) -> DueBatches:
         """Continue after the gap, with an empty index: the missing batches are not available."""
         if not self._waiting or self._next is None:
-            return Due(False, [])
+            return DueBatches(False, [])
         first = min(self._waiting)
         if self._has_taken:  # else it was before the connection
             self.num_lost += first - self._next
         self._next = first
-        return Due(True, self._take())
+        return DueBatches(True, self._take())
 
-    def restarted(self) -> Due:
+    def reset_for_new_publisher(self) -> DueBatches:
         """Reset: the publisher is another one, since it lacks the batch last applied."""
         self.num_restarts += 1
         return self.reset()
 
-    def reset(self) -> Due:
+    def reset(self) -> DueBatches:
         """Reset: the publisher may be another one."""
         self._next, self._has_taken, self._last_live = 0 if self._replays else None, False, -1
         self._seen.clear()
         self._waiting.clear()
         self._waiting_bytes = 0
-        return Due(True, [])
+        return DueBatches(True, [])
 
-    def _in_order(self, number: int, batch: bytes) -> Due:
+    def _in_order(self, number: int, batch: bytes) -> DueBatches:
         void = False
         if self._next is None:
             void = number > 0
             self._next = number
         if number < self._next:
-            return Due(False, [])
+            return DueBatches(False, [])
         if number > self._next and not self._waiting and self._has_taken:
             self.num_gaps += 1
         self._waiting_bytes += len(batch) - len(self._waiting.get(number, b""))
         self._waiting[number] = batch
-        due = Due(void, self._take())
+        due = DueBatches(void, self._take())
         while len(self._waiting) > MAX_WAITING or self._waiting_bytes > MAX_WAITING_BYTES:
             due = self.give_up()  # empties the index, so earlier due batches are void
         return due

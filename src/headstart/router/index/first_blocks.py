@@ -1,4 +1,4 @@
-"""FirstBlocks: which indexes of a fleet may hold the first block of a prompt, so that the others are not asked.
+"""FirstBlockTable: which indexes of a fleet may hold the first block of a prompt, so that the others are not asked.
 
 An index that lacks the first block of a prompt has none of it. The table may name indexes that have evicted the block
 since, never too few. With every new entry two older ones are checked, so it stays about as large as what is cached.
@@ -21,13 +21,13 @@ NONE = frozenset[int]()
 class ListedIndex(Protocol):
     """An index in the table."""
 
-    first_blocks: "FirstBlocks"
+    first_blocks: "FirstBlockTable"
     number: int
 
     def __contains__(self, block_hash: BlockHash) -> bool: ...
 
 
-class FirstBlocks:
+class FirstBlockTable:
     """The table of one router, or of one index until a router lists it. Indexes are referred to weakly."""
 
     def __init__(self, own: ListedIndex | None = None) -> None:
@@ -41,7 +41,7 @@ class FirstBlocks:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def adopt(self, index: ListedIndex) -> None:
+    def add_index(self, index: ListedIndex) -> None:
         """List an index from now on, with what it holds. It may be in the table of no other router."""
         former = index.first_blocks
         if former is self:

@@ -17,10 +17,10 @@ from math import inf
 from typing import Any
 
 from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from headstart.core.cache.hashing import BlockHash, extend_hashes, region_hash
+from headstart.core.cache.hashing import BlockHash, extend_block_hashes, private_root_hash
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.discards import Discards
-from headstart.router.index.first_blocks import UNLISTED, FirstBlocks
+from headstart.router.index.first_blocks import UNLISTED, FirstBlockTable
 from headstart.router.index.prefix_index import PrefixIndex, Reservation
 
 SPECULATION = 60.0  # seconds after sending in which a request must be computed
@@ -49,7 +49,7 @@ class KVEventIndex:
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.guess = guess
-        self.first_blocks = FirstBlocks(self)  # later that of the router, in which it has `number`
+        self.first_blocks = FirstBlockTable(self)  # later that of the router, in which it has `number`
         self.number = UNLISTED
         self.handle = 0
         self.silence = 0  # requests with full blocks that ended since the last usable event
@@ -68,7 +68,7 @@ class KVEventIndex:
         return block_hash in self._uses or block_hash in self._speculative
 
     @property
-    def is_blind(self) -> bool:
+    def lacks_usable_events(self) -> bool:
         """Whether requests end and no usable event arrives."""
         return self.silence >= SILENCE
 
@@ -78,16 +78,16 @@ class KVEventIndex:
         return len(self) if self.guess is None else self.guess.num_blocks
 
     @property
-    def num_unclaimed(self) -> float:
+    def num_unclaimed_blocks(self) -> float:
         """Those of the approximate index; not known without one."""
-        return inf if self.guess is None else self.guess.num_unclaimed
+        return inf if self.guess is None else self.guess.num_unclaimed_blocks
 
     @property
-    def by_prompts(self) -> PrefixIndex:
+    def prompt_based_index(self) -> PrefixIndex:
         """The approximate index beside it, if there is one."""
         return self if self.guess is None else self.guess
 
-    def cache_reset(self) -> None:
+    def on_cache_reset(self) -> None:
         """Do nothing: the engine sends an event, in order with those of blocks stored before and after."""
 
     def describe(self) -> dict[str, Any]:
@@ -144,10 +144,10 @@ class KVEventIndex:
         if self.guess is not None and reservation.guess is not None:
             self.guess.failed(reservation.guess, num_kept)
 
-    def observed(self, reservation: Reservation, num_blocks: int, now: float) -> None:
+    def on_hit_reported(self, reservation: Reservation, num_blocks: int, now: float) -> None:
         """Correct the approximate index only: a report is older than the last event, so the index is right."""
         if self.guess is not None and reservation.guess is not None:
-            self.guess.observed(reservation.guess, num_blocks, now)
+            self.guess.on_hit_reported(reservation.guess, num_blocks, now)
 
     def loss(self, num_blocks: int) -> float:
         """Return the loss of the approximate index; 0 without one."""
@@ -241,7 +241,7 @@ class KVEventIndex:
                 self.counts["unknown_parents"] += 1
                 return
         block_hashes: list[BlockHash] = []
-        extend_hashes(block_hashes, event.token_ids, self.block_size, self._parent(event, before))
+        extend_block_hashes(block_hashes, event.token_ids, self.block_size, self._parent(event, before))
         for handle, block_hash in zip(event.block_hashes, block_hashes, strict=False):
             self._add(handle, block_hash, before)
             before = block_hash
@@ -252,7 +252,7 @@ class KVEventIndex:
         """Return the parent hash of an event's first block."""
         if before is None:
             return self._root(event.adapter, event.domain)
-        return region_hash(before, event.domain) if event.domain else before
+        return private_root_hash(before, event.domain) if event.domain else before
 
     def _copied(self, event: BlockStored) -> None:
         """Count further copies of known blocks."""

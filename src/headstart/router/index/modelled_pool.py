@@ -20,7 +20,7 @@ KEPT = 2  # the request that was to compute it has failed, probably after that
 MIN_GROWTH = 1_024  # minimum growth of the pool in blocks, and its initial size
 
 
-class CacheModel(Protocol):
+class ModelledCache(Protocol):
     """The blocks of one cache, by hash. Positions of blocks are its own; they stay valid while a request holds them."""
 
     handle: int  # of compiled code that can match many pools at once; 0: it cannot
@@ -61,7 +61,7 @@ class CacheModel(Protocol):
         """Return whether the block was used after `serial`, and is idle."""
         ...
 
-    def num_own(self, blocks: Sequence[int]) -> int:
+    def num_exclusive_blocks(self, blocks: Sequence[int]) -> int:
         """Return how many of the blocks only one request uses."""
         ...
 
@@ -81,7 +81,7 @@ class CacheModel(Protocol):
         """Return the number of idle blocks that are evicted before any that was used after `serial`."""
         ...
 
-    def num_sure(self, reservation: Reservation) -> int:
+    def num_computed_blocks(self, reservation: Reservation) -> int:
         """Return the number of leading blocks of a request that are not still being computed."""
         ...
 
@@ -125,40 +125,42 @@ class CacheModel(Protocol):
         ...
 
 
-MakePool = Callable[[int, int, str, CacheModel | None], CacheModel]
+MakePool = Callable[[int, int, str, ModelledCache | None], ModelledCache]
 """Map (capacity, maximum, eviction policy, pool whose clock and statistics go on) to an empty pool."""
 
 
-class Pools(Protocol):
+class PoolFactory(Protocol):
     """Compiled pools: their maker, a MakePool, and the one that matches many at once (`MatchAll` of router.py)."""
 
     def __call__(
-        self, capacity: int, max_blocks: int, eviction_policy: str, former: CacheModel | None = None
-    ) -> CacheModel: ...
+        self, capacity: int, max_blocks: int, eviction_policy: str, former: ModelledCache | None = None
+    ) -> ModelledCache: ...
 
     @property
     def prices(self) -> Prices:
         """The loop of pricing.py, in the same library."""
         ...
 
-    def match_all(self, handles: Sequence[int], block_hashes: list[BlockHash]) -> Sequence[int]:
+    def match_in_all_pools(self, handles: Sequence[int], block_hashes: list[BlockHash]) -> Sequence[int]:
         """Return the number of leading blocks that each pool has."""
         ...
 
 
 class ModelledPool:
-    """The blocks of one cache of `capacity` blocks, which may become `max_blocks`. A CacheModel."""
+    """The blocks of one cache of `capacity` blocks, which may become `max_blocks`. A ModelledCache."""
 
     handle = 0
 
-    def __init__(self, capacity: int, max_blocks: int, eviction_policy: str, former: CacheModel | None = None) -> None:
+    def __init__(
+        self, capacity: int, max_blocks: int, eviction_policy: str, former: ModelledCache | None = None
+    ) -> None:
         assert former is None or isinstance(former, ModelledPool)
         usable, size = min(MIN_GROWTH, capacity), max_blocks + 1  # block 0 of a pool is never used
         self.pool = BlockPool(usable + 1, eviction_policy=eviction_policy, history_pools=1, max_blocks=size)
         self.now = former.now if former is not None else 0
         self.serials = [0] * (usable + 1)  # last time a block was surely cached; the same for all of one request
         self.unsure = bytearray(usable + 1)  # 1: sent, and not known to be computed yet; or KEPT
-        self.reuse = (former.reuse if former is not None else ReuseEstimate(0, size)).emptied(usable + 1, size)
+        self.reuse = (former.reuse if former is not None else ReuseEstimate(0, size)).for_empty_pool(usable + 1, size)
         self._num_ungrown: int = capacity - usable  # blocks by which the pool is to grow when needed
         self._ballast: list[int] = []  # blocks held unused: the cache is smaller than the pool
         self._worth: list[float] | None = (
@@ -169,7 +171,7 @@ class ModelledPool:
         return self.pool.num_published
 
     def __contains__(self, block_hash: BlockHash) -> bool:
-        return block_hash in self.pool.published
+        return block_hash in self.pool.published_hashes
 
     @property
     def tables(self) -> tuple[Discard, ...]:
@@ -188,18 +190,18 @@ class ModelledPool:
         return self.pool.num_usable - self.pool.num_free - len(self._ballast)
 
     def was_evicted(self, block_hash: BlockHash) -> bool:
-        evicted = self.pool.eviction_of(block_hash)
+        evicted = self.pool.find_eviction(block_hash)
         return evicted is not None and evicted.cause == "capacity"
 
     def is_idle_since(self, block_hash: BlockHash, serial: int) -> bool:
-        entry = self.pool.entry(block_hash)
-        return entry is not None and not self.pool.refs(entry[0]) and self.serials[entry[0]] > serial
+        entry = self.pool.published_entry(block_hash)
+        return entry is not None and not self.pool.ref_count(entry[0]) and self.serials[entry[0]] > serial
 
-    def num_own(self, blocks: Sequence[int]) -> int:
-        return list(map(self.pool.refs, blocks)).count(1)
+    def num_exclusive_blocks(self, blocks: Sequence[int]) -> int:
+        return list(map(self.pool.ref_count, blocks)).count(1)
 
     def match(self, block_hashes: list[BlockHash], near: int = 0) -> int:
-        published, num = self.pool.published, len(block_hashes)
+        published, num = self.pool.published_hashes, len(block_hashes)
         low, high = 0, num
         if 0 < near <= num:
             if block_hashes[near - 1] not in published:
@@ -228,8 +230,8 @@ class ModelledPool:
         pool, low, high = self.pool, 0, len(block_hashes)
         while low < high:
             middle = (low + high) // 2
-            entry = pool.entry(block_hashes[middle])
-            if entry is not None and pool.refs(entry[0]):
+            entry = pool.published_entry(block_hashes[middle])
+            if entry is not None and pool.ref_count(entry[0]):
                 low = middle + 1
             else:
                 high = middle
@@ -242,16 +244,16 @@ class ModelledPool:
             return 0.0
         looked_at = min(num, LOOKED_AT)
         if self._worth is None or len(self._worth) < looked_at:
-            chance, serials, now = self.reuse.chance, self.serials, self.now
-            next_ones = islice(pool.in_eviction_order(), looked_at)
+            chance, serials, now = self.reuse.reuse_probability, self.serials, self.now
+            next_ones = islice(pool.iterate_in_eviction_order(), looked_at)
             self._worth = list(accumulate(chance(block, serials[block], now) for block in next_ones))
         return self._worth[looked_at - 1] * num / looked_at
 
     def num_unused_since(self, serial: int) -> int:
-        in_order = map(self.serials.__getitem__, self.pool.in_eviction_order())
+        in_order = map(self.serials.__getitem__, self.pool.iterate_in_eviction_order())
         return len(list(takewhile(serial.__ge__, in_order)))
 
-    def num_sure(self, reservation: Reservation) -> int:
+    def num_computed_blocks(self, reservation: Reservation) -> int:
         unsure = bytes(map(self.unsure.__getitem__, reservation.blocks))
         first = len(unsure) - len(unsure.lstrip(b"\0"))
         return reservation.hit if first == len(unsure) else first
@@ -263,7 +265,7 @@ class ModelledPool:
         blocks = [
             entry[0]
             for block_hash in reservation.block_hashes[start:end]
-            if (entry := pool.entry(block_hash)) is not None
+            if (entry := pool.published_entry(block_hash)) is not None
         ]
         assert len(blocks) == end - start, "a block is there and one before it is not"
         reservation.serials += map(self.serials.__getitem__, blocks)
@@ -281,7 +283,7 @@ class ModelledPool:
         wanted = len(block_hashes) - start
         if wanted > pool.num_scratch and self._num_ungrown:
             self._grow(wanted - pool.num_scratch)
-        blocks = pool.allocate(min(wanted, pool.num_available(())))
+        blocks = pool.allocate(min(wanted, pool.num_available_to_tenant(())))
         parent = block_hashes[start - 1] if start else BlockHash(b"")
         for block, block_hash in zip(blocks, block_hashes[start:], strict=False):
             pool.publish(block, block_hash, parent, b"")
@@ -310,9 +312,9 @@ class ModelledPool:
         pool.take_blocks_to_zero()  # there is nothing to zero here
         for block in blocks[:num_kept]:
             self.unsure[block] = KEPT if self.unsure[block] else 0
-        unsure = [block for block in blocks[num_kept:] if self.unsure[block] == 1 and pool.refs(block) == 1]
+        unsure = [block for block in blocks[num_kept:] if self.unsure[block] == 1 and pool.ref_count(block) == 1]
         if unsure:
-            pool.distrust(unsure)
+            pool.discard_corrupt(unsure)
 
     def drop(self, num: int) -> None:
         pool = self.pool
@@ -325,7 +327,7 @@ class ModelledPool:
         if change > 0:
             cut = min(change, self._num_ungrown)
             self._num_ungrown -= cut
-            self._ballast += pool.allocate(min(change - cut, pool.num_available(())))
+            self._ballast += pool.allocate(min(change - cut, pool.num_available_to_tenant(())))
         elif change < 0:
             keep = max(len(self._ballast) + change, 0)
             self._num_ungrown += -change - (len(self._ballast) - keep)
@@ -333,13 +335,13 @@ class ModelledPool:
             del self._ballast[keep:]
 
     def check(self) -> None:
-        self.pool.check()
+        self.pool.check_invariants()
 
     def _grow(self, num: int) -> None:
         """Grow the pool by `num` blocks, as far as the capacity allows."""
         num = min(max(num, MIN_GROWTH), self._num_ungrown)
         self._num_ungrown -= num
-        self.pool.grow(num)
+        self.pool.add_blocks(num)
         self.serials += [0] * num
         self.unsure += bytes(num)
         self.reuse.grow(num)
@@ -367,7 +369,7 @@ class ReuseEstimate:
         """The share of added blocks that were used a second time; older ones count less."""
         return self._num_reused / max(self._num_new, 1)
 
-    def emptied(self, num_blocks: int, size: int) -> "ReuseEstimate":
+    def for_empty_pool(self, num_blocks: int, size: int) -> "ReuseEstimate":
         """Return an estimate for an empty pool, with the same statistics."""
         fresh = ReuseEstimate(num_blocks, size)
         fresh._num_new, fresh._num_reused = self._num_new, self._num_reused
@@ -401,7 +403,7 @@ class ReuseEstimate:
             self._num_reused += uses[block] == 1
             uses[block] += 1
 
-    def chance(self, block: int, last: int, now: int) -> float:
+    def reuse_probability(self, block: int, last: int, now: int) -> float:
         """Return the probability that a block last used at `last` is used again."""
         uses = self._uses[block]
         if uses < 2:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headstart.core.cache.hashing import BlockHash
-from headstart.router.index.first_blocks import FirstBlocks
+from headstart.router.index.first_blocks import FirstBlockTable
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class PrefixIndex(Protocol):
     match many indexes at once; 0: it is asked by `match`.
     """
 
-    first_blocks: FirstBlocks
+    first_blocks: FirstBlockTable
     number: int
     handle: int
 
@@ -70,7 +70,7 @@ class PrefixIndex(Protocol):
         """
         ...
 
-    def observed(self, reservation: Reservation, num_blocks: int, now: float) -> None:
+    def on_hit_reported(self, reservation: Reservation, num_blocks: int, now: float) -> None:
         """Record the reported number of its leading blocks that were cached."""
         ...
 
@@ -83,7 +83,7 @@ class PrefixIndex(Protocol):
         ...
 
     @property
-    def num_unclaimed(self) -> float:
+    def num_unclaimed_blocks(self) -> float:
         """Blocks that requests in flight neither hold nor wait for; below 0: so many are waited for; inf: not known."""
         ...
 
@@ -93,20 +93,20 @@ class PrefixIndex(Protocol):
         ...
 
     @property
-    def by_prompts(self) -> "PrefixIndex":
+    def prompt_based_index(self) -> "PrefixIndex":
         """The index to ask about prompts whose hashes the replica's events cannot contain."""
         ...
 
     @property
-    def is_blind(self) -> bool:
-        """Whether it depends on events of which none is usable: then `by_prompts` is better."""
+    def lacks_usable_events(self) -> bool:
+        """Whether it depends on events of which none is usable: then `prompt_based_index` is better."""
         ...
 
     def __len__(self) -> int:
         """Return the number of blocks."""
         ...
 
-    def cache_reset(self) -> None:
+    def on_cache_reset(self) -> None:
         """Record that the replica was told to empty its cache, and did."""
         ...
 

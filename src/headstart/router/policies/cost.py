@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.endpoint import Endpoint
-from headstart.router.policies.policy import Candidates, Choice, View
-from headstart.router.policies.rendezvous import weights
-from headstart.router.pricing import EVICTED, price_all, price_one
+from headstart.router.policies.policy import Candidates, PolicyInput, RankedCandidates
+from headstart.router.policies.rendezvous import rendezvous_weights
+from headstart.router.pricing import EVICTED, cost_at_each, cost_at_one
 
 FEW = 24  # candidates; for more, arrays are cheaper than plain numbers
 SLACK = 0.05  # of the prefill for the wait, of the price of decodes for these: accepted for agreement between routers
@@ -35,7 +35,7 @@ COUNTED = 1024  # requests whose prompts are counted, and as many before them
 class _Evictions:
     """The price of evictions at each replica, computed where it matters."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: PolicyInput) -> None:
         self._candidates, self._prompt_tokens = view.candidates, view.prompt_tokens
         self._known: dict[int, float] = {}
 
@@ -44,11 +44,11 @@ class _Evictions:
         found = self._known.get(index)
         if found is None:
             endpoint, hit_tokens = self._candidates.endpoints[index], self._candidates.hit_tokens[index]
-            found = self._known[index] = endpoint.eviction_ms(self._prompt_tokens, hit_tokens)
+            found = self._known[index] = endpoint.eviction_cost_ms(self._prompt_tokens, hit_tokens)
         return found
 
 
-class Begun(NamedTuple):
+class PromptBeginning(NamedTuple):
     """One prompt: the hashes of its beginnings, its tokens, and those cached at the replica that has most of it."""
 
     hashes: list[BlockHash]
@@ -56,7 +56,7 @@ class Begun(NamedTuple):
     hit_tokens: int
 
 
-class Counts:
+class BeginningCounts:
     """Requests: their tokens, those cached somewhere, how many have a beginning, and how many of these are longer."""
 
     def __init__(self) -> None:
@@ -65,16 +65,16 @@ class Counts:
         self.continued: dict[BlockHash, int] = {}
 
 
-class Beginnings:
+class PromptBeginnings:
     """Prompts that begin alike among the last requests, by the hashes of their first 1, 2, 4, 8, ... blocks."""
 
     def __init__(self) -> None:
-        self._now, self._before = Counts(), Counts()
+        self._now, self._before = BeginningCounts(), BeginningCounts()
 
-    def add(self, prompt: Begun) -> None:
+    def add(self, prompt: PromptBeginning) -> None:
         """Count one request."""
         if self._now.requests == COUNTED:
-            self._now, self._before = Counts(), self._now
+            self._now, self._before = BeginningCounts(), self._now
         now = self._now
         now.requests += 1
         now.tokens += prompt.tokens
@@ -108,29 +108,29 @@ class Beginnings:
         return found
 
 
-class CostPolicy:
+class LeastCostPolicy:
     """Least milliseconds to the first token. `slack` 0: always the least cost."""
 
     name = "cost"
 
     def __init__(self, slack: float = SLACK) -> None:
         self.slack = slack
-        self._beginnings = Beginnings()
+        self._beginnings = PromptBeginnings()
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PolicyInput) -> RankedCandidates:
         """Rank by cost; of the replicas about as good as the best, the one with the highest key weight is first."""
-        choose = self.choose_among_few if len(view.candidates) <= FEW else self.choose_among_many
+        choose = self.choose_by_scalars if len(view.candidates) <= FEW else self.choose_by_arrays
         if not view.candidates.endpoints[0].load.learner.others.share:
             return choose(view)
-        begun = Begun(_beginnings_of(view), view.prompt_tokens, max(view.candidates.hit_tokens))
+        begun = PromptBeginning(_beginnings_of(view), view.prompt_tokens, max(view.candidates.hit_tokens))
         return choose(self._with_others(view, begun.hashes))._replace(memo=begun)
 
-    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Count how the prompt begins, if there are other routers."""
-        if isinstance(choice.memo, Begun):
+        if isinstance(choice.memo, PromptBeginning):
             self._beginnings.add(choice.memo)
 
-    def _with_others(self, view: View, hashes: list[BlockHash]) -> View:
+    def _with_others(self, view: PolicyInput, hashes: list[BlockHash]) -> PolicyInput:
         """Return the view with the hit that is expected at the prompt's home, if there are other routers.
 
         Of what we have not sent there, they have sent as large a share as we find of prompts anywhere. KV events show
@@ -140,19 +140,19 @@ class CostPolicy:
         if not hashes:
             return view
         key = self._beginnings.key(hashes, len(endpoints))
-        home = int(weights(key, [endpoint.digest for endpoint in endpoints]).argmax())
+        home = int(rendezvous_weights(key, [endpoint.digest for endpoint in endpoints]).argmax())
         index = endpoints[home].index
-        if index.by_prompts is not index:
+        if index.prompt_based_index is not index:
             return view
         more = int(self._beginnings.hit_share * (view.prompt_tokens - 1 - hits[home]))
         expected = [*hits[:home], hits[home] + more, *hits[home + 1 :]]
         return view._replace(candidates=Candidates(endpoints, view.candidates.hit_blocks, expected))
 
-    def choose_among_few(self, view: View) -> Choice:
+    def choose_by_scalars(self, view: PolicyInput) -> RankedCandidates:
         """Choose by plain numbers, which are cheaper than arrays for few candidates."""
         tokens, now, hit_tokens = view.prompt_tokens, view.now, view.candidates.hit_tokens
         pairs = zip(view.candidates.endpoints, hit_tokens, strict=True)
-        costs = [price_one(endpoint, tokens, hit, now) for endpoint, hit in pairs]
+        costs = [cost_at_one(endpoint, tokens, hit, now) for endpoint, hit in pairs]
         prices = [cost.price for cost in costs]
         copies = _copies(view, hit_tokens.index(max(hit_tokens)))
         if copies is not None:
@@ -173,10 +173,10 @@ class CostPolicy:
         first = _placed(view, equals, best, slack, evictions)
         return _choice(view, _order(prices), prices, first, best)
 
-    def choose_among_many(self, view: View) -> Choice:
+    def choose_by_arrays(self, view: PolicyInput) -> RankedCandidates:
         """Choose by arrays, which are cheaper for many candidates. The choice is the same."""
         hits = np.array(view.candidates.hit_tokens, dtype=np.float64)
-        costs = price_all(view.candidates.endpoints, view.prompt_tokens, hits, view.now)
+        costs = cost_at_each(view.candidates.endpoints, view.prompt_tokens, hits, view.now)
         prices, copies = costs.price, _copies(view, int(hits.argmax()))
         if copies is not None:
             prices += np.array(copies)
@@ -191,13 +191,13 @@ class CostPolicy:
         return _choice(view, prices.argsort(kind="stable").tolist(), prices.tolist(), first, best)
 
 
-def _beginnings_of(view: View) -> list[BlockHash]:
+def _beginnings_of(view: PolicyInput) -> list[BlockHash]:
     """Return the hashes of the prompt's first 1, 2, 4, 8, ... blocks."""
     block_hashes = view.request.prompt.block_hashes(min([one.block_size for one in view.candidates.endpoints]))
     return [block_hashes[(1 << power) - 1] for power in range(len(block_hashes).bit_length())]
 
 
-def _copies(view: View, longest: int) -> list[float] | None:
+def _copies(view: PolicyInput, longest: int) -> list[float] | None:
     """Return the price at each replica of computing a prompt that is in flight once more; None: it is not in flight.
 
     `longest`: index of the longest hit. Samples of one prompt are sent at the same moment, and it does not come back: a
@@ -206,7 +206,7 @@ def _copies(view: View, longest: int) -> list[float] | None:
     candidate = view.candidates[longest]
     endpoint, hit = candidate.endpoint, candidate.hit_blocks
     block_hashes = view.request.prompt.block_hashes(endpoint.block_size)
-    leader = endpoint.load.leader_of(block_hashes, hit) if hit == len(block_hashes) else None
+    leader = endpoint.load.find_prefix_leader(block_hashes, hit) if hit == len(block_hashes) else None
     if leader is None:
         return None
     busy = sum(one.load.num_pending > 0 for one in view.candidates.endpoints) / len(view.candidates)
@@ -244,19 +244,19 @@ def _best(
     return best
 
 
-def _placed(view: View, equals: list[int], best: int, slack: float, evictions: _Evictions) -> int:
+def _placed(view: PolicyInput, equals: list[int], best: int, slack: float, evictions: _Evictions) -> int:
     """Return the replica of `equals`, about as good as the best, that the request's first new block is placed at."""
     if len(equals) < 2:
         return best
     limit = evictions.of(best) + slack
-    ranks = weights(view.key, [view.candidates.endpoints[i].digest for i in equals])
+    ranks = rendezvous_weights(view.key, [view.candidates.endpoints[i].digest for i in equals])
     while evictions.of(first := equals[ranks.argmax()]) > limit:  # `best` at the latest
         ranks[ranks.argmax()] = 0
     return first
 
 
-def _choice(view: View, order: list[int], prices: list[float], first: int, best: int) -> Choice:
+def _choice(view: PolicyInput, order: list[int], prices: list[float], first: int, best: int) -> RankedCandidates:
     order.remove(first)
     order.insert(0, first)
     reason = "least cost" if first == best else "placed by its first new block"
-    return Choice(view.candidates.in_order(order), tuple(map(prices.__getitem__, order)), reason)
+    return RankedCandidates(view.candidates.reordered(order), tuple(map(prices.__getitem__, order)), reason)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, overload
 
 from headstart.router.endpoint import Endpoint
-from headstart.router.policies.rendezvous import weights
+from headstart.router.policies.rendezvous import rendezvous_weights
 from headstart.router.routing_request import RoutingRequest
 
 
@@ -35,7 +35,7 @@ class Candidates(Sequence[Candidate]):
         self.endpoints, self.hit_blocks, self.hit_tokens = endpoints, hit_blocks, hit_tokens
         self._order = range(len(endpoints)) if order is None else order
 
-    def in_order(self, order: Sequence[int]) -> "Candidates":
+    def reordered(self, order: Sequence[int]) -> "Candidates":
         """Return the candidates of these positions in the fleet, in this order."""
         return Candidates(self.endpoints, self.hit_blocks, self.hit_tokens, order)
 
@@ -51,7 +51,7 @@ class Candidates(Sequence[Candidate]):
     def __getitem__(self, index: slice) -> "Candidates": ...
     def __getitem__(self, index: int | slice) -> "Candidate | Candidates":
         if isinstance(index, slice):
-            return self.in_order(self._order[index])
+            return self.reordered(self._order[index])
         return self._of(self._order[index])
 
     def __eq__(self, other: object) -> bool:
@@ -64,7 +64,7 @@ class Candidates(Sequence[Candidate]):
         return Candidate(self.endpoints[place], self.hit_blocks[place], self.hit_tokens[place])
 
 
-class View(NamedTuple):
+class PolicyInput(NamedTuple):
     """The input of a policy. `key` is the hash of the prompt's first block that no replica has."""
 
     request: RoutingRequest
@@ -77,7 +77,7 @@ class View(NamedTuple):
         return self.request.prompt.num_tokens
 
 
-class Choice(NamedTuple):
+class RankedCandidates(NamedTuple):
     """Candidates in ranked order: the first is used, the others are fallbacks.
 
     `scores` are the policy's own numbers of `ranked`; `memo` is passed back to the policy by `picked`.
@@ -94,20 +94,20 @@ class Policy(Protocol):
 
     name: str
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PolicyInput) -> RankedCandidates:
         """Rank all candidates of a view; there is at least one."""
         ...
 
-    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Record that the request is sent to this replica. Policies without a state need not define it."""
 
 
-def by_number(view: View, numbers: list[float], reason: str, memo: object = None) -> Choice:
+def rank_by_number(view: PolicyInput, numbers: list[float], reason: str, memo: object = None) -> RankedCandidates:
     """Rank candidates by a number, smallest first; ties by the weight of the key."""
     order = sorted(range(len(numbers)), key=numbers.__getitem__)
     best = numbers[order[0]]
     ties = [i for i in order if numbers[i] == best]
     if len(ties) > 1:
-        ranks = weights(view.key, [view.candidates.endpoints[i].digest for i in ties])
+        ranks = rendezvous_weights(view.key, [view.candidates.endpoints[i].digest for i in ties])
         order[: len(ties)] = [ties[place] for place in ranks.argsort()[::-1]]
-    return Choice(view.candidates.in_order(order), tuple(numbers[i] for i in order), reason, memo)
+    return RankedCandidates(view.candidates.reordered(order), tuple(numbers[i] for i in order), reason, memo)

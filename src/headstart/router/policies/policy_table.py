@@ -4,15 +4,15 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 
 from headstart.core.errors import ConfigError
-from headstart.router.policies.cost import CostPolicy
+from headstart.router.policies.cost import LeastCostPolicy
 from headstart.router.policies.policy import Policy
-from headstart.router.policies.simple import LeastLoadPolicy, PrefixThresholdPolicy, RoundRobinPolicy, WorkPolicy
+from headstart.router.policies.simple import LeastLoadPolicy, LeastTokensPolicy, PrefixThresholdPolicy, RoundRobinPolicy
 from headstart.router.policies.weighted import WeightedPolicy
 
 POLICIES: dict[str, Callable[[], Policy]] = {
-    "cost": CostPolicy,
+    "cost": LeastCostPolicy,
     "weighted": WeightedPolicy,
-    "work": WorkPolicy,
+    "work": LeastTokensPolicy,
     "prefix-threshold": PrefixThresholdPolicy,
     "least-load": LeastLoadPolicy,
     "round-robin": RoundRobinPolicy,

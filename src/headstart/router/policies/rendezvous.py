@@ -11,24 +11,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def digest_of(text: bytes) -> int:
+def key_digest(text: bytes) -> int:
     """Return the digest of a key or a name, of 64 bits."""
     return int.from_bytes(sha256(text).digest()[:8], "little")
 
 
-def weights(key: bytes, digests: Sequence[int]) -> NDArray[np.uint64]:
+def rendezvous_weights(key: bytes, digests: Sequence[int]) -> NDArray[np.uint64]:
     """Return the weights of names for a key, by their digests; the largest is first (the finalizer of splitmix64)."""
-    mixed = np.array(digests, dtype=np.uint64) ^ np.uint64(digest_of(key))
+    mixed = np.array(digests, dtype=np.uint64) ^ np.uint64(key_digest(key))
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def weight(key: bytes, name: str) -> int:
+def rendezvous_weight(key: bytes, name: str) -> int:
     """Return the weight of a replica's name for a key."""
-    return int(weights(key, [digest_of(name.encode())])[0])
+    return int(rendezvous_weights(key, [key_digest(name.encode())])[0])
 
 
-def ranked(key: bytes, names: Iterable[str]) -> list[str]:
+def rank_by_key(key: bytes, names: Iterable[str]) -> list[str]:
     """Return the names in the order of the key."""
-    return sorted(names, key=lambda name: weight(key, name), reverse=True)
+    return sorted(names, key=lambda name: rendezvous_weight(key, name), reverse=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from headstart.router.endpoint import Endpoint
-from headstart.router.policies.policy import Candidate, View
+from headstart.router.policies.policy import Candidate, PolicyInput
 
 MAX_INFLIGHT_TOKENS = 4_194_304
 MAX_SESSIONS = 65_536
@@ -19,7 +19,7 @@ MAX_SESSIONS = 65_536
 class Scorer(Protocol):
     """One criterion for preferring a replica."""
 
-    def score(self, view: View) -> tuple[Sequence[float], object]:
+    def score(self, view: PolicyInput) -> tuple[Sequence[float], object]:
         """Return a number for each candidate, and a memo for `picked`. Changes nothing."""
         ...
 
@@ -31,10 +31,10 @@ class Scorer(Protocol):
 class _Stateless:
     """A scorer that is a function of the view."""
 
-    def __init__(self, function: Callable[[View], Sequence[float]]) -> None:
+    def __init__(self, function: Callable[[PolicyInput], Sequence[float]]) -> None:
         self._function = function
 
-    def score(self, view: View) -> tuple[Sequence[float], object]:
+    def score(self, view: PolicyInput) -> tuple[Sequence[float], object]:
         return self._function(view), None
 
     def picked(self, memo: object, endpoint: Endpoint) -> None:
@@ -51,7 +51,7 @@ class SessionScorer:
     def __len__(self) -> int:
         return len(self._last)
 
-    def score(self, view: View) -> tuple[Sequence[float], object]:
+    def score(self, view: PolicyInput) -> tuple[Sequence[float], object]:
         """Score each candidate; the memo is the session."""
         session = view.request.session
         last = None if session is None else self._last.get(session)
@@ -66,26 +66,26 @@ class SessionScorer:
                 self._last.popitem(last=False)
 
 
-def _prefix(view: View) -> list[float]:
+def _prefix(view: PolicyInput) -> list[float]:
     """Return the share of the prompt's tokens that are cached."""
     total = max(view.prompt_tokens, 1)
     return [candidate.hit_tokens / total for candidate in view.candidates]
 
 
-def _queue(view: View) -> list[float]:
+def _queue(view: PolicyInput) -> list[float]:
     """Return 1 for the shortest queue, 0 for the longest, linear between; 1 each if all are equal."""
     waiting = [candidate.endpoint.waiting(view.now) for candidate in view.candidates]
     least, most = min(waiting), max(waiting)
     return [1.0 if most == least else (most - number) / (most - least) for number in waiting]
 
 
-def _kv_usage(view: View) -> list[float]:
+def _kv_usage(view: PolicyInput) -> list[float]:
     """Return the reported share of the replica's blocks not in use; 1 without a report."""
     reports = [candidate.endpoint.fresh(view.now) for candidate in view.candidates]
     return [1.0 if report is None else min(max(1.0 - report.kv_usage, 0.0), 1.0) for report in reports]
 
 
-def _inflight_tokens(view: View) -> list[float]:
+def _inflight_tokens(view: PolicyInput) -> list[float]:
     """Return how far below a fixed number the tokens in flight would be, as a share."""
 
     def score(candidate: Candidate) -> float:
@@ -95,7 +95,7 @@ def _inflight_tokens(view: View) -> list[float]:
     return [score(candidate) for candidate in view.candidates]
 
 
-def _lora(view: View) -> list[float]:
+def _lora(view: PolicyInput) -> list[float]:
     """Return 1 for a loaded adapter or no adapter, 0.8 for a free slot, 0.6 for an adapter being loaded, else 0."""
     adapter = view.request.adapter
 

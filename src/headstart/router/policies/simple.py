@@ -1,7 +1,7 @@
 """Policies of one rule: `round-robin`, `least-load`, `work`, and SGLang's `prefix-threshold`."""
 
 from headstart.router.endpoint import Endpoint
-from headstart.router.policies.policy import Candidate, Choice, Policy, View, by_number
+from headstart.router.policies.policy import Candidate, Policy, PolicyInput, RankedCandidates, rank_by_number
 
 
 class RoundRobinPolicy:
@@ -13,13 +13,13 @@ class RoundRobinPolicy:
         self._count = 0
         self._asked: dict[str, int] = {}
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PolicyInput) -> RankedCandidates:
         """Rank by the last use of each replica."""
         ranked = sorted(view.candidates, key=lambda candidate: self._asked.get(candidate.name, 0))
         scores = tuple(float(self._asked.get(candidate.name, 0)) for candidate in ranked)
-        return Choice(tuple(ranked), scores, "next in turn")
+        return RankedCandidates(tuple(ranked), scores, "next in turn")
 
-    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Move the replica to the end of the order."""
         self._count += 1
         self._asked.pop(endpoint.name, None)
@@ -34,7 +34,7 @@ class LeastLoadPolicy(Policy):
 
     name = "least-load"
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PolicyInput) -> RankedCandidates:
         """Rank by the number of requests."""
         return _by_load(view, "fewest requests")
 
@@ -53,7 +53,7 @@ class PrefixThresholdPolicy(Policy):
         self.balance_abs = balance_abs
         self.balance_rel = balance_rel
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PolicyInput) -> RankedCandidates:
         """Rank by match or by load."""
         loads = [candidate.endpoint.num_requests(view.now) for candidate in view.candidates]
         least, most = min(loads), max(loads)
@@ -64,28 +64,30 @@ class PrefixThresholdPolicy(Policy):
             return _by_load(view, "no match to speak of")
         by_load = _by_load(view, "longest match")
         ranked = sorted(by_load.ranked, key=lambda candidate: -candidate.hit_tokens)
-        return Choice(tuple(ranked), tuple(-float(candidate.hit_tokens) for candidate in ranked), "longest match")
+        return RankedCandidates(
+            tuple(ranked), tuple(-float(candidate.hit_tokens) for candidate in ranked), "longest match"
+        )
 
 
-class WorkPolicy(Policy):
+class LeastTokensPolicy(Policy):
     """The least uncached tokens: those of requests without a first token, and the request's own."""
 
     name = "work"
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PolicyInput) -> RankedCandidates:
         """Rank by tokens to compute."""
         numbers = [float(c.endpoint.load.pending_tokens + uncached_tokens(view, c)) for c in view.candidates]
-        return by_number(view, numbers, "least uncached tokens")
+        return rank_by_number(view, numbers, "least uncached tokens")
 
 
-def uncached_tokens(view: View, candidate: Candidate) -> int:
+def uncached_tokens(view: PolicyInput, candidate: Candidate) -> int:
     """Return the prompt tokens that a replica would have to compute, one at least."""
     return max(view.prompt_tokens - candidate.hit_tokens, 1)
 
 
-def _by_load(view: View, reason: str) -> Choice:
+def _by_load(view: PolicyInput, reason: str) -> RankedCandidates:
     def load(candidate: Candidate) -> tuple[int, int]:
         return candidate.endpoint.num_requests(view.now), candidate.endpoint.load.last_sent
 
     ranked = sorted(view.candidates, key=load)
-    return Choice(tuple(ranked), tuple(float(load(candidate)[0]) for candidate in ranked), reason)
+    return RankedCandidates(tuple(ranked), tuple(float(load(candidate)[0]) for candidate in ranked), reason)

@@ -11,7 +11,7 @@ from typing import cast
 
 from headstart.core.errors import ConfigError
 from headstart.router.endpoint import Endpoint
-from headstart.router.policies.policy import Choice, View, by_number
+from headstart.router.policies.policy import PolicyInput, RankedCandidates, rank_by_number
 from headstart.router.policies.scorers import SCORERS, Scorer
 
 GATEWAY_WEIGHTS: dict[str, float] = {"queue": 2.0, "kv-usage": 2.0, "prefix": 3.0}
@@ -37,7 +37,7 @@ class WeightedPolicy:
         self._terms: list[Term] = [(weight, SCORERS[name]()) for name, weight in weights.items()]
         self._rng = rng
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PolicyInput) -> RankedCandidates:
         """Rank by the weighted sum of scores; the memo holds that of each scorer."""
         sums, memos = [0.0] * len(view.candidates), list[object]()
         for factor, scorer in self._terms:
@@ -46,18 +46,18 @@ class WeightedPolicy:
             sums = [total + factor * score for total, score in zip(sums, scores, strict=True)]
             memos.append(memo)
         if self._rng is None:
-            choice = by_number(view, [-total for total in sums], "highest score", tuple(memos))
+            choice = rank_by_number(view, [-total for total in sums], "highest score", tuple(memos))
             return choice._replace(scores=tuple(-score for score in choice.scores))
         return self._draw(view, sums, tuple(memos), self._rng)
 
-    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Pass each scorer its memo."""
         memos = cast("tuple[object, ...]", choice.memo)  # as `choose` made it
         for (_, scorer), memo in zip(self._terms, memos, strict=True):
             scorer.picked(memo, endpoint)
 
-    def _draw(self, view: View, sums: list[float], memo: object, rng: Random) -> Choice:
+    def _draw(self, view: PolicyInput, sums: list[float], memo: object, rng: Random) -> RankedCandidates:
         """Draw a random order in proportion to the sums (Efraimidis and Spirakis, 2006)."""
         draws = [log(1.0 - rng.random()) / total if total > 0 else float("-inf") for total in sums]
         order = sorted(range(len(sums)), key=draws.__getitem__, reverse=True)
-        return Choice(view.candidates.in_order(order), tuple(sums[i] for i in order), "drawn by score", memo)
+        return RankedCandidates(view.candidates.reordered(order), tuple(sums[i] for i in order), "drawn by score", memo)

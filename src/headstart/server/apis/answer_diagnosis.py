@@ -1,6 +1,6 @@
 """AnswerDiagnosis: the prompt of one client request, compared with an earlier one if requested, and remembered.
 
-FingerprintMemory has the fingerprints of answered requests by tenant and id of the answer, bounded in bytes.
+FingerprintCache has the fingerprints of answered requests by tenant and id of the answer, bounded in bytes.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headstart.core.request import CacheMode
-from headstart.openai.engine_requests import Origin
+from headstart.openai.engine_requests import RequestOrigin
 from headstart.openai.generation_params import GenerationParams
 from headstart.openai.responses import Json
 from headstart.openai.tokenizer.tenant_cache import TenantCache
@@ -17,16 +17,16 @@ from headstart.reuse.cache_comparison import (
     CacheComparison,
     CacheDiagnosis,
     PromptFingerprint,
-    PromptShape,
+    PromptSourceHashes,
     compare_prompts,
-    fingerprint,
+    fingerprint_prompt,
 )
 
 KEY_BYTES = 128
 TENANT_SHARE = 2  # a tenant may fill this part of the memory
 
 
-class FingerprintMemory(TenantCache[PromptFingerprint]):
+class FingerprintCache(TenantCache[PromptFingerprint]):
     """Fingerprints by the id of the answer."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -34,7 +34,9 @@ class FingerprintMemory(TenantCache[PromptFingerprint]):
         super().__init__(max_bytes // TENANT_SHARE, max_bytes, lambda value: KEY_BYTES + value.num_bytes)
 
 
-def shape_of(messages: Sequence[Mapping[str, Any]] | None, params: GenerationParams, domain: bytes) -> PromptShape:
+def chat_source_hashes(
+    messages: Sequence[Mapping[str, Any]] | None, params: GenerationParams, domain: bytes
+) -> PromptSourceHashes:
     """Return the shape of a chat; None: of a completion, which has none."""
     messages = messages or ()
     roles = (message["role"] for message in messages)
@@ -44,7 +46,7 @@ def shape_of(messages: Sequence[Mapping[str, Any]] | None, params: GenerationPar
     tools = params.tools
     options = dict(params.template_options)
     effort = options.pop("reasoning_effort", params.reasoning_effort), options.pop("enable_thinking", None)
-    return PromptShape(
+    return PromptSourceHashes(
         tools=() if tools is None else tuple(map(_json_hash, tools.definitions)),
         system=system,
         messages=hashes,
@@ -61,9 +63,9 @@ class AnswerDiagnosis:
 
     def __init__(
         self,
-        memory: FingerprintMemory | None,
-        origin: Origin,
-        prompt: tuple[PromptShape, "array[int]"],
+        memory: FingerprintCache | None,
+        origin: RequestOrigin,
+        prompt: tuple[PromptSourceHashes, "array[int]"],
         compared_id: str | None,
         block_size: int,
         names: Sequence[str] = (),
@@ -96,7 +98,7 @@ class AnswerDiagnosis:
     def remember(self) -> None:
         """Keep the fingerprint of the prompt for later comparisons; called once the answer is complete."""
         if self._memory is not None:
-            value = fingerprint(self._shape, self._token_ids)
+            value = fingerprint_prompt(self._shape, self._token_ids)
             self._memory.put(self._origin.tenant, self._origin.request_id, value)
 
 

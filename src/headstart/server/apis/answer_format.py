@@ -7,40 +7,41 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from headstart.apis.answer_schemas import Answers
+from headstart.apis.answer_schemas import ResponseSchemas
 from headstart.apis.api import LINES, Api
 from headstart.apis.ollama_api import LATEST
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import Request as EngineRequest
-from headstart.http.sse import named_event
+from headstart.http.sse import encode_named_event
 from headstart.openai.chat.chat_parts import ChatParts
 from headstart.openai.chat.chat_translation import ChatTranslation
-from headstart.openai.engine_requests import Origin, chat_requests, tokenizer_of
+from headstart.openai.engine_requests import RequestOrigin, build_chat_requests, tokenizer_for_request
 from headstart.openai.generation_params import GenerationParams
+from headstart.openai.json_pieces import encode_json
 from headstart.openai.request_bodies import ChatBody
 from headstart.openai.request_model import RequestModel
-from headstart.openai.responses import Json, encode
-from headstart.openai.text.generation import Delta
-from headstart.server.apis.answer_diagnosis import AnswerDiagnosis, shape_of
+from headstart.openai.responses import Json
+from headstart.openai.text.generation import OutputDelta
+from headstart.server.apis.answer_diagnosis import AnswerDiagnosis, chat_source_hashes
 from headstart.server.generation_job import ApiRequest, GenerationJob
-from headstart.server.server_state import Model
+from headstart.server.server_state import ServedModel
 
 
 class AnswerFormat(Protocol):
     """The answer to one client request in the form of its API. One of `whole` and the events is used."""
 
-    def collect(self, choice: int, delta: Delta) -> None:
+    def collect(self, choice: int, delta: OutputDelta) -> None:
         """Process a delta of an answer that is sent whole; by default the job's generations collect it."""
 
     def whole(self, *, in_pieces: bool) -> Json:
         """Return the finished answer; `in_pieces`: long lists in it may be iterators."""
         ...
 
-    def opening(self) -> bytes:
+    def opening_events(self) -> bytes:
         """Return the events before the first delta."""
         ...
 
-    def events(self, choice: int, delta: Delta) -> Iterator[bytes]:
+    def events(self, choice: int, delta: OutputDelta) -> Iterator[bytes]:
         """Yield the events of a delta, each part built on demand: one may contain a long list."""
         ...
 
@@ -65,11 +66,11 @@ class PartsFormat(AnswerFormat):
     parts: ChatParts
     finished: Callable[[], Json]
     first: Callable[[], list[Json]] = list
-    added: Callable[[Delta], list[Json]]
+    added: Callable[[OutputDelta], list[Json]]
     last: Callable[[], list[Json]]
     failed: Callable[[Exception], list[Json] | None] = lambda error: None
 
-    def collect(self, choice: int, delta: Delta) -> None:
+    def collect(self, choice: int, delta: OutputDelta) -> None:
         """Add a delta to the parts."""
         self.parts.add(delta)
 
@@ -77,11 +78,11 @@ class PartsFormat(AnswerFormat):
         """Return the finished answer."""
         return self.finished()
 
-    def opening(self) -> bytes:
+    def opening_events(self) -> bytes:
         """Return the objects before the first delta."""
         return self._encoded(self.first())
 
-    def events(self, choice: int, delta: Delta) -> Iterator[bytes]:
+    def events(self, choice: int, delta: OutputDelta) -> Iterator[bytes]:
         """Yield the objects of a delta."""
         yield self._encoded(self.added(delta))
 
@@ -96,16 +97,16 @@ class PartsFormat(AnswerFormat):
 
     def _encoded(self, objects: list[Json]) -> bytes:
         if self.api.end.media_type == LINES:
-            return b"".join(encode(one) + b"\n" for one in objects)
-        return b"".join(map(named_event, objects))
+            return b"".join(encode_json(one) + b"\n" for one in objects)
+        return b"".join(map(encode_named_event, objects))
 
 
-class Head(NamedTuple):
+class AnswerIdentity(NamedTuple):
     """The values that identify one answer."""
 
     request_id: str
     created: int  # seconds since 1970
-    model: Model
+    model: ServedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +120,12 @@ class ServedApi:
 
     api: Api
     id_prefix: str
-    prepare: Callable[[Mapping[str, Any], Model, Origin], ApiRequest]
+    prepare: Callable[[Mapping[str, Any], ServedModel, RequestOrigin], ApiRequest]
     renders: bool = True
     num_stored_bytes: Callable[[Mapping[str, Any], str], int] | None = None
     name: str = ""
     summary: str = ""
-    answers: Answers | None = None
+    answers: ResponseSchemas | None = None
     bodies: tuple[type[RequestModel], ...] = ()
 
 
@@ -137,18 +138,23 @@ class TranslatedChat(NamedTuple):
     diagnosis: AnswerDiagnosis | None
 
     @classmethod
-    def of(cls, chat: ChatTranslation, model: Model, origin: Origin, *, shortens: bool = False) -> "TranslatedChat":
+    def of(
+        cls, chat: ChatTranslation, model: ServedModel, origin: RequestOrigin, *, shortens: bool = False
+    ) -> "TranslatedChat":
         """Return the chat; `shortens`: max_tokens is lowered to what fits. Raises InvalidRequestError."""
         with chat.named():
             body = chat.parse(model.bounds)
-            check_model(body.model, model)
-            tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
-            params, requests = chat_requests(body, tokenizer, model.bounds, origin, shortens=shortens)
-        diagnosis = diagnosis_of(model, origin, params, requests[0], body.messages, chat.message_names)
+            check_model_name(body.model, model)
+            tokenizer = tokenizer_for_request(model.tokenizer, origin, body.params)
+            params, requests = build_chat_requests(body, tokenizer, model.bounds, origin, shortens=shortens)
+        diagnosis = make_answer_diagnosis(model, origin, params, requests[0], body.messages, chat.message_names)
         return cls(body, params, requests, diagnosis)
 
     def request(
-        self, chat: ChatTranslation, answer: Callable[[GenerationJob, Head], AnswerFormat], num_extra_bytes: int = 0
+        self,
+        chat: ChatTranslation,
+        answer: Callable[[GenerationJob, AnswerIdentity], AnswerFormat],
+        num_extra_bytes: int = 0,
     ) -> ApiRequest:
         """Return the client request."""
         named = chat.without_values().named
@@ -157,7 +163,7 @@ class TranslatedChat(NamedTuple):
         )
 
 
-def check_model(name: str | None, model: Model) -> None:
+def check_model_name(name: str | None, model: ServedModel) -> None:
     """Raise InvalidRequestError (model_not_found) for another model's name; None is accepted, and Ollama's tag."""
     if name is not None and name not in model.names and name.removesuffix(LATEST) not in model.names:
         shown = ascii(name if len(name) <= 60 else name[:60] + "...")
@@ -168,9 +174,9 @@ def check_model(name: str | None, model: Model) -> None:
         )
 
 
-def diagnosis_of(
-    model: Model,
-    origin: Origin,
+def make_answer_diagnosis(
+    model: ServedModel,
+    origin: RequestOrigin,
     params: GenerationParams,
     request: EngineRequest,
     messages: Sequence[Mapping[str, Any]] | None,
@@ -180,5 +186,5 @@ def diagnosis_of(
     memory = model.fingerprints
     if memory is None and params.comparison_id is None:
         return None
-    prompt = shape_of(messages, params, origin.domain), request.prompt
+    prompt = chat_source_hashes(messages, params, origin.domain), request.prompt
     return AnswerDiagnosis(memory, origin, prompt, params.comparison_id, model.info.block_size, names)

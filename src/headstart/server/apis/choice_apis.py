@@ -10,45 +10,57 @@ from typing import Any
 
 from headstart.apis import answer_schemas, api_table
 from headstart.core.errors import InvalidRequestError
-from headstart.http.sse import DONE, event, long_event
+from headstart.http.sse import DONE, encode_event, encode_long_event
 from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta
-from headstart.openai.engine_requests import Origin, build_requests, chat_requests, encode_completion, tokenizer_of
-from headstart.openai.json_pieces import SLICE_ITEMS, Sliced
+from headstart.openai.engine_requests import (
+    RequestOrigin,
+    build_chat_requests,
+    build_requests,
+    encode_completion,
+    tokenizer_for_request,
+)
+from headstart.openai.json_pieces import SLICE_ITEMS, SlicedJsonList
 from headstart.openai.request_bodies import ChatRequest, CompletionRequest, parse_chat, parse_completion
-from headstart.openai.responses import Json, listed, token_name
-from headstart.openai.text.generation import Delta, Generation
+from headstart.openai.responses import Json, json_list, token_text_or_bytes
+from headstart.openai.text.generation import GeneratedOutput, OutputDelta
 from headstart.openai.text.logprob_table import TokenEntry
-from headstart.openai.text.shared_prompt import SharedPrompt
+from headstart.openai.text.shared_prompt import EchoedPrompt
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.server.apis.answer_format import AnswerFormat, Head, ServedApi, check_model, diagnosis_of
+from headstart.server.apis.answer_format import (
+    AnswerFormat,
+    AnswerIdentity,
+    ServedApi,
+    check_model_name,
+    make_answer_diagnosis,
+)
 from headstart.server.generation_job import ApiRequest, GenerationJob
-from headstart.server.server_state import Model
+from headstart.server.server_state import ServedModel
 
 KEPT_ECHO_ENTRIES = 512 * 1024  # up to this size, the JSON of an echo is built once for all choices
 
 
-def _prepare_completion(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequest:
+def _prepare_completion(values: Mapping[str, Any], model: ServedModel, origin: RequestOrigin) -> ApiRequest:
     body = parse_completion(values, model.bounds)
-    check_model(body.model, model)
-    prompts = encode_completion(body, tokenizer_of(model.tokenizer, origin, body.params), model.bounds)
+    check_model_name(body.model, model)
+    prompts = encode_completion(body, tokenizer_for_request(model.tokenizer, origin, body.params), model.bounds)
     requests = build_requests(prompts, body.params, model.bounds, origin)
-    diagnosis = diagnosis_of(model, origin, body.params, requests[0], None) if len(prompts) == 1 else None
+    diagnosis = make_answer_diagnosis(model, origin, body.params, requests[0], None) if len(prompts) == 1 else None
     text = body.prompts[0] if len(prompts) == 1 else None
     messages = [{"role": "user", "content": text}] if isinstance(text, str) else []
     form = partial(ChoiceFormat, _COMPLETION_SHAPES)
     return ApiRequest(body.params, requests, form, diagnosis=diagnosis, messages=messages)
 
 
-def _prepare_chat(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequest:
+def _prepare_chat(values: Mapping[str, Any], model: ServedModel, origin: RequestOrigin) -> ApiRequest:
     body = parse_chat(values, model.bounds)
-    check_model(body.model, model)
-    tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
+    check_model_name(body.model, model)
+    tokenizer = tokenizer_for_request(model.tokenizer, origin, body.params)
     try:
-        params, requests = chat_requests(body, tokenizer, model.bounds, origin)
+        params, requests = build_chat_requests(body, tokenizer, model.bounds, origin)
     except InvalidRequestError as error:
         error.param = "messages" if error.param == "prompt" else error.param
         raise
-    diagnosis = diagnosis_of(model, origin, params, requests[0], body.messages)
+    diagnosis = make_answer_diagnosis(model, origin, params, requests[0], body.messages)
     form = partial(ChoiceFormat, _CHAT_SHAPES)
     return ApiRequest(params, requests, form, diagnosis=diagnosis, messages=body.messages)
 
@@ -67,7 +79,7 @@ class ChoiceShapes:
 class ChoiceFormat(AnswerFormat):
     """The answer of one job as choices, whole or as chunks."""
 
-    def __init__(self, shapes: ChoiceShapes, job: GenerationJob, head: Head) -> None:
+    def __init__(self, shapes: ChoiceShapes, job: GenerationJob, head: AnswerIdentity) -> None:
         self._job = job
         self._tokenizer = head.model.tokenizer
         self._shapes = shapes
@@ -81,9 +93,9 @@ class ChoiceFormat(AnswerFormat):
     def whole(self, *, in_pieces: bool) -> Json:
         """Return the finished answer."""
         choices, head = self._choices(), {**self._head, **self._job.diagnostics()}
-        return document(head, self._shapes.whole, choices if in_pieces else list(choices), self._job.usage())
+        return answer_document(head, self._shapes.whole, choices if in_pieces else list(choices), self._job.usage())
 
-    def opening(self) -> bytes:
+    def opening_events(self) -> bytes:
         """Return the first event of each choice, if it has one."""
         if _keeps_echo(self._job, self._job.prompts):  # choices of all prompts are interleaved
             for prompt in self._job.prompts:
@@ -93,25 +105,25 @@ class ChoiceFormat(AnswerFormat):
             choices = [[first(index)] for index in range(len(self._job.generations))]
         else:
             choices = [list[Json]()] if diagnostics else []
-        return b"".join(event(self._chunk(each, self._usage_now(), diagnostics)) for each in choices)
+        return b"".join(encode_event(self._chunk(each, self._usage_now(), diagnostics)) for each in choices)
 
-    def events(self, choice: int, delta: Delta) -> Iterator[bytes]:
+    def events(self, choice: int, delta: OutputDelta) -> Iterator[bytes]:
         """Yield the chunk of a delta, in parts if it has many log-probabilities."""
         shaped = self._choice(self._shapes.chunk_choice, choice, delta)
         if delta.num_entries <= SLICE_ITEMS:
-            yield event(self._chunk([shaped], self._usage_now()))
+            yield encode_event(self._chunk([shaped], self._usage_now()))
         else:
-            yield from long_event(self._chunk(iter([shaped]), self._usage_now()))
+            yield from encode_long_event(self._chunk(iter([shaped]), self._usage_now()))
 
     def closing(self) -> bytes:
         """Return the chunk with the usage, if it was requested, and [DONE]."""
         if not self._job.params.include_usage:
             return DONE
-        return event(self._chunk([], self._job.usage())) + DONE
+        return encode_event(self._chunk([], self._job.usage())) + DONE
 
     def _chunk(self, choices: Any, usage: Json | None, diagnostics: Json | None = None) -> Json:
         head = {**self._head, **diagnostics} if diagnostics else self._head
-        return document(head, self._shapes.chunk, choices, usage)
+        return answer_document(head, self._shapes.chunk, choices, usage)
 
     def _choices(self) -> Iterator[Json]:
         """Yield the choices of a whole response. The JSON of an echo is kept while its prompt's choices are encoded."""
@@ -127,20 +139,20 @@ class ChoiceFormat(AnswerFormat):
     def _usage_now(self) -> Json | None:
         return self._job.usage() if self._job.params.continuous_usage_stats else None
 
-    def _choice(self, shape: Callable[..., Json], index: int, delta: Delta) -> Json:
+    def _choice(self, shape: Callable[..., Json], index: int, delta: OutputDelta) -> Json:
         params = self._job.params
         return shape(index, delta, self._tokenizer, logprobs=params.wants_logprobs, token_ids=params.return_token_ids)
 
 
-def _keeps_echo(job: GenerationJob, prompts: Sequence[SharedPrompt]) -> bool:
+def _keeps_echo(job: GenerationJob, prompts: Sequence[EchoedPrompt]) -> bool:
     """Return whether to keep the JSON of the echo of these prompts, so that it is built once for all choices."""
     width = 1 + (job.params.sampling.prompt_logprobs or 0)
     return job.params.n > 1 and sum(map(len, prompts)) * width <= KEPT_ECHO_ENTRIES
 
 
-def _whole(generation: Generation) -> Delta:
+def _whole(generation: GeneratedOutput) -> OutputDelta:
     """Return a finished generation as one Delta."""
-    return Delta(
+    return OutputDelta(
         generation.output_text,
         tuple(generation.token_ids),
         generation.logprobs,
@@ -153,13 +165,13 @@ def _whole(generation: Generation) -> Delta:
     )
 
 
-def document(head: Json, name: str, choices: Any, usage: Json | None) -> Json:
+def answer_document(head: Json, name: str, choices: Any, usage: Json | None) -> Json:
     """Return an answer, or an event of one; `head`: id, created (seconds since 1970), model and the like."""
     return {**head, "object": name, "choices": choices, "usage": usage}
 
 
 def _shaped(
-    index: int, content: Json, delta: Delta, tokenizer: Tokenizer, *, token_ids: bool, is_chunk: bool = False
+    index: int, content: Json, delta: OutputDelta, tokenizer: Tokenizer, *, token_ids: bool, is_chunk: bool = False
 ) -> Json:
     """Return a choice with the extensions of OpenAI's API that were requested, under vLLM's names."""
     choice: Json = {"index": index, **content, "finish_reason": delta.finish_reason}
@@ -168,28 +180,30 @@ def _shaped(
     if token_ids:
         choice["token_ids"] = delta.token_ids
     if len(delta.prompt_logprobs):
-        choice["prompt_logprobs"] = prompt_logprobs(delta.prompt_logprobs, tokenizer)
+        choice["prompt_logprobs"] = prompt_logprobs_json(delta.prompt_logprobs, tokenizer)
     return choice
 
 
-def prompt_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> list[Json | None] | Sliced:
+def prompt_logprobs_json(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> list[Json | None] | SlicedJsonList:
     """Return vLLM's format: null for the first token, then per position the token and its best alternatives by id."""
 
     def shape(entry: TokenEntry | None) -> Json | None:
         if entry is None:
             return None
         candidates = dict(entry.top) | {entry.token_id: entry.logprob}
-        return {str(i): {"logprob": p, "decoded_token": token_name(tokenizer, i)} for i, p in candidates.items()}
+        return {
+            str(i): {"logprob": p, "decoded_token": token_text_or_bytes(tokenizer, i)} for i, p in candidates.items()
+        }
 
     if len(entries) <= SLICE_ITEMS:
         return [None, *map(shape, entries)]
-    return Sliced(((None,), entries), shape)
+    return SlicedJsonList(((None,), entries), shape)
 
 
 # --------------------------------------------------------------------------------------------------------- completions
 
 
-def completion_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool) -> Json:
+def completion_choice(index: int, delta: OutputDelta, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool) -> Json:
     """Return a choice, whole or of a chunk."""
     content = {
         "text": delta.text if delta.echo is None else delta.echo.text + delta.text,
@@ -198,16 +212,16 @@ def completion_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprob
     return _shaped(index, content, delta, tokenizer, token_ids=token_ids)
 
 
-def completion_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer, echo: SharedPrompt | None = None) -> Json:
+def completion_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer, echo: EchoedPrompt | None = None) -> Json:
     """Return log-probabilities in the completions format: four lists, one item per token, an echoed prompt first."""
 
     def name(entry: TokenEntry) -> str:
-        return token_name(tokenizer, entry.token_id)
+        return token_text_or_bytes(tokenizer, entry.token_id)
 
     def top(entry: TokenEntry) -> dict[str, float] | None:
         alternatives = {} if entry.logprob is None else {name(entry): entry.logprob}
         for token_id, logprob in entry.top:
-            alternatives.setdefault(token_name(tokenizer, token_id), logprob)
+            alternatives.setdefault(token_text_or_bytes(tokenizer, token_id), logprob)
         return alternatives or None
 
     shapes: dict[str, Callable[[TokenEntry], Any]] = {
@@ -216,20 +230,20 @@ def completion_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer, ech
         "top_logprobs": top,
         "text_offset": lambda entry: entry.offset,
     }
-    return {key: listed(entries, shape, echo, key) for key, shape in shapes.items()}
+    return {key: json_list(entries, shape, echo, key) for key, shape in shapes.items()}
 
 
 # --------------------------------------------------------------------------------------------------------------- chats
 
 
-def chat_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool) -> Json:
+def chat_choice(index: int, delta: OutputDelta, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool) -> Json:
     """Return a choice of a whole chat."""
-    message = {"role": "assistant", "content": delta.text, "refusal": None, **message_parts(delta.chat)}
+    message = {"role": "assistant", "content": delta.text, "refusal": None, **message_fields(delta.chat)}
     content = {"message": message, "logprobs": chat_logprobs(delta.logprobs, tokenizer) if logprobs else None}
     return _shaped(index, content, delta, tokenizer, token_ids=token_ids)
 
 
-def message_parts(chat: ChatDelta | None) -> Json:
+def message_fields(chat: ChatDelta | None) -> Json:
     """Return the parts of a message that differ from plain text; content is null beside calls or reasoning only."""
     if chat is None:
         return {}
@@ -245,7 +259,7 @@ def chat_first_choice(index: int) -> Json:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def chat_chunk_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool) -> Json:
+def chat_chunk_choice(index: int, delta: OutputDelta, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool) -> Json:
     """Return a choice of a streamed chat."""
     content = {
         "delta": _new_parts(ChatDelta(delta.text) if delta.chat is None else delta.chat),
@@ -283,7 +297,7 @@ def chat_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> Json:
     def shape(entry: TokenEntry) -> Json:
         return {**token(entry.token_id, entry.logprob), "top_logprobs": [token(*each) for each in entry.top]}
 
-    return {"content": listed(entries, shape), "refusal": None}
+    return {"content": json_list(entries, shape), "refusal": None}
 
 
 _COMPLETION_SHAPES = ChoiceShapes("text_completion", "text_completion", completion_choice, completion_choice)

@@ -5,58 +5,63 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from headstart.anthropic.message_events import CacheMarks, MessageEvents
-from headstart.anthropic.messages_request import CountTokensRequest, MessagesRequest, num_marked_tokens, read_body
+from headstart.anthropic.message_events import CacheBreakpoints, MessageEventBuilder
+from headstart.anthropic.messages_request import (
+    CountTokensRequest,
+    MessagesRequest,
+    num_tokens_to_cache_breakpoint,
+    translate_messages_body,
+)
 from headstart.apis import answer_schemas, api_table
 from headstart.core.request import CacheMode
-from headstart.openai.engine_requests import Origin, encode_chat, tokenizer_of
+from headstart.openai.engine_requests import RequestOrigin, encode_chat, tokenizer_for_request
 from headstart.openai.responses import Json
-from headstart.reuse.cache_comparison import message_diagnostics
+from headstart.reuse.cache_comparison import anthropic_diagnostics
 from headstart.server.apis.answer_format import (
-    Head,
+    AnswerIdentity,
     PartsFormat,
     ServedApi,
     TranslatedChat,
-    check_model,
+    check_model_name,
 )
 from headstart.server.generation_job import ApiRequest, GenerationJob
-from headstart.server.server_state import Model
+from headstart.server.server_state import ServedModel
 
 _HOUR = 3600.0
 
 
-def _prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequest:
-    read = read_body(MessagesRequest, values, model.bounds)
+def _prepare(values: Mapping[str, Any], model: ServedModel, origin: RequestOrigin) -> ApiRequest:
+    read = translate_messages_body(MessagesRequest, values, model.bounds)
     chat = TranslatedChat.of(read.chat, model, origin, shortens=True)
     fills_context = chat.params.max_tokens != chat.body.params.max_tokens
     num_marked = 0
     if chat.params.cache is CacheMode.READ_WRITE:
-        tokenizer, block_size = tokenizer_of(model.tokenizer, origin, chat.body.params), model.info.block_size
-        num_marked = num_marked_tokens(read, chat.requests[0].prompt, tokenizer, model.bounds)
+        tokenizer, block_size = tokenizer_for_request(model.tokenizer, origin, chat.body.params), model.info.block_size
+        num_marked = num_tokens_to_cache_breakpoint(read, chat.requests[0].prompt, tokenizer, model.bounds)
         num_marked = num_marked // block_size * block_size
         if 0 < num_marked < len(chat.requests[0].prompt) // block_size * block_size:  # others may go on from there
             requests = [replace(request, boundary=num_marked) for request in chat.requests]
             chat = chat._replace(requests=requests)
-    marks = CacheMarks(num_marked, is_long=read.ttl >= _HOUR)
+    marks = CacheBreakpoints(num_marked, is_long=read.ttl >= _HOUR)
     return chat.request(read.chat, partial(_format, marks, fills_context))
 
 
-def _format(marks: CacheMarks, fills_context: bool, job: GenerationJob, head: Head) -> PartsFormat:
+def _format(marks: CacheBreakpoints, fills_context: bool, job: GenerationJob, head: AnswerIdentity) -> PartsFormat:
     """Return the format of the answer of one job: a message."""
-    events = MessageEvents(head.request_id, head.model.name, marks, fills_context=fills_context)
+    events = MessageEventBuilder(head.request_id, head.model.name, marks, fills_context=fills_context)
 
     def diagnosed(message: Json) -> Json:
         """Add the diagnostics of the prompt cache to a message, before its usage, and return it."""
         diagnosis = job.diagnosis
         if diagnosis is not None and diagnosis.comparison is not None:
             usage = message.pop("usage")
-            message["diagnostics"] = message_diagnostics(diagnosis.comparison, diagnosis.block_size)
+            message["diagnostics"] = anthropic_diagnostics(diagnosis.comparison, diagnosis.block_size)
             message.update(job.diagnostics(), usage=usage)
         return message
 
     def first() -> list[Json]:
         usage = job.usage()
-        objects = events.opening({**usage, "completion_tokens": min(usage["completion_tokens"], 1)})
+        objects = events.opening_events({**usage, "completion_tokens": min(usage["completion_tokens"], 1)})
         diagnosed(objects[0]["message"])
         return objects
 
@@ -81,11 +86,11 @@ MESSAGES = ServedApi(
 )
 
 
-def count_tokens(values: Mapping[str, Any], model: Model, origin: Origin) -> Json:
+def count_tokens_response(values: Mapping[str, Any], model: ServedModel, origin: RequestOrigin) -> Json:
     """Return the answer of /v1/messages/count_tokens. Raises InvalidRequestError."""
-    read = read_body(CountTokensRequest, values, model.bounds)
+    read = translate_messages_body(CountTokensRequest, values, model.bounds)
     with read.chat.named():
         body = read.chat.parse(model.bounds)
-        check_model(body.model, model)
-        tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
+        check_model_name(body.model, model)
+        tokenizer = tokenizer_for_request(model.tokenizer, origin, body.params)
         return {"input_tokens": len(encode_chat(body, tokenizer, model.bounds))}

@@ -11,37 +11,42 @@ from starlette.responses import Response
 from headstart import __version__
 from headstart.apis import ollama_api
 from headstart.http.http_errors import json_response
-from headstart.ollama.ollama_answers import Durations, OllamaAnswer, model_description, model_list
-from headstart.ollama.ollama_request import is_raw, read_chat, read_generate
-from headstart.openai.engine_requests import Origin, build_requests, encode_completion, tokenizer_of
-from headstart.openai.generation_params import shortened
+from headstart.ollama.ollama_answers import (
+    OllamaAnswerBuilder,
+    RequestDurations,
+    ollama_model_description,
+    ollama_model_list,
+)
+from headstart.ollama.ollama_request import is_raw_completion, read_chat, read_generate
+from headstart.openai.engine_requests import RequestOrigin, build_requests, encode_completion, tokenizer_for_request
+from headstart.openai.generation_params import lower_max_tokens
 from headstart.openai.request_bodies import parse_completion
-from headstart.openai.request_json import parse_json
+from headstart.openai.request_json import parse_json_object
 from headstart.openai.responses import Json
-from headstart.openai.tools.chat_format import chat_format
-from headstart.openai.value_checks import unsupported
+from headstart.openai.tools.chat_format import find_chat_format
+from headstart.openai.value_checks import raise_unsupported
 from headstart.server.apis.answer_format import (
-    Head,
+    AnswerIdentity,
     PartsFormat,
     ServedApi,
     TranslatedChat,
-    check_model,
-    diagnosis_of,
+    check_model_name,
+    make_answer_diagnosis,
 )
 from headstart.server.generation_job import ApiRequest, GenerationJob
 from headstart.server.inference import run_with_body
-from headstart.server.server_state import Model, ServerState
+from headstart.server.server_state import ServedModel, ServerState
 
 
-def _format(is_chat: bool, job: GenerationJob, head: Head) -> PartsFormat:
+def _format(is_chat: bool, job: GenerationJob, head: AnswerIdentity) -> PartsFormat:
     """Return the format of the answer of one job: lines, each of them complete."""
-    answer = OllamaAnswer(head.model.name, head.created, is_chat=is_chat)
+    answer = OllamaAnswerBuilder(head.model.name, head.created, is_chat=is_chat)
 
-    def durations() -> Durations:
+    def durations() -> RequestDurations:
         record, now = job.record, time.monotonic()
         first = now if record.first_token_at is None else record.first_token_at
         scheduled = record.arrival if record.scheduled_at is None else record.scheduled_at
-        return Durations(now - record.arrival, first - scheduled, now - first)
+        return RequestDurations(now - record.arrival, first - scheduled, now - first)
 
     return PartsFormat(
         api=ollama_api.OLLAMA_CHAT,
@@ -52,23 +57,23 @@ def _format(is_chat: bool, job: GenerationJob, head: Head) -> PartsFormat:
     )
 
 
-def _prepare_chat(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequest:
+def _prepare_chat(values: Mapping[str, Any], model: ServedModel, origin: RequestOrigin) -> ApiRequest:
     chat = read_chat(values, model.bounds)
     return TranslatedChat.of(chat, model, origin, shortens=True).request(chat, partial(_format, True))
 
 
-def _prepare_generate(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequest:
+def _prepare_generate(values: Mapping[str, Any], model: ServedModel, origin: RequestOrigin) -> ApiRequest:
     bounds = model.bounds
     read = read_generate(values, bounds)
-    if not is_raw(values):
+    if not is_raw_completion(values):
         return TranslatedChat.of(read, model, origin, shortens=True).request(read, partial(_format, False))
     with read.named():
         body = parse_completion(read.values, bounds)
-        check_model(body.model, model)
-        prompts = encode_completion(body, tokenizer_of(model.tokenizer, origin, body.params), bounds)
-        params = shortened(body.params, len(prompts[0]), bounds)
+        check_model_name(body.model, model)
+        prompts = encode_completion(body, tokenizer_for_request(model.tokenizer, origin, body.params), bounds)
+        params = lower_max_tokens(body.params, len(prompts[0]), bounds)
         requests = build_requests(prompts, params, bounds, origin)
-    diagnosis = diagnosis_of(model, origin, params, requests[0], None)
+    diagnosis = make_answer_diagnosis(model, origin, params, requests[0], None)
     messages = [{"role": "user", "content": read.values["prompt"]}]
     return ApiRequest(params, requests, partial(_format, False), diagnosis=diagnosis, messages=messages)
 
@@ -98,22 +103,22 @@ class OllamaRoutes:
         model = self._state.loaded_model
 
         def work(data: bytes) -> None:
-            values = parse_json(data, model.bounds.max_numbers)
+            values = parse_json_object(data, model.bounds.max_numbers)
             name = values.get("model") or values.get("name")
-            check_model(name if isinstance(name, str) else None, model)
+            check_model_name(name if isinstance(name, str) else None, model)
 
         await run_with_body(self._state, request, work)
         bounds, template = model.bounds, model.tokenizer.chat_template or ""
-        form = chat_format(template, bounds.tool_call_parser, bounds.reasoning_parser)
+        form = find_chat_format(template, bounds.tool_call_parser, bounds.reasoning_parser)
         has = {"completion": True, "tools": form.family is not None, "thinking": form.reasoning is not None}
         capabilities = [name for name, is_there in has.items() if is_there]
-        return json_response(model_description(self._card(), capabilities, template))
+        return json_response(ollama_model_description(self._card(), capabilities, template))
 
     async def _tags(self, request: Request) -> Response:
-        return json_response(model_list([self._card()]))
+        return json_response(ollama_model_list([self._card()]))
 
     async def _version(self, request: Request) -> Response:
         return json_response({"version": __version__})
 
     async def _no_embeddings(self, request: Request) -> Response:
-        unsupported("embeddings", "this server generates text only; use a server with an embedding model")
+        raise_unsupported("embeddings", "this server generates text only; use a server with an embedding model")

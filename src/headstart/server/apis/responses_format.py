@@ -9,31 +9,42 @@ from typing import Any
 import msgspec
 
 from headstart.apis import answer_schemas, api_table
-from headstart.http.http_errors import HttpError, rendered
-from headstart.openai.bounds import Bounds
-from headstart.openai.engine_requests import Origin
-from headstart.openai.request_json import json_value
+from headstart.http.http_errors import HttpError, error_status_and_body
+from headstart.openai.bounds import RequestBounds
+from headstart.openai.engine_requests import RequestOrigin
+from headstart.openai.request_json import decode_json_text
 from headstart.openai.responses import Json
-from headstart.openai.responses_api.call_forms import ChatTool, called_tools
-from headstart.openai.responses_api.input_items import REFERENCE, output_item, read_item, referenced_items, response_of
-from headstart.openai.responses_api.response_events import ResponseEvents
-from headstart.openai.responses_api.response_memory import Conversation, ResponseMemory, StoredResponse, Turn
-from headstart.openai.responses_api.response_objects import ResponseShape, echo_of, response_usage
+from headstart.openai.responses_api.call_forms import ChatTool, special_tools_by_function
+from headstart.openai.responses_api.input_items import (
+    REFERENCE,
+    find_output_item,
+    read_input_item,
+    referenced_item_ids,
+    response_id_of_item,
+)
+from headstart.openai.responses_api.response_events import ResponseEventBuilder
+from headstart.openai.responses_api.response_memory import (
+    ConversationTurn,
+    StoredConversation,
+    StoredResponse,
+    StoredResponses,
+)
+from headstart.openai.responses_api.response_objects import ResponseTemplate, echoed_request_fields, response_usage
 from headstart.openai.responses_api.responses_request import ResponsesRequest, parse_responses, translate_responses
-from headstart.server.apis.answer_format import Head, PartsFormat, ServedApi, TranslatedChat, check_model
+from headstart.server.apis.answer_format import AnswerIdentity, PartsFormat, ServedApi, TranslatedChat, check_model_name
 from headstart.server.generation_job import ApiRequest, GenerationJob
-from headstart.server.request_limits import object_bytes
-from headstart.server.server_state import Model
+from headstart.server.request_limits import bytes_of_json_value
+from headstart.server.server_state import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
-class Storing:
+class ResponseStorage:
     """Where a response is stored, and what is stored beside its output. `tenant`: its owner."""
 
-    memory: ResponseMemory
+    memory: StoredResponses
     tenant: str
     items: bytes  # JSON of the input
-    previous: Turn | None
+    previous: ConversationTurn | None
 
     @property
     def num_bytes(self) -> int:
@@ -41,26 +52,26 @@ class Storing:
         return len(self.items) + (0 if self.previous is None else self.previous.chain_bytes)
 
 
-def responses_api(memory: ResponseMemory) -> ServedApi:
+def make_responses_api(memory: StoredResponses) -> ServedApi:
     """Return the Responses API of a server that stores responses in `memory`."""
 
-    def prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequest:
+    def prepare(values: Mapping[str, Any], model: ServedModel, origin: RequestOrigin) -> ApiRequest:
         fields = parse_responses(values, model.bounds)
-        check_model(fields.model, model)
+        check_model_name(fields.model, model)
         fields = _with_referenced_items(fields, memory, origin.tenant, model.bounds)
         before = _conversation(memory, origin.tenant, fields.previous_response_id)
         translation = translate_responses(fields, values, before.items if before is not None else ())
         chat = TranslatedChat.of(translation, model, origin)
         last = before.last if before is not None else None
         items = msgspec.json.encode(fields.input)
-        storing = Storing(memory, origin.tenant, items, last) if fields.store else None
-        echo = echo_of(fields, chat.params.sampling)
-        num_extra_bytes = object_bytes(echo) + (0 if storing is None else storing.num_bytes)
-        form = partial(_format, echo, storing, called_tools(fields.tools))
+        storing = ResponseStorage(memory, origin.tenant, items, last) if fields.store else None
+        echo = echoed_request_fields(fields, chat.params.sampling)
+        num_extra_bytes = bytes_of_json_value(echo) + (0 if storing is None else storing.num_bytes)
+        form = partial(_format, echo, storing, special_tools_by_function(fields.tools))
         return chat.request(translation, form, num_extra_bytes)
 
     def num_stored_bytes(values: Mapping[str, Any], tenant: str) -> int:
-        referenced = {response_of(item_id) for item_id in referenced_items(values.get("input"))}
+        referenced = {response_id_of_item(item_id) for item_id in referenced_item_ids(values.get("input"))}
         ids = {name for name in (values.get("previous_response_id"), *referenced) if isinstance(name, str)}
         now = time.monotonic()
         return sum(memory.conversation_bytes(tenant, name, now) for name in ids)
@@ -78,26 +89,26 @@ def responses_api(memory: ResponseMemory) -> ServedApi:
 
 
 def _format(
-    echo: Json, storing: Storing | None, tools: Mapping[str, ChatTool], job: GenerationJob, head: Head
+    echo: Json, storing: ResponseStorage | None, tools: Mapping[str, ChatTool], job: GenerationJob, head: AnswerIdentity
 ) -> PartsFormat:
     """Return the format of the answer of one job: a response object, which is stored when it is finished.
 
     `echo`: the fields of the request that the response repeats. `storing` None: it is not stored. `tools`: those with
     calls of their own form.
     """
-    shape = ResponseShape(head.request_id, head.created, head.model.name, echo, tools)
-    events = ResponseEvents(shape, generates=not job.params.prewarm)
+    shape = ResponseTemplate(head.request_id, head.created, head.model.name, echo, tools)
+    events = ResponseEventBuilder(shape, generates=not job.params.prewarm)
 
     def stored(response: Json) -> Json:
         """Add the diagnostics of the prompt cache before the usage, store the response, and return it."""
         diagnosis = job.diagnosis
-        found = None if diagnosis is None else diagnosis.found(job.breakdown.cached, job.evicted.total())
+        found = None if diagnosis is None else diagnosis.found(job.breakdown.num_cached, job.evicted.total())
         if found is not None:
             usage = response.pop("usage")
-            response["prompt_cache_diagnostics"] = found.openai()
+            response["prompt_cache_diagnostics"] = found.openai_json()
             response.update(job.diagnostics(), usage=usage)
         if storing is not None:
-            kept = StoredResponse(response, json_value(storing.items))
+            kept = StoredResponse(response, decode_json_text(storing.items))
             storing.memory.add(storing.tenant, kept, time.monotonic(), storing.previous)
         return response
 
@@ -109,7 +120,7 @@ def _format(
     def failed(error: Exception) -> list[Json] | None:
         if not events.num_events:  # the stream has no response yet
             return None
-        status, body, _ = rendered(error)
+        status, body, _ = error_status_and_body(error)
         code = "rate_limit_exceeded" if status == 429 else "server_error"
         return events.failed({"code": code, "message": body["error"]["message"]})
 
@@ -117,25 +128,25 @@ def _format(
         api=api_table.RESPONSES,
         parts=events.parts,
         finished=lambda: stored(events.response(response_usage(job.usage(), events.parts))),
-        first=events.opening,
+        first=events.opening_events,
         added=events.add,
         last=last,
         failed=failed,
     )
 
 
-def _conversation(memory: ResponseMemory, tenant: str, response_id: str | None) -> Conversation | None:
+def _conversation(memory: StoredResponses, tenant: str, response_id: str | None) -> StoredConversation | None:
     """Return the stored conversation. Raises HttpError 404 for an id that is unknown, another tenant's or removed."""
     if response_id is None:
         return None
     found = memory.history(tenant, response_id, time.monotonic())
     if found is None:
-        raise response_not_found(response_id, "previous_response_id")
+        raise response_not_found_error(response_id, "previous_response_id")
     return found
 
 
 def _with_referenced_items(
-    fields: ResponsesRequest, memory: ResponseMemory, tenant: str, bounds: Bounds
+    fields: ResponsesRequest, memory: StoredResponses, tenant: str, bounds: RequestBounds
 ) -> ResponsesRequest:
     """Return the request with stored items in place of references. Raises HttpError 404 for items not stored here."""
     responses: dict[str, Json] = {}
@@ -145,18 +156,18 @@ def _with_referenced_items(
             items.append(item)
             continue
         name, item_id = f"input[{index}]", item["id"]
-        response_id = response_of(item_id) or ""
+        response_id = response_id_of_item(item_id) or ""
         if response_id not in responses:
             stored = memory.get(tenant, response_id, time.monotonic())
             responses[response_id] = {"output": []} if stored is None else stored.response
-        found = output_item(responses[response_id], item_id)
+        found = find_output_item(responses[response_id], item_id)
         if found is None:
-            raise item_not_found(item_id, f"{name}.id")
-        items.append(read_item(name, found, bounds))
+            raise item_not_found_error(item_id, f"{name}.id")
+        items.append(read_input_item(name, found, bounds))
     return fields if not responses else fields.model_copy(update={"input": items})
 
 
-def item_not_found(item_id: str, param: str) -> HttpError:
+def item_not_found_error(item_id: str, param: str) -> HttpError:
     """Return the error for a reference to an item that is not stored here."""
     return HttpError(
         404,
@@ -167,7 +178,7 @@ def item_not_found(item_id: str, param: str) -> HttpError:
     )
 
 
-def response_not_found(response_id: str, param: str) -> HttpError:
+def response_not_found_error(response_id: str, param: str) -> HttpError:
     """Return the error for a response that is not stored here."""
     return HttpError(
         404,

@@ -11,45 +11,45 @@ from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import EngineStats
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import Request as EngineRequest
-from headstart.engine.wire import stats_of
-from headstart.http.access_record import record_of
+from headstart.engine.wire import decode_stats
+from headstart.http.access_record import access_record_of_scope
 from headstart.http.auth import Principal
 from headstart.http.http_errors import HttpError
-from headstart.openai.engine_requests import Origin
-from headstart.openai.request_json import parse_json
+from headstart.openai.engine_requests import RequestOrigin
+from headstart.openai.request_json import parse_json_object
 from headstart.openai.responses import CACHE_SOURCES, Json
 from headstart.openai.value_checks import check_count
 from headstart.server.apis.choice_apis import CHAT, COMPLETIONS
-from headstart.server.cache_api.explanation_text import explanation_answer
+from headstart.server.cache_api.explanation_text import reuse_explanation_json
 from headstart.server.inference import run_with_body
 from headstart.server.prompt_doctor import AvoidableCounts
 from headstart.server.prompt_log import MAX_LISTED
 from headstart.server.server_metrics import blocks_by_state, prefill_redundancy
 from headstart.server.server_state import ServerState
-from headstart.server.store_metrics import may_see_store, store_answer
+from headstart.server.store_metrics import may_see_store, store_stats_json
 
 _MAX_ID_CHARS = 128
 
 
-async def cache_stats(state: ServerState, principal: Principal) -> Json:
+async def cache_stats_response(state: ServerState, principal: Principal) -> Json:
     """Return the JSON of /v1/cache/stats: counters since start and current gauges. Raises HttpError, EngineDeadError.
 
     Counters only grow, so the difference of two responses covers the time between them. Counts by tenant are for
     administrators; a tenant sees its own. Counts of the store are shown as `may_see_store` allows.
     """
     model = state.check_ready()
-    stats = stats_of(await state.engine.call("cache_stats"))
+    stats = decode_stats(await state.engine.call("cache_stats"))
     rows = model.metrics.tenants.items()
     shown = {name: breakdown for name, breakdown in rows if principal.is_admin or name == principal.tenant}
-    answer = stats_answer(stats, model.name, model.info.block_size, shown)
-    answer["losses"] = losses_answer(stats.counters.evicted_tokens, model.doctor.counts)
+    answer = cache_stats_json(stats, model.name, model.info.block_size, shown)
+    answer["losses"] = cache_losses_json(stats.counters.evicted_tokens, model.doctor.counts)
     for name, row in answer["tenants"].items():
         counts = model.doctor.tenants.get(name, AvoidableCounts())
         row |= {"examined": counts.prompt_tokens, "avoidable": counts.avoidable_tokens}
-    return answer | {"store": store_answer(stats)} if may_see_store(principal) else answer
+    return answer | {"store": store_stats_json(stats)} if may_see_store(principal) else answer
 
 
-def stats_answer(
+def cache_stats_json(
     stats: EngineStats, model_name: str, block_size: int, tenants: Mapping[str, PromptTokenBreakdown]
 ) -> Json:
     """Return the JSON of /v1/cache/stats without the store. Values are tokens unless the key names another unit."""
@@ -78,7 +78,7 @@ def stats_answer(
             "published": pool.num_published,
             "pinned": pool.num_pinned,
         },
-        "evictions": pool.evictions,
+        "evictions": pool.evictions_by_cause,
         "requests": {
             "running": stats.num_running,
             "waiting": stats.num_waiting,
@@ -90,12 +90,12 @@ def stats_answer(
         "steps": stats.num_steps,
         "step_seconds": stats.step_seconds,
         "tenants": {
-            tenant: {"cached": breakdown.cached, **breakdown._asdict()} for tenant, breakdown in tenants.items()
+            tenant: {"cached": breakdown.num_cached, **breakdown._asdict()} for tenant, breakdown in tenants.items()
         },
     }
 
 
-def losses_answer(num_evicted: int, counts: AvoidableCounts) -> Json:
+def cache_losses_json(num_evicted: int, counts: AvoidableCounts) -> Json:
     """Return what was computed although it need not have been: exact for evictions, from a sample for prompts."""
     return {
         "evicted_tokens": num_evicted,
@@ -107,13 +107,13 @@ def losses_answer(num_evicted: int, counts: AvoidableCounts) -> Json:
     }
 
 
-async def explain(state: ServerState, request: Request) -> Json:
+async def explain_reuse_response(state: ServerState, request: Request) -> Json:
     """Return why a request (`?request_id=`) or a prompt (the body) has no more prefix cache hits.
 
     Raises HttpError 404 for an id that is unknown or another tenant's, InvalidRequestError for an invalid body.
     """
     model = state.check_ready()
-    principal = record_of(request.scope).principal
+    principal = access_record_of_scope(request.scope).principal
     log, tenant, findings = state.prompt_log, principal.tenant, list[Json]()
     argument: dict[str, Any] = {"tenant": principal.tenant, "is_admin": principal.is_admin, "now": time.monotonic()}
     if request.method == "GET":
@@ -135,10 +135,10 @@ async def explain(state: ServerState, request: Request) -> Json:
         if log.is_on:
             findings = await asyncio.to_thread(log.diagnosis, tenant, body=values)
         found = await state.engine.call("explain", {**argument, "prompt": _plain(prompt)})
-    return explanation_answer(found, model.tokenizer, findings)
+    return reuse_explanation_json(found, model.tokenizer, findings)
 
 
-async def recent_requests(state: ServerState, request: Request) -> Json:
+async def recent_requests_response(state: ServerState, request: Request) -> Json:
     """Return the last request bodies of the caller's own tenant. Raises HttpError 404 if the server keeps none."""
     state.check_ready()
     if not state.prompt_log.is_on:
@@ -148,7 +148,7 @@ async def recent_requests(state: ServerState, request: Request) -> Json:
             code="not_kept",
         )
     last = check_count("last", request.query_params.get("last", str(MAX_LISTED)), MAX_LISTED)
-    tenant = record_of(request.scope).principal.tenant
+    tenant = access_record_of_scope(request.scope).principal.tenant
     return {"object": "list", "data": await asyncio.to_thread(state.prompt_log.bodies, tenant, last)}
 
 
@@ -168,11 +168,11 @@ async def _parsed(state: ServerState, request: Request) -> tuple[EngineRequest, 
 
     Raises InvalidRequestError.
     """
-    model, principal = state.loaded_model, record_of(request.scope).principal
-    origin = Origin("explain", domain=principal.domain, tenant=principal.tenant)
+    model, principal = state.loaded_model, access_record_of_scope(request.scope).principal
+    origin = RequestOrigin("explain", domain=principal.domain, tenant=principal.tenant)
 
     def prepare(data: bytes) -> tuple[list[EngineRequest], Json]:
-        values = parse_json(data, model.bounds.max_numbers)
+        values = parse_json_object(data, model.bounds.max_numbers)
         api = CHAT if "messages" in values else COMPLETIONS
         asked = api.prepare(values, model, origin)
         return asked.requests[:: asked.params.n], values

@@ -1,4 +1,5 @@
-"""CacheTree: the route /v1/cache/tree. One snapshot of the pool's index serves all callers for at least half a second.
+"""CacheTreeSnapshot: the route /v1/cache/tree. One snapshot of the pool's index serves all callers for at least half
+a second.
 
 The engine is asked for the index in slices, each between two steps, so blocks may come and go between two slices. A
 caller sees the blocks of its own tenant only, an administrator those of all.
@@ -17,9 +18,10 @@ from headstart.core.engine import EngineStats
 from headstart.engine.engine_calls import MAX_SCANNED_BLOCKS
 from headstart.engine.engine_client import EngineClient
 from headstart.http.auth import Principal
-from headstart.openai.responses import Json, encode
+from headstart.openai.json_pieces import encode_json
+from headstart.openai.responses import Json
 from headstart.page.prefix_tree import COLUMNS, BlockRun, PrefixTree, TreeBlock
-from headstart.server.server_state import Model
+from headstart.server.server_state import ServedModel
 
 MAX_RUNS = 10_000
 DEFAULT_RUNS = 2_000
@@ -33,7 +35,7 @@ SERVER_SHARE = 0.01  # of a core's that trees and rows may take
 T = TypeVar("T")
 
 
-class CacheTree:
+class CacheTreeSnapshot:
     """The latest snapshot of the engine's index, and the trees of callers that have asked for it."""
 
     def __init__(self, engine: EngineClient) -> None:
@@ -47,7 +49,7 @@ class CacheTree:
         self._stale_at = 0.0
         self._stats: EngineStats | None = None  # before the snapshot
 
-    async def answer(self, model: Model, principal: Principal, max_runs: int) -> Json:
+    async def answer(self, model: ServedModel, principal: Principal, max_runs: int) -> Json:
         """Return the JSON of /v1/cache/tree as the caller may see it, with at most `max_runs` runs."""
         tenant = None if principal.is_admin else principal.tenant
         async with self._lock:
@@ -97,12 +99,12 @@ class CacheTree:
         self._spend(seconds)
         return tree, Counter(block.tenant for block in own)
 
-    async def _make_rows(self, model: Model, tree: PrefixTree, max_runs: int) -> Raw:
+    async def _make_rows(self, model: ServedModel, tree: PrefixTree, max_runs: int) -> Raw:
         """Return the JSON of the largest runs, the largest subtrees of them with the beginning of their text.
 
         Other callers with the same tree and `max_runs` get the same.
         """
-        runs, seconds = _timed(lambda: tree.largest(max_runs))
+        runs, seconds = _timed(lambda: tree.largest_runs(max_runs))
         by_size = sorted(range(len(runs)), key=lambda index: -runs[index].num_subtree_blocks)[:MAX_TEXTS]
         chosen = [runs[index].first for index in by_size]
         argument = {"blocks": [block.block for block in chosen], "hashes": [block.key for block in chosen]}
@@ -113,7 +115,7 @@ class CacheTree:
             texts = (decode(array("i", packed), skip_special_tokens=False)[:MAX_TEXT_CHARS] for packed in tokens)
             of_run = dict(zip(by_size, texts, strict=True))
             size = model.info.block_size
-            return Raw(encode([_row(run, size, of_run.get(index, "")) for index, run in enumerate(runs)]))
+            return Raw(encode_json([_row(run, size, of_run.get(index, "")) for index, run in enumerate(runs)]))
 
         found, more = _timed(rows)
         self._spend(seconds + more)

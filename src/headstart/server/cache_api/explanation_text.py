@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headstart.core.cache.pinned_prefixes import REQUEST_PREFIX
-from headstart.openai.responses import CACHE_SOURCES, Json, token_name
+from headstart.openai.responses import CACHE_SOURCES, Json, token_text_or_bytes
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.reuse.causes import KINDS, kind_of
+from headstart.reuse.causes import KINDS, classify_difference
 
 SHOWN_CHARS = 40  # on either side of a divergence
 _NAMED_KINDS = frozenset(
@@ -19,7 +19,7 @@ _CAUSES = {
 }
 
 
-def explanation_answer(found: Mapping[str, Any], tokenizer: Tokenizer, findings: Sequence[Json] = ()) -> Json:
+def reuse_explanation_json(found: Mapping[str, Any], tokenizer: Tokenizer, findings: Sequence[Json] = ()) -> Json:
     """Return the JSON of /v1/cache/explain from the result of the engine's "explain" call.
 
     `findings`: of the prompt log, empty without one.
@@ -39,10 +39,10 @@ def explanation_answer(found: Mapping[str, Any], tokenizer: Tokenizer, findings:
         "eviction": eviction,
         "findings": list(findings),
     }
-    return answer | {"message": message(answer)}
+    return answer | {"message": reuse_explanation_text(answer)}
 
 
-def message(answer: Json) -> str:
+def reuse_explanation_text(answer: Json) -> str:
     """Return a response as plain text: a paragraph, and below it the two texts where the prompts diverge."""
     findings = "".join(f"\n  {finding['message']}" for finding in answer["findings"])
     return f"{_cached_sentence(answer)} {_reason_sentence(answer)}{_texts(answer['near_match'])}{findings}"
@@ -62,7 +62,7 @@ def _near_match(near: Mapping[str, Any], tokenizer: Tokenizer) -> Json:
 
     this, other = near["this"], near["other"]
     before = text(near["before"])
-    kind = kind_of(before + text(this), before + text(other), len(before)) if this and other else None
+    kind = classify_difference(before + text(this), before + text(other), len(before)) if this and other else None
     return {
         "request_id": near["request_id"],
         "common_tokens": near["common_tokens"],
@@ -77,7 +77,7 @@ def _near_match(near: Mapping[str, Any], tokenizer: Tokenizer) -> Json:
 
 
 def _token(token_ids: Sequence[int], tokenizer: Tokenizer) -> Json | None:
-    return {"id": token_ids[0], "text": token_name(tokenizer, token_ids[0])} if token_ids else None
+    return {"id": token_ids[0], "text": token_text_or_bytes(tokenizer, token_ids[0])} if token_ids else None
 
 
 def _cached_sentence(answer: Json) -> str:

@@ -13,11 +13,11 @@ from typing import NamedTuple
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import EngineStats
 from headstart.http.auth import Principal
-from headstart.http.packed_metrics import quantile
+from headstart.http.packed_metrics import histogram_quantile
 from headstart.openai.responses import CACHE_SOURCES, Json
 from headstart.reuse.causes import CAUSES
 from headstart.server.server_metrics import blocks_by_state
-from headstart.server.server_state import Model, ServerState
+from headstart.server.server_state import ServedModel, ServerState
 
 SAMPLE_SECONDS = 2.0
 RATE_SECONDS = 10.0
@@ -31,13 +31,13 @@ MAX_EVICTORS = 3  # of a tenant, those that needed the most space
 NEW = "text that the cache has not seen: nothing to mend"
 
 
-class Examined(NamedTuple):
+class ExaminedTokens(NamedTuple):
     """The doctor's sample: computed prompt tokens that were not evicted earlier, and the avoidable ones by cause."""
 
     computed: int = 0
     causes: Mapping[str, int] = MappingProxyType({})
 
-    def since(self, before: "Examined", computed: int) -> dict[str, int]:
+    def since(self, before: "ExaminedTokens", computed: int) -> dict[str, int]:
         """Return the avoidable ones of `computed` tokens by cause, the most first: as many as in the sample since."""
         examined = self.computed - before.computed
         counts = {cause: count - before.causes.get(cause, 0) for cause, count in self.causes.items()}
@@ -45,14 +45,14 @@ class Examined(NamedTuple):
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-class Sample(NamedTuple):
+class CounterSample(NamedTuple):
     """The counters at one moment. `at` in seconds of the monotonic clock."""
 
     at: float
     stats: EngineStats
     tenants: dict[str, PromptTokenBreakdown]
     evicted: dict[str, Mapping[str, int]]  # by tenant, then by the tenant that needed the space
-    examined: dict[str, Examined]  # by tenant; "": of all
+    examined: dict[str, ExaminedTokens]  # by tenant; "": of all
     ttft: tuple[int, ...]  # requests by bucket
 
 
@@ -61,7 +61,7 @@ class LiveFigures:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._samples: deque[Sample] = deque(maxlen=int(LOSS_SECONDS / SAMPLE_SECONDS))
+        self._samples: deque[CounterSample] = deque(maxlen=int(LOSS_SECONDS / SAMPLE_SECONDS))
 
     async def sample_regularly(self) -> None:
         """Add a sample every SAMPLE_SECONDS, until cancelled. The model must be loaded."""
@@ -69,7 +69,7 @@ class LiveFigures:
             self._samples.append(self._sample(self._state.loaded_model))
             await asyncio.sleep(SAMPLE_SECONDS)
 
-    async def frame(self, principal: Principal) -> Json:
+    async def live_frame(self, principal: Principal) -> Json:
         """Return the figures that the caller may see. Raises as ServerState.check_ready."""
         model = self._state.check_ready()
         now = self._sample(model)
@@ -86,14 +86,14 @@ class LiveFigures:
             return answer | _own(now, long, tenant)
         return answer | self._all(model, self._before(now, RATE_SECONDS), long, now)
 
-    def _sample(self, model: Model) -> Sample:
+    def _sample(self, model: ServedModel) -> CounterSample:
         doctor, stats, metrics = model.doctor, self._state.engine.stats, model.metrics
         counts = {**doctor.tenants, "": doctor.counts}
-        examined = {name: Examined(one.computed_tokens, one.causes) for name, one in counts.items()}
+        examined = {name: ExaminedTokens(one.computed_tokens, one.causes) for name, one in counts.items()}
         tenants, evicted = dict(metrics.tenants), dict(metrics.evicted_of_tenants)
-        return Sample(time.monotonic(), stats, tenants, evicted, examined, metrics.time_to_first_token.counts)
+        return CounterSample(time.monotonic(), stats, tenants, evicted, examined, metrics.time_to_first_token.counts)
 
-    def _before(self, now: Sample, seconds: float) -> Sample:
+    def _before(self, now: CounterSample, seconds: float) -> CounterSample:
         """Return the newest sample that is at least that old, else the oldest; without any, one of the start."""
         for sample in reversed(self._samples):
             if now.at - sample.at >= seconds:
@@ -102,12 +102,14 @@ class LiveFigures:
             return self._samples[0]
         return now._replace(stats=EngineStats(), tenants={}, evicted={}, examined={}, ttft=(0,) * len(now.ttft))
 
-    def _all(self, model: Model, before: Sample, long: Sample, now: Sample) -> Json:
+    def _all(self, model: ServedModel, before: CounterSample, long: CounterSample, now: CounterSample) -> Json:
         elapsed = max(now.at - before.at, 1e-3) if before.at < now.at else RATE_SECONDS
         counters, earlier = now.stats.counters, before.stats.counters
         counts = [b - a for a, b in zip(before.ttft, now.ttft, strict=True)]
         histogram, size = model.metrics.time_to_first_token, model.info.block_size
-        ttft = {name: quantile(histogram.bounds, counts, share) for name, share in (("p50", 0.5), ("p95", 0.95))}
+        ttft = {
+            name: histogram_quantile(histogram.bounds, counts, share) for name, share in (("p50", 0.5), ("p95", 0.95))
+        }
         return {
             "running": now.stats.num_running,
             "waiting": now.stats.num_waiting,
@@ -135,10 +137,10 @@ def _since(before: PromptTokenBreakdown, now: PromptTokenBreakdown) -> PromptTok
 
 
 def _sources(since: PromptTokenBreakdown) -> Json:
-    return {"sources": since._asdict(), "hit_rate": since.cached / sum(since) if sum(since) else None}
+    return {"sources": since._asdict(), "hit_rate": since.num_cached / sum(since) if sum(since) else None}
 
 
-def _own(now: Sample, before: Sample, tenant: str) -> Json:
+def _own(now: CounterSample, before: CounterSample, tenant: str) -> Json:
     """Return the figures of a tenant; of others it learns how many of its tokens were evicted for them."""
     evicted, causes, since = _lost(before, now, tenant)
     own = evicted.pop(tenant, 0)
@@ -151,18 +153,20 @@ def _own(now: Sample, before: Sample, tenant: str) -> Json:
     }
 
 
-def _lost(before: Sample, now: Sample, tenant: str) -> tuple[dict[str, int], dict[str, int], PromptTokenBreakdown]:
+def _lost(
+    before: CounterSample, now: CounterSample, tenant: str
+) -> tuple[dict[str, int], dict[str, int], PromptTokenBreakdown]:
     """Return a tenant's evicted prompt tokens by tenant, its avoidable ones by cause, and all by source, since then."""
     earlier = before.evicted.get(tenant, {})
     evicted = {name: count - earlier.get(name, 0) for name, count in now.evicted.get(tenant, {}).items()}
     evicted = {name: count for name, count in evicted.items() if count}
     since = _since(before.tenants.get(tenant, PromptTokenBreakdown()), now.tenants.get(tenant, PromptTokenBreakdown()))
     rest = max(since.computed - sum(evicted.values()), 0)
-    causes = now.examined.get(tenant, Examined()).since(before.examined.get(tenant, Examined()), rest)
+    causes = now.examined.get(tenant, ExaminedTokens()).since(before.examined.get(tenant, ExaminedTokens()), rest)
     return evicted, causes, since
 
 
-def _tenants(before: Sample, now: Sample) -> list[Json]:
+def _tenants(before: CounterSample, now: CounterSample) -> list[Json]:
     """Return the tenants with prompts in a window, those with the most computed tokens first.
 
     `cause`: of most of a tenant's losses in the window: that of its examined prompts, or that its blocks were evicted.
@@ -172,14 +176,19 @@ def _tenants(before: Sample, now: Sample) -> list[Json]:
         evicted, causes, since = _lost(before, now, tenant)
         count = sum(evicted.values())
         cause = next(iter(causes), None)
-        row = {"tenant": tenant, "prompt_tokens": sum(since), "cached_tokens": since.cached, "evicted_tokens": count}
+        row = {
+            "tenant": tenant,
+            "prompt_tokens": sum(since),
+            "cached_tokens": since.num_cached,
+            "evicted_tokens": count,
+        }
         by = dict(sorted(evicted.items(), key=lambda item: -item[1])[:MAX_EVICTORS])
         rows.append({**row, "evicted_by": by, "cause": "evicted" if count > causes.get(cause or "", 0) else cause})
     rows.sort(key=lambda row: row["cached_tokens"] - row["prompt_tokens"])
     return [row for row in rows if row["prompt_tokens"]][:MAX_TENANTS]
 
 
-def _losses(before: Sample, now: Sample) -> list[Json]:
+def _losses(before: CounterSample, now: CounterSample) -> list[Json]:
     """Return the prompt tokens that were computed in a window, by cause; evicted ones were counted.
 
     The others are the doctor's shares of the computed tokens that were not evicted, so no cause has more than these.
@@ -187,7 +196,7 @@ def _losses(before: Sample, now: Sample) -> list[Json]:
     counters, earlier = now.stats.counters, before.stats.counters
     computed = counters.prompt_computed_tokens - earlier.prompt_computed_tokens
     evicted = min(counters.evicted_tokens - earlier.evicted_tokens, computed)
-    causes = now.examined[""].since(before.examined.get("", Examined()), computed - evicted)
+    causes = now.examined[""].since(before.examined.get("", ExaminedTokens()), computed - evicted)
     rest = computed - evicted - max(causes.values(), default=0)
     more = {"evicted": (evicted, EVICTED), "new": (rest, NEW)}
     rows = [{"cause": name, "tokens": tokens, "remedy": text} for name, (tokens, text) in more.items() if tokens]

@@ -14,18 +14,18 @@ from importlib import import_module
 from itertools import takewhile
 from typing import Any
 
-from headstart.core.cache.block_store import BlockKey, BlockSource, BlockStore, Loaded, StoreStats
+from headstart.core.cache.block_store import BlockKey, BlockSource, BlockStore, LoadedBlocks, StoreStats
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.disk import DiskStore, TierStore
 from headstart.store.format import BlockShape
-from headstart.store.tiers.tier import Places
+from headstart.store.tiers.tier import TierPlaces
 
 REDIS_TIER = "headstart.store.tiers.redis_tier"  # imported if a server is named: needs the extra [redis]
 MAX_COPIES = 1024  # that wait for the end of loads
 
 
 def open_store(
-    found: Places, shape: BlockShape, max_bytes: int, *, password: str | None, secrets: Sequence[bytes], ttl: int
+    found: TierPlaces, shape: BlockShape, max_bytes: int, *, password: str | None, secrets: Sequence[bytes], ttl: int
 ) -> BlockStore | None:
     """Open the tiers at these places: a folder alone, a server alone, one after the other, or none. Raises ConfigError.
 
@@ -52,37 +52,37 @@ class ChainedStore:
         self._num_loads = 0
         self._copies: deque[tuple[int, int, BlockKey]] = deque()  # offers that wait
 
-    def start(self, source: BlockSource) -> None:
+    def start_writing(self, source: BlockSource) -> None:
         for store in self._stores:
-            store.start(source)
+            store.start_writing(source)
 
     def contains(self, block_hash: BlockHash) -> bool:
         return any(store.contains(block_hash) for store in self._stores)
 
-    def lacks(self, block_hash: BlockHash) -> bool:
-        return any(store.lacks(block_hash) for store in self._stores)
+    def should_write(self, block_hash: BlockHash) -> bool:
+        return any(store.should_write(block_hash) for store in self._stores)
 
-    def expected_seconds(self, num_blocks: int, first: BlockHash | None = None) -> float:
-        return self._stores[self._fastest(num_blocks, first)].expected_seconds(num_blocks)
+    def expected_load_seconds(self, num_blocks: int, first: BlockHash | None = None) -> float:
+        return self._stores[self._fastest(num_blocks, first)].expected_load_seconds(num_blocks)
 
-    def load(self, keys: Sequence[BlockKey]) -> int:
+    def begin_load(self, keys: Sequence[BlockKey]) -> int:
         number = self._fastest(len(keys), keys[0].block_hash if keys else None)
         store = self._stores[number]
-        own_id = store.load(list(takewhile(lambda key: store.contains(key.block_hash), keys)))
+        own_id = store.begin_load(list(takewhile(lambda key: store.contains(key.block_hash), keys)))
         self._num_loads += 1
         self._loads[self._num_loads], self._ids[number, own_id] = (store, own_id), self._num_loads
         return self._num_loads
 
-    def cancel(self, load_id: int, *, is_late: bool) -> None:
+    def cancel_load(self, load_id: int, *, is_late: bool) -> None:
         if load_id in self._loads:
             store, own_id = self._loads[load_id]
             self._end(self._stores.index(store), own_id)
-            store.cancel(own_id, is_late=is_late)
+            store.cancel_load(own_id, is_late=is_late)
 
-    def poll(self) -> list[Loaded]:
-        found: list[Loaded] = []
+    def poll_loads(self) -> list[LoadedBlocks]:
+        found: list[LoadedBlocks] = []
         for number, store in enumerate(self._stores):
-            for loaded in store.poll():
+            for loaded in store.poll_loads():
                 load_id = self._ids[number, loaded.load_id]
                 found.append(loaded._replace(load_id=load_id))
                 if loaded.is_last:
@@ -90,38 +90,38 @@ class ChainedStore:
         self._offer_copies(0 if self._loads else len(self._copies))
         return found
 
-    def done_with(self, loaded: Loaded) -> None:
+    def release_loaded(self, loaded: LoadedBlocks) -> None:
         for store in self._stores:  # only the one that lent the data knows them
-            store.done_with(loaded)
+            store.release_loaded(loaded)
 
-    def wait(self, timeout: float) -> None:
+    def wait_for_loads(self, timeout: float) -> None:
         waited = {id(store): store for store, _ in self._loads.values()}
         for store in waited.values():
             began, part = time.monotonic(), timeout / len(waited)
-            store.wait(part)
+            store.wait_for_loads(part)
             if time.monotonic() - began < part:
                 return  # it has something
 
-    def offer(self, block: int, version: int, key: BlockKey) -> None:
+    def offer_block(self, block: int, version: int, key: BlockKey) -> None:
         if self._loads and self.contains(key.block_hash):
             self._copies.append((block, version, key))
             self._offer_copies(len(self._copies) - MAX_COPIES)
         else:
             self._offer(block, version, key)
 
-    def touch(self, block_hashes: Sequence[BlockHash]) -> None:
+    def mark_used(self, block_hashes: Sequence[BlockHash]) -> None:
         for store in self._stores:
-            store.touch(block_hashes)
+            store.mark_used(block_hashes)
 
-    def keep(self, block_hashes: Iterable[BlockHash]) -> None:
+    def set_pinned(self, block_hashes: Iterable[BlockHash]) -> None:
         kept = list(block_hashes)
         for store in self._stores:
-            store.keep(kept)
+            store.set_pinned(kept)
 
-    def distrust(self, block_hashes: Sequence[BlockHash]) -> None:
+    def discard_corrupt(self, block_hashes: Sequence[BlockHash]) -> None:
         self._copies = deque(copy for copy in self._copies if copy[2].block_hash not in block_hashes)
         for store in self._stores:
-            store.distrust(block_hashes)
+            store.discard_corrupt(block_hashes)
 
     def clear(self) -> None:
         self._copies.clear()
@@ -148,13 +148,13 @@ class ChainedStore:
 
     def _offer(self, block: int, version: int, key: BlockKey) -> None:
         for store in self._stores:
-            if store.lacks(key.block_hash):
-                store.offer(block, version, key)
+            if store.should_write(key.block_hash):
+                store.offer_block(block, version, key)
 
     def _fastest(self, num_blocks: int, first: BlockHash | None) -> int:
         """Return the number of the store to load from: among equals the first."""
         having = [n for n, store in enumerate(self._stores) if first is None or store.contains(first)]
-        return min(having or range(len(self._stores)), key=lambda n: self._stores[n].expected_seconds(num_blocks))
+        return min(having or range(len(self._stores)), key=lambda n: self._stores[n].expected_load_seconds(num_blocks))
 
     def _end(self, number: int, own_id: int) -> None:
         del self._loads[self._ids.pop((number, own_id))]

@@ -1,8 +1,9 @@
-"""RedisLink: calls to a Redis or Valkey server, each with one deadline for all of it; and inspection without a secret.
+"""RedisConnection: calls to a Redis or Valkey server, each with one deadline for all of it; and inspection without a
+secret.
 
 Keys: headstart:kv:SPACE:b:NAME is a sealed block, headstart:kv:SPACE:index the stream that announces blocks; SPACE is
-one secret, model and block size. Everything a server answers may be wrong, late, or never come: `RedisLink.run` turns
-all that into TierError.
+one secret, model and block size. Everything a server answers may be wrong, late, or never come:
+`RedisConnection.run` turns all that into TierError.
 """
 
 import threading
@@ -17,8 +18,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from headstart.core.errors import ConfigError
-from headstart.store.tiers.sealing import fault
-from headstart.store.tiers.tier import TierError, places
+from headstart.store.tiers.sealing import damage_of_value
+from headstart.store.tiers.tier import TierError, parse_tier_places
 
 PREFIX = b"headstart:kv:"
 CONNECT_SECONDS = 1.0
@@ -28,7 +29,7 @@ SCAN_COUNT, READ_COUNT = 1000, 16  # keys per call
 T = TypeVar("T")
 
 
-class RedisLink:
+class RedisConnection:
     """One connection, for one thread. It is opened at the first call, and again after a failure."""
 
     def __init__(self, url: str, password: str | None, seconds: float) -> None:
@@ -152,7 +153,7 @@ class _Answer:
 
 
 @dataclass(slots=True)
-class SpaceStats:
+class BlockSpaceStats:
     """The blocks of one secret, model and block size."""
 
     space: str
@@ -161,10 +162,10 @@ class SpaceStats:
 
 
 @dataclass(slots=True)
-class ServerStats:
+class RedisStats:
     """The blocks of a server, by space, the largest first. `bad` counts damaged values by reason, if they were read."""
 
-    spaces: list[SpaceStats] = field(default_factory=list[SpaceStats])
+    spaces: list[BlockSpaceStats] = field(default_factory=list[BlockSpaceStats])
     bad: Counter[str] = field(default_factory=Counter[str])
 
     @property
@@ -176,12 +177,12 @@ class ServerStats:
         return sum(space.num_bytes for space in self.spaces)
 
 
-def inspect_link(url: str, password: str | None) -> RedisLink:
+def open_inspection_link(url: str, password: str | None) -> RedisConnection:
     """Return a link for the functions below. Raises ConfigError."""
-    return RedisLink(places(url).url or url, password, INSPECT_SECONDS)
+    return RedisConnection(parse_tier_places(url).url or url, password, INSPECT_SECONDS)
 
 
-def stat_server(link: RedisLink) -> ServerStats:
+def stat_redis(link: RedisConnection) -> RedisStats:
     """Count the blocks of all spaces. Raises TierError."""
 
     def sizes(names: list[bytes]) -> list[tuple[int, str]]:
@@ -190,18 +191,18 @@ def stat_server(link: RedisLink) -> ServerStats:
     return _survey(link, SCAN_COUNT, sizes)
 
 
-def verify_server(link: RedisLink) -> ServerStats:
+def verify_redis(link: RedisConnection) -> RedisStats:
     """Read every value and check it as far as that is possible without its secret. Raises TierError."""
 
     def checked(names: list[bytes]) -> list[tuple[int, str]]:
         values: list[Any] = link.run(lambda server: server.mget(names))
         pairs = zip(names, values, strict=True)
-        return [(len(value), fault(value, _parts(name)[1])) for name, value in pairs if value is not None]
+        return [(len(value), damage_of_value(value, _parts(name)[1])) for name, value in pairs if value is not None]
 
     return _survey(link, READ_COUNT, checked)
 
 
-def clear_server(link: RedisLink, space: bytes = b"") -> int:
+def clear_redis(link: RedisConnection, space: bytes = b"") -> int:
     """Delete all blocks, or those of one space, and their indexes. Return the number of blocks. Raises TierError."""
     num_blocks = 0
     for names in _scan(link, PREFIX + space):
@@ -217,16 +218,16 @@ def _sizes(server: redis.Redis, names: list[bytes]) -> list[Any]:
     return pipeline.execute()
 
 
-def _survey(link: RedisLink, at_once: int, look: Callable[[list[bytes]], list[tuple[int, str]]]) -> ServerStats:
+def _survey(link: RedisConnection, at_once: int, look: Callable[[list[bytes]], list[tuple[int, str]]]) -> RedisStats:
     """Return the statistics of all blocks; `look` returns the size and the fault of each of these."""
-    found, spaces = ServerStats(), dict[bytes, SpaceStats]()
+    found, spaces = RedisStats(), dict[bytes, BlockSpaceStats]()
     for scanned in _scan(link, PREFIX):
         blocks = [name for name in scanned if _is_block(name)]
         for start in range(0, len(blocks), at_once):
             names = blocks[start : start + at_once]
             for name, (size, reason) in zip(names, look(names), strict=False):
                 space = _parts(name)[0]
-                stats = spaces.setdefault(space, SpaceStats(space.decode("ascii", "replace")))
+                stats = spaces.setdefault(space, BlockSpaceStats(space.decode("ascii", "replace")))
                 found.bad.update([reason] if reason else [])
                 stats.num_blocks += not reason
                 stats.num_bytes += size
@@ -234,7 +235,7 @@ def _survey(link: RedisLink, at_once: int, look: Callable[[list[bytes]], list[tu
     return found
 
 
-def _scan(link: RedisLink, prefix: bytes) -> Iterator[list[bytes]]:
+def _scan(link: RedisConnection, prefix: bytes) -> Iterator[list[bytes]]:
     """Yield the keys with a prefix, in portions; one may come twice while others write."""
     cursor, pattern = 0, prefix + b"*"
     while True:

@@ -1,6 +1,7 @@
 """RedisTier: blocks of one shape in a Redis or Valkey server that servers on many machines share.
 
-It is the `Tier` of a `TierStore`, whose threads alone talk to the server: the engine's thread reads the dict of known
+It is the `StorageTier` of a `TierStore`, whose threads alone talk to the server: the engine's thread reads the dict
+of known
 blocks. That dict follows a stream in which every writer announces what it wrote, sealed like the blocks; a block that
 the server has dropped since is a miss, and is forgotten. The server bounds its memory itself (maxmemory), and every
 block expires a time after its last use.
@@ -20,8 +21,8 @@ from headstart.core.cache.block_store import BlockKey, Data
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.format import BlockShape
 from headstart.store.segment import ReadResult
-from headstart.store.tiers.redis_link import PREFIX, SPARE_BYTES, RedisLink, clear_server
-from headstart.store.tiers.sealing import Sealer
+from headstart.store.tiers.redis_link import PREFIX, SPARE_BYTES, RedisConnection, clear_redis
+from headstart.store.tiers.sealing import BlockSealer
 from headstart.store.tiers.tier import TierError
 
 READ_SECONDS, WRITE_SECONDS = 1.0, 5.0  # deadlines of one piece of a load, and of one run of writes
@@ -49,9 +50,11 @@ class RedisTier:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ttl`: seconds after its last use at which a block expires. Connects to nothing. Raises ConfigError."""
-        self._sealer, self._ttl, self._clock = Sealer(secret, shape), ttl, clock
+        self._sealer, self._ttl, self._clock = BlockSealer(secret, shape), ttl, clock
         self._block_bytes = shape.block_bytes
-        self._reads, self._writes = (RedisLink(url, password, seconds) for seconds in (READ_SECONDS, WRITE_SECONDS))
+        self._reads, self._writes = (
+            RedisConnection(url, password, seconds) for seconds in (READ_SECONDS, WRITE_SECONDS)
+        )
         self._space = self._sealer.space.encode()
         self._index = b"%s%s:index" % (PREFIX, self._space)
         self._run_id, self._own_id = "", os.urandom(_ID_BYTES)  # of the server's process, of what this one announces
@@ -114,7 +117,7 @@ class RedisTier:
             self._sealed = bytearray(len(new) * size)
         values = [memoryview(self._sealed)[at : at + size] for at in range(0, len(new) * size, size)]
         for (key, data), value in zip(new.values(), values, strict=True):
-            self._sealer.seal(key, data, value)
+            self._sealer.seal_block(key, data, value)
 
         def write(pipeline: Pipeline) -> None:
             for name, value in zip(new, values, strict=True):
@@ -172,7 +175,7 @@ class RedisTier:
     def clear(self) -> None:
         """Drop the blocks of this model and secret, for all processes."""
         self._forget(list(self._known))
-        clear_server(self._writes, self._space)
+        clear_redis(self._writes, self._space)
 
     def close(self) -> None:
         self._fetcher.shutdown(wait=False, cancel_futures=True)

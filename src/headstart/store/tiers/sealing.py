@@ -17,9 +17,17 @@ from xxhash import xxh3_128_digest
 
 from headstart.core.cache.block_store import BlockKey, Data
 from headstart.core.cache.hashing import BlockHash
-from headstart.store.format import BlockEntry, BlockShape, FormatError, Header, checksum, decode_entry, encode_entry
+from headstart.store.format import (
+    BlockEntry,
+    BlockShape,
+    FormatError,
+    SegmentHeader,
+    decode_entry,
+    encode_entry,
+    payload_checksum,
+)
 from headstart.store.segment import Miss
-from headstart.store.tiers.tier import derive
+from headstart.store.tiers.tier import derive_key
 
 MAGIC = b"hkv\x01"
 NAME_BYTES = 16
@@ -27,29 +35,29 @@ _NONCE, _TAG, _CHECKSUM = 12, 16, 16
 OVERHEAD_BYTES = len(MAGIC) + _NONCE + _TAG + _CHECKSUM
 
 
-class Sealer:
+class BlockSealer:
     """Values of one shape under one secret (`read_shared_secret`), and messages about them."""
 
     def __init__(self, secret: bytes, shape: BlockShape) -> None:
         self._context = shape.fingerprint + struct.pack("<II", shape.block_size, shape.block_bytes)
-        self._header = Header(shape, 1, bytes(8))
-        self._names, self._keys = (derive(secret, what + self._context) for what in (b"names", b"blocks"))
-        self._messages = AESGCM(derive(secret, b"messages" + self._context))
-        self.space = derive(secret, b"space" + self._context)[:8].hex()
+        self._header = SegmentHeader(shape, 1, bytes(8))
+        self._names, self._keys = (derive_key(secret, what + self._context) for what in (b"names", b"blocks"))
+        self._messages = AESGCM(derive_key(secret, b"messages" + self._context))
+        self.space = derive_key(secret, b"space" + self._context)[:8].hex()
         self._plain = memoryview(bytearray(shape.entry_bytes + shape.block_bytes))
         self.value_bytes = OVERHEAD_BYTES + len(self._plain)
 
     def name(self, block_hash: BlockHash) -> bytes:
         """Return the name of a block outside: it tells nothing about the block without the secret."""
-        return derive(self._names, block_hash)[:NAME_BYTES]
+        return derive_key(self._names, block_hash)[:NAME_BYTES]
 
-    def seal(self, key: BlockKey, payload: Data, value: memoryview) -> None:
+    def seal_block(self, key: BlockKey, payload: Data, value: memoryview) -> None:
         """Write the value of a block, `value_bytes` long. For one thread: the plain text has a buffer of its own.
 
         New memory for every copy of a block would take seven times as long as encrypting it.
         """
         size = self._header.shape.entry_bytes
-        self._plain[:size] = encode_entry(self._header, 0, BlockEntry(key, checksum(payload)))
+        self._plain[:size] = encode_entry(self._header, 0, BlockEntry(key, payload_checksum(payload)))
         self._plain[size:] = payload
         start, nonce = len(MAGIC) + _NONCE, os.urandom(_NONCE)
         value[:start] = MAGIC + nonce
@@ -72,7 +80,7 @@ class Sealer:
         if entry.key != key:
             return "mismatch"
         payload[:] = memoryview(plain)[-len(payload) :]
-        return None if checksum(payload) == entry.payload_checksum else "corrupt"
+        return None if payload_checksum(payload) == entry.payload_checksum else "corrupt"
 
     def seal_message(self, text: bytes) -> bytes:
         nonce = os.urandom(_NONCE)
@@ -88,14 +96,14 @@ class Sealer:
             return b""
 
     def _cipher(self, block_hash: BlockHash) -> AESGCM:
-        return AESGCM(derive(self._keys, block_hash))
+        return AESGCM(derive_key(self._keys, block_hash))
 
     def _about(self, key: BlockKey) -> bytes:
         """Return the associated data: model, sizes, and the block hash, which covers the position."""
         return self._context + key.block_hash
 
 
-def fault(value: object, name: bytes) -> str:
+def damage_of_value(value: object, name: bytes) -> str:
     """Return the reason why a value is damaged, empty if it is sound. Needs no secret, and detects no forgery."""
     if not isinstance(value, bytes) or len(value) <= OVERHEAD_BYTES:
         return "value-short"

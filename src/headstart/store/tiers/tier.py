@@ -29,7 +29,7 @@ class TierError(OSError):
     """A server that holds blocks failed, or gave no complete answer in time."""
 
 
-class Tier(Protocol):
+class StorageTier(Protocol):
     """Blocks of one shape. `contains`, `read` and `used` may be called from any thread, all else from one at a time."""
 
     @property
@@ -51,14 +51,14 @@ class Tier(Protocol):
         """Learn what other processes wrote. Raises OSError."""
         ...
 
-    def read(self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()) -> ReadResult:
+    def read_blocks(self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()) -> ReadResult:
         """Read blocks from the first on, each verified against its key, until one is unavailable. Raises nothing.
 
         `ahead`: what the next call reads if it is given this very object, so that it may be fetched meanwhile.
         """
         ...
 
-    def append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
+    def append_blocks(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
         """Write those that are not stored yet; return their number. Raises OSError."""
         ...
 
@@ -66,11 +66,11 @@ class Tier(Protocol):
         """Make space for so many bytes; return the number of blocks dropped for it. Raises OSError."""
         ...
 
-    def used(self, block_hashes: Iterable[BlockHash]) -> None:
+    def mark_used(self, block_hashes: Iterable[BlockHash]) -> None:
         """Mark blocks as used now. Raises OSError."""
         ...
 
-    def discard(self, block_hashes: Iterable[BlockHash]) -> None:
+    def discard_blocks(self, block_hashes: Iterable[BlockHash]) -> None:
         """Drop these for all processes. Raises OSError."""
         ...
 
@@ -81,14 +81,14 @@ class Tier(Protocol):
     def close(self) -> None: ...
 
 
-class Places(NamedTuple):
+class TierPlaces(NamedTuple):
     """The tiers of --kv-store, in the order in which they are asked."""
 
     folder: Path | None
     url: str | None
 
 
-def places(text: str) -> Places:
+def parse_tier_places(text: str) -> TierPlaces:
     """Return the places of --kv-store: DIR, URL, or DIR,URL. Raises ConfigError for a URL that cannot be used."""
     match = _PLACES.fullmatch(text)
     folder, url = (text, None) if match is None else (match["folder"], match["url"])
@@ -98,7 +98,7 @@ def places(text: str) -> Places:
         _check_url(url)
         if missing := [name for name in REDIS_PACKAGES if find_spec(name) is None]:
             raise ConfigError(f"--kv-store {url} needs {', '.join(missing)}: pip install 'headstart[redis]'")
-    return Places(None if folder is None else Path(folder).expanduser(), url)
+    return TierPlaces(None if folder is None else Path(folder).expanduser(), url)
 
 
 def _check_url(url: str) -> None:
@@ -153,6 +153,6 @@ def read_shared_secret(path: str) -> bytes:
     return hmac.digest(_SALT, secret, "sha256")
 
 
-def derive(key: bytes, info: bytes) -> bytes:
+def derive_key(key: bytes, info: bytes) -> bytes:
     """Return a key of 32 bytes for one purpose: HKDF-Expand with SHA-256 (RFC 5869)."""
     return hmac.digest(key, info + b"\x01", "sha256")

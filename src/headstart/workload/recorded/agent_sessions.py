@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, TypeGuard, cast, overload
 
 from headstart.common_prefix import common_prefix_length
 from headstart.core.errors import ConfigError
-from headstart.workload.traces import Trace, TracedRequest, check_request, check_span
+from headstart.workload.traces import Trace, TracedRequest, check_traced_request, check_workload_duration
 
 MAX_ID = (1 << 31) - 1  # ids are tokens of a simulation
 EPSILON = 1e-3  # seconds by which recorded ends and starts may be rounded
 
 
-class IdRuns(Sequence[int]):
+class ConsecutiveIdRuns(Sequence[int]):
     """A sequence of ids as runs of consecutive ones. A slice from the beginning is one again."""
 
     __slots__ = ("_length", "runs")
@@ -50,7 +50,7 @@ class IdRuns(Sequence[int]):
             at -= len(run)
         raise IndexError(index)
 
-    def first(self, count: int) -> "IdRuns":
+    def first(self, count: int) -> "ConsecutiveIdRuns":
         """Return the first `count` ids."""
         found: list[range] = []
         for run in self.runs:
@@ -58,7 +58,7 @@ class IdRuns(Sequence[int]):
                 break
             found.append(run[:count])
             count -= len(run)
-        return IdRuns(tuple(found))
+        return ConsecutiveIdRuns(tuple(found))
 
 
 class SessionReader:
@@ -93,7 +93,7 @@ class SessionReader:
         if not self.requests:
             raise ConfigError("the trace has no requests")
         requests = sorted(self.requests, key=lambda request: request.at)
-        check_span(requests[-1].at)
+        check_workload_duration(requests[-1].at)
         return Trace("sessions", tuple(requests), self.block_size)
 
     def _add_requests(self, session: str, rows: Sequence[Mapping[str, Any]], ids: dict[int, int]) -> None:
@@ -118,13 +118,13 @@ class SessionReader:
     def _add_request(self, thread: "_Thread", row: Mapping[str, Any], at: float, others: "list[_Done]") -> None:
         """Add one request, which comes after the answer of the one before in its thread, and of `others`."""
         length, output, size = int(row["in"]), int(row["out"]), self.block_size
-        check_request(at, length, output)
+        check_traced_request(at, length, output)
         names = _ids_of(row["hash_ids"])
         if len(names) < length // size:
             raise ValueError(f"a prompt has {len(names)} blocks of {size} for {length} tokens")
         ids = thread.runs(names[: -(-length // size)], self._number)
         if len(ids) * size < length:
-            ids = IdRuns((*ids.runs, range(self._next_rest, self._next_rest + 1)))
+            ids = ConsecutiveIdRuns((*ids.runs, range(self._next_rest, self._next_rest + 1)))
             self._next_rest -= 1
         before = [*thread.ended(at), *others]
         number = len(self.requests)
@@ -169,14 +169,14 @@ class _Thread:
         self.done: list[_Done] = []
         self._ids = ids
         self._names: list[int] = []
-        self._runs = IdRuns(())
+        self._runs = ConsecutiveIdRuns(())
 
     def ended(self, at: float) -> list[_Done]:
         """Return the last request whose answer had ended at a time; recorded requests may overlap."""
         found = next((one for one in reversed(self.done) if one.end <= at + EPSILON), None)
         return [] if found is None else [found]
 
-    def runs(self, names: list[int], number_of: Callable[[int, dict[int, int]], int]) -> IdRuns:
+    def runs(self, names: list[int], number_of: Callable[[int, dict[int, int]], int]) -> ConsecutiveIdRuns:
         """Return ids as runs; those that the request before begins with are not looked at again."""
         same = common_prefix_length(names, self._names)
         runs = list(self._runs.first(same).runs)
@@ -186,7 +186,7 @@ class _Thread:
                 runs[-1] = range(runs[-1].start, number + 1)
             else:
                 runs.append(range(number, number + 1))
-        self._names, self._runs = names, IdRuns(tuple(runs))
+        self._names, self._runs = names, ConsecutiveIdRuns(tuple(runs))
         return self._runs
 
 
@@ -197,6 +197,6 @@ def _ids_of(value: object) -> list[int]:
     return found
 
 
-def is_session(value: object) -> TypeGuard[Mapping[str, Any]]:
+def is_agent_session(value: object) -> TypeGuard[Mapping[str, Any]]:
     """Return whether a JSON value is a session."""
     return isinstance(value, dict) and {"requests", "block_size"} <= value.keys()

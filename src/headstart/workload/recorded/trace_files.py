@@ -13,8 +13,8 @@ from typing import IO, Any
 from zlib import error as ZlibError
 
 from headstart.core.errors import ConfigError
-from headstart.workload.block_paths import overlapped
-from headstart.workload.recorded.agent_sessions import SessionReader, is_session
+from headstart.workload.block_paths import overlap_sessions
+from headstart.workload.recorded.agent_sessions import SessionReader, is_agent_session
 from headstart.workload.recorded.trace_units import RECOGNISED, TraceUnits
 from headstart.workload.traces import Trace, read_trace
 
@@ -60,12 +60,12 @@ class TraceOptions:
 
     def read(self, path: Path, on_file: OnFile = lambda index, count: None) -> Trace:
         """Return the trace at a path. Raises ConfigError."""
-        trace = read_trace_file(path, self.units, on_file).up_to(self.skip_above)
+        trace = read_trace_file(path, self.units, on_file).up_to_length(self.skip_above)
         if self.sessions_at_once:
-            trace = overlapped(trace, self.sessions_at_once)
-        return trace.divided(self.divisor)
+            trace = overlap_sessions(trace, self.sessions_at_once)
+        return trace.with_divided_lengths(self.divisor)
 
-    def stated(self, trace: Trace) -> dict[str, Any]:
+    def report_facts(self, trace: Trace) -> dict[str, Any]:
         """Return what a report states of a trace that was read so."""
         ids = {"tokens_per_id": trace.block_size} if any(row.hash_ids for row in trace.requests) else {}
         return {
@@ -103,11 +103,11 @@ def _sessions_or_lines(file: IO[str]) -> "Iterator[Mapping[str, Any]] | _Lines":
     value = _parsed(first)
     if value is None and not _is_end(first):  # an object of several lines
         value = _parsed(first + file.read(MAX_SESSION_CHARS))
-        if is_session(value):
+        if is_agent_session(value):
             return iter([value])
         file.seek(0)
         return _Lines(iter(file))
-    if not is_session(value):
+    if not is_agent_session(value):
         return _Lines(chain(blank, [first], file))
     return _each(value, file)
 
@@ -117,7 +117,7 @@ def _each(first: Mapping[str, Any], file: IO[str]) -> Iterator[Mapping[str, Any]
     while line := file.readline(MAX_SESSION_CHARS):
         if line.strip():
             value = _parsed(line)
-            if not is_session(value):
+            if not is_agent_session(value):
                 raise ConfigError("a line behind the first session holds none")
             yield value
 

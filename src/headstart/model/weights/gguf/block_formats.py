@@ -68,7 +68,7 @@ def row_bytes(kind: str, width: int) -> int:
     return width // form.block_size * form.block_bytes
 
 
-def unpack(tensor: PackedTensor, dtype: torch.dtype = torch.float32, rows: np.ndarray | None = None) -> Tensor:
+def dequantise(tensor: PackedTensor, dtype: torch.dtype = torch.float32, rows: np.ndarray | None = None) -> Tensor:
     """Return the weights of a tensor as `dtype`, in its shape, in memory of their own.
 
     `rows` are the numbers of the stored rows in the order wanted, by default all as stored.
@@ -83,11 +83,11 @@ def unpack(tensor: PackedTensor, dtype: torch.dtype = torch.float32, rows: np.nd
         if not packed.flags.writeable:
             packed = packed.copy()  # torch takes no read-only arrays, such as memory maps
         blocks = torch.from_numpy(packed.reshape(-1, form.block_bytes))
-        out[start : start + step] = unpack_blocks(tensor.kind, blocks).view(-1, width)
+        out[start : start + step] = dequantise_blocks(tensor.kind, blocks).view(-1, width)
     return out.view(tensor.shape if rows is None else (count, width))
 
 
-def unpack_blocks(kind: str, blocks: Tensor) -> Tensor:
+def dequantise_blocks(kind: str, blocks: Tensor) -> Tensor:
     """Return the weights fp32 [n, block_size] of contiguous uint8 blocks [n, block_bytes]."""
     return _UNPACK[kind](blocks)
 

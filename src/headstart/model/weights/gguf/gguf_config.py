@@ -11,9 +11,9 @@ import numpy as np
 
 from headstart.core.errors import ConfigError
 from headstart.gguf.gguf_reader import GGUFFile
-from headstart.gguf.metadata import end_token_ids, integer_of, number_of, text_of, tokens_of
+from headstart.gguf.metadata import read_end_token_ids, read_float, read_int, read_string, read_token_texts
 from headstart.model.weights.gguf.gguf_hybrids import OWN_KEYS, hybrid_settings, refuse_other_mixers
-from headstart.model.weights.gguf.gguf_names import BIASED, LAYER, ROPE_TENSORS, hf_name
+from headstart.model.weights.gguf.gguf_names import BIASED, LAYER, ROPE_TENSORS, hf_tensor_name
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -43,7 +43,7 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     heads = _count(file, arch, "attention.head_count")
     hidden = _count(file, arch, "embedding_length")
     head_dim = _count(file, arch, "attention.key_length", hidden // heads)
-    if (value_dim := integer_of(file, f"{arch}.attention.value_length", head_dim)) != head_dim:
+    if (value_dim := read_int(file, f"{arch}.attention.value_length", head_dim)) != head_dim:
         raise ConfigError(f"{file.path}: values of {value_dim} beside keys of {head_dim} per head are not supported")
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[arch]],
@@ -54,25 +54,25 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         "num_hidden_layers": _count(file, arch, "block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": 1 if arch == "lfm2" else _count(file, arch, "attention.head_count_kv", heads),
-        "max_position_embeddings": integer_of(file, f"{arch}.context_length"),
-        "rms_norm_eps": number_of(file, f"{arch}.attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": read_int(file, f"{arch}.context_length"),
+        "rms_norm_eps": read_float(file, f"{arch}.attention.layer_norm_rms_epsilon"),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_parameters": _rope(file, arch, head_dim),
         "dtype": "float32" if _all_float32(file) else "bfloat16",
-        "eos_token_id": list(end_token_ids(file)),
+        "eos_token_id": list(read_end_token_ids(file)),
     }
     if arch != "phi3":
         config["head_dim"] = head_dim
     elif head_dim * heads != hidden:
         raise ConfigError(f"{file.path}: {heads} heads of {head_dim} are not the {hidden} dimensions of a phi3 model")
     if arch == "phi3":
-        config["sliding_window"] = integer_of(file, "phi3.attention.sliding_window", 0) or None
-        original = integer_of(file, "phi3.rope.scaling.original_context_length", None)
+        config["sliding_window"] = read_int(file, "phi3.attention.sliding_window", 0) or None
+        original = read_int(file, "phi3.rope.scaling.original_context_length", None)
         if original is not None:
             config["original_max_position_embeddings"] = original
     if arch in OWN_KEYS:
-        rotated = integer_of(file, f"{arch}.rope.dimension_count", head_dim)
+        rotated = read_int(file, f"{arch}.rope.dimension_count", head_dim)
         config |= hybrid_settings(file, arch, config["num_hidden_layers"], rotated)
         refuse_other_mixers(file, arch, config["layer_types"])
     biases = {setting: _has_biases(file, arch, parts) for setting, parts in BIASED[arch].items()}
@@ -83,10 +83,10 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
 
 def _architecture(file: GGUFFile) -> str:
     """Return the architecture. Raises ConfigError for one that is not supported, and for files that hold no model."""
-    kind = text_of(file, "general.type", "model")
+    kind = read_string(file, "general.type", "model")
     if kind != "model":
         raise ConfigError(f"{file.path} holds no model but a GGUF of type {kind!r:.80}")
-    arch = text_of(file, "general.architecture")
+    arch = read_string(file, "general.architecture")
     if arch not in ARCHITECTURES:
         raise ConfigError(
             f"{file.path}: the architecture {arch!r:.80} is not supported in GGUF; supported are "
@@ -108,8 +108,8 @@ def _refuse_unknown(file: GGUFFile, arch: str) -> None:
         if value == neutral if neutral is not None else not value:  # 0 experts, no scale, an empty list
             continue
         raise ConfigError(f"{file.path}: {key} is {value!r:.80}; this setting is not supported")
-    window = integer_of(file, f"{arch}.attention.sliding_window", 0)
-    if window < 0 or (arch != "phi3" and 0 < window < integer_of(file, f"{arch}.context_length")):
+    window = read_int(file, f"{arch}.attention.sliding_window", 0)
+    if window < 0 or (arch != "phi3" and 0 < window < read_int(file, f"{arch}.context_length")):
         raise ConfigError(
             f"{file.path}: {arch}.attention.sliding_window is {window}; the layers it is for are not known"
         )
@@ -120,7 +120,7 @@ def _refuse_unknown(file: GGUFFile, arch: str) -> None:
         raise ConfigError(f"{file.path}: {arch}.block_count is {blocks}, but there are {len(file.tensors)} tensors")
     for name in file.tensors:
         layer = LAYER.fullmatch(name)
-        if hf_name(name, arch) is None and name not in ROPE_TENSORS:
+        if hf_tensor_name(name, arch) is None and name not in ROPE_TENSORS:
             raise ConfigError(f"{file.path}: tensor {name!r:.80} is not part of a {arch} model as it is computed here")
         if layer is not None and int(layer[1]) >= blocks:
             raise ConfigError(f"{file.path}: tensor {name!r:.80} belongs to no layer; {arch}.block_count is {blocks}")
@@ -146,11 +146,11 @@ def _count(file: GGUFFile, arch: str, name: str, default: int | None = None) -> 
     if isinstance(found, list):
         if not found or any(item != found[0] for item in found) or type(found[0]) is not int:
             raise ConfigError(f"{file.path}: {key} differs per layer; that is not supported")
-        if len(found) != integer_of(file, f"{arch}.block_count"):
+        if len(found) != read_int(file, f"{arch}.block_count"):
             raise ConfigError(f"{file.path}: {key} has {len(found)} values; there must be one per layer")
         count = found[0]
     else:
-        count = integer_of(file, key) if default is None else integer_of(file, key, default)
+        count = read_int(file, key) if default is None else read_int(file, key, default)
     if count < 1:
         raise ConfigError(f"{file.path}: {key} is {count}; it must be positive")
     return count
@@ -161,11 +161,11 @@ def _vocab_size(file: GGUFFile, arch: str) -> int:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ConfigError(f"{file.path}: tensor token_embd.weight is missing")
-    rows, num_tokens = embedding.shape[0], len(tokens_of(file))
-    if rows < num_tokens or integer_of(file, f"{arch}.vocab_size", rows) != rows:
+    rows, num_tokens = embedding.shape[0], len(read_token_texts(file))
+    if rows < num_tokens or read_int(file, f"{arch}.vocab_size", rows) != rows:
         raise ConfigError(
             f"{file.path}: token_embd.weight has {rows} rows, but there are {num_tokens} tokens, and "
-            f"{arch}.vocab_size is {integer_of(file, f'{arch}.vocab_size', None)}"
+            f"{arch}.vocab_size is {read_int(file, f'{arch}.vocab_size', None)}"
         )
     return rows
 
@@ -181,8 +181,8 @@ def _all_plain(file: GGUFFile) -> bool:
 def _rope(file: GGUFFile, arch: str, head_dim: int) -> dict[str, Any]:
     """Return the rotary settings: those of the metadata, or of the factors per frequency that a tensor gives."""
     prefix = f"{arch}.rope"
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": number_of(file, f"{prefix}.freq_base", 10000.0)}
-    rotated = integer_of(file, f"{prefix}.dimension_count", head_dim)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": read_float(file, f"{prefix}.freq_base", 10000.0)}
+    rotated = read_int(file, f"{prefix}.dimension_count", head_dim)
     if arch in ("phi3", "qwen35"):
         rope["partial_rotary_factor"] = rotated / head_dim
     elif rotated != head_dim:
@@ -193,17 +193,17 @@ def _rope(file: GGUFFile, arch: str, head_dim: int) -> dict[str, Any]:
 def _rope_scaling(file: GGUFFile, arch: str) -> dict[str, Any]:
     """Return the part of the rotary settings that says how they are scaled, with llama.cpp's defaults."""
     prefix = f"{arch}.rope.scaling"
-    kind = text_of(file, f"{prefix}.type", "linear")
-    given = number_of(file, f"{prefix}.factor", number_of(file, f"{arch}.rope.scale_linear", None))
+    kind = read_string(file, f"{prefix}.type", "linear")
+    given = read_float(file, f"{prefix}.factor", read_float(file, f"{arch}.rope.scale_linear", None))
     factor = 1.0 if kind == "none" else given or 1.0
-    strength = number_of(file, f"{prefix}.attn_factor", 1.0)
+    strength = read_float(file, f"{prefix}.attn_factor", 1.0)
     tensors = {name: factors for name in ROPE_TENSORS if (factors := _factors(file, name)) is not None}
     if tensors:
         return _longrope(file, arch, tensors, kind, factor) | {"attention_factor": strength}
     if kind == "yarn" and given:
-        original = integer_of(file, f"{prefix}.original_context_length", None)
+        original = read_int(file, f"{prefix}.original_context_length", None)
         found = {"factor": factor, "original_max_position_embeddings": original or None}
-        found |= {name: number_of(file, f"{prefix}.yarn_{name}", None) for name in ("beta_fast", "beta_slow")}
+        found |= {name: read_float(file, f"{prefix}.yarn_{name}", None) for name in ("beta_fast", "beta_slow")}
         if strength != 1.0:
             found["attention_factor"] = strength * (1.0 + 0.1 * math.log(max(factor, 1.0)))
         return {"rope_type": "yarn"} | {name: value for name, value in found.items() if value is not None}
@@ -222,11 +222,11 @@ def _longrope(file: GGUFFile, arch: str, tensors: dict[str, list[float]], kind: 
             f"{file.path}: {', '.join(tensors)} beside scaling of type {kind!r:.80} by {factor} is not supported"
         )
     if tensors.keys() == {"rope_freqs.weight"}:
-        factors, positions = tensors["rope_freqs.weight"], integer_of(file, f"{arch}.context_length")
+        factors, positions = tensors["rope_freqs.weight"], read_int(file, f"{arch}.context_length")
         found = {"short_factor": factors, "long_factor": factors, "original_max_position_embeddings": positions}
     elif len(tensors) == 2 and "rope_freqs.weight" not in tensors:
         short, long = tensors["rope_factors_short.weight"], tensors["rope_factors_long.weight"]
-        original = integer_of(file, f"{arch}.rope.scaling.original_context_length", None)
+        original = read_int(file, f"{arch}.rope.scaling.original_context_length", None)
         found = {"short_factor": short, "long_factor": long}
         found |= {"original_max_position_embeddings": original} if original else {}
     else:

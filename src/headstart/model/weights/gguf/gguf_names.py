@@ -75,7 +75,7 @@ LAYER = re.compile(r"blk\.(0|[1-9]\d{0,8})\.([a-z0-9_.]+)")
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # settings, not weights
 
 
-def hf_name(name: str, architecture: str) -> str | None:
+def hf_tensor_name(name: str, architecture: str) -> str | None:
     """Return the name of a GGUF tensor in a model folder, or None if models of the architecture have no such tensor."""
     layer = LAYER.fullmatch(name)
     if layer is None:
@@ -89,7 +89,9 @@ def hf_name(name: str, architecture: str) -> str | None:
     return None if inner is None else f"model.layers.{int(layer[1])}.{inner}"
 
 
-def row_order(name: str, architecture: str, num_heads: int, num_kv_heads: int, num_rows: int) -> np.ndarray | None:
+def stored_row_order(
+    name: str, architecture: str, num_heads: int, num_kv_heads: int, num_rows: int
+) -> np.ndarray | None:
     """Return the stored rows of the tensor `name` (of a model folder) in a model folder's order; None: as stored.
 
     llama.cpp rotates pairs (2i, 2i + 1) of a head in models of the architecture llama, so rows of queries and keys are

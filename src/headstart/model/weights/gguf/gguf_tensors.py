@@ -10,11 +10,11 @@ from torch import Tensor
 
 from headstart.core.errors import ConfigError
 from headstart.gguf.gguf_reader import read_gguf
-from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor, row_bytes, unpack
+from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor, dequantise, row_bytes
 from headstart.model.weights.gguf.gguf_config import gguf_config
-from headstart.model.weights.gguf.gguf_hybrids import delta_columns, delta_rows
-from headstart.model.weights.gguf.gguf_names import hf_name, row_order
-from headstart.model.weights.tensor_files import Entry
+from headstart.model.weights.gguf.gguf_hybrids import delta_net_column_order, delta_net_row_order
+from headstart.model.weights.gguf.gguf_names import hf_tensor_name, stored_row_order
+from headstart.model.weights.tensor_files import TensorEntry
 
 
 class GGUFTensors:
@@ -29,14 +29,14 @@ class GGUFTensors:
         self.config: dict[str, Any] = gguf_config(file)
         self._architecture: str = file.metadata["general.architecture"]
         self._stored_names: dict[str, str] = {}
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         for stored, info in file.tensors.items():
-            name = hf_name(stored, self._architecture)
+            name = hf_tensor_name(stored, self._architecture)
             if name is not None:  # else a setting, which the config holds
                 self._stored_names[name] = stored
                 is_convolution = name.endswith((".conv1d.weight", ".conv.weight"))
                 shape = (info.shape[0], 1, *info.shape[1:]) if is_convolution else info.shape
-                self.entries[name] = Entry(info.file, info.kind, shape, info.begin, info.end)
+                self.entries[name] = TensorEntry(info.file, info.kind, shape, info.begin, info.end)
 
     def stored_name(self, name: str) -> str:
         """See TensorFiles."""
@@ -45,7 +45,7 @@ class GGUFTensors:
     def read(self, name: str, dtype: torch.dtype) -> tuple[Tensor, memoryview]:
         """See TensorFiles."""
         packed, stored = self._read(name)
-        tensor, order = unpack(packed, dtype), self._columns(name)
+        tensor, order = dequantise(packed, dtype), self._columns(name)
         if order is not None:
             tensor = tensor.unflatten(1, (len(order), -1))[:, order].flatten(1)
         return tensor, stored
@@ -86,10 +86,10 @@ class GGUFTensors:
         return PackedTensor(name, entry.dtype, entry.shape, rows), stored.data
 
     def _columns(self, name: str) -> np.ndarray | None:
-        return delta_columns(name, self.config) if self._architecture == "qwen35" else None
+        return delta_net_column_order(name, self.config) if self._architecture == "qwen35" else None
 
-    def _row_order(self, name: str, entry: Entry) -> np.ndarray | None:
+    def _row_order(self, name: str, entry: TensorEntry) -> np.ndarray | None:
         if self._architecture == "qwen35":
-            return delta_rows(name, self.config)
+            return delta_net_row_order(name, self.config)
         heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
-        return row_order(name, self._architecture, heads, kv_heads, entry.shape[0])
+        return stored_row_order(name, self._architecture, heads, kv_heads, entry.shape[0])

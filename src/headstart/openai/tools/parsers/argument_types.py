@@ -28,10 +28,10 @@ class ArgumentTypes:
 
     def of(self, name: str) -> frozenset[str]:
         """Return the types of an argument, at least one."""
-        found = [self.of_schema(schema) for schema in self._named(self._root, name, 0)]
+        found = [self.types_of_schema(schema) for schema in self._named(self._root, name, 0)]
         return frozenset[str]().union(*found) or ALL_TYPES
 
-    def of_schema(self, schema: object, depth: int = 0) -> frozenset[str]:
+    def types_of_schema(self, schema: object, depth: int = 0) -> frozenset[str]:
         """Return the types that a subschema allows. An integer is a number as well."""
         self._num_left -= 1
         if not isinstance(schema, Mapping) or depth > MAX_DEPTH or self._num_left < 0:
@@ -43,20 +43,20 @@ class ArgumentTypes:
             names = {name for name in (chosen if isinstance(chosen, list) else [chosen]) if isinstance(name, str)}
             types &= names | ({"integer"} if "number" in names else set())
         if "const" in schema:
-            types &= {type_of(schema["const"])}
+            types &= {json_type_of(schema["const"])}
         if isinstance(values := schema.get("enum"), list):
-            types &= set(map(type_of, values))
+            types &= set(map(json_type_of, values))
         for key in ("anyOf", "oneOf"):
             if isinstance(branches := schema.get(key), list):
-                types &= frozenset[str]().union(*(self.of_schema(branch, depth + 1) for branch in branches))
+                types &= frozenset[str]().union(*(self.types_of_schema(branch, depth + 1) for branch in branches))
         for branch in branches if isinstance(branches := schema.get("allOf"), list) else ():
-            types &= self.of_schema(branch, depth + 1)
+            types &= self.types_of_schema(branch, depth + 1)
         return types or ALL_TYPES
 
     def _of_reference(self, reference: str, depth: int) -> frozenset[str]:
         if reference not in self._referred:
             self._referred[reference] = ALL_TYPES  # of a reference to itself
-            self._referred[reference] = self.of_schema(resolved(self._root, reference), depth + 1)
+            self._referred[reference] = self.types_of_schema(resolve_reference(self._root, reference), depth + 1)
         return self._referred[reference]
 
     def _named(self, schema: object, name: str, depth: int) -> Iterator[object]:
@@ -70,13 +70,13 @@ class ArgumentTypes:
         elif isinstance(schema.get("additionalProperties"), Mapping):
             yield schema["additionalProperties"]
         if isinstance(reference := schema.get("$ref"), str):
-            yield from self._named(resolved(self._root, reference), name, depth + 1)
+            yield from self._named(resolve_reference(self._root, reference), name, depth + 1)
         for key in ("allOf", "anyOf", "oneOf"):
             for branch in branches if isinstance(branches := schema.get(key), list) else ():
                 yield from self._named(branch, name, depth + 1)
 
 
-def resolved(root: object, reference: str) -> object:
+def resolve_reference(root: object, reference: str) -> object:
     """Return the subschema that a local $ref points to; None if there is none."""
     if not reference.startswith("#"):
         return None
@@ -92,7 +92,7 @@ def resolved(root: object, reference: str) -> object:
     return found
 
 
-def type_of(value: object) -> str:
+def json_type_of(value: object) -> str:
     """Return the most special type of a JSON value: integer for 5 and 5.0."""
     if isinstance(value, bool):
         return "boolean"
@@ -103,7 +103,7 @@ def type_of(value: object) -> str:
     return "null" if value is None else "array" if isinstance(value, list) else "object"
 
 
-def json_value(text: str, types: frozenset[str]) -> str:
+def argument_as_json(text: str, types: frozenset[str]) -> str:
     """Return the raw text of an argument as JSON: its value if that has one of the types, else the text as a string."""
     stripped = text.strip(BLANKS)
     stripped = _WORDS.get(stripped, stripped)
@@ -121,7 +121,7 @@ def json_value(text: str, types: frozenset[str]) -> str:
 def _type_of_json(text: str) -> str | None:
     """Return the type of a JSON document, None if the text is none."""
     try:
-        return type_of(json.loads(text, parse_constant=_no_constant))
+        return json_type_of(json.loads(text, parse_constant=_no_constant))
     except (ValueError, RecursionError):
         return None
 

@@ -1,19 +1,19 @@
-"""CallWriter: collects the content and the tool calls that a parser finds, between two ChatDeltas."""
+"""ChatDeltaWriter: collects the content and the tool calls that a parser finds, between two ChatDeltas."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta, joined
+from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta, join_deltas
 from headstart.openai.tools.parsers.argument_types import ArgumentTypes
-from headstart.openai.tools.parsers.text_reader import Read, TextReader, first_marker, num_held
+from headstart.openai.tools.parsers.text_reader import Read, TextReader, first_marker, num_chars_of_partial_marker
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
-class CallRules:
+class ToolCallRules:
     """The rules for the tool calls of one answer."""
 
     tool_names: frozenset[str]
@@ -25,10 +25,10 @@ class CallRules:
     needs_marker: bool = False  # a grammar allows calls only behind the family's marker
 
 
-class CallWriter:
+class ChatDeltaWriter:
     """The output of a parser. Whitespace beside a call is no content, unless content precedes and follows it."""
 
-    def __init__(self, rules: CallRules) -> None:
+    def __init__(self, rules: ToolCallRules) -> None:
         self._rules = rules
         self._content: list[str] = []
         self._calls: list[ToolCallDelta] = []
@@ -43,7 +43,7 @@ class CallWriter:
         """Return whether a call may have this name: that of a tool, or with `any_name` any valid one."""
         return name in self._rules.tool_names or (any_name and _NAME.fullmatch(name) is not None)
 
-    def types_of(self, name: str) -> ArgumentTypes:
+    def argument_types_of(self, name: str) -> ArgumentTypes:
         """Return the types of the arguments of a function, by the schema of the tool if there is one."""
         if name not in self._types:
             self._types[name] = ArgumentTypes(self._rules.parameters.get(name, {}))
@@ -59,20 +59,20 @@ class CallWriter:
             self._content.append(text)
             self._has_content, self._is_after_call = True, False
 
-    def last_content(self, text: str) -> None:
+    def write_last_content(self, text: str) -> None:
         """Append content at the end of the text: whitespace after a call is dropped."""
         if not (self._is_after_call and text.isspace()):
             self.content(text)
 
-    def no_call(self, reader: TextReader, beginnings: Sequence[str] = ()) -> None:
+    def write_kept_as_content(self, reader: TextReader, beginnings: Sequence[str] = ()) -> None:
         """Write kept text as content. If it ran out, a part of a call is missing, and it is dropped.
 
         `beginnings`: of a call without a marker, with %s for the name of a tool; the text must begin like one of them.
         """
-        if reader.ran_out and (not beginnings or self._begins_call(reader.text, beginnings)):
-            reader.rewind()
+        if reader.is_cut_off and (not beginnings or self._begins_call(reader.text, beginnings)):
+            reader.unread_kept()
         else:
-            self.last_content(reader.take())
+            self.write_last_content(reader.take())
 
     def _begins_call(self, text: str, beginnings: Sequence[str]) -> bool:
         text = "".join(text.split())
@@ -97,9 +97,9 @@ class CallWriter:
         delta = ChatDelta("".join(self._content), tool_calls=tuple(self._calls))
         self._content.clear()
         self._calls.clear()
-        return joined(delta) if len(delta.tool_calls) > 1 else delta
+        return join_deltas(delta) if len(delta.tool_calls) > 1 else delta
 
-    def text_until(self, reader: TextReader, openers: Sequence[str]) -> Read[bool]:
+    def write_content_until(self, reader: TextReader, openers: Sequence[str]) -> Read[bool]:
         """Write text as content up to an opener, which is consumed; return False at the end of the text.
 
         Whitespace before the opener stays kept with it. Other special markers are dropped.
@@ -107,7 +107,9 @@ class CallWriter:
         markers = (*openers, *(marker for marker in self._rules.special if marker not in openers))
         while True:
             found = first_marker(reader.text, markers)
-            held = num_held(reader.text, markers) if found is None else len(reader.text) - found.start
+            held = (
+                num_chars_of_partial_marker(reader.text, markers) if found is None else len(reader.text) - found.start
+            )
             reader.at = reader.end_before_space(len(reader.text) - held)
             self.content(reader.take())
             if found is not None:
@@ -117,7 +119,7 @@ class CallWriter:
                 self.content(reader.take())
             elif reader.ended:
                 reader.at = len(reader.text) - (held if reader.is_cut and (held > 1 or self._is_after_call) else 0)
-                self.last_content(reader.take())
+                self.write_last_content(reader.take())
                 reader.at = len(reader.text)  # of a marker that was cut
                 reader.take()
                 return False

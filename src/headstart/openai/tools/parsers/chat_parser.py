@@ -6,12 +6,12 @@ deltas are the same however the text is split.
 
 from collections.abc import Callable
 
-from headstart.openai.chat.chat_delta import ChatDelta, joined
-from headstart.openai.tools.parsers.call_writer import CallRules, CallWriter
-from headstart.openai.tools.parsers.text_reader import Read, TextReader, first_marker, num_held
+from headstart.openai.chat.chat_delta import ChatDelta, join_deltas
+from headstart.openai.tools.parsers.call_writer import ChatDeltaWriter, ToolCallRules
+from headstart.openai.tools.parsers.text_reader import Read, TextReader, first_marker, num_chars_of_partial_marker
 
 THINK_MARKERS = ("<think>", "</think>")
-ReadCalls = Callable[[TextReader, CallWriter], Read[None]]
+ReadCalls = Callable[[TextReader, ChatDeltaWriter], Read[None]]
 
 
 class ReasoningReader:
@@ -57,7 +57,7 @@ class ReasoningReader:
     def _until(self, closing: str) -> Read[None]:
         reader = self._reader
         while (found := first_marker(reader.text, (closing,))) is None:
-            held = 0 if reader.ended else num_held(reader.text, (closing,))
+            held = 0 if reader.ended else num_chars_of_partial_marker(reader.text, (closing,))
             reader.at = reader.end_before_space(len(reader.text) - held)
             self._reasoning.append(reader.take())
             if reader.ended:
@@ -77,7 +77,7 @@ class ChatParser:
     def __init__(
         self,
         read_calls: ReadCalls | None = None,
-        rules: CallRules | None = None,
+        rules: ToolCallRules | None = None,
         *,
         is_reasoning: bool = False,
         is_open: bool = False,
@@ -85,9 +85,9 @@ class ChatParser:
         """`read_calls` None: there are no calls; otherwise with `rules`. `is_open`: the answer begins in reasoning."""
         self._reasoning = ReasoningReader(is_open=is_open) if is_reasoning else None
         self._reader = TextReader()
-        self._writer: CallWriter | None = None
+        self._writer: ChatDeltaWriter | None = None
         if read_calls is not None and rules is not None:
-            self._writer = CallWriter(rules)
+            self._writer = ChatDeltaWriter(rules)
             self._run = read_calls(self._reader, self._writer)
             self._is_forced = rules.is_forced
 
@@ -111,7 +111,7 @@ class ChatParser:
         self._reader.ended, self._reader.is_cut = True, is_cut
         self._reader.feed("", self._run)
         last = self._writer.take()
-        return joined(delta, last._replace(content="") if is_cut and self._is_forced else last)
+        return join_deltas(delta, last._replace(content="") if is_cut and self._is_forced else last)
 
     def _parsed(self, split: ChatDelta) -> ChatDelta:
         if self._writer is None or not split.content:

@@ -8,7 +8,7 @@ object that is no call is not consumed for good: the caller returns its text as 
 import json
 from collections.abc import Callable
 
-from headstart.openai.tools.parsers.call_writer import CallWriter
+from headstart.openai.tools.parsers.call_writer import ChatDeltaWriter
 from headstart.openai.tools.parsers.text_reader import Read, TextReader
 
 _NAMES = ("name", "function")
@@ -16,7 +16,7 @@ _ARGUMENTS = ("arguments", "parameters")
 _CLOSING = {"{": "}", "[": "]", "(": ")"}
 
 
-def read_object_call(reader: TextReader, writer: CallWriter, *, any_name: bool = True) -> Read[bool]:
+def read_json_call(reader: TextReader, writer: ChatDeltaWriter, *, any_name: bool = True) -> Read[bool]:
     """Read a call and return True, or return False if this is none. After True, kept text is not part of the call."""
     if not (yield from reader.match("{")):
         return False
@@ -32,14 +32,14 @@ def read_object_call(reader: TextReader, writer: CallWriter, *, any_name: bool =
             return _stopped(reader, has_begun)
         is_first = False
         if key in _NAMES and name is None:
-            name = yield from read_string(reader)
+            name = yield from read_json_string(reader)
             if name is None or not writer.accepts(name, any_name=any_name):
                 return False
         elif key in _ARGUMENTS and name is not None and arguments is None and (yield from reader.peek()) == "{":
             writer.begin(name)
             reader.take()
             has_begun, arguments = True, "{}"
-            yield from read_balanced(reader, writer.arguments)
+            yield from read_balanced_brackets(reader, writer.arguments)
         else:
             value = yield from _value(reader)
             if key in _ARGUMENTS and arguments is None:
@@ -55,7 +55,7 @@ def read_object_call(reader: TextReader, writer: CallWriter, *, any_name: bool =
     return True
 
 
-def read_string(reader: TextReader) -> Read[str | None]:
+def read_json_string(reader: TextReader) -> Read[str | None]:
     """Return the JSON string that is next, decoded; None if there is none or it is invalid."""
     start = reader.at
     if (yield from reader.peek()) != '"':
@@ -67,7 +67,9 @@ def read_string(reader: TextReader) -> Read[str | None]:
         return None
 
 
-def read_balanced(reader: TextReader, write: Callable[[str], None] | None = None, *, quotes: str = '"') -> Read[bool]:
+def read_balanced_brackets(
+    reader: TextReader, write: Callable[[str], None] | None = None, *, quotes: str = '"'
+) -> Read[bool]:
     """Consume a bracket and all up to the one that closes it; return False if the text ends or another one closes.
 
     `write` gets the text as it arrives; None: it stays kept.
@@ -108,7 +110,7 @@ def read_balanced(reader: TextReader, write: Callable[[str], None] | None = None
 def _stopped(reader: TextReader, has_begun: bool) -> bool:
     """Return whether a call has begun in an object that is invalid here; the text behind its arguments is unread."""
     if has_begun:
-        reader.rewind()
+        reader.unread_kept()
     return has_begun
 
 
@@ -118,7 +120,7 @@ def _key(reader: TextReader, *, is_first: bool) -> Read[str | None]:
         if not (yield from reader.match(",")):
             return None
         yield from reader.skip_space()
-    key = yield from read_string(reader)
+    key = yield from read_json_string(reader)
     yield from reader.skip_space()
     if key is None or not (yield from reader.match(":")):
         return None
@@ -134,7 +136,7 @@ def _value(reader: TextReader) -> Read[str]:
         if not (yield from _skip_string(reader, '"')):
             return ""
     elif char in ("{", "["):
-        if not (yield from read_balanced(reader)):
+        if not (yield from read_balanced_brackets(reader)):
             return ""
     else:
         while (char := (yield from reader.peek())).isalnum() or char in ("+", "-", "."):

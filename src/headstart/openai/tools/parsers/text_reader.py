@@ -33,7 +33,7 @@ class TextReader:
         self.is_cut = False  # it ended because of a limit, so the model would have written more
 
     @property
-    def ran_out(self) -> bool:
+    def is_cut_off(self) -> bool:
         """Whether the text was cut where it is read, so what is kept may be the beginning of a call."""
         return self.is_cut and self._ran_out
 
@@ -54,9 +54,9 @@ class TextReader:
         self.at = 0
         return taken
 
-    def rewind(self) -> None:
+    def unread_kept(self) -> None:
         """Make the kept text unread again. If it ran out, it is dropped: it may be the rest of a call."""
-        if self.ran_out:
+        if self.is_cut_off:
             self.text = ""
         self.at = 0
 
@@ -92,7 +92,7 @@ class TextReader:
                 return False
             yield
 
-    def word(self) -> Read[str]:
+    def read_name(self) -> Read[str]:
         """Consume and return the characters of a name that are next."""
         start = self.at
         while (char := (yield from self.peek())) and ((char.isascii() and char.isalnum()) or char in "_.-"):
@@ -106,7 +106,7 @@ def first_marker(text: str, markers: Sequence[str]) -> FoundMarker | None:
     return min(found, key=lambda one: (one.start, -len(one.marker)), default=None)
 
 
-def num_held(text: str, markers: Sequence[str]) -> int:
+def num_chars_of_partial_marker(text: str, markers: Sequence[str]) -> int:
     """Return the length of the longest end of `text` that may become a marker."""
     longest = min(len(text), max(map(len, markers), default=1) - 1)
     for length in range(longest, 0, -1):

@@ -1,7 +1,7 @@
 """The formats of tool calls in the output of model families: one generator each, which reads a whole answer."""
 
-from headstart.openai.tools.parsers.call_writer import CallWriter
-from headstart.openai.tools.parsers.json_calls import read_balanced, read_object_call
+from headstart.openai.tools.parsers.call_writer import ChatDeltaWriter
+from headstart.openai.tools.parsers.json_calls import read_balanced_brackets, read_json_call
 from headstart.openai.tools.parsers.python_calls import parse_python_call
 from headstart.openai.tools.parsers.text_reader import Read, TextReader
 
@@ -12,48 +12,48 @@ PYTHONIC_MARKERS = ("<|python_start|>", "<|python_end|>", "<|python_tag|>")
 _LLAMA3_BEGINNINGS = ('{"name":"%s"', '{"function":"%s"', '{"type":"function","name":"%s"')
 
 
-def read_hermes(reader: TextReader, writer: CallWriter) -> Read[None]:
+def read_hermes_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
     """Read text with any number of <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
     opening, closing = HERMES_MARKERS
-    while (yield from writer.text_until(reader, (opening,))):
+    while (yield from writer.write_content_until(reader, (opening,))):
         yield from reader.skip_space()
-        if not (yield from read_object_call(reader, writer)):
-            writer.no_call(reader)
+        if not (yield from read_json_call(reader, writer)):
+            writer.write_kept_as_content(reader)
             continue
         yield from reader.skip_space()
         if (yield from reader.match(closing)):
             reader.take()
         else:
-            reader.rewind()
+            reader.unread_kept()
 
 
-def read_llama3_json(reader: TextReader, writer: CallWriter) -> Read[None]:
+def read_llama3_json_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
     """Read {"name": ..., "parameters": {...}} at the beginning, or after <|python_tag|>; more follow after ";"."""
     yield from _llama3_calls(reader, writer, is_tagged=False)
-    while (yield from writer.text_until(reader, LLAMA3_MARKERS)):
+    while (yield from writer.write_content_until(reader, LLAMA3_MARKERS)):
         yield from _llama3_calls(reader, writer, is_tagged=True)
 
 
-def read_mistral(reader: TextReader, writer: CallWriter) -> Read[None]:
+def read_mistral_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
     """Read text with [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] or [TOOL_CALLS]name[ARGS]{...}."""
-    while (yield from writer.text_until(reader, MISTRAL_MARKERS[:1])):
+    while (yield from writer.write_content_until(reader, MISTRAL_MARKERS[:1])):
         yield from reader.skip_space()
         char = yield from reader.peek()
         if char == "[":
             yield from _mistral_array(reader, writer)
-        elif not (yield from (read_object_call(reader, writer) if char == "{" else _mistral_named(reader, writer))):
-            writer.no_call(reader)
+        elif not (yield from (read_json_call(reader, writer) if char == "{" else _mistral_named(reader, writer))):
+            writer.write_kept_as_content(reader)
 
 
-def read_pythonic(reader: TextReader, writer: CallWriter) -> Read[None]:
+def read_pythonic_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
     """Read [f(a=1, b="x"), g()] at the beginning, or after <|python_start|> or <|python_tag|>."""
     openers = (PYTHONIC_MARKERS[0], PYTHONIC_MARKERS[2])
     yield from _python_list(reader, writer, openers, any_name=False)
-    while (yield from writer.text_until(reader, openers)):
+    while (yield from writer.write_content_until(reader, openers)):
         yield from _python_list(reader, writer, (), any_name=True)
 
 
-def _llama3_calls(reader: TextReader, writer: CallWriter, *, is_tagged: bool) -> Read[None]:
+def _llama3_calls(reader: TextReader, writer: ChatDeltaWriter, *, is_tagged: bool) -> Read[None]:
     """Read calls in a row; without the tag, an object is a call only with the name of a tool."""
     beginnings = () if is_tagged else _LLAMA3_BEGINNINGS
     while True:
@@ -61,48 +61,50 @@ def _llama3_calls(reader: TextReader, writer: CallWriter, *, is_tagged: bool) ->
         if (yield from reader.match(LLAMA3_MARKERS[0])):
             is_tagged, beginnings = True, ()
             yield from reader.skip_space()
-        if not (yield from read_object_call(reader, writer, any_name=is_tagged)):
-            writer.no_call(reader, beginnings)
+        if not (yield from read_json_call(reader, writer, any_name=is_tagged)):
+            writer.write_kept_as_content(reader, beginnings)
             return
         beginnings = ()
         yield from reader.skip_space()
         if not (yield from reader.match(";")) and (yield from reader.peek()) != "{":
-            reader.rewind()
+            reader.unread_kept()
             return
 
 
-def _mistral_array(reader: TextReader, writer: CallWriter) -> Read[None]:
+def _mistral_array(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
     reader.at += 1
     while True:
         yield from reader.skip_space()
-        if not (yield from read_object_call(reader, writer)):
-            writer.no_call(reader)
+        if not (yield from read_json_call(reader, writer)):
+            writer.write_kept_as_content(reader)
             return
         yield from reader.skip_space()
         if (yield from reader.match("]")):
             reader.take()
             return
         if not (yield from reader.match(",")):
-            reader.rewind()
+            reader.unread_kept()
             return
 
 
-def _mistral_named(reader: TextReader, writer: CallWriter) -> Read[bool]:
-    name = yield from reader.word()
+def _mistral_named(reader: TextReader, writer: ChatDeltaWriter) -> Read[bool]:
+    name = yield from reader.read_name()
     yield from reader.skip_space()
     if (yield from reader.match(MISTRAL_MARKERS[1])):
-        yield from reader.word()
+        yield from reader.read_name()
     if (yield from reader.match(MISTRAL_MARKERS[2])):
         yield from reader.skip_space()
     if not writer.accepts(name, any_name=True) or (yield from reader.peek()) != "{":
         return False
     writer.begin(name)
     reader.take()
-    yield from read_balanced(reader, writer.arguments)
+    yield from read_balanced_brackets(reader, writer.arguments)
     return True
 
 
-def _python_list(reader: TextReader, writer: CallWriter, openers: tuple[str, ...], *, any_name: bool) -> Read[None]:
+def _python_list(
+    reader: TextReader, writer: ChatDeltaWriter, openers: tuple[str, ...], *, any_name: bool
+) -> Read[None]:
     """Read a list of calls. Each is written when it is complete, so an invalid one is content as a whole."""
     yield from reader.skip_space()
     for opener in openers:
@@ -112,17 +114,17 @@ def _python_list(reader: TextReader, writer: CallWriter, openers: tuple[str, ...
             break
     beginnings = () if any_name else ("[%s(",)
     if not (yield from reader.match("[")):
-        writer.no_call(reader, beginnings)
+        writer.write_kept_as_content(reader, beginnings)
         return
     while True:
         yield from reader.skip_space()
         start = reader.at
-        name = yield from reader.word()
+        name = yield from reader.read_name()
         is_call = writer.accepts(name, any_name=any_name) and (yield from reader.peek()) == "("
-        is_call = is_call and (yield from read_balanced(reader, quotes="\"'"))
+        is_call = is_call and (yield from read_balanced_brackets(reader, quotes="\"'"))
         arguments = parse_python_call(reader.text[start : reader.at]) if is_call else None
         if arguments is None:
-            writer.no_call(reader, beginnings)
+            writer.write_kept_as_content(reader, beginnings)
             return
         writer.begin(name)
         writer.arguments(arguments)
@@ -136,7 +138,7 @@ def _python_list(reader: TextReader, writer: CallWriter, openers: tuple[str, ...
             is_closed = yield from reader.match(PYTHONIC_MARKERS[1])
             reader.take()
             if not is_closed:
-                reader.rewind()
+                reader.unread_kept()
         else:
-            reader.rewind()
+            reader.unread_kept()
         return

@@ -9,9 +9,9 @@ import json
 import re
 from dataclasses import dataclass
 
-from headstart.openai.tools.parsers.argument_types import STRING, ArgumentTypes, json_value
-from headstart.openai.tools.parsers.call_writer import CallWriter
-from headstart.openai.tools.parsers.text_reader import Read, TextReader, first_marker, num_held
+from headstart.openai.tools.parsers.argument_types import STRING, ArgumentTypes, argument_as_json
+from headstart.openai.tools.parsers.call_writer import ChatDeltaWriter
+from headstart.openai.tools.parsers.text_reader import Read, TextReader, first_marker, num_chars_of_partial_marker
 
 CALL_MARKERS = ("<tool_call>", "</tool_call>")
 MAX_KEY = 256  # characters of the name of an argument
@@ -21,7 +21,7 @@ _JSON_QUOTE = re.compile(r'\\.|\\\Z|"', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class XmlForm:
+class XmlCallFormat:
     """The texts of one format: <tool_call>, `name`, and for each argument `key` and `value`, then one of `ends`."""
 
     name: tuple[str, str]
@@ -31,15 +31,15 @@ class XmlForm:
     is_padded: bool  # a value is between line breaks
 
 
-QWEN3_CODER_FORM = XmlForm(
+QWEN3_CODER_FORM = XmlCallFormat(
     ("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), ("</function>", "</tool_call>"), is_padded=True
 )
-GLM45_FORM = XmlForm(
+GLM45_FORM = XmlCallFormat(
     ("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), ("</tool_call>",), is_padded=False
 )
 
 
-def read_qwen3_coder(reader: TextReader, writer: CallWriter) -> Read[None]:
+def read_qwen3_coder_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
     """Read text with <tool_call><function=f><parameter=a>...</parameter></function></tool_call>.
 
     Models leave out the first marker at times: then a function must be one of the tools.
@@ -47,12 +47,12 @@ def read_qwen3_coder(reader: TextReader, writer: CallWriter) -> Read[None]:
     opening, closing = CALL_MARKERS
     begin = QWEN3_CODER_FORM.name[0]
     openers = (opening,) if writer.needs_marker else (opening, begin)
-    while (yield from writer.text_until(reader, openers)):
+    while (yield from writer.write_content_until(reader, openers)):
         any_name = not reader.text.endswith(begin, 0, reader.at)
         if any_name:
             yield from reader.skip_space()
             if not (yield from reader.match(begin)):
-                writer.no_call(reader)
+                writer.write_kept_as_content(reader)
                 continue
         is_call = yield from _call(QWEN3_CODER_FORM, reader, writer, any_name=any_name)
         while is_call:  # in one pair of markers there may be several
@@ -61,24 +61,24 @@ def read_qwen3_coder(reader: TextReader, writer: CallWriter) -> Read[None]:
                 reader.take()
                 break
             if not (yield from reader.match(begin)):
-                reader.rewind()
+                reader.unread_kept()
                 break
             is_call = yield from _call(QWEN3_CODER_FORM, reader, writer, any_name=True)
         if not is_call:
-            writer.no_call(reader)
+            writer.write_kept_as_content(reader)
 
 
-def read_glm45(reader: TextReader, writer: CallWriter) -> Read[None]:
+def read_glm45_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
     """Read text with <tool_call>f<arg_key>a</arg_key><arg_value>...</arg_value></tool_call>."""
-    while (yield from writer.text_until(reader, CALL_MARKERS[:1])):
+    while (yield from writer.write_content_until(reader, CALL_MARKERS[:1])):
         yield from reader.skip_space()
         if not (yield from _call(GLM45_FORM, reader, writer, any_name=True)):
-            writer.no_call(reader)
+            writer.write_kept_as_content(reader)
 
 
-def _call(form: XmlForm, reader: TextReader, writer: CallWriter, *, any_name: bool) -> Read[bool]:
+def _call(form: XmlCallFormat, reader: TextReader, writer: ChatDeltaWriter, *, any_name: bool) -> Read[bool]:
     """Read a call from its name on; return False if this is none. After True, kept text is not part of the call."""
-    name = yield from reader.word()
+    name = yield from reader.read_name()
     yield from reader.skip_space()
     if not (yield from reader.match(form.name[1])) or not writer.accepts(name, any_name=any_name):
         return False
@@ -92,13 +92,13 @@ def _call(form: XmlForm, reader: TextReader, writer: CallWriter, *, any_name: bo
             if key is None and not is_end:
                 return False
             writer.begin(name)
-            types = writer.types_of(name)
+            types = writer.argument_types_of(name)
         if key is None:
-            writer.arguments("" if reader.ran_out else "}" if separator != "{" else "{}")
+            writer.arguments("" if reader.is_cut_off else "}" if separator != "{" else "{}")
             if is_end:
                 reader.take()
             else:
-                reader.rewind()
+                reader.unread_kept()
             return True
         before = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
         separator = ", "
@@ -106,7 +106,7 @@ def _call(form: XmlForm, reader: TextReader, writer: CallWriter, *, any_name: bo
             return True
 
 
-def _key(form: XmlForm, reader: TextReader) -> Read[str | None]:
+def _key(form: XmlCallFormat, reader: TextReader) -> Read[str | None]:
     """Consume the name of an argument and the beginning of its value; return None and consume nothing without one."""
     at = reader.at
     if (yield from reader.match(form.key[0])):
@@ -124,7 +124,7 @@ def _key(form: XmlForm, reader: TextReader) -> Read[str | None]:
     return None
 
 
-def _value(form: XmlForm, reader: TextReader, value: "_ValueWriter") -> Read[bool]:
+def _value(form: XmlCallFormat, reader: TextReader, value: "_ValueWriter") -> Read[bool]:
     """Write a value and consume its end; return False if the text ends before, all of which is consumed then."""
     if form.is_padded:
         yield from reader.match("\n")
@@ -133,7 +133,7 @@ def _value(form: XmlForm, reader: TextReader, value: "_ValueWriter") -> Read[boo
     closings = (f"\n{closing}", closing) if form.is_padded else (closing,)
     while True:
         found = first_marker(reader.text, closings)
-        held = num_held(reader.text, closings) if found is None else len(reader.text) - found.start
+        held = num_chars_of_partial_marker(reader.text, closings) if found is None else len(reader.text) - found.start
         reader.at = len(reader.text) - held
         value.write(reader.take())
         if found is not None:
@@ -152,7 +152,7 @@ def _value(form: XmlForm, reader: TextReader, value: "_ValueWriter") -> Read[boo
             yield
 
 
-def _is_end(form: XmlForm, reader: TextReader, value: "_ValueWriter", marker: str) -> Read[bool]:
+def _is_end(form: XmlCallFormat, reader: TextReader, value: "_ValueWriter", marker: str) -> Read[bool]:
     """Return whether an end marker, which is consumed, ends the value."""
     at = reader.at
     yield from reader.skip_space()
@@ -174,7 +174,7 @@ def _is_end(form: XmlForm, reader: TextReader, value: "_ValueWriter", marker: st
 class _ValueWriter:
     """Writes one argument: a string in pieces, any other value at its end, since it depends on all of the text."""
 
-    def __init__(self, writer: CallWriter, before: str, types: frozenset[str]) -> None:
+    def __init__(self, writer: ChatDeltaWriter, before: str, types: frozenset[str]) -> None:
         self._writer = writer
         self._before = before
         self._types = types
@@ -207,7 +207,7 @@ class _ValueWriter:
         if self._held is None:
             self._writer.arguments('"')
         else:
-            self._writer.arguments(self._before + json_value("".join(self._held), self._types))
+            self._writer.arguments(self._before + argument_as_json("".join(self._held), self._types))
 
     def _become_string(self) -> None:
         held, self._held = self._held or [], None
