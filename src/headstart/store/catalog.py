@@ -202,7 +202,7 @@ class SegmentCatalog:
         """
         self._folder.refresh()
 
-    def read_blocks(self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()) -> ReadResult:
+    def read(self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()) -> ReadResult:
         """Read blocks from the first on, each verified against its key, until one is unavailable.
 
         `buffer` has space for all; after the blocks that count its content is undefined. A block that does not match
@@ -229,7 +229,7 @@ class SegmentCatalog:
             miss = found.miss or "gone"
         return ReadResult(done)
 
-    def append_blocks(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
+    def append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
         """Write those that are not stored yet; return their number. Does not check `max_bytes`.
 
         Raises OSError; then some of them may have been written, and `contains` reports which.
@@ -252,14 +252,14 @@ class SegmentCatalog:
         own = self._writer.path.name if self._writer is not None else ""
         return self._eviction.make_room(needed, own, kept)
 
-    def mark_used(self, block_hashes: Iterable[BlockHash]) -> None:
+    def used(self, block_hashes: Iterable[BlockHash]) -> None:
         """Mark blocks, and their files, as used now: a request uses them."""
         for block_hash in block_hashes:
             for segment, slot in self._index.places(block_hash):
                 self._index.mark_used(segment, slot, 1)
                 self._folder.touch(segment)
 
-    def discard_blocks(self, block_hashes: Iterable[BlockHash]) -> None:
+    def discard(self, block_hashes: Iterable[BlockHash]) -> None:
         """Drop these and mark them in their files, so that other processes do not load them either.
 
         Raises OSError; then unmarked ones are dropped here all the same, and marked by the next call.

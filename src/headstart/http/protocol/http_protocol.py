@@ -277,7 +277,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _is_upgrade(self) -> bool:
         """Return whether the parser stops after this head; the request is then answered as HTTP/1.1 without a body."""
-        return self.make_parser is not None and self.make_parser.should_upgrade()
+        return self.parser is not None and self.parser.should_upgrade()
 
     def on_chunk_header(self) -> None:
         self._slice_chunks += 1

@@ -63,7 +63,7 @@ class ModelCheckpoint:
         """See TensorFiles."""
         return self._files.are_applied
 
-    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a copy of tensor `name` as `dtype` on the CPU. Raises ConfigError if it is missing or misshaped."""
         entry = self._entry(name, shape)
         tensor, stored = self._files.read(name, dtype)

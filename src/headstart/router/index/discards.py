@@ -10,7 +10,7 @@ from typing import Any, Protocol
 class IncrementallyFreed(Protocol):
     """A pool that can be freed in slices."""
 
-    def free(self, num: int) -> int:
+    def free_entries(self, num: int) -> int:
         """Free up to about `num` entries; return the number freed, 0 when nothing is left."""
         ...
 

@@ -51,14 +51,14 @@ class StorageTier(Protocol):
         """Learn what other processes wrote. Raises OSError."""
         ...
 
-    def read_blocks(self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()) -> ReadResult:
+    def read(self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()) -> ReadResult:
         """Read blocks from the first on, each verified against its key, until one is unavailable. Raises nothing.
 
         `ahead`: what the next call reads if it is given this very object, so that it may be fetched meanwhile.
         """
         ...
 
-    def append_blocks(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
+    def append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
         """Write those that are not stored yet; return their number. Raises OSError."""
         ...
 
@@ -66,11 +66,11 @@ class StorageTier(Protocol):
         """Make space for so many bytes; return the number of blocks dropped for it. Raises OSError."""
         ...
 
-    def mark_used(self, block_hashes: Iterable[BlockHash]) -> None:
+    def used(self, block_hashes: Iterable[BlockHash]) -> None:
         """Mark blocks as used now. Raises OSError."""
         ...
 
-    def discard_blocks(self, block_hashes: Iterable[BlockHash]) -> None:
+    def discard(self, block_hashes: Iterable[BlockHash]) -> None:
         """Drop these for all processes. Raises OSError."""
         ...
 
