@@ -35,7 +35,7 @@ def test_two_chunks_are_packed_without_padding() -> None:
     assert step.writes.slots.tolist() == [22, 23, 24, 25, 26, 15] and step.writes.tokens is None
     assert step.qo_indptr.tolist() == [0, 5, 6] and step.starts.tolist() == [2, 7]
     assert step.kv_indptr.tolist() == [0, 2, 4] and step.kv_indices.tolist() == [5, 6, 9, 3]
-    assert (step.num_rows, step.num_queued_tokens) == (2, 6)
+    assert (step.num_rows, step.num_tokens) == (2, 6)
     assert step.token_ids.dtype == step.positions.dtype == step.writes.slots.dtype == torch.int64
     assert step.kv_indices.dtype == step.qo_indptr.dtype == np.int32
 
@@ -117,7 +117,7 @@ def test_a_step_is_its_chunks_one_after_the_other(chunks: list[Chunk], by_kernel
         assert step.starts[index] == one.start
         due = range(max(one.start, one.write_from), end)
         written += [(first + position - one.start, table[position // 4] * 4 + position % 4) for position in due]
-    tokens = list(range(step.num_queued_tokens)) if step.writes.tokens is None else step.writes.tokens.tolist()
+    tokens = list(range(step.num_tokens)) if step.writes.tokens is None else step.writes.tokens.tolist()
     assert list(zip(tokens, step.writes.slots.tolist(), strict=True)) == written
 
 

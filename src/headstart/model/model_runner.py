@@ -87,7 +87,7 @@ class ModelRunner:
         if self.states is not None:
             step.states = self.states.begin(chunks, step.qo_indptr)
         num_logits = sum(chunk.num_logits for chunk in chunks)
-        ahead = Ahead(step.qo_indptr) if num_logits == step.num_queued_tokens else None
+        ahead = Ahead(step.qo_indptr) if num_logits == step.num_tokens else None
         hidden = self.loaded.model.forward(step, self.attention.begin(step), ahead)
         if self.states is not None and step.states is not None:
             self.states.end(chunks, step.states)

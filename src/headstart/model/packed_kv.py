@@ -120,7 +120,7 @@ class PackedKV:
             if rows.stride(-1) != 1:
                 raise ValueError("the elements of a head are not adjacent in memory")
         call = self._layer_call(layer)
-        call.num_queued_tokens = len(keys)
+        call.num_tokens = len(keys)
         call.keys, call.values = keys.data_ptr(), values.data_ptr()
         call.key_token, call.key_head = keys.stride(0), keys.stride(1)
         call.value_token, call.value_head = values.stride(0), values.stride(1)
@@ -188,8 +188,8 @@ class PackedKV:
 
 def planned(call: AttentionCall, writes: PageWrites) -> AttentionCall:
     """Return a copy of a call with the writes of a step. Raises ValueError if the step has another number of tokens."""
-    if call.num_queued_tokens != writes.num_queued_tokens:
-        raise ValueError(f"keys and values of {call.num_queued_tokens} tokens for a step of {writes.num_queued_tokens}")
+    if call.num_tokens != writes.num_tokens:
+        raise ValueError(f"keys and values of {call.num_tokens} tokens for a step of {writes.num_tokens}")
     copy = AttentionCall.from_buffer_copy(call)
     copy.page_writes, copy.num_page_writes = writes.pages.ctypes.data, len(writes.pages)
     copy.token_writes, copy.num_token_writes = writes.tokens.ctypes.data, len(writes.tokens)

@@ -97,7 +97,7 @@ class CPUAttentionStep:
         self.backend, self._step = backend, step
         kv, known = backend.kv, step.bounds
         are_checked = known is not None and known.block_size == kv.block_size and known.num_blocks <= kv.num_blocks
-        self._writes = kv.plan_writes(step.writes, step.num_queued_tokens, are_checked=are_checked)
+        self._writes = kv.plan_writes(step.writes, step.num_tokens, are_checked=are_checked)
         self._arrays = tuple(
             np.ascontiguousarray(array, np.int32)
             for array in (step.qo_indptr, step.starts, step.kv_indptr, step.kv_indices)

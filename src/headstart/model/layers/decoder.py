@@ -152,7 +152,7 @@ def load_decoder(
     reader = WeightReader(config, checkpoint, dtype, device, form)
     layers = []
     for index in range(config.num_layers):
-        layers.append(reader.layer(index))
+        layers.append(reader.read_layer(index))
         trim_heap()  # packing has freed the plain weights, which the heap would keep: as much again as the model
     norm = reader.norm("model.norm.weight", config.hidden_size)
     head, embedding = read_head_and_embedding(reader, norm, EMBEDDING, HEAD)

@@ -78,7 +78,7 @@ class FusedLayers:
         """Return the residual stream [T, hidden] after the last layer; valid until the next step."""
         if not isinstance(attend, CPUAttentionStep):
             return self._forward_by_layer(step, attend)
-        buffers, scratch = self._workspace.of(step.num_queued_tokens)
+        buffers, scratch = self._workspace.of(step.num_tokens)
         if self._prepared is None or self._prepared[:2] != (buffers, attend.backend):
             self._prepared = buffers, attend.backend, self._prepare(buffers, attend.backend)
         calls = {window: attend.call(prepared) for window, prepared in self._prepared[2].items()}
@@ -104,13 +104,13 @@ class FusedLayers:
     def _forward_by_layer(self, step: StepInputs, attend: AttentionFunction) -> Tensor:
         """Do the same as `forward` for any attention, with one call per chain."""
         angles = self._rotary.angles(step.positions)
-        buffers, scratch = self._workspace.of(step.num_queued_tokens)
+        buffers, scratch = self._workspace.of(step.num_tokens)
         buffers[STREAM].copy_(embedding_rows(self._embedding, step.token_ids))
         queries, keys, values = self._heads(buffers)
         for index, window in enumerate(self._windows):
             self._chains[index](buffers, scratch, angles)
             attended = attend(index, queries, keys, values, scale=self._scale, window=window)
-            buffers[ATTENDED].copy_(attended.reshape(step.num_queued_tokens, -1))
+            buffers[ATTENDED].copy_(attended.reshape(step.num_tokens, -1))
         self._chains[-1](buffers, scratch)
         return buffers[STREAM]
 
