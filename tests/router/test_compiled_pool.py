@@ -86,7 +86,7 @@ def test_an_index_on_compiled_pools_equals_one_in_python(seed: int, policy: str,
             twins.call("computed", rng.choice(under_way))
         elif act < 0.7:
             chosen = rng.choice(under_way)
-            twins.call("observed", chosen, rng.randrange(len(chosen[0].block_hashes) + 1))
+            twins.call("on_hit_reported", chosen, rng.randrange(len(chosen[0].block_hashes) + 1))
         elif act < 0.88:
             done = under_way.pop(rng.randrange(len(under_way)))
             longer = [chain for chain in chains if chain[: len(done[0].block_hashes)] == done[0].block_hashes]
