@@ -128,7 +128,7 @@ def test_a_model_may_have_several_names(
         got.append({name: value for source in reversed(sources) for name, value in source.items()})
         raise ConfigError("enough")
 
-    monkeypatch.setattr("headstart.cli.serve.settle", settled)
+    monkeypatch.setattr("headstart.cli.serve.merge_option_sources", settled)
     assert cli.main(["serve", *argv.split()]) == 2
     [values] = got
     assert isinstance(values, dict) and (values["served_model_name"], values["model"]) == (names, model)

@@ -264,7 +264,7 @@ def misleading(tokens: "array[int]") -> int:
 
 
 def test_rejections_are_remembered_for_later_requests_of_their_own_domain_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.core.speculation.draft_length.DecodeCost.learn", lambda *_: None)
+    monkeypatch.setattr("headstart.core.speculation.draft_length.DecodeCostModel.learn", lambda *_: None)
     engine = make_engine(60, model=misleading, speculation=DRAFTS)
     firsts = iter(range(101, 160))
 

@@ -86,7 +86,7 @@ def test_no_plan_changes_a_bit(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     )
     outs: list[Tensor] = []
     for sharing, split_tokens, num_threads in [("never", 0, 1), ("always", 0, 1), ("never", 16, 4), ("always", 256, 8)]:
-        monkeypatch.setattr("headstart.model.attention.cpu.threads", lambda count=num_threads: count)
+        monkeypatch.setattr("headstart.model.attention.cpu.num_kernel_threads", lambda count=num_threads: count)
         settings = {"dtype": dtype, "block_size": block_size, "sharing": sharing, "split_tokens": split_tokens}
         pools = Pools(lengths, heads=kv_heads * group, kv_heads=kv_heads, dim=dim, seed=seed, **settings)
         for follower in range(1, 5):
@@ -119,8 +119,8 @@ def test_outputs_and_log_sum_exps_equal_fp64(sharing: str, sink: float | None) -
 def test_a_long_row_split_between_threads_equals_the_whole_one(
     dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.model.attention.cpu.threads", lambda: 4)
-    monkeypatch.setattr("headstart.model.packed_kv.threads", lambda: threads)
+    monkeypatch.setattr("headstart.model.attention.cpu.num_kernel_threads", lambda: 4)
+    monkeypatch.setattr("headstart.model.packed_kv.num_kernel_threads", lambda: threads)
     pools = Pools([3000], heads=4, kv_heads=2, dim=64, dtype=dtype)
     pools.fill([2990])
     due, found, step = pools.compute([2990], scale=0.2)
@@ -306,7 +306,9 @@ def test_shapes_that_the_kernels_do_not_know_are_refused(monkeypatch: pytest.Mon
         make(64, torch.float16)
     assert base.resolve_backend("auto", "cpu", 512) == "cpu"
     assert base.resolve_backend("auto", "cpu", 513) == "reference"
-    monkeypatch.setattr("headstart.model.attention.cpu.find", lambda: load.KernelSearchResult(None, "none: tried"))
+    monkeypatch.setattr(
+        "headstart.model.attention.cpu.find_kernels", lambda: load.KernelSearchResult(None, "none: tried")
+    )
     monkeypatch.setattr(base, "find_kernels", lambda: load.KernelSearchResult(None, "none: tried"))
     assert base.resolve_backend("auto") == "reference"
     with pytest.raises(ConfigError, match="needs compiled kernels"):

@@ -63,7 +63,7 @@ def test_processor_without_avx2_is_warned_of(tmp_path: Path, monkeypatch: pytest
 def test_tiles_that_the_system_refuses_are_warned_of(
     granted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.model.setup.doctor.tiles_granted", lambda: granted)
+    monkeypatch.setattr("headstart.model.setup.doctor.request_amx_tiles", lambda: granted)
     write(machine(tmp_path), "proc/cpuinfo", f"flags : {' '.join(NEEDED['amx'])}\n")
     assert any("use AMX" in warning for warning in make_doctor_report(root=tmp_path).warnings) is not granted
 

@@ -145,7 +145,7 @@ def test_a_packaged_library_that_cannot_be_loaded_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken.so").write_bytes(b"not a library")
-    monkeypatch.setattr("headstart.model.kernels.library.packaged", lambda variant: tmp_path / "broken.so")
+    monkeypatch.setattr("headstart.model.kernels.library.packaged_library", lambda variant: tmp_path / "broken.so")
     found = load_kernels.__wrapped__(RUNNABLE[-1])
     assert found.kernels is None or found.origin.startswith("compiled on this machine")
 
