@@ -11,7 +11,8 @@ from model.paged import token_writes
 from numpy.typing import NDArray
 
 from headstart.model.kernels import library as load
-from headstart.model.kernels.memory import HUGE
+from headstart.model.kernels import memory
+from headstart.model.kernels.memory import AHEAD, HUGE
 from headstart.model.kv_writes import Span, Writes
 from headstart.model.packed_kv import PackedKV, PageWrites
 from headstart.model.paged_kv import KVShape, PagedKV
@@ -78,6 +79,40 @@ def test_the_pool_takes_memory_as_its_blocks_are_written(kernels: load.Kernels) 
     for block in range(1, 257):
         packed.write_block(block, bytes(packed.block_bytes))
     assert 40 << 20 < process.memory_info().rss - before < 80 << 20
+
+
+def test_a_step_takes_the_pages_of_the_next_blocks_and_a_load_none(kernels: load.Kernels) -> None:
+    """Only so many, from the last block that a step writes on, whatever is in them; those are there at a load."""
+    shape, process = KVShape(16, 3, 64), psutil.Process()
+    packed = PackedKV(kernels, shape, num_blocks=8192, block_size=16, dtype=torch.bfloat16)
+    blocks = {block: bytes([block]) * packed.block_bytes for block in range(2, 102)}
+    before = process.memory_info().rss
+    packed.write_block(1, bytes(packed.block_bytes))
+    assert process.memory_info().rss - before < 8 << 20
+    rows = torch.zeros(1, 3, 64, dtype=torch.bfloat16)
+    packed.write(0, rows, rows, token_writes([16]))  # token 0 into the first slot of block 1
+    for block, content in blocks.items():
+        packed.write_block(block, content)
+    packed._ahead.join()
+    taken = process.memory_info().rss - before
+    assert AHEAD - (1 << 20) < taken < AHEAD + (8 << 20)
+    packed.write(0, rows, rows, token_writes([17]))
+    packed._ahead.join()
+    assert process.memory_info().rss - before < taken + (1 << 20)
+    assert all(bytes(packed.read_block(block)) == content for block, content in blocks.items())
+    packed.write(0, rows, rows, token_writes([16 * 8191]))  # the last block: there is no further one
+    packed._ahead.join()
+
+
+def test_a_system_that_takes_no_pages_ahead_takes_them_when_they_are_written(
+    kernels: load.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "POPULATE_WRITE", 255)  # as before Linux 5.14
+    packed = PackedKV(kernels, KVShape(16, 3, 64), num_blocks=8192, block_size=16, dtype=torch.bfloat16)
+    rows, before = torch.ones(1, 3, 64, dtype=torch.bfloat16), psutil.Process().memory_info().rss
+    packed.write(0, rows, rows, token_writes([16]))
+    packed._ahead.join()
+    assert psutil.Process().memory_info().rss - before < 8 << 20 and bytes(packed.read_block(1)).strip(b"\0")
 
 
 def test_a_token_leaves_its_neighbours_in_the_same_words_alone(kernels: load.Kernels) -> None:
