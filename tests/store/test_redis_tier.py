@@ -1,6 +1,7 @@
 """RedisTier: blocks of a real server come back verified or not at all, and a server that fails delays no other work."""
 
 import random
+import socket
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -118,6 +119,54 @@ def test_values_are_received_into_one_buffer(server: RedisServer, opened: Open, 
         assert all(SEALER.open(one, value, buffer) is None for one, value in zip(piece, values, strict=True))
     assert buffers == {id(tier._received)}
     tier.close()
+
+
+def test_an_answer_that_was_not_received_is_none_of_the_next_load(
+    server: RedisServer, opened: Open, pool: Pool
+) -> None:
+    writes = opened()
+    pool.offer(writes, *range(1, 9))
+    tier = RedisTier(server.url, None, SHAPE, SECRET, TTL)
+    assert written(writes, *range(1, 9))
+    buffer = bytearray(2 * BLOCK_BYTES)
+    for first, ahead in ((1, 3), (5, 7), (3, 1), (7, 5)):  # each load is given up with a piece asked for
+        assert tier.read(keys(first, first + 1), memoryview(buffer), keys(ahead, ahead + 1)).num_blocks == 2
+        assert bytes(buffer) == b"".join(contents(first, first + 1))
+    tier.close()
+
+
+def test_a_read_starts_no_thread_once_connected(
+    server: RedisServer, opened: Open, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To start one takes milliseconds where cores are busy, for each piece of a load."""
+    writes = opened()
+    pool.offer(writes, 1, 2)
+    tier = RedisTier(server.url, None, SHAPE, SECRET, TTL)
+    assert written(writes, 1, 2) and len(tier._fetch(keys(1))) == 1
+    writes.close()
+    monkeypatch.setattr(threading.Thread, "start", None)
+    assert tier.read(keys(1, 2), memoryview(bytearray(2 * BLOCK_BYTES))).num_blocks == 2
+    monkeypatch.undo()
+    tier.close()
+
+
+def test_the_deadline_of_a_read_is_for_all_of_its_bytes() -> None:
+    """A server that sends a byte now and then never reaches the timeout of a socket."""
+    ours, theirs = socket.socketpair()
+    ended = threading.Event()
+
+    def trickle() -> None:
+        theirs.sendall(b"*1\r\n$1000\r\n")
+        while not ended.wait(0.02):
+            theirs.sendall(b"a")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    with pytest.raises(TimeoutError):
+        redis_link._Answer(ours, bytearray(2000), 0.3).values(1, 1000)
+    ended.set()
+    thread.join()
+    ours.close(), theirs.close()
 
 
 @pytest.mark.parametrize("length", [SEALER.value_bytes + 1, 3 * SEALER.value_bytes, 1 << 20])
