@@ -81,6 +81,12 @@ def test_the_pool_takes_memory_as_its_blocks_are_written(kernels: load.Kernels) 
     assert 40 << 20 < process.memory_info().rss - before < 80 << 20
 
 
+def pages_taken(packed: PackedKV) -> None:
+    """Wait until the pages due so far are taken."""
+    if (thread := packed._ahead._thread) is not None:
+        thread.join()
+
+
 def test_a_step_takes_the_pages_of_the_next_blocks_and_a_load_none(kernels: load.Kernels) -> None:
     """Only so many, from the last block that a step writes on, whatever is in them; those are there at a load."""
     shape, process = KVShape(16, 3, 64), psutil.Process()
@@ -93,15 +99,15 @@ def test_a_step_takes_the_pages_of_the_next_blocks_and_a_load_none(kernels: load
     packed.write(0, rows, rows, token_writes([16]))  # token 0 into the first slot of block 1
     for block, content in blocks.items():
         packed.write_block(block, content)
-    packed._ahead.join()
+    pages_taken(packed)
     taken = process.memory_info().rss - before
     assert AHEAD - (1 << 20) < taken < AHEAD + (8 << 20)
     packed.write(0, rows, rows, token_writes([17]))
-    packed._ahead.join()
+    pages_taken(packed)
     assert process.memory_info().rss - before < taken + (1 << 20)
     assert all(bytes(packed.read_block(block)) == content for block, content in blocks.items())
     packed.write(0, rows, rows, token_writes([16 * 8191]))  # the last block: there is no further one
-    packed._ahead.join()
+    pages_taken(packed)
 
 
 def test_a_system_that_takes_no_pages_ahead_takes_them_when_they_are_written(
@@ -111,7 +117,7 @@ def test_a_system_that_takes_no_pages_ahead_takes_them_when_they_are_written(
     packed = PackedKV(kernels, KVShape(16, 3, 64), num_blocks=8192, block_size=16, dtype=torch.bfloat16)
     rows, before = torch.ones(1, 3, 64, dtype=torch.bfloat16), psutil.Process().memory_info().rss
     packed.write(0, rows, rows, token_writes([16]))
-    packed._ahead.join()
+    pages_taken(packed)
     assert psutil.Process().memory_info().rss - before < 8 << 20 and bytes(packed.read_block(1)).strip(b"\0")
 
 

@@ -150,6 +150,15 @@ def test_a_read_starts_no_thread_once_connected(
     tier.close()
 
 
+def test_a_connection_that_the_server_has_closed_is_opened_again(server: RedisServer, opened: Open, pool: Pool) -> None:
+    """As a server with a `timeout` closes those that are idle."""
+    store = opened()
+    pool.offer(store, 1, 2)
+    assert written(store, 1, 2) and load(store, keys(1)) == contents(1)
+    client(server).client_kill_filter(_type="normal", skipme=True)
+    assert load(store, keys(1, 2)) == contents(1, 2) and not any(store.stats().misses.values())
+
+
 def test_the_deadline_of_a_read_is_for_all_of_its_bytes() -> None:
     """A server that sends a byte now and then never reaches the timeout of a socket."""
     ours, theirs = socket.socketpair()

@@ -116,11 +116,6 @@ class PagesAhead:
             self._thread = Thread(target=self._take, args=(begin, self._end), name="kv-pool-pages", daemon=True)
             self._thread.start()
 
-    def join(self) -> None:
-        """Wait until the pages due so far are taken."""
-        if self._thread is not None:
-            self._thread.join()
-
     def _take(self, begin: int, end: int) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + AHEAD_NICE)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from socket import socket
 from typing import Any, TypeVar
@@ -79,7 +80,7 @@ class RedisLink:
         with a thread, as `run` does, takes longer than the call where cores are busy.
         """
         try:
-            if self._connection is None or self._is_awaited or self._connection.can_read():
+            if not self._is_ready():
                 self._drop()
                 self._connection = self.run(lambda _: self._pool.get_connection())
             self._is_awaited = True
@@ -103,6 +104,12 @@ class RedisLink:
 
     def close(self) -> None:
         self._pool.disconnect()
+
+    def _is_ready(self) -> bool:
+        """Return whether the connection is open and no answer is to come: a server closes those that are idle."""
+        with suppress(Exception):
+            return self._connection is not None and not self._is_awaited and not self._connection.can_read()
+        return False
 
     def _drop(self) -> None:
         """Close the connection of `request`, if any, and what it would still answer."""
