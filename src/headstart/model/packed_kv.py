@@ -3,7 +3,7 @@
 It is the counterpart of PagedKV for these kernels: the same blocks and the same canonical form, but another memory
 layout (see kernels/attention.h), which is the same for every kernel variant. Head size and block size are padded to a
 multiple of 16. All memory is zero at the start. The system gives it when it is written, and that of the next blocks
-while a step runs: a load that writes them then takes no longer than to copy them.
+while a step with prompt tokens runs: a load that writes them then takes no longer than to copy them.
 """
 
 import ctypes
