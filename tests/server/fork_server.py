@@ -40,10 +40,13 @@ CAN_FORK = hasattr(os, "pidfd_open")
 class Forked:
     """A forked process, as its Popen would be."""
 
+    stdin: IO[bytes] | None = None
+    stdout: IO[bytes] | None = None
+
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._channel = channel
+        self._channel = channel  # the exit code stays in it: threads may wait beside each other
 
     def poll(self) -> int | None:
         """Return the exit code, None while it runs."""
@@ -56,13 +59,15 @@ class Forked:
         if self.returncode is None:
             if not select.select([self._channel], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("a forked server", timeout or 0.0)
-            (self.returncode,) = _NUMBER.unpack(self._channel.recv(_NUMBER.size))
-            self._channel.close()
+            (self.returncode,) = _NUMBER.unpack(self._channel.recv(_NUMBER.size, socket.MSG_PEEK))
         return self.returncode
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -82,17 +87,22 @@ class ForkServer:
                 process_group=0,
             )
 
-    def fork(self, words: list[str], environment: Mapping[str, str], log: IO[bytes], umask: int) -> Forked:
+    def fork(self, words: list[str], environment: Mapping[str, str], log: IO[bytes], umask: int, stdin: int) -> Forked:
         """Return the process of `python WORDS`; what it prints goes to the log."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         order = {"words": words, "environment": dict(environment), "folder": os.getcwd(), "umask": umask}
         with theirs:
-            socket.send_fds(self._stream, [json.dumps(order).encode()], [theirs.fileno(), log.fileno()])
+            socket.send_fds(self._stream, [json.dumps(order).encode()], [theirs.fileno(), log.fileno(), stdin])
         return Forked(*_NUMBER.unpack(ours.recv(_NUMBER.size)), ours)
 
 
 def fork(
-    words: list[str], environment: Mapping[str, str], log: IO[bytes], modules: tuple[str, ...], umask: int
+    words: list[str],
+    environment: Mapping[str, str],
+    log: IO[bytes],
+    modules: tuple[str, ...],
+    umask: int = -1,
+    stdin: IO[bytes] | None = None,
 ) -> Forked | None:
     """Fork `python WORDS` from the process with these modules, or return None if its surroundings are not the tests'.
 
@@ -103,7 +113,22 @@ def fork(
         return None
     if modules not in _STARTED:
         _STARTED[modules] = ForkServer(modules, environment)
-    return _STARTED[modules].fork(words, environment, log, umask)
+    with open(os.devnull, "rb") as nothing:
+        return _STARTED[modules].fork(words, environment, log, umask, (stdin or nothing).fileno())
+
+
+def fork_piped(words: list[str], environment: Mapping[str, str], modules: tuple[str, ...]) -> Forked | None:
+    """As `fork`, with pipes to the process's stdin and from its output, as of Popen."""
+    (theirs_in, our_in), (our_out, theirs_out) = os.pipe(), os.pipe()
+    stdin, stdout = open(our_in, "wb"), open(our_out, "rb")  # noqa: SIM115  # open as long as the process
+    with open(theirs_in, "rb") as reading, open(theirs_out, "wb") as writing:
+        forked = fork(words, environment, writing, modules, stdin=reading)
+    if forked is None:
+        stdin.close()
+        stdout.close()
+        return None
+    forked.stdin, forked.stdout = stdin, stdout
+    return forked
 
 
 def start(environment: Mapping[str, str]) -> None:
@@ -136,7 +161,7 @@ def _forked_command() -> list[str]:
     gc.freeze()  # collections in the servers leave the modules alone, as if they were small
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        message, descriptors, _, _ = socket.recv_fds(stream, _MAX_MESSAGE, 2)
+        message, descriptors, _, _ = socket.recv_fds(stream, _MAX_MESSAGE, 3)
         if not message:
             sys.exit()
         tasks = len(list(Path("/proc/self/task").iterdir()))
@@ -147,10 +172,11 @@ def _forked_command() -> list[str]:
             os.close(each)
     stream.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    channel, log = socket.socket(fileno=descriptors[0]), descriptors[1]
+    channel, (log, stdin) = socket.socket(fileno=descriptors[0]), descriptors[1:]
     pid = os.fork()
     if pid:
         os.close(log)
+        os.close(stdin)
         _keep(pid, channel)
     channel.close()
     order = json.loads(message)
@@ -165,7 +191,11 @@ def _forked_command() -> list[str]:
     os.close(log)
     words: list[str] = order["words"]
     sys.path[0] = order["folder"] if words[0] == "-m" else ""
-    return words if "route" in words[:3] else _seat_engine(words)
+    words = words if "route" in words[:3] else _seat_engine(words)
+    if words[1] != _ENGINE:
+        os.dup2(stdin, 0)
+    os.close(stdin)
+    return words
 
 
 def _keep(pid: int, channel: socket.socket) -> None:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from server import fork_server
 from server.fork_server import CAN_FORK, Forked
-from server.harness import fake_command, spawn, wait_for
+from server.harness import fake_command, server_environment, spawn, wait_for
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="no descriptors of processes here")
 
@@ -81,3 +81,16 @@ def test_a_server_ends_with_the_tests_that_started_it(folder: str, tmp_path: Pat
         server.process._channel.close()  # as the kernel does for a process that ends
         wait_for(lambda: not process.is_running())
         server.process.returncode = -signal.SIGKILL
+
+
+def test_pipes_carry_input_and_its_end_to_the_process_and_its_output_back() -> None:
+    words = ["-c", "import os; print(os.read(0, 9), flush=True); print(os.read(0, 9))"]
+    forked = fork_server.fork_piped(words, server_environment(), fork_server.FAKE)
+    assert forked is not None and forked.stdin is not None and forked.stdout is not None
+    with forked.stdin as stdin, forked.stdout as stdout:
+        stdin.write(b"abc")
+        stdin.flush()
+        assert stdout.readline() == b"b'abc'\n"
+        stdin.close()
+        assert stdout.read() == b"b''\n"
+    assert forked.wait() == 0 and forked.poll() == 0
