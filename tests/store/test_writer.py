@@ -11,7 +11,7 @@ from stored import BLOCK_BYTES, MAX_BYTES, SHAPE, Clock, Disk, Pool, key, name, 
 
 from headstart.store import writer
 from headstart.store.catalog import Catalog
-from headstart.store.writer import LOST, Offer, Writer
+from headstart.store.writer import LOST, MAX_RUN_BLOCKS, RUN_BYTES, Offer, Writer
 
 
 class Bench:
@@ -74,6 +74,11 @@ def test_a_run_is_bounded_and_the_rest_follows(bench: Bench, monkeypatch: pytest
     assert bench.writer.num_pending == 4
     assert bench.writer.round() and bench.pool.asked == [1, 2, 3] and bench.writer.num_pending == 1
     assert not bench.writer.round() and bench.writer.written_blocks == 4 and bench.writer.num_pending == 0
+
+
+def test_the_memory_of_a_run_is_bounded_unless_one_block_is_larger(bench: Bench) -> None:
+    for block_bytes, num in ((1, MAX_RUN_BLOCKS), (RUN_BYTES // 3, 3), (RUN_BYTES + 1, 1)):
+        assert Writer(bench.catalog, block_bytes, bench.clock)._run.nbytes == num * block_bytes
 
 
 def test_what_is_stored_is_not_read_again(bench: Bench) -> None:
