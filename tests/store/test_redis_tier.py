@@ -287,6 +287,15 @@ def test_whatever_a_server_answers_is_no_block(value: object) -> None:
     assert opens(value) == "corrupt" and SEALER.open_message(value) == b""
 
 
+def test_an_empty_line_in_place_of_an_answer_is_an_error_at_once() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(30.0)
+        theirs.sendall(b"\r\n")
+        with pytest.raises(ValueError, match="the answer is empty"):
+            redis_link._Answer(ours, bytearray(4096)).values(1, 1024)
+
+
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.long)])
 def test_harmed_values_of_a_real_server_are_misses_found_by_verify_and_written_again(
     opened: Open, pool: Pool, server: RedisServer, monkeypatch: pytest.MonkeyPatch, count: int
