@@ -242,6 +242,14 @@ def test_stalls_cost_less_than_the_prefill_and_nothing_where_there_are_the_fewes
     assert (stalls >= 0.0).all() and (stalls <= most).all() and not stalls[costs.requests.argmin()]
 
 
+def test_beside_other_routers_no_stalls_are_priced() -> None:
+    router = Router()
+    router.add(endpoint("r0", 64))
+    router.first_token(queued(router, 0.0, ask(1))[0], 0.0)
+    router.endpoints["r0"].reported = Reported(at=0.0, waiting=0, running=40)
+    assert price_one(router.endpoints["r0"], 40, 0, 0.0).stall(0.0) == 0.0
+
+
 def test_a_long_prompt_leaves_a_prefix_whose_replica_answers_others_if_computing_it_again_costs_less() -> None:
     for hit, stays in ((2, False), (8, True)):
         router = Router()

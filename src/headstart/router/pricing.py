@@ -47,7 +47,7 @@ class Price(NamedTuple, Generic[Numbers]):
     decode: Numbers
     factor: Numbers
     wait: Numbers  # for blocks, as far as the backlog is that
-    requests: Numbers  # in flight there; 0 while rates are not used
+    requests: Numbers  # in flight there; 0 where they are not counted
 
     @property
     def total(self) -> Numbers:
@@ -80,7 +80,7 @@ def price_all(
     for index in np.flatnonzero(state[IS_PACED]) if not learner.is_contradicted else ():
         pace[index] = learner.factor(loads[index].pace, now)
     if learner.prices is not None:
-        limits = (STALE_STEPS, STALE_MS, MAX_AGE, LATENESS, GRACE_MS, DECODE)
+        limits = (STALE_STEPS, STALE_MS, MAX_AGE, LATENESS, GRACE_MS, DECODE, learner.counts_requests)
         numbers = array("d", (*rates, output, prompt_tokens, now, not learner.is_contradicted, *limits))
         costs = np.empty((len(Price._fields), len(loads)))
         at, own_at, pace_at, to = (part.ctypes.data for part in (state, own, pace, costs))
@@ -123,7 +123,7 @@ def price_all(
     decode = _decode_ms(rates, output, decoding + pending, attended + prompts, prompt_tokens)
     expected = head + rates.token * np.minimum(state[0] - head_tokens, step_tokens)
     late = np.where(is_busy, 1e3 * (now - started) / (LATENESS * expected + GRACE_MS), 1.0)
-    requests = np.zeros(len(loads)) if learner.is_contradicted else decoding + pending
+    requests = decoding + pending if learner.counts_requests else np.zeros(len(loads))
     return Price(backlog, prefill, decode, np.maximum(late, 1.0) * pace, wait, requests)
 
 
@@ -176,7 +176,7 @@ def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float)
     more = max(ceil((tokens + own) / step_tokens) - steps, 0)
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
     decode = _decode_ms(rates, output, decoding + pending, attended + prompts, prompt_tokens)
-    return Price(backlog, prefill, decode, factor * pace, wait, 0.0 if is_contradicted else decoding + pending)
+    return Price(backlog, prefill, decode, factor * pace, wait, decoding + pending if learner.counts_requests else 0.0)
 
 
 def _decode_ms(rates: StepRates, output: float, streams: Numbers, resident: Numbers, prompt_tokens: int) -> Numbers:

@@ -94,6 +94,11 @@ class RateLearner:
         return self.residual > DOUBTFUL
 
     @property
+    def counts_requests(self) -> bool:
+        """Whether requests in flight are known: other routers' only from reports, which are seconds old."""
+        return not self.is_contradicted and not self.others.share
+
+    @property
     def defers(self) -> bool:
         """Whether replicas let a request wait for a step in which another one computes its prefix.
 

@@ -55,6 +55,6 @@ extern "C" __attribute__((visibility("default"))) void headstart_prices(
         out[2 * num + i] = decode_weight * output * (others + decode_own * (decoding + pending));
         out[3 * num + i] = std::max(late, 1.0) * pace[i];
         out[4 * num + i] = wait;
-        out[5 * num + i] = uses_steps ? decoding + pending : 0.0;
+        out[5 * num + i] = numbers[15] != 0 ? decoding + pending : 0.0;
     }
 }
