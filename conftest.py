@@ -125,6 +125,14 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 @pytest.fixture
+def true_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines and sandboxes of servers in this process are started as the product does, not forked."""
+    from server import harness
+
+    harness.start_processes_truly(monkeypatch.setattr)
+
+
+@pytest.fixture
 def patient_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores on disk of this process are always preferred, and waited for."""
     patience.prefer_the_store(monkeypatch.setattr)

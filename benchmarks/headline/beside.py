@@ -30,7 +30,7 @@ import httpx
 from kill_every_replica import LONGEST, OUTPUT, SYSTEM, TURN, VOCABULARY, Fleet, Ideal, ask
 from tokenizers import Tokenizer
 
-from headstart_lab.router.failover_processes import quiet_ports, router_command
+from headstart_lab.router.failover_processes import pauses, quiet_ports, router_command
 
 PATIENCE = 240.0  # seconds
 END_SECONDS = 10.0  # for SIGTERM, before SIGKILL
@@ -322,7 +322,7 @@ async def measure(system: System, options: argparse.Namespace, client: httpx.Asy
 
     async def by_clock() -> None:
         clock, until = Random(f"{options.seed}/kills"), time.monotonic() + options.clock_seconds
-        while (pause := clock.expovariate(1 / options.mean_seconds)) < until - time.monotonic():
+        for pause in pauses(clock, options.mean_seconds, until):
             await asyncio.sleep(pause)
             one = clock.choice(replicas)
             one.end()

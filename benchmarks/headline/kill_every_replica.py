@@ -33,7 +33,7 @@ from headstart.core.cache.hashing import BlockHash, extend_block_hashes, root_ha
 from headstart.model.weights.init_model import write_random_model
 from headstart.model.weights.shapes import SHAPES
 from headstart_lab.bootstrap import interval
-from headstart_lab.router.failover_processes import Served, quiet_ports, router_command
+from headstart_lab.router.failover_processes import Served, pauses, quiet_ports, router_command
 
 BLOCK = 16
 VOCABULARY = 500
@@ -257,10 +257,8 @@ async def kill_by_clock(
     """
     kills: list[tuple[float, float]] = []
     computed, clock = 0, Random(f"{options.seed}/kills")
-    while True:
-        await asyncio.sleep(clock.expovariate(1 / options.mean_seconds))
-        if time.monotonic() > load.ends_at - WINDOW:
-            return kills, computed
+    for pause in pauses(clock, options.mean_seconds, load.ends_at - WINDOW):
+        await asyncio.sleep(pause)
         computed += await fleet.computed(client) if options.kill != "tier" else 0
         killed_at = time.monotonic() - load.began
         fleet.kill(options.kill)
@@ -274,6 +272,7 @@ async def kill_by_clock(
             for replica in fleet.replicas:
                 await asyncio.to_thread(replica.wait_ready)
         kills.append((killed_at, time.monotonic() - load.began))
+    return kills, computed
 
 
 def report(load: Sessions, kills: list[tuple[float, float]], cold: float, computed: int) -> dict[str, object]:

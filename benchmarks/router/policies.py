@@ -40,7 +40,7 @@ FIGURES = ("ttft_mean_ms", "ttft_p99_ms", "tpot_p99_ms", "e2e_mean_ms")
 T95 = {2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 19: 2.093}  # Student's t, two-sided 95 %, by degrees of freedom
 
 ABLATIONS = ("learning off", "true rates", "no decodes")
-DECODE = pricing.DECODE
+DECODE, STALL = pricing.DECODE, pricing.STALL
 TRUE_RATES = StepRates(*(1e3 * seconds for seconds in (SUM.step, SUM.stream, SUM.resident, SUM.token, SUM.pair)))
 
 
@@ -96,7 +96,7 @@ def run(row: str, policy: str, seed: int, traces: Path, count: int = NUM_REQUEST
     fleet = simulation.build()
     for router in fleet.routers:
         ablate(router, policy)
-    pricing.DECODE = 0.0 if policy == "no decodes" else DECODE
+    pricing.DECODE, pricing.STALL = (0.0, 0.0) if policy == "no decodes" else (DECODE, STALL)
     fleet.run(make(traces, seed, count))
     values = fleet_report(fleet).values()
     found = {key: values[key] for key in KEYS}

@@ -17,7 +17,7 @@ from headstart_lab.router.failover import (
     run_failover,
 )
 from headstart_lab.router.failover_load import Load, Outcome, is_typed
-from headstart_lab.router.failover_processes import takes_requests
+from headstart_lab.router.failover_processes import pauses, takes_requests
 
 TOKEN = b'data: {"choices": [{"text": "a"}]}\n\n'
 TYPED = b'event: error\ndata: {"error": {"message": "m", "type": "server_error", "code": "replica_lost"}}\n\n'
@@ -35,6 +35,16 @@ def test_no_request_is_lost_when_replicas_are_killed_and_restarted() -> None:
     assert values["kill.eject_seconds_max"] >= 0
     assert values["rolling.requests"] >= 100 and values["rolling.lost"] == values["rolling.non_2xx"] == 0
     assert len(report.setup["restart_seconds"]) == 2
+
+
+@pytest.mark.parametrize("mean_seconds", [0.5, 20.0, 1e9])
+def test_no_pause_of_a_poisson_clock_goes_beyond_its_end(mean_seconds: float) -> None:
+    """A mean far above the length of a run let it sleep for days."""
+    found, now = list[float](), lambda: 100.0 + sum(found)
+    for pause in pauses(Random(7), mean_seconds, 140.0, now):
+        found.append(pause)
+        assert now() < 140.0
+    assert {0.5: 60 < len(found) < 100, 20.0: 0 < len(found) < 6, 1e9: not found}[mean_seconds]
 
 
 def ask(answer: Answer, *, is_stream: bool) -> Outcome:

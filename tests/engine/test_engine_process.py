@@ -31,6 +31,8 @@ from headstart.engine.wire import (
     encode_frame,
 )
 
+pytestmark = pytest.mark.usefixtures("true_processes")
+
 
 def request(name: str, *prompt: int, max_tokens: int = 3) -> Request:
     return Request(name, array("i", prompt), SamplingParams(max_tokens=max_tokens, logit_bias=((1, 2.5),)))

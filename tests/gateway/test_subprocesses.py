@@ -11,17 +11,20 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 import tokenizer_folders
+from server import fork_server
 from server.fake_engine import Gate
 from server.harness import PATIENCE, ROOT, Server, spawn, until, wait_for
 
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.errors import ConfigError
+from headstart.gateway.replicas import replica_child
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.gateway.replicas.replica_child import ReplicaLaunch, ReplicaOptions, encode_replica_options
 from headstart.gateway.replicas.subprocesses import MAX_BACKOFF, STEADY_SECONDS, LocalReplicas, _Slot
@@ -86,6 +89,17 @@ def told() -> StringIO:
     return StringIO()
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas are forked from a process that has their modules, where no test is of the start itself."""
+
+    def popen(command: Sequence[str], env: dict[str, str], **others: Any) -> Any:
+        forked = fork_server.fork_piped([*command[1:]], env, fork_server.FAKE)
+        return forked or subprocess.Popen(command, env=env, **others)
+
+    monkeypatch.setattr(replica_child, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
+
+
 def family(pids: Sequence[int]) -> list[psutil.Process]:
     """Fronts, engines and the processes that render chat templates."""
     found: list[psutil.Process] = []
@@ -132,6 +146,7 @@ def test_replicas_answer_and_none_is_left_when_the_fleet_is_closed(folder: str, 
     assert fleet.describe() == "2 replicas on this machine"
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_replica_that_dies_is_started_again_elsewhere(folder: str, told: StringIO) -> None:
     async def run() -> None:
         async with watching(fleet) as watched:
@@ -149,6 +164,7 @@ def test_a_replica_that_dies_is_started_again_elsewhere(folder: str, told: Strin
     assert told.getvalue().count("ended with code -9; starting it again in 0.01 s") == 1
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_cannot_start_is_said_once_and_leaves_nothing(folder: str, told: StringIO) -> None:
     async def run() -> None:
         async with watching(fleet):
@@ -162,6 +178,7 @@ def test_what_cannot_start_is_said_once_and_leaves_nothing(folder: str, told: St
     assert "[r1]" not in told.getvalue()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_replica_that_breaks_while_loading_is_tried_again(folder: str, told: StringIO) -> None:
     async def run() -> None:
         task = asyncio.create_task(fleet.watch(lambda _: None))
@@ -176,6 +193,7 @@ def test_a_replica_that_breaks_while_loading_is_tried_again(folder: str, told: S
     assert "[r0] headstart: " in told.getvalue()  # and why
 
 
+@pytest.mark.usefixtures("forked")
 def test_on_sighup_every_replica_is_replaced_and_requests_always_find_one(folder: str, told: StringIO) -> None:
     async def run() -> None:
         async with watching(fleet) as watched:
@@ -194,6 +212,7 @@ def test_on_sighup_every_replica_is_replaced_and_requests_always_find_one(folder
     assert "starting it again in" not in told.getvalue()  # nobody was missed
 
 
+@pytest.mark.usefixtures("forked")
 def test_where_two_do_not_fit_the_old_replica_ends_before_the_new_one_starts(folder: str, told: StringIO) -> None:
     started: list[tuple[int, list[str]]] = []
 
@@ -217,6 +236,7 @@ def test_where_two_do_not_fit_the_old_replica_ends_before_the_new_one_starts(fol
     assert "starting it again in" not in told.getvalue()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_replacement_that_fails_after_the_old_one_has_ended_is_tried_again(folder: str, told: StringIO) -> None:
     launches = [launch(folder), launch(f"{folder}?config=1"), launch(folder)]
 
@@ -239,6 +259,7 @@ def test_a_replacement_that_fails_after_the_old_one_has_ended_is_tried_again(fol
     assert "a new r0 ended with code 2" in told.getvalue() and "replica r0 ended with code 2" in told.getvalue()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_replacement_that_fails_leaves_the_replicas_there_are(folder: str, told: StringIO) -> None:
     launches = [launch(folder), launch(folder), launch(f"{folder}?config=1")]
 
@@ -256,6 +277,7 @@ def test_a_replacement_that_fails_leaves_the_replicas_there_are(folder: str, tol
     assert "a new r0 ended with code 2 (there is no such model; name another)" in told.getvalue()
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_address_says_where_events_come_from(folder: str, told: StringIO) -> None:
     one = launch(folder)
     with_events = ReplicaLaunch(one.command, one.options, one.environment, "ipc:///tmp/e", "ipc:///tmp/r")

@@ -1,5 +1,7 @@
 """PackedKV: what is written lies where PagedKV would have it, in every variant, layout and shape."""
 
+import ctypes
+import mmap
 from random import Random
 from threading import Thread
 
@@ -11,8 +13,9 @@ from model.paged import token_writes
 from numpy.typing import NDArray
 
 from headstart.model.kernels import library as load
-from headstart.model.kernels.memory import HUGE
-from headstart.model.kv_writes import KVWrites, SlotSpan
+from headstart.model.kernels import memory
+from headstart.model.kernels.memory import AHEAD, HUGE
+from headstart.model.kv_writes import Span, Writes
 from headstart.model.packed_kv import PackedKV, PageWrites
 from headstart.model.paged_kv import KVShape, PagedKV
 
@@ -80,7 +83,54 @@ def test_the_pool_takes_memory_as_its_blocks_are_written(kernels: load.KernelLib
     assert 40 << 20 < process.memory_info().rss - before < 80 << 20
 
 
-def test_a_token_leaves_its_neighbours_in_the_same_words_alone(kernels: load.KernelLibrary) -> None:
+def resident(packed: PackedKV) -> int:
+    """Return the bytes of the pool that have pages."""
+    size = 4 * packed._head_words * 96
+    found = np.zeros(size // mmap.PAGESIZE, np.uint8)
+    address, answer = ctypes.c_void_p(packed.pool.ctypes.data), ctypes.c_void_p(found.ctypes.data)
+    assert not ctypes.CDLL(None).mincore(address, ctypes.c_size_t(size), answer)
+    return int((found & 1).sum()) * mmap.PAGESIZE
+
+
+def pages_taken(packed: PackedKV) -> None:
+    """Wait until the pages due so far are taken."""
+    if (thread := packed._ahead._thread) is not None:
+        thread.join()
+
+
+def test_a_step_takes_the_pages_of_the_next_blocks_and_a_load_none(kernels: load.Kernels) -> None:
+    """Only so many, from the last block that a step writes on, whatever is in them; those are there at a load."""
+    packed = PackedKV(kernels, KVShape(16, 3, 64), num_blocks=8192, block_size=16, dtype=torch.bfloat16)
+    blocks = {block: bytes([block]) * packed.block_bytes for block in range(2, 102)}
+    packed.write_block(1, bytes(packed.block_bytes))
+    assert resident(packed) < 8 << 20
+    rows = torch.zeros(1, 3, 64, dtype=torch.bfloat16)
+    packed.write(0, rows, rows, token_writes([16]))  # token 0 into the first slot of block 1
+    for block, content in blocks.items():
+        packed.write_block(block, content)
+    pages_taken(packed)
+    taken = resident(packed)
+    assert AHEAD - (1 << 20) < taken < AHEAD + (8 << 20)
+    packed.write(0, rows, rows, token_writes([17]))
+    pages_taken(packed)
+    assert resident(packed) < taken + (1 << 20)
+    assert all(bytes(packed.read_block(block)) == content for block, content in blocks.items())
+    packed.write(0, rows, rows, token_writes([16 * 8191]))  # the last block: there is no further one
+    pages_taken(packed)
+
+
+def test_a_system_that_takes_no_pages_ahead_takes_them_when_they_are_written(
+    kernels: load.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "POPULATE_WRITE", 255)  # as before Linux 5.14
+    packed = PackedKV(kernels, KVShape(16, 3, 64), num_blocks=8192, block_size=16, dtype=torch.bfloat16)
+    rows = torch.ones(1, 3, 64, dtype=torch.bfloat16)
+    packed.write(0, rows, rows, token_writes([16]))
+    pages_taken(packed)
+    assert resident(packed) < 8 << 20 and bytes(packed.read_block(1)).strip(b"\0")
+
+
+def test_a_token_leaves_its_neighbours_in_the_same_words_alone(kernels: load.Kernels) -> None:
     packed, paged = pair(kernels, 5, torch.bfloat16, 16)
     for slot in (35, 34, 33, 36, 34):  # odd and even, again over what is there
         keys, values = torch.randn(2, 1, 3, 5).to(torch.bfloat16)

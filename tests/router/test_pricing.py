@@ -216,3 +216,46 @@ def test_a_prefix_in_flight_is_priced_as_cached_plus_what_is_left_of_its_prefill
     assert hit == 12
     totals = [cost_at_one(replica, 17, hit, ms / 1e3).total for ms in (0.0, 5.0, 10.0)]
     assert totals == pytest.approx([14.0 + 5.0, 9.0 + 5.0, 4.0 + 5.0])
+
+
+def test_of_answers_that_stand_still_those_count_that_would_not_anywhere() -> None:
+    router = Router()
+    router.add(endpoint("r0", 64))
+    priced = [price_one(router.endpoints["r0"], 40, 0, 0.0)]
+    for number in range(3):
+        router.first_token(queued(router, 0.0, ask(number))[0], 0.0)
+        priced.append(price_one(router.endpoints["r0"], 40, 0, 0.0))
+    assert {one.prefill for one in priced} == {41.0}
+    shares = [0.75 * 41.0 * share for share in (0, 1 / 2, 2 / 3, 3 / 4)]
+    assert [one.stall(0.0) for one in priced] == pytest.approx(shares)
+    assert [one.stall(1.0) for one in priced[1:]] == pytest.approx([share - 0.375 * 41.0 for share in shares[1:]])
+
+
+@given(histories, st.integers(0, 3 * STEP_TOKENS))
+@settings(max_examples=100, deadline=None)
+def test_stalls_cost_less_than_the_prefill_and_nothing_where_there_are_the_fewest(
+    history: tuple[int, int, StepRates | None], prompt_tokens: int
+) -> None:
+    router, now = lively(*history)
+    costs = price_all(list(router.endpoints.values()), prompt_tokens, [0] * len(router.endpoints), now)
+    stalls, most = costs.stall(costs.requests.min()), 0.75 * costs.prefill * costs.factor
+    assert (stalls >= 0.0).all() and (stalls <= most).all() and not stalls[costs.requests.argmin()]
+
+
+def test_beside_other_routers_no_stalls_are_priced() -> None:
+    router = Router()
+    router.add(endpoint("r0", 64))
+    router.first_token(queued(router, 0.0, ask(1))[0], 0.0)
+    router.endpoints["r0"].reported = Reported(at=0.0, waiting=0, running=40)
+    assert price_one(router.endpoints["r0"], 40, 0, 0.0).stall(0.0) == 0.0
+
+
+def test_a_long_prompt_leaves_a_prefix_whose_replica_answers_others_if_computing_it_again_costs_less() -> None:
+    for hit, stays in ((2, False), (8, True)):
+        router = Router()
+        for name in ("r0", "r1"):
+            router.add(endpoint(name, 256))
+        for number in range(2):
+            router.first_token(queued(router, 0.0, ask(*range(hit), 50 + number))[0], 0.1)
+        new = ask(*range(hit), *range(100, 110))  # 41 tokens, of which stalls cost half
+        assert (router.pick(new, 0.2).endpoint.name == "r0") is stays

@@ -17,6 +17,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import IO
 _NUMBER = struct.Struct("i")
 _MAX_MESSAGE = 128 << 10  # bytes of a command and its environment
 _ENGINE = "headstart.engine.engine_process"
+_LOCK = threading.Lock()
 _STARTED: dict[tuple[str, ...], "ForkServer"] = {}
 OF_LIBRARIES = (  # set by tests' imports, and by engines in the tests' own process: 1 thread, as servers have there
     *("PYTEST_", "RAY_CLIENT_MODE", "TORCHINDUCTOR_CACHE_DIR"),
@@ -40,10 +42,13 @@ CAN_FORK = hasattr(os, "pidfd_open")
 class Forked:
     """A forked process, as its Popen would be."""
 
+    stdin: IO[bytes] | None = None
+    stdout: IO[bytes] | None = None
+
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._channel = channel
+        self._channel = channel  # the exit code stays in it: threads may wait beside each other
 
     def poll(self) -> int | None:
         """Return the exit code, None while it runs."""
@@ -54,15 +59,19 @@ class Forked:
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end and return the exit code. Raises subprocess.TimeoutExpired."""
         if self.returncode is None:
-            if not select.select([self._channel], [], [], timeout)[0]:
+            waiting = select.poll()  # which takes all numbers of descriptors
+            waiting.register(self._channel, select.POLLIN)
+            if not waiting.poll(None if timeout is None else 1000 * timeout):
                 raise subprocess.TimeoutExpired("a forked server", timeout or 0.0)
-            (self.returncode,) = _NUMBER.unpack(self._channel.recv(_NUMBER.size))
-            self._channel.close()
+            (self.returncode,) = _NUMBER.unpack(self._channel.recv(_NUMBER.size, socket.MSG_PEEK))
         return self.returncode
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -82,28 +91,53 @@ class ForkServer:
                 process_group=0,
             )
 
-    def fork(self, words: list[str], environment: Mapping[str, str], log: IO[bytes], umask: int) -> Forked:
-        """Return the process of `python WORDS`; what it prints goes to the log."""
+    def fork(self, words: list[str], environment: Mapping[str, str], umask: int, descriptors: list[int]) -> Forked:
+        """Return the process of `python WORDS`. `descriptors`: of its output, its input, and one named by its words."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         order = {"words": words, "environment": dict(environment), "folder": os.getcwd(), "umask": umask}
         with theirs:
-            socket.send_fds(self._stream, [json.dumps(order).encode()], [theirs.fileno(), log.fileno()])
+            socket.send_fds(self._stream, [json.dumps(order).encode()], [theirs.fileno(), *descriptors])
         return Forked(*_NUMBER.unpack(ours.recv(_NUMBER.size)), ours)
 
 
 def fork(
-    words: list[str], environment: Mapping[str, str], log: IO[bytes], modules: tuple[str, ...], umask: int
+    words: list[str],
+    environment: Mapping[str, str],
+    log: int,
+    modules: tuple[str, ...],
+    *,
+    umask: int = -1,
+    stdin: int | None = None,
+    given: int | None = None,
 ) -> Forked | None:
     """Fork `python WORDS` from the process with these modules, or return None if its surroundings are not the tests'.
 
-    Modules may read the environment when they are imported; so an unusual one takes a true start.
+    Modules may read the environment when they are imported; so an unusual one takes a true start. `given`: a descriptor
+    whose number in the process follows the words.
     """
     unusual = {name for name, _ in {*os.environ.items()} ^ {*SURROUNDINGS.items()} if not name.startswith(OF_LIBRARIES)}
     if unusual or not CAN_FORK:
         return None
-    if modules not in _STARTED:
-        _STARTED[modules] = ForkServer(modules, environment)
-    return _STARTED[modules].fork(words, environment, log, umask)
+    with _LOCK:
+        if modules not in _STARTED:
+            _STARTED[modules] = ForkServer(modules, environment)
+    with open(os.devnull, "rb") as nothing:
+        descriptors = [log, nothing.fileno() if stdin is None else stdin, *([] if given is None else [given])]
+        return _STARTED[modules].fork(words, environment, umask, descriptors)
+
+
+def fork_piped(words: list[str], environment: Mapping[str, str], modules: tuple[str, ...]) -> Forked | None:
+    """As `fork`, with pipes to the process's stdin and from its output, as of Popen."""
+    (theirs_in, our_in), (our_out, theirs_out) = os.pipe(), os.pipe()
+    stdin, stdout = open(our_in, "wb"), open(our_out, "rb")  # noqa: SIM115  # open as long as the process
+    with open(theirs_in, "rb"), open(theirs_out, "wb"):
+        forked = fork(words, environment, theirs_out, modules, stdin=theirs_in)
+    if forked is None:
+        stdin.close()
+        stdout.close()
+        return None
+    forked.stdin, forked.stdout = stdin, stdout
+    return forked
 
 
 def start(environment: Mapping[str, str]) -> None:
@@ -136,7 +170,7 @@ def _forked_command() -> list[str]:
     gc.freeze()  # collections in the servers leave the modules alone, as if they were small
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        message, descriptors, _, _ = socket.recv_fds(stream, _MAX_MESSAGE, 2)
+        message, descriptors, _, _ = socket.recv_fds(stream, _MAX_MESSAGE, 4)
         if not message:
             sys.exit()
         tasks = len(list(Path("/proc/self/task").iterdir()))
@@ -147,10 +181,11 @@ def _forked_command() -> list[str]:
             os.close(each)
     stream.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    channel, log = socket.socket(fileno=descriptors[0]), descriptors[1]
+    channel, (log, stdin, *given) = socket.socket(fileno=descriptors[0]), descriptors[1:]
     pid = os.fork()
     if pid:
-        os.close(log)
+        for each in descriptors[1:]:
+            os.close(each)
         _keep(pid, channel)
     channel.close()
     order = json.loads(message)
@@ -164,8 +199,16 @@ def _forked_command() -> list[str]:
         os.dup2(log, each)
     os.close(log)
     words: list[str] = order["words"]
-    sys.path[0] = order["folder"] if words[0] == "-m" else ""
-    return words if "route" in words[:3] else _seat_engine(words)
+    if given:  # to a process that a server starts
+        sys.path[:] = order["environment"]["PYTHONPATH"].split(os.pathsep)
+        words.append(str(*given))
+    else:
+        sys.path[0] = order["folder"] if words[0] == "-m" else ""
+        words = words if "route" in words[:3] else _seat_engine(words)
+    if given or words[1] != _ENGINE:  # that of a seat has its own
+        os.dup2(stdin, 0)
+    os.close(stdin)
+    return words
 
 
 def _keep(pid: int, channel: socket.socket) -> None:
@@ -213,6 +256,7 @@ def _seat_engine(words: list[str]) -> list[str]:
 def _run(words: list[str]) -> None:
     """Do what `python WORDS` does."""
     if words[0] == "-m":
+        sys.modules.pop(words[1], None)
         sys.argv[1:] = words[2:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:

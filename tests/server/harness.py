@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,9 +20,11 @@ from server import fork_server
 from server.fake_engine import build_fake
 
 from headstart.config.options import EngineOptions, ServerOptions
+from headstart.engine import engine_client
 from headstart.engine.engine_client import Build, EngineClient
-from headstart.engine.wire import UnsentRequests
-from headstart.http.logs import ServerLog
+from headstart.engine.wire import Outbox
+from headstart.http.logs import Log
+from headstart.openai.sandbox import sandbox_pool
 from headstart.server.app import build_app
 from headstart.server.run_server import warm_configured_prefixes
 from headstart.server.server_state import ServerState
@@ -128,7 +130,7 @@ def spawn(command: list[str], log_path: Path, *, truly: bool = False, umask: int
     environment = server_environment()
     with log_path.open("wb") as log:
         modules = None if truly else _modules(command)
-        process = modules and fork_server.fork(command[1:], environment, log, modules, umask)
+        process = modules and fork_server.fork(command[1:], environment, log.fileno(), modules, umask=umask)
         if process is None:
             process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, umask=umask
@@ -141,10 +143,42 @@ def spawn(command: list[str], log_path: Path, *, truly: bool = False, umask: int
         process.wait()
 
 
+def fork_processes(set_attribute: Callable[[Any, str, object], object] = setattr) -> None:
+    """Fork what a server in this process starts, its engine and its sandboxes, where the surroundings are usual."""
+
+    def spawn_engine(descriptor: int) -> Any:
+        words = ["-m", engine_process]
+        return fork_server.fork(words, here(), 2, fork_server.FAKE, given=descriptor) or TRUE_ENGINE(descriptor)
+
+    def spawn_sandbox(module: str, descriptor: int) -> Any:
+        environment = {**sandbox_pool.plain_environment(os.environ), "PYTHONPATH": here()["PYTHONPATH"]}
+        forked = fork_server.fork(["-m", module], environment, 2, (module,), given=descriptor)
+        return forked or TRUE_SANDBOX(module, descriptor)
+
+    def here() -> dict[str, str]:
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+    engine_process = "headstart.engine.engine_process"
+    set_attribute(engine_client, "_spawn", spawn_engine)
+    set_attribute(sandbox_pool, "_spawn", spawn_sandbox)
+
+
+def start_processes_truly(set_attribute: Callable[[Any, str, object], object]) -> None:
+    """Start engines and sandboxes as the product does."""
+    set_attribute(engine_client, "_spawn", TRUE_ENGINE)
+    set_attribute(sandbox_pool, "_spawn", TRUE_SANDBOX)
+
+
+TRUE_ENGINE, TRUE_SANDBOX = engine_client._spawn, sandbox_pool._spawn
+fork_processes()
+
+
 def _modules(command: list[str]) -> tuple[str, ...] | None:
     """Modules that the process of that command imports, None if it is no server that is forked."""
     match command[1:4]:
         case ["-c", code, *_] if code == _RUN_FAKE:
+            return fork_server.FAKE
+        case ["-c", code, *_] if "headstart_lab.runners.null_replica" in code:
             return fork_server.FAKE
         case ["-m", "headstart", "route"]:
             return fork_server.FAKE

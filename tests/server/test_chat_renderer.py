@@ -47,10 +47,6 @@ LOOPS = {
 }
 
 
-def descendants() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "headstart.openai.chat.chat_process" in child.cmdline()]
-
-
 @pytest.fixture(scope="module", params=[*TEMPLATES, "raising"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ChatTemplate, ChatRenderer]]:
     source = {**TEMPLATES, "raising": "{{ raise_exception('no: ' ~ messages[0].content) }}"}[request.param]

@@ -1,15 +1,25 @@
 """A forked server is what a true start is: output, exit code, signals, process group, engine and environment."""
 
+import asyncio
 import os
 import signal
 import sys
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from server import fork_server
 from server.fork_server import CAN_FORK, Forked
-from server.harness import fake_command, spawn, wait_for
+from server.harness import (
+    fake_command,
+    fork_processes,
+    inside,
+    server_environment,
+    spawn,
+    start_processes_truly,
+    wait_for,
+)
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="no descriptors of processes here")
 
@@ -81,3 +91,34 @@ def test_a_server_ends_with_the_tests_that_started_it(folder: str, tmp_path: Pat
         server.process._channel.close()  # as the kernel does for a process that ends
         wait_for(lambda: not process.is_running())
         server.process.returncode = -signal.SIGKILL
+
+
+def test_pipes_carry_input_and_its_end_to_the_process_and_its_output_back() -> None:
+    words = ["-c", "import os; print(os.read(0, 9), flush=True); print(os.read(0, 9))"]
+    forked = fork_server.fork_piped(words, server_environment(), fork_server.FAKE)
+    assert forked is not None and forked.stdin is not None and forked.stdout is not None
+    with forked.stdin as stdin, forked.stdout as stdout:
+        stdin.write(b"abc")
+        stdin.flush()
+        assert stdout.readline() == b"b'abc'\n"
+        stdin.close()
+        assert stdout.read() == b"b''\n"
+    assert forked.wait() == 0 and forked.poll() == 0
+
+
+@pytest.mark.parametrize("truly", [False, True])
+def test_a_server_in_this_process_has_a_forked_engine_and_sandbox(
+    truly: bool, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (start_processes_truly if truly else fork_processes)(monkeypatch.setattr)
+
+    async def run() -> httpx.Response:
+        async with inside(folder) as server:
+            assert ("server.fork_server" in psutil.Process(server.engine.pid).cmdline()) == (not truly)
+            chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+            answer = await server.client.post("/v1/chat/completions", json=chat)
+            server.engine.kill()
+        assert server.engine.exit_code == -signal.SIGKILL
+        return answer
+
+    assert asyncio.run(run()).status_code == 200

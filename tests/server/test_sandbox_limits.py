@@ -8,6 +8,8 @@ import pytest
 from headstart.core.errors import ConfigError
 from headstart.openai.sandbox.sandbox_pool import SandboxLostError, SandboxPool, SandboxSpec
 
+pytestmark = pytest.mark.usefixtures("true_processes")
+
 
 def pool(*, setup: float, max_setup_seconds: float, max_seconds: float) -> SandboxPool:
     return SandboxPool(

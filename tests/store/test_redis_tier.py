@@ -1,6 +1,7 @@
 """RedisTier: blocks of a real server come back verified or not at all, and a server that fails delays no other work."""
 
 import random
+import socket
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -96,27 +97,85 @@ def test_the_next_piece_is_asked_for_while_one_is_opened(server: RedisServer, op
     assert tier.read(first, memoryview(buffer), second).num_blocks == 2 and bytes(buffer) == content(name(1)) + content(
         name(2)
     )
-    asked = tier._asked
-    assert asked is not None and len(asked[1].result()) == 2
-    client(server).flushall()  # it has been fetched already
+    asked = client(server)
+    assert until(lambda: asked.info("commandstats")["cmdstat_mget"]["calls"] == 2)
+    asked.flushall()  # the server has answered already
     assert tier.read(second, memoryview(buffer)).num_blocks == 2
     assert tier.read(list(second), memoryview(buffer)).miss == "gone", "it is for one load"
     tier.close()
 
 
-def test_values_are_received_into_two_buffers_by_turns(server: RedisServer, opened: Open, pool: Pool) -> None:
+def test_values_are_received_into_one_buffer(server: RedisServer, opened: Open, pool: Pool) -> None:
     """Each copy of a piece costs a new replica time before its first tokens."""
     writes = opened()
     pool.offer(writes, *range(1, 9))
     tier = RedisTier(server.url, None, SHAPE, SECRET, TTL)
     assert written(writes, *range(1, 9))
     pieces = [keys(n, n + 1) for n in (1, 3, 5, 7)]
-    found = [tier._fetch(piece) for piece in pieces]
-    buffers = [{id(value.obj) for value in values if value is not None} for values in found]
-    assert buffers[0] == buffers[2] != buffers[1] == buffers[3] and all(len(one) == 1 for one in buffers)
-    buffer = memoryview(bytearray(BLOCK_BYTES))
-    assert all(SEALER.open(one, value, buffer) is None for one, value in zip(pieces[3], found[3], strict=True))
+    buffer, buffers = memoryview(bytearray(BLOCK_BYTES)), set[int]()
+    for piece in pieces:
+        values = tier._fetch(piece)
+        buffers |= {id(value.obj) for value in values if value is not None}
+        assert all(SEALER.open(one, value, buffer) is None for one, value in zip(piece, values, strict=True))
+    assert buffers == {id(tier._received)}
     tier.close()
+
+
+def test_an_answer_that_was_not_received_is_none_of_the_next_load(
+    server: RedisServer, opened: Open, pool: Pool
+) -> None:
+    writes = opened()
+    pool.offer(writes, *range(1, 9))
+    tier = RedisTier(server.url, None, SHAPE, SECRET, TTL)
+    assert written(writes, *range(1, 9))
+    buffer = bytearray(2 * BLOCK_BYTES)
+    for first, ahead in ((1, 3), (5, 7), (3, 1), (7, 5)):  # each load is given up with a piece asked for
+        assert tier.read(keys(first, first + 1), memoryview(buffer), keys(ahead, ahead + 1)).num_blocks == 2
+        assert bytes(buffer) == b"".join(contents(first, first + 1))
+    tier.close()
+
+
+def test_a_read_starts_no_thread_once_connected(
+    server: RedisServer, opened: Open, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To start one takes milliseconds where cores are busy, for each piece of a load."""
+    writes = opened()
+    pool.offer(writes, 1, 2)
+    tier = RedisTier(server.url, None, SHAPE, SECRET, TTL)
+    assert written(writes, 1, 2) and len(tier._fetch(keys(1))) == 1
+    writes.close()
+    monkeypatch.setattr(threading.Thread, "start", None)
+    assert tier.read(keys(1, 2), memoryview(bytearray(2 * BLOCK_BYTES))).num_blocks == 2
+    monkeypatch.undo()
+    tier.close()
+
+
+def test_a_connection_that_the_server_has_closed_is_opened_again(server: RedisServer, opened: Open, pool: Pool) -> None:
+    """As a server with a `timeout` closes those that are idle."""
+    store = opened()
+    pool.offer(store, 1, 2)
+    assert written(store, 1, 2) and load(store, keys(1)) == contents(1)
+    client(server).client_kill_filter(_type="normal", skipme=True)
+    assert load(store, keys(1, 2)) == contents(1, 2) and not any(store.stats().misses.values())
+
+
+def test_the_deadline_of_a_read_is_for_all_of_its_bytes() -> None:
+    """A server that sends a byte now and then never reaches the timeout of a socket."""
+    ours, theirs = socket.socketpair()
+    ended = threading.Event()
+
+    def trickle() -> None:
+        theirs.sendall(b"*1\r\n$1000\r\n")
+        while not ended.wait(0.02):
+            theirs.sendall(b"a")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    with pytest.raises(TimeoutError):
+        redis_link._Answer(ours, bytearray(2000), 0.3).values(1, 1000)
+    ended.set()
+    thread.join()
+    ours.close(), theirs.close()
 
 
 @pytest.mark.parametrize("length", [SEALER.value_bytes + 1, 3 * SEALER.value_bytes, 1 << 20])
@@ -226,6 +285,15 @@ def test_of_ten_thousand_harmed_values_none_is_opened() -> None:
 @given(st.one_of(st.binary(max_size=8192), st.none(), st.integers(), st.lists(st.binary()), st.text()))
 def test_whatever_a_server_answers_is_no_block(value: object) -> None:
     assert opens(value) == "corrupt" and SEALER.open_message(value) == b""
+
+
+def test_an_empty_line_in_place_of_an_answer_is_an_error_at_once() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(30.0)
+        theirs.sendall(b"\r\n")
+        with pytest.raises(ValueError, match="the answer is empty"):
+            redis_link._Answer(ours, bytearray(4096)).values(1, 1024)
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.long)])

@@ -12,13 +12,13 @@ class Told(list[str]):
         return SideHealth("writing", max_errors=max_errors, say=self.append)
 
 
-def pauses(health: SideHealth, now: float, num: int) -> list[float]:
-    """Fails as soon as it may be tried, `num` times; returns how long each pause was."""
-    found: list[float] = []
+def pauses(health: SideHealth, now: float, num: int) -> list[int]:
+    """Fails as soon as it may be tried, `num` times; returns how long each pause was, in whole seconds."""
+    found: list[int] = []
     for _ in range(num):
         health.failed("no", now)
-        wait = health.seconds_to_retry(now)
-        assert wait is not None and not health.may_attempt(now + wait * 0.99) and health.may_attempt(now + wait)
+        wait = next(seconds for seconds in range(61) if health.may_try(now + seconds))
+        assert not health.may_try(now + wait * 0.99)
         found.append(wait)
         now += wait
     return found
@@ -35,8 +35,8 @@ def test_it_is_told_once_when_it_stops_and_once_when_it_works_again() -> None:
         health.failed("No space left on device (ENOSPC)", now)
     assert health.text == "writing: No space left on device (ENOSPC)"
     for now in (8.0, 9.0):
-        health.record_success(now)
-    assert (health.text, health.num_degraded, health.seconds_to_retry(9.0)) == ("", 1, None)
+        health.worked(now)
+    assert (health.text, health.num_degraded, health.may_try(9.0)) == ("", 1, True)
     assert len(told) == 2 and "ENOSPC" in told[0] and told[1] == "writing works again"
 
 

@@ -5,13 +5,14 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stored import BLOCK_BYTES, MAX_BYTES, SHAPE, Clock, Disk, Pool, key, name, names
 
 from headstart.store import writer
-from headstart.store.catalog import SegmentCatalog
-from headstart.store.writer import LOST, BlockOffer, BlockWriter
+from headstart.store.catalog import Catalog
+from headstart.store.writer import LOST, MAX_RUN_BLOCKS, RUN_BYTES, Offer, Writer
 
 
 class Bench:
@@ -74,6 +75,24 @@ def test_a_run_is_bounded_and_the_rest_follows(bench: Bench, monkeypatch: pytest
     assert bench.writer.num_pending == 4
     assert bench.writer.round() and bench.pool.asked == [1, 2, 3] and bench.writer.num_pending == 1
     assert not bench.writer.round() and bench.writer.written_blocks == 4 and bench.writer.num_pending == 0
+
+
+def test_the_memory_of_a_run_is_bounded_unless_one_block_is_larger(bench: Bench) -> None:
+    for block_bytes, num in ((1, MAX_RUN_BLOCKS), (RUN_BYTES // 3, 3), (RUN_BYTES + 1, 1)):
+        assert Writer(bench.catalog, block_bytes, bench.clock)._run.nbytes == num * block_bytes
+
+
+def test_the_rate_of_writes_that_take_equally_long_is_theirs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(blocks: Any) -> int:
+        bench.clock.now += 0.5
+        return append(blocks)
+
+    append = bench.catalog.append
+    monkeypatch.setattr(bench.catalog, "append", slowly)
+    for number in range(1, 6):
+        bench.offer(number)
+        bench.writer.round()
+        assert bench.writer.bytes_per_s == pytest.approx(2 * BLOCK_BYTES)
 
 
 def test_what_is_stored_is_not_read_again(bench: Bench) -> None:

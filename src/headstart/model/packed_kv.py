@@ -2,7 +2,8 @@
 
 It is the counterpart of PagedKV for these kernels: the same blocks and the same canonical form, but another memory
 layout (see kernels/attention.h), which is the same for every kernel variant. Head size and block size are padded to a
-multiple of 16. All memory is zero at the start, and taken from the system when it is written.
+multiple of 16. All memory is zero at the start. The system gives it when it is written, and that of the next blocks
+while a step with prompt tokens runs: a load that writes them then takes no longer than to copy them.
 """
 
 import ctypes
@@ -17,9 +18,9 @@ from torch import Tensor
 from headstart.core.cache.block_store import Data
 from headstart.core.errors import ConfigError
 from headstart.model.kernels.attention import MAX_DIMS, NO_PLAN, PAGE, AttentionCall
-from headstart.model.kernels.library import KernelLibrary, num_kernel_threads
-from headstart.model.kernels.memory import num_staggered_items, reserve_memory
-from headstart.model.kv_writes import KVWrites
+from headstart.model.kernels.library import Kernels, threads
+from headstart.model.kernels.memory import PagesAhead, reserve, staggered
+from headstart.model.kv_writes import Writes
 from headstart.model.paged_kv import KVShape
 
 _NO_IDS, _NO_PAGES, _NO_PAGE_WRITES = np.zeros(0, np.int64), np.zeros((0, 2), np.int64), np.zeros((0, 2), np.int32)
@@ -58,7 +59,8 @@ class PackedKV:
         num_parts = 2 * shape.num_layers * shape.num_kv_heads
         reserved = num_staggered_items(num_blocks, 4 * block_words, num_parts=num_parts)
         size = (shape.num_layers, 2, shape.num_kv_heads, reserved, block_words)
-        self.pool = reserve_memory(size, torch.int32, num_parts=num_parts).numpy().view(np.uint32)[..., :num_blocks, :]
+        self.pool = reserve(size, torch.int32, num_parts=num_parts).numpy().view(np.uint32)[..., :num_blocks, :]
+        self._ahead = PagesAhead(self.pool)
         self._head_words = reserved * block_words
         calls = [self._layer_call(layer) for layer in range(shape.num_layers)]
         for call in calls:
@@ -175,15 +177,19 @@ class PackedKV:
         self, token: NDArray[np.int64], slot: NDArray[np.int64], page: NDArray[np.int64], num_tokens: int
     ) -> None:
         """Raise ValueError unless all tokens and slots exist."""
-        last = PAGE - 1
-        for first, end, bound in (
-            (token, token, num_tokens),
-            (slot, slot, self.num_blocks * self.block_size),
-            (page[:, 0], page[:, 0] + last, num_tokens),
-            (page[:, 1], page[:, 1] + last, self.num_blocks * self.block_size),
+        last, num_slots = PAGE - 1, self.num_blocks * self.block_size
+        for first, end, bound, is_slot in (
+            (token, token, num_tokens, False),
+            (slot, slot, num_slots, True),
+            (page[:, 0], page[:, 0] + last, num_tokens, False),
+            (page[:, 1], page[:, 1] + last, num_slots, True),
         ):
-            if len(first) and not (first.min() >= 0 and end.max() < bound):
-                raise ValueError(f"writes of {first.min()} to {end.max()} lie outside the {bound} there are")
+            if len(first):
+                most = int(end.max())
+                if first.min() < 0 or most >= bound:
+                    raise ValueError(f"writes of {first.min()} to {most} lie outside the {bound} there are")
+                if is_slot:
+                    self._ahead.writes(most // self.block_size)
 
 
 def planned(call: AttentionCall, writes: PageWrites) -> AttentionCall:

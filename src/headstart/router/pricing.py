@@ -1,7 +1,7 @@
 """Pricing: the cost of a request at a replica in milliseconds, or at all replicas at once.
 
 The parts: the backlog of pending prefills, the prefill of the tokens that are not cached, and the steps that both need,
-which decodes make longer; and the decodes themselves, in which every stream makes each step longer for all others.
+which decodes make longer; and the decodes themselves, which each other stream slows down, and each prefill stops.
 A full cache makes requests wait for blocks: those of a prompt and of an answer of mean length, for this request and all
 in flight. Each stream releases its share of that after the time of such an answer. The backlog is the wait, if that is
 longer than the queue of prefills.
@@ -26,6 +26,7 @@ STALE_STEPS = 3.0  # a running step that lasts this many times its expectation, 
 STALE_MS = 20.0  # so much longer, is not one: its end was not seen
 IS_PACED = 10  # its place in Load.row
 DECODE = 0.06  # share of the delay of decodes, own and others', that counts as delay of a first token
+STALL = 0.75  # share of a prefill that counts as much, if all requests there but this one stand still for it
 
 Array = NDArray[np.float64]
 Numbers = TypeVar("Numbers", float, Array)
@@ -46,6 +47,7 @@ class PromptCost(NamedTuple, Generic[Numbers]):
     decode: Numbers
     factor: Numbers
     wait: Numbers  # for blocks, as far as the backlog is that
+    requests: Numbers  # in flight there; 0 where they are not counted
 
     @property
     def total(self) -> Numbers:
@@ -56,6 +58,11 @@ class PromptCost(NamedTuple, Generic[Numbers]):
     def price(self) -> Numbers:
         """The total plus the cost to decodes, without evictions."""
         return (self.backlog + self.prefill + self.decode) * self.factor
+
+    def stall(self, fewest: float) -> Numbers:
+        """The price of answers that stand still, less that of the `fewest` at a replica, which is common to all."""
+        share = self.requests / (self.requests + 1.0) - fewest / (fewest + 1.0)
+        return STALL * self.prefill * share * self.factor
 
 
 def cost_at_each(
@@ -73,9 +80,9 @@ def cost_at_each(
     for index in np.flatnonzero(state[IS_PACED]) if not learner.is_contradicted_by_samples else ():
         pace[index] = learner.factor(loads[index].pace, now)
     if learner.prices is not None:
-        limits = (STALE_STEPS, STALE_MS, MAX_AGE, LATENESS, GRACE_MS, DECODE)
-        numbers = array("d", (*rates, output, prompt_tokens, now, not learner.is_contradicted_by_samples, *limits))
-        costs = np.empty((len(PromptCost._fields), len(loads)))
+        limits = (STALE_STEPS, STALE_MS, MAX_AGE, LATENESS, GRACE_MS, DECODE, learner.counts_requests)
+        numbers = array("d", (*rates, output, prompt_tokens, now, not learner.is_contradicted, *limits))
+        costs = np.empty((len(Price._fields), len(loads)))
         at, own_at, pace_at, to = (part.ctypes.data for part in (state, own, pace, costs))
         learner.prices(len(loads), at, own_at, pace_at, numbers.buffer_info()[0], to)
         return PromptCost(*costs)
@@ -116,7 +123,8 @@ def cost_at_each(
     decode = _decode_ms(rates, output, decoding + pending, attended + prompts, prompt_tokens)
     expected = head + rates.token * np.minimum(state[0] - head_tokens, step_tokens)
     late = np.where(is_busy, 1e3 * (now - started) / (LATENESS * expected + GRACE_MS), 1.0)
-    return PromptCost(backlog, prefill, decode, np.maximum(late, 1.0) * pace, wait)
+    requests = decoding + pending if learner.counts_requests else np.zeros(len(loads))
+    return Price(backlog, prefill, decode, np.maximum(late, 1.0) * pace, wait, requests)
 
 
 def cost_at_one(endpoint: PricedReplica, prompt_tokens: int, hit_tokens: int, now: float) -> PromptCost[float]:
@@ -168,7 +176,7 @@ def cost_at_one(endpoint: PricedReplica, prompt_tokens: int, hit_tokens: int, no
     more = max(ceil((tokens + own) / step_tokens) - steps, 0)
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
     decode = _decode_ms(rates, output, decoding + pending, attended + prompts, prompt_tokens)
-    return PromptCost(backlog, prefill, decode, factor * pace, wait)
+    return Price(backlog, prefill, decode, factor * pace, wait, decoding + pending if learner.counts_requests else 0.0)
 
 
 def _decode_ms(rates: StepRates, output: float, streams: Numbers, resident: Numbers, prompt_tokens: int) -> Numbers:

@@ -62,10 +62,6 @@ class SideHealth:
         """Return whether it works, or its pause is over."""
         return not self.reason or now >= self._retry_at
 
-    def seconds_to_retry(self, now: float) -> float | None:
-        """Return the seconds until the pause ends; None if it works."""
-        return max(0.0, self._retry_at - now) if self.reason else None
-
     def failed(self, reason: str, now: float) -> None:
         """Record a failed attempt."""
         self._errors += 1

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import psutil
@@ -125,6 +126,14 @@ def fleet_of(url: str) -> dict[str, dict[str, Any]]:
 def takes_requests(entry: dict[str, Any] | None) -> bool:
     """Return whether the router sends requests to the replica of this entry."""
     return entry is not None and entry["state"] == "up" and not entry.get("ejected", True)
+
+
+def pauses(
+    clock: Random, mean_seconds: float, until: float, now: Callable[[], float] = time.monotonic
+) -> Iterator[float]:
+    """Yield the pauses before the events of a Poisson clock; it ends before the first event after `until`."""
+    while (pause := clock.expovariate(1 / mean_seconds)) < until - now():
+        yield pause
 
 
 def quiet_ports(count: int) -> list[int]:

@@ -6,15 +6,21 @@ than a few huge pages.
 
 A KV pool is only reserved: the system gives it a page when the page is first written. Attention to blocks in random
 places reads huge pages 10 % faster, but one of them per layer and head is hundreds of MiB for the first block, so each
-begins with small ones.
+begins with small ones. Taking a page costs as much time as writing it, so a thread takes those of the next blocks.
 """
 
+import ctypes
 import math
 import mmap
+import os
+import sys
+import time
 from contextlib import suppress
-from threading import Lock
+from threading import Lock, Thread, get_native_id
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core.errors import ConfigError
@@ -22,6 +28,10 @@ from headstart.core.errors import ConfigError
 HUGE = 2 << 20
 CHUNK = 16 * HUGE
 ALIGNED = 64  # bytes; the kernels require it
+AHEAD = 64 << 20  # bytes behind the last block written that have pages
+TAKEN = 128 << 10  # bytes of one part that are taken at once, about 50 µs
+AHEAD_PAUSE, AHEAD_NICE = 4, 10  # the pause after each, in times its duration; below the compute threads
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14 and later: takes pages, and changes no content
 
 
 class Arena:
@@ -76,6 +86,49 @@ def num_staggered_items(num: int, item_bytes: int, *, num_parts: int) -> int:
     step = max(HUGE // num_parts, item_bytes)
     found = range(num, num + HUGE // item_bytes) if num * item_bytes > HUGE else ()
     return next((more for more in found if step <= more * item_bytes % HUGE < 2 * step), num)
+
+
+class PagesAhead:
+    """Takes the pages of the items behind the last one that a step writes, at most AHEAD bytes, in a thread.
+
+    Each item has its bytes in each of several parts side by side; items are first written in their order. The thread
+    pauses, so that it slows a step that runs meanwhile little. Without it (not Linux, or before 5.14) each page is
+    taken when it is written.
+    """
+
+    def __init__(self, parts: NDArray[np.uint32]) -> None:
+        """`parts` [..., items, words]: reserved memory."""
+        *outer, self._num_items, words = parts.shape
+        self._item_bytes, self._parts = words * parts.itemsize, parts
+        self._begins = [parts[index].ctypes.data for index in np.ndindex(*outer)]
+        self._ahead = max(1, AHEAD // (len(self._begins) * self._item_bytes))  # items
+        self._step = max(1, min(TAKEN // self._item_bytes, self._ahead // 4))
+        self._end = self._due = 0  # of the items that have pages; the item at which more are taken
+        self._thread: Thread | None = None
+
+    def writes(self, item: int) -> None:
+        """Tell that a step writes items up to this one. Never waits."""
+        if item < self._due or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._due = item + self._step
+        begin, self._end = max(self._end, item), min(item + 1 + self._ahead, self._num_items)
+        if begin < self._end and sys.platform == "linux":
+            self._thread = Thread(target=self._take, args=(begin, self._end), name="kv-pool-pages", daemon=True)
+            self._thread.start()
+
+    def _take(self, begin: int, end: int) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + AHEAD_NICE)
+        madvise, page = ctypes.CDLL(None).madvise, mmap.PAGESIZE
+        for first in range(begin, end, self._step):
+            num_bytes = (min(first + self._step, end) - first) * self._item_bytes
+            for part in self._begins:
+                start = (part + first * self._item_bytes) // page * page
+                length = part + first * self._item_bytes + num_bytes - start
+                began = time.perf_counter()
+                if madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), POPULATE_WRITE):
+                    return
+                time.sleep(AHEAD_PAUSE * (time.perf_counter() - began))
 
 
 def _chunk(size: int) -> Tensor:

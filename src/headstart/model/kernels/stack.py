@@ -55,7 +55,7 @@ class StackDescriptor(ctypes.Structure):
 
 
 class Tokens(NamedTuple):
-    """What a stack begins with; the tables hold the angles of every position, [positions, 1, 2, rotary_dim / 2]."""
+    """The tokens of a step. The tables hold the angles of every position, [positions, 1, 2, rotary_dim / 2]."""
 
     ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
@@ -64,7 +64,7 @@ class Tokens(NamedTuple):
 
 @dataclass(slots=True)
 class Ahead:
-    """What a stack computes behind its layers if all rows are sampled: the logits and a check of hidden states."""
+    """Results behind the layers of a stack if all rows are sampled: the logits and a check of hidden states."""
 
     indptr: NDArray[np.int32]  # [R + 1]: the runs of rows that are checked
     logits: Tensor | None = None  # [T, vocab]

@@ -4,9 +4,9 @@ The cost is the backlog there and the prefill of the uncached tokens, in steps t
 The rates are learned (rate_learner.py), and while they do not explain what is measured, the order is that of uncached
 tokens. Prefix affinity follows from that, and so does leaving an overloaded replica: there is no threshold to tune.
 The cost to others is added: later requests compute again what it evicts (approximate_index.py), decodes slow each other
-down, and a copy of a prompt that another request has in flight is work for nothing. Among replicas of about equal cost,
-rendezvous hashing decides, bounded by load (Mirrokni et al., 2018), so that independent routers place the same new
-prefix at the same replica.
+down, answers stand still while its prefill is computed, and a copy of a prompt that another request has in flight is
+work for nothing. Among replicas of about equal cost, rendezvous hashing decides, bounded by load (Mirrokni et al.,
+2018), so that independent routers place the same new prefix at the same replica.
 
 Where replicas report requests of other routers, prompts that begin alike have a *home*, a replica that all routers find
 by the same hash. It is expected to have more of a prompt than this router has sent there.
@@ -152,8 +152,10 @@ class LeastCostPolicy:
         """Choose by plain numbers, which are cheaper than arrays for few candidates."""
         tokens, now, hit_tokens = view.prompt_tokens, view.now, view.candidates.hit_tokens
         pairs = zip(view.candidates.endpoints, hit_tokens, strict=True)
-        costs = [cost_at_one(endpoint, tokens, hit, now) for endpoint, hit in pairs]
-        prices = [cost.price for cost in costs]
+        costs = [price_one(endpoint, tokens, hit, now) for endpoint, hit in pairs]
+        fewest = min([cost.requests for cost in costs])
+        stalls = [cost.stall(fewest) for cost in costs]
+        prices = [cost.price + stall for cost, stall in zip(costs, stalls, strict=True)]
         copies = _copies(view, hit_tokens.index(max(hit_tokens)))
         if copies is not None:
             prices = [price + copy for price, copy in zip(prices, copies, strict=True)]
@@ -168,6 +170,7 @@ class LeastCostPolicy:
             and cost.prefill <= SAME_RATE * least.prefill
             and cost.backlog <= least.backlog + slack
             and cost.decode <= least.decode * (1.0 + self.slack) + DECODE_SLACK * slack
+            and stalls[index] <= stalls[best] + DECODE_SLACK * slack
             and cost.factor <= least.factor
         ]
         first = _placed(view, equals, best, slack, evictions)
@@ -176,8 +179,9 @@ class LeastCostPolicy:
     def choose_by_arrays(self, view: PolicyInput) -> RankedCandidates:
         """Choose by arrays, which are cheaper for many candidates. The choice is the same."""
         hits = np.array(view.candidates.hit_tokens, dtype=np.float64)
-        costs = cost_at_each(view.candidates.endpoints, view.prompt_tokens, hits, view.now)
-        prices, copies = costs.price, _copies(view, int(hits.argmax()))
+        costs = price_all(view.candidates.endpoints, view.prompt_tokens, hits, view.now)
+        stalls = costs.stall(costs.requests.min())
+        prices, copies = costs.price + stalls, _copies(view, int(hits.argmax()))
         if copies is not None:
             prices += np.array(copies)
         evictions = _Evictions(view)
@@ -186,6 +190,7 @@ class LeastCostPolicy:
         mask = (hits >= hits[best]) & (costs.prefill <= SAME_RATE * costs.prefill[best])
         mask &= costs.backlog <= costs.backlog[best] + slack
         mask &= costs.decode <= costs.decode[best] * (1.0 + self.slack) + DECODE_SLACK * slack
+        mask &= stalls <= stalls[best] + DECODE_SLACK * slack
         mask &= costs.factor <= costs.factor[best]
         first = _placed(view, np.flatnonzero(mask).tolist(), best, slack, evictions)
         return _choice(view, prices.argsort(kind="stable").tolist(), prices.tolist(), first, best)

@@ -7,8 +7,10 @@ one secret, model and block size. Everything a server answers may be wrong, late
 """
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from socket import socket
 from typing import Any, TypeVar
@@ -23,6 +25,7 @@ from headstart.store.tiers.tier import TierError, parse_tier_places
 
 PREFIX = b"headstart:kv:"
 CONNECT_SECONDS = 1.0
+MIN_SECONDS = 1e-6  # a timeout of 0 would mean not to wait
 INSPECT_SECONDS = 30.0
 SPARE_BYTES = 64  # of a buffer for values: what a server sends before each
 SCAN_COUNT, READ_COUNT = 1000, 16  # keys per call
@@ -47,6 +50,8 @@ class RedisConnection:
         except ValueError as error:
             raise ConfigError(f"--kv-store {url}: {error}") from error
         self._redis, self._seconds = redis.Redis(connection_pool=self._pool), seconds
+        self._connection: Any = None  # that `request` sent to
+        self._is_awaited = False  # its answer
 
     def run(self, call: Callable[[redis.Redis], T]) -> T:
         """Return the result of a call. Raises TierError: no connection, an error, nonsense, or not within the deadline.
@@ -65,41 +70,71 @@ class RedisConnection:
         try:
             return call(self._redis)
         except Exception as error:  # a connection cut in the middle of a call fails in many ways
-            late = was_late.is_set() or isinstance(error, (redis.TimeoutError, TimeoutError))
-            text = f"no complete answer within {self._seconds:g} s" if late else str(error) or type(error).__name__
-            raise TierError(text.splitlines()[0]) from error
+            raise self._failure(error, is_late=was_late.is_set()) from error
         finally:
             timer.cancel()
 
-    def values(self, names: Sequence[bytes], most: int, buffer: bytearray) -> list[memoryview | None]:
-        """Return the values of keys, as views of `buffer`; None: there is none. One of more than `most` bytes is empty.
+    def request(self, names: Sequence[bytes]) -> None:
+        """Ask for the values of keys, which `receive` returns. Raises TierError.
+
+        An answer that was not received is dropped with its connection. The connection is kept, since to watch a call
+        with a thread, as `run` does, takes longer than the call where cores are busy.
+        """
+        try:
+            if not self._is_ready():
+                self._drop()
+                self._connection = self.run(lambda _: self._pool.get_connection())
+            self._is_awaited = True
+            self._connection.send_command("MGET", *names)
+        except Exception as error:
+            self._drop()
+            raise self._failure(error) from error
+
+    def receive(self, num: int, most: int, buffer: bytearray) -> list[memoryview | None]:
+        """Return `num` requested values, as views of `buffer`; None: there is none. One longer than `most` is empty.
 
         `buffer` has `most` and SPARE_BYTES for each. redis-py copies what it receives three times. Raises TierError.
         """
-
-        def receive(_: redis.Redis) -> list[memoryview | None]:
-            connection: Any = self._pool.get_connection()
-            try:
-                connection.send_command("MGET", *names)
-                return _Answer(connection._sock, buffer).values(len(names), most)
-            except BaseException:
-                connection.disconnect()
-                raise
-            finally:
-                self._pool.release(connection)
-
-        return self.run(receive)
+        try:
+            values = _Answer(self._connection._sock, buffer, self._seconds).values(num, most)
+        except Exception as error:
+            self._drop()
+            raise self._failure(error) from error
+        self._is_awaited = False
+        return values
 
     def close(self) -> None:
         self._pool.disconnect()
+
+    def _is_ready(self) -> bool:
+        """Return whether the connection is open and no answer is to come: a server closes those that are idle."""
+        with suppress(Exception):
+            return self._connection is not None and not self._is_awaited and not self._connection.can_read()
+        return False
+
+    def _drop(self) -> None:
+        """Close the connection of `request`, if any, and what it would still answer."""
+        connection, self._connection, self._is_awaited = self._connection, None, False
+        if connection is not None:
+            connection.disconnect()
+            self._pool.release(connection)
+
+    def _failure(self, error: Exception, *, is_late: bool = False) -> TierError:
+        if isinstance(error, TierError):
+            return error
+        is_late = is_late or isinstance(error, (redis.TimeoutError, TimeoutError))
+        text = f"no complete answer within {self._seconds:g} s" if is_late else str(error) or type(error).__name__
+        return TierError(text.splitlines()[0])
 
 
 class _Answer:
     """An answer of the server (RESP2), received into a buffer; it lies at `[_at, _end)` as far as it is not taken."""
 
-    def __init__(self, sock: socket, buffer: bytearray) -> None:
+    def __init__(self, sock: socket, buffer: bytearray, seconds: float) -> None:
+        """`seconds`: within which all of it must be received; TimeoutError is raised otherwise."""
         self._sock, self._buffer, self._view = sock, buffer, memoryview(buffer)
         self._at = self._end = 0
+        self._until = time.monotonic() + seconds
 
     def values(self, num: int, most: int) -> list[memoryview | None]:
         """Return the values of an answer to MGET. Raises OSError or ValueError if it is none."""
@@ -146,6 +181,7 @@ class _Answer:
         return self._view[:0]
 
     def _receive(self) -> None:
+        self._sock.settimeout(max(self._until - time.monotonic(), MIN_SECONDS))
         num = self._sock.recv_into(self._view[self._end :])
         if not num:
             raise ConnectionError("the server closed the connection, or sent more than it was asked for")

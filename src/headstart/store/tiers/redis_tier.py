@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -63,10 +63,8 @@ class RedisTier:
         self._used: set[BlockHash] = set()  # to be renewed
         self._last_entry: bytes | str = "0"
         self._look_at = float("-inf")
-        self._fetcher = ThreadPoolExecutor(1, "kv-store-fetcher")
-        self._asked: tuple[Sequence[BlockKey], Future[Values]] | None = None  # the next piece of the same load
-        self._sealed = bytearray()  # the values of one call of `append`
-        self._buffers = [bytearray(), bytearray()]  # of the piece that is opened, and of the one that is fetched
+        self._asked: Sequence[BlockKey] | None = None  # the next piece of the same load
+        self._sealed, self._received = bytearray(), bytearray()  # the values of one call of `append`, and of `read`
 
     @property
     def num_blocks(self) -> int:
@@ -80,13 +78,13 @@ class RedisTier:
         return block_hash in self._known
 
     def read(self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()) -> ReadResult:
-        asked = self._asked
-        found = asked[1] if asked is not None and asked[0] is keys else self._fetcher.submit(self._fetch, keys)
-        self._asked = (ahead, self._fetcher.submit(self._fetch, ahead)) if ahead else None
         try:
-            values = found.result()
+            values = self._fetch(keys)
         except TierError as error:
             return ReadResult(0, "io", error)
+        if ahead:  # sent by the server while these are opened
+            with suppress(TierError):
+                self._ask(ahead)
         size = self._block_bytes
         missing = [key.block_hash for key, value in zip(keys, values, strict=True) if value is None]
         for done, key in enumerate(keys):
@@ -97,18 +95,20 @@ class RedisTier:
                 return ReadResult(done, miss)
         return ReadResult(len(keys))
 
-    def _fetch(self, keys: Sequence[BlockKey]) -> Values:
-        """Return the values of these blocks, valid until the call after the next one.
+    def _ask(self, keys: Sequence[BlockKey]) -> None:
+        self._asked = None
+        self._reads.request([self._name(key.block_hash) for key in keys])
+        self._asked = keys
 
-        In a thread of its own, while the values of the call before are opened.
-        """
-        names = [self._name(key.block_hash) for key in keys]
-        most = self._sealer.value_bytes
-        num_bytes = len(names) * (most + SPARE_BYTES) + SPARE_BYTES
-        self._buffers.reverse()
-        if len(self._buffers[0]) < num_bytes:
-            self._buffers[0] = bytearray(num_bytes)
-        return self._reads.values(names, most, self._buffers[0])
+    def _fetch(self, keys: Sequence[BlockKey]) -> Values:
+        """Return the values of these blocks, valid until the next call. Raises TierError."""
+        if self._asked is not keys:
+            self._ask(keys)
+        self._asked, most = None, self._sealer.value_bytes
+        num_bytes = len(keys) * (most + SPARE_BYTES) + SPARE_BYTES
+        if len(self._received) < num_bytes:
+            self._received = bytearray(num_bytes)
+        return self._reads.receive(len(keys), most, self._received)
 
     def append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
         new = {key.block_hash: (key, data) for key, data in blocks if not self.contains(key.block_hash)}
@@ -178,7 +178,6 @@ class RedisTier:
         clear_redis(self._writes, self._space)
 
     def close(self) -> None:
-        self._fetcher.shutdown(wait=False, cancel_futures=True)
         for link in (self._reads, self._writes):
             link.close()
 

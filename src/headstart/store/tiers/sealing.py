@@ -40,19 +40,20 @@ class BlockSealer:
 
     def __init__(self, secret: bytes, shape: BlockShape) -> None:
         self._context = shape.fingerprint + struct.pack("<II", shape.block_size, shape.block_bytes)
-        self._header = SegmentHeader(shape, 1, bytes(8))
-        self._names, self._keys = (derive_key(secret, what + self._context) for what in (b"names", b"blocks"))
-        self._messages = AESGCM(derive_key(secret, b"messages" + self._context))
-        self.space = derive_key(secret, b"space" + self._context)[:8].hex()
-        self._plain = memoryview(bytearray(shape.entry_bytes + shape.block_bytes))
+        self._header = Header(shape, 1, bytes(8))
+        self._names, self._keys = (derive(secret, what + self._context) for what in (b"names", b"blocks"))
+        self._messages = AESGCM(derive(secret, b"messages" + self._context))
+        self.space = derive(secret, b"space" + self._context)[:8].hex()
+        size = shape.entry_bytes + shape.block_bytes
+        self._plain, self._opened = memoryview(bytearray(size)), memoryview(bytearray(size))
         self.value_bytes = OVERHEAD_BYTES + len(self._plain)
 
     def name(self, block_hash: BlockHash) -> bytes:
         """Return the name of a block outside: it tells nothing about the block without the secret."""
         return derive_key(self._names, block_hash)[:NAME_BYTES]
 
-    def seal_block(self, key: BlockKey, payload: Data, value: memoryview) -> None:
-        """Write the value of a block, `value_bytes` long. For one thread: the plain text has a buffer of its own.
+    def seal(self, key: BlockKey, payload: Data, value: memoryview) -> None:
+        """Write the value of a block, `value_bytes` long. For one thread, like `open`: plain texts have a buffer.
 
         New memory for every copy of a block would take seven times as long as encrypting it.
         """
@@ -61,7 +62,8 @@ class BlockSealer:
         self._plain[size:] = payload
         start, nonce = len(MAGIC) + _NONCE, os.urandom(_NONCE)
         value[:start] = MAGIC + nonce
-        value[start:-_CHECKSUM] = self._cipher(key.block_hash).encrypt(nonce, self._plain, self._about(key))
+        cipher, sealed = self._cipher(key.block_hash), value[start:-_CHECKSUM]
+        cipher.encrypt_into(nonce, self._plain, self._about(key), sealed)
         value[-_CHECKSUM:] = _outer_checksum(value[:-_CHECKSUM], self.name(key.block_hash))
 
     def open(self, key: BlockKey, value: object, payload: memoryview) -> Miss | None:
@@ -71,16 +73,16 @@ class BlockSealer:
         if bytes(value[: len(MAGIC)]) != MAGIC:
             return "corrupt"
         start = len(MAGIC) + _NONCE
-        sealed = memoryview(value)[start:-_CHECKSUM]
+        sealed, size = memoryview(value)[start:-_CHECKSUM], self._header.shape.entry_bytes
         try:
-            plain = self._cipher(key.block_hash).decrypt(value[len(MAGIC) : start], sealed, self._about(key))
-            entry = decode_entry(self._header, 0, plain[: -len(payload)])
+            self._cipher(key.block_hash).decrypt_into(value[len(MAGIC) : start], sealed, self._about(key), self._opened)
+            entry = decode_entry(self._header, 0, bytes(self._opened[:size]))
         except (InvalidTag, FormatError):
             return "corrupt"
         if entry.key != key:
             return "mismatch"
-        payload[:] = memoryview(plain)[-len(payload) :]
-        return None if payload_checksum(payload) == entry.payload_checksum else "corrupt"
+        payload[:] = self._opened[size:]
+        return None if checksum(payload) == entry.payload_checksum else "corrupt"
 
     def seal_message(self, text: bytes) -> bytes:
         nonce = os.urandom(_NONCE)

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-// `state`: a column of `num` values for each value of Load.row. `own`: tokens to compute. `out`: five columns, of Costs.
+// `state`: a column of `num` values for each value of Load.row. `own`: tokens to compute. `out`: six columns, of Price.
 extern "C" __attribute__((visibility("default"))) void headstart_prices(
     long num, const double* state, const double* own, const double* pace, const double* numbers, double* out) {
     const double rate_step = numbers[0], stream = numbers[1], resident_rate = numbers[2], token = numbers[3],
@@ -55,5 +55,6 @@ extern "C" __attribute__((visibility("default"))) void headstart_prices(
         out[2 * num + i] = decode_weight * output * (others + decode_own * (decoding + pending));
         out[3 * num + i] = std::max(late, 1.0) * pace[i];
         out[4 * num + i] = wait;
+        out[5 * num + i] = numbers[15] != 0 ? decoding + pending : 0.0;
     }
 }
