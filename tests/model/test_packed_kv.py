@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headstart.model.kernels import library as load
 from headstart.model.kernels import memory
 from headstart.model.kernels.memory import AHEAD, HUGE
-from headstart.model.kv_writes import Span, Writes
+from headstart.model.kv_writes import SlotSpan, KVWrites
 from headstart.model.packed_kv import PackedKV, PageWrites
 from headstart.model.paged_kv import KVShape, PagedKV
 
@@ -98,7 +98,7 @@ def pages_taken(packed: PackedKV) -> None:
         thread.join()
 
 
-def test_a_step_takes_the_pages_of_the_next_blocks_and_a_load_none(kernels: load.Kernels) -> None:
+def test_a_step_takes_the_pages_of_the_next_blocks_and_a_load_none(kernels: load.KernelLibrary) -> None:
     """Only so many, from the last block that a step writes on, whatever is in them; those are there at a load."""
     packed = PackedKV(kernels, KVShape(16, 3, 64), num_blocks=8192, block_size=16, dtype=torch.bfloat16)
     blocks = {block: bytes([block]) * packed.block_bytes for block in range(2, 102)}
@@ -120,7 +120,7 @@ def test_a_step_takes_the_pages_of_the_next_blocks_and_a_load_none(kernels: load
 
 
 def test_a_system_that_takes_no_pages_ahead_takes_them_when_they_are_written(
-    kernels: load.Kernels, monkeypatch: pytest.MonkeyPatch
+    kernels: load.KernelLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "POPULATE_WRITE", 255)  # as before Linux 5.14
     packed = PackedKV(kernels, KVShape(16, 3, 64), num_blocks=8192, block_size=16, dtype=torch.bfloat16)
@@ -130,7 +130,7 @@ def test_a_system_that_takes_no_pages_ahead_takes_them_when_they_are_written(
     assert resident(packed) < 8 << 20 and bytes(packed.read_block(1)).strip(b"\0")
 
 
-def test_a_token_leaves_its_neighbours_in_the_same_words_alone(kernels: load.Kernels) -> None:
+def test_a_token_leaves_its_neighbours_in_the_same_words_alone(kernels: load.KernelLibrary) -> None:
     packed, paged = pair(kernels, 5, torch.bfloat16, 16)
     for slot in (35, 34, 33, 36, 34):  # odd and even, again over what is there
         keys, values = torch.randn(2, 1, 3, 5).to(torch.bfloat16)

@@ -22,8 +22,8 @@ from server.fake_engine import build_fake
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.engine import engine_client
 from headstart.engine.engine_client import Build, EngineClient
-from headstart.engine.wire import Outbox
-from headstart.http.logs import Log
+from headstart.engine.wire import UnsentRequests
+from headstart.http.logs import ServerLog
 from headstart.openai.sandbox import sandbox_pool
 from headstart.server.app import build_app
 from headstart.server.run_server import warm_configured_prefixes
@@ -151,7 +151,7 @@ def fork_processes(set_attribute: Callable[[Any, str, object], object] = setattr
         return fork_server.fork(words, here(), 2, fork_server.FAKE, given=descriptor) or TRUE_ENGINE(descriptor)
 
     def spawn_sandbox(module: str, descriptor: int) -> Any:
-        environment = {**sandbox_pool.plain_environment(os.environ), "PYTHONPATH": here()["PYTHONPATH"]}
+        environment = {**sandbox_pool.minimal_environment(os.environ), "PYTHONPATH": here()["PYTHONPATH"]}
         forked = fork_server.fork(["-m", module], environment, 2, (module,), given=descriptor)
         return forked or TRUE_SANDBOX(module, descriptor)
 
@@ -265,7 +265,7 @@ def quiet_port() -> int:
 
 def num_told(server: Inside) -> int:
     """Return how many tokens the streams of this server have been given."""
-    return sum(generation.num_tokens for job in server.state._jobs for generation in job.generations)
+    return sum(generation.num_queued_tokens for job in server.state._jobs for generation in job.generations)
 
 
 async def gone_at_once(app: Any, path: str, body: bytes) -> int:

@@ -17,8 +17,8 @@ def pauses(health: SideHealth, now: float, num: int) -> list[int]:
     found: list[int] = []
     for _ in range(num):
         health.failed("no", now)
-        wait = next(seconds for seconds in range(61) if health.may_try(now + seconds))
-        assert not health.may_try(now + wait * 0.99)
+        wait = next(seconds for seconds in range(61) if health.may_attempt(now + seconds))
+        assert not health.may_attempt(now + wait * 0.99)
         found.append(wait)
         now += wait
     return found
@@ -36,7 +36,7 @@ def test_it_is_told_once_when_it_stops_and_once_when_it_works_again() -> None:
     assert health.text == "writing: No space left on device (ENOSPC)"
     for now in (8.0, 9.0):
         health.worked(now)
-    assert (health.text, health.num_degraded, health.may_try(9.0)) == ("", 1, True)
+    assert (health.text, health.num_degraded, health.may_attempt(9.0)) == ("", 1, True)
     assert len(told) == 2 and "ENOSPC" in told[0] and told[1] == "writing works again"
 
 

@@ -11,8 +11,8 @@ import pytest
 from stored import BLOCK_BYTES, MAX_BYTES, SHAPE, Clock, Disk, Pool, key, name, names
 
 from headstart.store import writer
-from headstart.store.catalog import Catalog
-from headstart.store.writer import LOST, MAX_RUN_BLOCKS, RUN_BYTES, Offer, Writer
+from headstart.store.catalog import SegmentCatalog
+from headstart.store.writer import LOST, MAX_RUN_BLOCKS, RUN_BYTES, BlockOffer, BlockWriter
 
 
 class Bench:
@@ -79,7 +79,7 @@ def test_a_run_is_bounded_and_the_rest_follows(bench: Bench, monkeypatch: pytest
 
 def test_the_memory_of_a_run_is_bounded_unless_one_block_is_larger(bench: Bench) -> None:
     for block_bytes, num in ((1, MAX_RUN_BLOCKS), (RUN_BYTES // 3, 3), (RUN_BYTES + 1, 1)):
-        assert Writer(bench.catalog, block_bytes, bench.clock)._run.nbytes == num * block_bytes
+        assert BlockWriter(bench.catalog, block_bytes, bench.clock)._run.nbytes == num * block_bytes
 
 
 def test_the_rate_of_writes_that_take_equally_long_is_theirs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor
 from headstart.core.cache.block_store import Data
 from headstart.core.errors import ConfigError
 from headstart.model.kernels.attention import MAX_DIMS, NO_PLAN, PAGE, AttentionCall
-from headstart.model.kernels.library import Kernels, threads
-from headstart.model.kernels.memory import PagesAhead, reserve, staggered
-from headstart.model.kv_writes import Writes
+from headstart.model.kernels.library import KernelLibrary, num_kernel_threads
+from headstart.model.kernels.memory import PagesAhead, reserve_memory, num_staggered_items
+from headstart.model.kv_writes import KVWrites
 from headstart.model.paged_kv import KVShape
 
 _NO_IDS, _NO_PAGES, _NO_PAGE_WRITES = np.zeros(0, np.int64), np.zeros((0, 2), np.int64), np.zeros((0, 2), np.int32)
@@ -59,7 +59,7 @@ class PackedKV:
         num_parts = 2 * shape.num_layers * shape.num_kv_heads
         reserved = num_staggered_items(num_blocks, 4 * block_words, num_parts=num_parts)
         size = (shape.num_layers, 2, shape.num_kv_heads, reserved, block_words)
-        self.pool = reserve(size, torch.int32, num_parts=num_parts).numpy().view(np.uint32)[..., :num_blocks, :]
+        self.pool = reserve_memory(size, torch.int32, num_parts=num_parts).numpy().view(np.uint32)[..., :num_blocks, :]
         self._ahead = PagesAhead(self.pool)
         self._head_words = reserved * block_words
         calls = [self._layer_call(layer) for layer in range(shape.num_layers)]
@@ -122,7 +122,7 @@ class PackedKV:
             if rows.stride(-1) != 1:
                 raise ValueError("the elements of a head are not adjacent in memory")
         call = self._layer_call(layer)
-        call.num_tokens = len(keys)
+        call.num_queued_tokens = len(keys)
         call.keys, call.values = keys.data_ptr(), values.data_ptr()
         call.key_token, call.key_head = keys.stride(0), keys.stride(1)
         call.value_token, call.value_head = values.stride(0), values.stride(1)
@@ -194,8 +194,8 @@ class PackedKV:
 
 def planned(call: AttentionCall, writes: PageWrites) -> AttentionCall:
     """Return a copy of a call with the writes of a step. Raises ValueError if the step has another number of tokens."""
-    if call.num_tokens != writes.num_tokens:
-        raise ValueError(f"keys and values of {call.num_tokens} tokens for a step of {writes.num_tokens}")
+    if call.num_queued_tokens != writes.num_queued_tokens:
+        raise ValueError(f"keys and values of {call.num_queued_tokens} tokens for a step of {writes.num_queued_tokens}")
     copy = AttentionCall.from_buffer_copy(call)
     copy.page_writes, copy.num_page_writes = writes.pages.ctypes.data, len(writes.pages)
     copy.token_writes, copy.num_token_writes = writes.tokens.ctypes.data, len(writes.tokens)

@@ -81,8 +81,8 @@ def cost_at_each(
         pace[index] = learner.factor(loads[index].pace, now)
     if learner.prices is not None:
         limits = (STALE_STEPS, STALE_MS, MAX_AGE, LATENESS, GRACE_MS, DECODE, learner.counts_requests)
-        numbers = array("d", (*rates, output, prompt_tokens, now, not learner.is_contradicted, *limits))
-        costs = np.empty((len(Price._fields), len(loads)))
+        numbers = array("d", (*rates, output, prompt_tokens, now, not learner.is_contradicted_by_samples, *limits))
+        costs = np.empty((len(PromptCost._fields), len(loads)))
         at, own_at, pace_at, to = (part.ctypes.data for part in (state, own, pace, costs))
         learner.prices(len(loads), at, own_at, pace_at, numbers.buffer_info()[0], to)
         return PromptCost(*costs)
@@ -124,7 +124,7 @@ def cost_at_each(
     expected = head + rates.token * np.minimum(state[0] - head_tokens, step_tokens)
     late = np.where(is_busy, 1e3 * (now - started) / (LATENESS * expected + GRACE_MS), 1.0)
     requests = decoding + pending if learner.counts_requests else np.zeros(len(loads))
-    return Price(backlog, prefill, decode, np.maximum(late, 1.0) * pace, wait, requests)
+    return PromptCost(backlog, prefill, decode, np.maximum(late, 1.0) * pace, wait, requests)
 
 
 def cost_at_one(endpoint: PricedReplica, prompt_tokens: int, hit_tokens: int, now: float) -> PromptCost[float]:
@@ -176,7 +176,7 @@ def cost_at_one(endpoint: PricedReplica, prompt_tokens: int, hit_tokens: int, no
     more = max(ceil((tokens + own) / step_tokens) - steps, 0)
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
     decode = _decode_ms(rates, output, decoding + pending, attended + prompts, prompt_tokens)
-    return Price(backlog, prefill, decode, factor * pace, wait, decoding + pending if learner.counts_requests else 0.0)
+    return PromptCost(backlog, prefill, decode, factor * pace, wait, decoding + pending if learner.counts_requests else 0.0)
 
 
 def _decode_ms(rates: StepRates, output: float, streams: Numbers, resident: Numbers, prompt_tokens: int) -> Numbers:

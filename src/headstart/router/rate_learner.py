@@ -96,10 +96,10 @@ class RateLearner:
     @property
     def counts_requests(self) -> bool:
         """Whether requests in flight are known: other routers' only from reports, which are seconds old."""
-        return not self.is_contradicted and not self.others.share
+        return not self.is_contradicted_by_samples and not self.others.share
 
     @property
-    def defers(self) -> bool:
+    def waits_for_prefix_leader(self) -> bool:
         """Whether replicas let a request wait for a step in which another one computes its prefix.
 
         Headstart and SGLang do; in vLLM both are computed in one step. Assumed until the opposite is seen.
