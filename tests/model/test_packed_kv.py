@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headstart.model.kernels import library as load
 from headstart.model.kernels import memory
 from headstart.model.kernels.memory import AHEAD, HUGE
-from headstart.model.kv_writes import SlotSpan, KVWrites
+from headstart.model.kv_writes import KVWrites, SlotSpan
 from headstart.model.packed_kv import PackedKV, PageWrites
 from headstart.model.paged_kv import KVShape, PagedKV
 

@@ -15,7 +15,7 @@ from headstart.model.kernels.recurrence import (
     MatrixWeights,
     StepRecurrentStates,
     apply_sigmoid_gate,
-    matrix_mixer,
+    run_matrix_mixer,
     short_convolution,
 )
 from headstart.model.layers.recurrent import convolve_in_torch, delta_net_in_torch, mamba_in_torch, sigmoid
@@ -90,7 +90,7 @@ def test_a_matrix_mixer_equals_its_twin(
     found, due = (states_of(guards, OFFSET + shape.state_size + 3, LENGTHS, PLACES) for _ in range(2))
     expected = TWINS[kind](shape, weights, rows, due, OFFSET)
     guarded = weights._replace(convolution=guards.put(weights.convolution), rate=guards.put(weights.rate))
-    outputs = matrix_mixer(kernels, shape, guarded, guards.put(rows), found, OFFSET)
+    outputs = run_matrix_mixer(kernels, shape, guarded, guards.put(rows), found, OFFSET)
     exact = dtype == torch.float32
     # In bfloat16 an input of the recurrence may be rounded to the other neighbour.
     torch.testing.assert_close(outputs, expected, atol=2e-5 if exact else 0.06, rtol=1e-4 if exact else 0.02)
@@ -138,7 +138,7 @@ def test_no_chunk_batch_or_number_of_threads_changes_a_bit(
     inner, weight = draw(len(rows), 3 * 131, seed=6, dtype=dtype), draw(taps, 131, seed=7)
     conv_size = (taps - 1) * 131
     together = states_of(Guards(), size + conv_size, LENGTHS, PLACES)
-    outputs = matrix_mixer(kernels, shape, weights, rows.clone(), together, conv_size)
+    outputs = run_matrix_mixer(kernels, shape, weights, rows.clone(), together, conv_size)
     convolved = short_convolution(kernels, weight, None, inner, together, 0)
     before = torch.get_num_threads()
     try:
@@ -152,7 +152,7 @@ def test_no_chunk_batch_or_number_of_threads_changes_a_bit(
                 for start, end in pairwise(cuts):
                     states = StepRecurrentStates([RowState(0, end - start, alone.state)])
                     part = slice(begin + start, begin + end)
-                    found = matrix_mixer(kernels, shape, weights, rows[part].clone(), states, conv_size)
+                    found = run_matrix_mixer(kernels, shape, weights, rows[part].clone(), states, conv_size)
                     assert torch.equal(found, outputs[part])
                     assert torch.equal(
                         short_convolution(kernels, weight, None, inner[part].contiguous(), states, 0), convolved[part]
@@ -169,17 +169,17 @@ def test_arguments_that_do_not_fit_are_refused(kernels: KernelLibrary) -> None:
     weights, rows = matrix_weights(shape, torch.float32, "delta"), matrix_rows(shape, torch.float32, "delta")
     states = states_of(Guards(), shape.state_size, LENGTHS, ((), (), ()))
     with pytest.raises(ValueError, match=r"for \d+ rows and 625 numbers"):
-        matrix_mixer(kernels, shape, weights, rows, states, 1)
+        run_matrix_mixer(kernels, shape, weights, rows, states, 1)
     with pytest.raises(ValueError, match=f"states of {len(rows)} rows .* for {len(rows) - 1} rows"):
-        matrix_mixer(kernels, shape, weights, rows[:-1], states, 0)
+        run_matrix_mixer(kernels, shape, weights, rows[:-1], states, 0)
     with pytest.raises(ValueError, match="norm is"):
-        matrix_mixer(kernels, shape, matrix_weights(shape, torch.bfloat16, "delta"), rows, states, 0)
+        run_matrix_mixer(kernels, shape, matrix_weights(shape, torch.bfloat16, "delta"), rows, states, 0)
     with pytest.raises(ValueError, match="rows is"):
-        matrix_mixer(kernels, shape, matrix_weights(shape, torch.float32, "mamba"), rows, states, 0)
+        run_matrix_mixer(kernels, shape, matrix_weights(shape, torch.float32, "mamba"), rows, states, 0)
     with pytest.raises(ValueError, match="skip is"):
-        matrix_mixer(kernels, shape, weights._replace(skip=draw(3)), rows[:, 4:].contiguous(), states, 0)
+        run_matrix_mixer(kernels, shape, weights._replace(skip=draw(3)), rows[:, 4:].contiguous(), states, 0)
     with pytest.raises(ValueError, match="bfloat16 and float32"):
-        matrix_mixer(kernels, shape, weights, rows.double(), states, 0)
+        run_matrix_mixer(kernels, shape, weights, rows.double(), states, 0)
     with pytest.raises(ValueError, match="and 1020 numbers"):
         short_convolution(kernels, draw(3, 60), None, draw(sum(LENGTHS), 180), states, 900)
     with pytest.raises(ValueError, match="gates"):

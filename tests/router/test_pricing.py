@@ -70,7 +70,7 @@ def test_one_price_is_that_of_the_fleet_to_the_last_bit(
     hits = [rng.randrange(prompt_tokens + 1) for _ in endpoints]
     costs = cost_at_each(endpoints, prompt_tokens, hits, now)
     if POOLS is not None:
-        router.endpoints["r0"].load.learner.prices = POOLS.prices
+        router.endpoints["r0"].load.learner.prices = POOLS.pricing_kernel
         assert repr([part.tolist() for part in cost_at_each(endpoints, prompt_tokens, hits, now)]) == repr(
             [part.tolist() for part in costs]
         )
@@ -101,7 +101,7 @@ def test_choices_of_large_fleets_are_those_by_plain_numbers(prior: StepRates | N
             policy = LeastCostPolicy(rng.choice((0.0, 0.05, 1.0)))
             view = router.pick(ask(*[rng.randrange(6) for _ in range(rng.randrange(8))]), now).view
             expected = repr(policy.choose_by_scalars(view))
-            for prices in (None, POOLS.prices if POOLS is not None else None):
+            for prices in (None, POOLS.pricing_kernel if POOLS is not None else None):
                 router.endpoints["r0"].load.learner.prices = prices
                 assert repr(policy.choose_by_arrays(view)) == expected
 
@@ -221,10 +221,10 @@ def test_a_prefix_in_flight_is_priced_as_cached_plus_what_is_left_of_its_prefill
 def test_of_answers_that_stand_still_those_count_that_would_not_anywhere() -> None:
     router = Router()
     router.add(endpoint("r0", 64))
-    priced = [price_one(router.endpoints["r0"], 40, 0, 0.0)]
+    priced = [cost_at_one(router.endpoints["r0"], 40, 0, 0.0)]
     for number in range(3):
         router.first_token(queued(router, 0.0, ask(number))[0], 0.0)
-        priced.append(price_one(router.endpoints["r0"], 40, 0, 0.0))
+        priced.append(cost_at_one(router.endpoints["r0"], 40, 0, 0.0))
     assert {one.prefill for one in priced} == {41.0}
     shares = [0.75 * 41.0 * share for share in (0, 1 / 2, 2 / 3, 3 / 4)]
     assert [one.stall(0.0) for one in priced] == pytest.approx(shares)
@@ -237,7 +237,7 @@ def test_stalls_cost_less_than_the_prefill_and_nothing_where_there_are_the_fewes
     history: tuple[int, int, StepRates | None], prompt_tokens: int
 ) -> None:
     router, now = lively(*history)
-    costs = price_all(list(router.endpoints.values()), prompt_tokens, [0] * len(router.endpoints), now)
+    costs = cost_at_each(list(router.endpoints.values()), prompt_tokens, [0] * len(router.endpoints), now)
     stalls, most = costs.stall(costs.requests.min()), 0.75 * costs.prefill * costs.factor
     assert (stalls >= 0.0).all() and (stalls <= most).all() and not stalls[costs.requests.argmin()]
 
@@ -247,7 +247,7 @@ def test_beside_other_routers_no_stalls_are_priced() -> None:
     router.add(endpoint("r0", 64))
     router.first_token(queued(router, 0.0, ask(1))[0], 0.0)
     router.endpoints["r0"].reported = Reported(at=0.0, waiting=0, running=40)
-    assert price_one(router.endpoints["r0"], 40, 0, 0.0).stall(0.0) == 0.0
+    assert cost_at_one(router.endpoints["r0"], 40, 0, 0.0).stall(0.0) == 0.0
 
 
 def test_a_long_prompt_leaves_a_prefix_whose_replica_answers_others_if_computing_it_again_costs_less() -> None:

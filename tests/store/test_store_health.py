@@ -35,7 +35,7 @@ def test_it_is_told_once_when_it_stops_and_once_when_it_works_again() -> None:
         health.failed("No space left on device (ENOSPC)", now)
     assert health.text == "writing: No space left on device (ENOSPC)"
     for now in (8.0, 9.0):
-        health.worked(now)
+        health.record_success(now)
     assert (health.text, health.num_degraded, health.may_attempt(9.0)) == ("", 1, True)
     assert len(told) == 2 and "ENOSPC" in told[0] and told[1] == "writing works again"
 

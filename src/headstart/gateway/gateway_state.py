@@ -85,7 +85,7 @@ class GatewayState:
             shadow_policies=[make_policy(name) for name in options.shadow_policy],
             log=None if decisions is None else decisions.write,
             match_all=None if pools is None else pools.match_in_all_pools,
-            prices=None if pools is None else pools.prices,
+            prices=None if pools is None else pools.pricing_kernel,
         )
         of_tenants = (key for tenant in server_options.tenants for key in tenant.api_keys)
         known = (options.replica_api_key, *server_options.api_key, *of_tenants)

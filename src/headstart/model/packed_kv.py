@@ -19,7 +19,7 @@ from headstart.core.cache.block_store import Data
 from headstart.core.errors import ConfigError
 from headstart.model.kernels.attention import MAX_DIMS, NO_PLAN, PAGE, AttentionCall
 from headstart.model.kernels.library import KernelLibrary, num_kernel_threads
-from headstart.model.kernels.memory import PagesAhead, reserve_memory, num_staggered_items
+from headstart.model.kernels.memory import PagesAhead, num_staggered_items, reserve_memory
 from headstart.model.kv_writes import KVWrites
 from headstart.model.paged_kv import KVShape
 
@@ -122,7 +122,7 @@ class PackedKV:
             if rows.stride(-1) != 1:
                 raise ValueError("the elements of a head are not adjacent in memory")
         call = self._layer_call(layer)
-        call.num_queued_tokens = len(keys)
+        call.num_tokens = len(keys)
         call.keys, call.values = keys.data_ptr(), values.data_ptr()
         call.key_token, call.key_head = keys.stride(0), keys.stride(1)
         call.value_token, call.value_head = values.stride(0), values.stride(1)
@@ -194,8 +194,8 @@ class PackedKV:
 
 def planned(call: AttentionCall, writes: PageWrites) -> AttentionCall:
     """Return a copy of a call with the writes of a step. Raises ValueError if the step has another number of tokens."""
-    if call.num_queued_tokens != writes.num_queued_tokens:
-        raise ValueError(f"keys and values of {call.num_queued_tokens} tokens for a step of {writes.num_queued_tokens}")
+    if call.num_tokens != writes.num_tokens:
+        raise ValueError(f"keys and values of {call.num_tokens} tokens for a step of {writes.num_tokens}")
     copy = AttentionCall.from_buffer_copy(call)
     copy.page_writes, copy.num_page_writes = writes.pages.ctypes.data, len(writes.pages)
     copy.token_writes, copy.num_token_writes = writes.tokens.ctypes.data, len(writes.tokens)

@@ -176,7 +176,9 @@ def cost_at_one(endpoint: PricedReplica, prompt_tokens: int, hit_tokens: int, no
     more = max(ceil((tokens + own) / step_tokens) - steps, 0)
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
     decode = _decode_ms(rates, output, decoding + pending, attended + prompts, prompt_tokens)
-    return PromptCost(backlog, prefill, decode, factor * pace, wait, decoding + pending if learner.counts_requests else 0.0)
+    return PromptCost(
+        backlog, prefill, decode, factor * pace, wait, decoding + pending if learner.counts_requests else 0.0
+    )
 
 
 def _decode_ms(rates: StepRates, output: float, streams: Numbers, resident: Numbers, prompt_tokens: int) -> Numbers:

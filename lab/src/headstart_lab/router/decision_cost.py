@@ -114,7 +114,7 @@ def run_pick(seed: int, config: PickConfig = PickConfig(), bar: ProgressBar = QU
 def full_router(config: PickConfig, rng: Random, bar: ProgressBar = QUIET) -> tuple[Router, list[list[BlockHash]], int]:
     """Return a router with full approximate indexes, chains cached on half of the replicas, and the index bytes."""
     pools = compiled_pool_factory() if config.compiled else None
-    router = Router() if pools is None else Router(match_all=pools.match_in_all_pools, prices=pools.prices)
+    router = Router() if pools is None else Router(match_all=pools.match_in_all_pools, prices=pools.pricing_kernel)
     length = config.long_prompt // BLOCK_SIZE
     gc.collect()
     size = _resident_bytes()

@@ -60,8 +60,8 @@ class CompiledPoolFactory:
         self.calls = {name: getattr(library, f"headstart_pool_{name}") for name in _CALLS}
         for name, (result, *arguments) in _CALLS.items():
             self.calls[name].restype, self.calls[name].argtypes = result, arguments
-        self.prices = library.headstart_prices  # of all replicas (router/pricing.py)
-        self.prices.restype, self.prices.argtypes = None, (_L, _P, _P, _P, _P, _P)
+        self.pricing_kernel = library.headstart_prices  # of all replicas (router/pricing.py)
+        self.pricing_kernel.restype, self.pricing_kernel.argtypes = None, (_L, _P, _P, _P, _P, _P)
         self.seed = seed
         self._last: list[BlockHash] = []
         self._joined = b""

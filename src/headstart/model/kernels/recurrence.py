@@ -149,7 +149,7 @@ def matrix_mixer_call(
     )
 
 
-def matrix_mixer(
+def run_matrix_mixer(
     kernels: KernelLibrary,
     shape: MatrixShape,
     weights: MatrixWeights,

@@ -18,8 +18,8 @@ from headstart.model.kernels.library import KernelLibrary
 from headstart.model.kernels.recurrence import (
     MatrixWeights,
     StepRecurrentStates,
-    matrix_mixer,
     matrix_mixer_call,
+    run_matrix_mixer,
     short_convolution,
     short_convolution_call,
 )
@@ -111,7 +111,7 @@ class MatrixMixer:
 
     def __call__(self, rows: Tensor, states: StepRecurrentStates, offset: int) -> Tensor:
         if self.kernels is not None:
-            return matrix_mixer(self.kernels, self.shape, self.weights, rows, states, offset)
+            return run_matrix_mixer(self.kernels, self.shape, self.weights, rows, states, offset)
         twin = delta_net_in_torch if self.weights.skip is None else mamba_in_torch
         return twin(self.shape, self.weights, rows, states, offset)
 
@@ -133,7 +133,7 @@ def convolve_in_torch(
 def delta_net_in_torch(
     shape: MatrixShape, weights: MatrixWeights, rows: Tensor, states: StepRecurrentStates, offset: int
 ) -> Tensor:
-    """Do the same as `matrix_mixer` for a delta net, but leave `rows` as they are."""
+    """Do the same as `run_matrix_mixer` for a delta net, but leave `rows` as they are."""
     num_rows, heads = len(rows), shape.num_value_heads
     sizes = (shape.num_channels, shape.num_values, heads, heads)
     mixed, gate, beta, rate = rows.split(sizes, dim=-1)
@@ -153,7 +153,7 @@ def delta_net_in_torch(
 def mamba_in_torch(
     shape: MatrixShape, weights: MatrixWeights, rows: Tensor, states: StepRecurrentStates, offset: int
 ) -> Tensor:
-    """Do the same as `matrix_mixer` for Mamba-2, but leave `rows` as they are."""
+    """Do the same as `run_matrix_mixer` for Mamba-2, but leave `rows` as they are."""
     num_rows, heads, groups = len(rows), shape.num_value_heads, shape.num_key_heads
     mixed, gate, rate = rows.split((shape.num_channels, shape.num_values, heads), dim=-1)
     queries, keys, values = _mixed(shape, weights, mixed, states, offset)

@@ -137,7 +137,7 @@ class PoolFactory(Protocol):
     ) -> ModelledCache: ...
 
     @property
-    def prices(self) -> Prices:
+    def pricing_kernel(self) -> Prices:
         """The loop of pricing.py, in the same library."""
         ...
 

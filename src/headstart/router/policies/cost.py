@@ -152,7 +152,7 @@ class LeastCostPolicy:
         """Choose by plain numbers, which are cheaper than arrays for few candidates."""
         tokens, now, hit_tokens = view.prompt_tokens, view.now, view.candidates.hit_tokens
         pairs = zip(view.candidates.endpoints, hit_tokens, strict=True)
-        costs = [price_one(endpoint, tokens, hit, now) for endpoint, hit in pairs]
+        costs = [cost_at_one(endpoint, tokens, hit, now) for endpoint, hit in pairs]
         fewest = min([cost.requests for cost in costs])
         stalls = [cost.stall(fewest) for cost in costs]
         prices = [cost.price + stall for cost, stall in zip(costs, stalls, strict=True)]
@@ -179,7 +179,7 @@ class LeastCostPolicy:
     def choose_by_arrays(self, view: PolicyInput) -> RankedCandidates:
         """Choose by arrays, which are cheaper for many candidates. The choice is the same."""
         hits = np.array(view.candidates.hit_tokens, dtype=np.float64)
-        costs = price_all(view.candidates.endpoints, view.prompt_tokens, hits, view.now)
+        costs = cost_at_each(view.candidates.endpoints, view.prompt_tokens, hits, view.now)
         stalls = costs.stall(costs.requests.min())
         prices, copies = costs.price + stalls, _copies(view, int(hits.argmax()))
         if copies is not None:

@@ -40,10 +40,10 @@ class BlockSealer:
 
     def __init__(self, secret: bytes, shape: BlockShape) -> None:
         self._context = shape.fingerprint + struct.pack("<II", shape.block_size, shape.block_bytes)
-        self._header = Header(shape, 1, bytes(8))
-        self._names, self._keys = (derive(secret, what + self._context) for what in (b"names", b"blocks"))
-        self._messages = AESGCM(derive(secret, b"messages" + self._context))
-        self.space = derive(secret, b"space" + self._context)[:8].hex()
+        self._header = SegmentHeader(shape, 1, bytes(8))
+        self._names, self._keys = (derive_key(secret, what + self._context) for what in (b"names", b"blocks"))
+        self._messages = AESGCM(derive_key(secret, b"messages" + self._context))
+        self.space = derive_key(secret, b"space" + self._context)[:8].hex()
         size = shape.entry_bytes + shape.block_bytes
         self._plain, self._opened = memoryview(bytearray(size)), memoryview(bytearray(size))
         self.value_bytes = OVERHEAD_BYTES + len(self._plain)
@@ -52,7 +52,7 @@ class BlockSealer:
         """Return the name of a block outside: it tells nothing about the block without the secret."""
         return derive_key(self._names, block_hash)[:NAME_BYTES]
 
-    def seal(self, key: BlockKey, payload: Data, value: memoryview) -> None:
+    def seal_block(self, key: BlockKey, payload: Data, value: memoryview) -> None:
         """Write the value of a block, `value_bytes` long. For one thread, like `open`: plain texts have a buffer.
 
         New memory for every copy of a block would take seven times as long as encrypting it.
@@ -82,7 +82,7 @@ class BlockSealer:
         if entry.key != key:
             return "mismatch"
         payload[:] = self._opened[size:]
-        return None if checksum(payload) == entry.payload_checksum else "corrupt"
+        return None if payload_checksum(payload) == entry.payload_checksum else "corrupt"
 
     def seal_message(self, text: bytes) -> bytes:
         nonce = os.urandom(_NONCE)
