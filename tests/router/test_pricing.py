@@ -246,7 +246,7 @@ def test_beside_other_routers_no_stalls_are_priced() -> None:
     router = Router()
     router.add(endpoint("r0", 64))
     router.first_token(queued(router, 0.0, ask(1))[0], 0.0)
-    router.endpoints["r0"].reported = Reported(at=0.0, waiting=0, running=40)
+    router.endpoints["r0"].reported = ReplicaReport(at=0.0, waiting=0, running=40)
     assert cost_at_one(router.endpoints["r0"], 40, 0, 0.0).stall(0.0) == 0.0
 
 
