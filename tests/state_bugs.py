@@ -37,7 +37,7 @@ def a_state_released_before_it_is_read(put: Put) -> None:
         end(self, seq, chunk._replace(state=()), num_tokens)
 
     put(KVCache, "_begin_from", begin_from)
-    put(RecurrentCheckpoints, "end", ends)
+    put(RecurrentCheckpoints, "finish_chunk", ends)
 
 
 def a_slot_reused_too_early(put: Put) -> None:
@@ -57,8 +57,8 @@ def a_slot_reused_too_early(put: Put) -> None:
             self._pool._refs[page] = 1
         end(self, seq, chunk._replace(saves=unused), num_tokens)
 
-    put(RecurrentCheckpoints, "allocate", allocates)
-    put(RecurrentCheckpoints, "end", ends)
+    put(RecurrentCheckpoints, "allocate_pages", allocates)
+    put(RecurrentCheckpoints, "finish_chunk", ends)
 
 
 def a_state_of_rejected_drafts_is_kept(put: Put) -> None:
@@ -81,8 +81,8 @@ def a_state_of_rejected_drafts_is_kept(put: Put) -> None:
             self._pool.release(kept.pop(key))
         left(self, seq)
 
-    put(RecurrentCheckpoints, "end", ends)
-    put(RecurrentCheckpoints, "left", lefts)
+    put(RecurrentCheckpoints, "finish_chunk", ends)
+    put(RecurrentCheckpoints, "on_sequence_left", lefts)
 
 
 STATE_BUGS = (

@@ -101,7 +101,7 @@ def test_every_file_keeps_to_its_floor() -> None:
         ("model/x.py", "from . import y", "absolutely"),
         ("bench/x.py", "from headstart_lab.engine.scan import run_scan", "without the laboratory"),
         ("cli/x.py", "def f():\n  import headstart_lab", "without the laboratory"),
-        ("workload/x.py", "from headstart.measurement.report import Report", "must not import measurement"),
+        ("workload/x.py", "from headstart.measurement.report import BenchmarkReport", "must not import measurement"),
     ],
 )
 def test_a_planted_violation_is_caught(path: str, source: str, complaint: str) -> None:

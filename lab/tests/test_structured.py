@@ -132,7 +132,7 @@ def test_support_counts_refusals_by_keyword_and_finds_what_is_looser() -> None:
     space = judge(case_of({"type": "string", "pattern": "^.$"}, *spaces), BYTES)
     assert space.looser == ("a space only by ECMA 262",) and not space.stricter
     order = {"type": "object", "properties": {"a": {}, "b": {}}, "additionalProperties": False}
-    assert judge(case_of(order, Instance("other order", {"b": 1, "a": 2}, True)), BYTES).in_order == 1
+    assert judge(case_of(order, Instance("other order", {"b": 1, "a": 2}, True)), BYTES).reordered == 1
     document = report([contains, many, space])
     assert (document["schemas"], document["known"], document["supported"], document["unnamed"]) == (3, 2, 1, 0)
     row = "| `made` | 3 | 2 | 1 | `contains` 1, `minProperties` 1 | 1 |  |"

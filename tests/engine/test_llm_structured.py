@@ -72,7 +72,7 @@ def test_preempted_answers_are_the_same(llm: LLM) -> None:
     expected = [one.token_ids for one in ask(llm, prompts, temperature=1.5, seed=3)]
     with LLM(num_blocks=16, max_model_len=128, dtype="float32", enable_prefix_caching=False) as small:
         for _ in range(300):
-            small.engine.scheduler.admission.finished(1)
+            small.engine.scheduler.admission.record_output_length(1)
         found = [one.token_ids for one in ask(small, prompts, temperature=1.5, seed=3, max_tokens=60)]
         assert small.engine.stats().counters.num_preemptions > 0
     assert found == [tokens[:60] for tokens in expected]
@@ -127,7 +127,7 @@ def test_a_grammar_that_exceeds_its_limits_fails_alone_and_its_blocks_stay_trust
     stats = llm.engine.stats()
     assert failed.finish_reason == "error" and "constrained" in str(failed.error)
     assert stats.counters.num_row_errors == before.counters.num_row_errors + 1
-    assert stats.pool.evictions["failed"] == before.pool.evictions["failed"]
+    assert stats.pool.evictions_by_cause["failed"] == before.pool.evictions_by_cause["failed"]
     (again,) = llm.generate([prompt], {"max_tokens": 1}, progress=False)
     assert again.num_cached_tokens >= 16
 

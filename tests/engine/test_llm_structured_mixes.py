@@ -127,7 +127,7 @@ def test_a_tight_pool_preempts(quantization: str) -> None:
         expected = [one.token_ids for one in ask(wide, sampling)]
     with LLM(num_blocks=18, max_model_len=128, **options) as tight:
         for _ in range(300):
-            tight.engine.scheduler.admission.finished(1)  # it expects short answers
+            tight.engine.scheduler.admission.record_output_length(1)  # it expects short answers
         answers = ask(tight, sampling)
         assert tight.engine.stats().counters.num_preemptions > 0
     for answer in answers:

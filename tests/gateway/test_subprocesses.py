@@ -31,9 +31,9 @@ from headstart.gateway.replicas.subprocesses import MAX_BACKOFF, STEADY_SECONDS,
 from headstart.http.logs import ServerLog
 
 _FAKE = (
-    "import sys; from headstart.cli.replica_process import read_options; "
+    "import sys; from headstart.cli.replica_process import read_replica_options; "
     "from headstart.server.run_server import serve; "
-    "from server.fake_engine import build_fake; sys.exit(serve(build_fake, *read_options()[:2]))"
+    "from server.fake_engine import build_fake; sys.exit(serve(build_fake, *read_replica_options()[:2]))"
 )
 
 
@@ -300,7 +300,7 @@ def parent_of(model: str, end: str) -> list[str]:
         "import asyncio, os, signal, sys; from gateway.test_subprocesses import fleet_of\n"
         f"fleet = fleet_of({model!r}, 2, sys.stderr)\n"
         "def changed(found):\n"
-        "    line = ' '.join(map(str, ['pids', *fleet.pids.values(), *fleet.pids]))\n"
+        "    line = ' '.join(map(str, ['pids', *fleet.pids_by_url.values(), *fleet.pids_by_url]))\n"
         "    sys.stderr.write(line + '\\n')\n"  # at once: replicas' lines come from other threads
         f"    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, {end})\n"
         "with fleet:\n"

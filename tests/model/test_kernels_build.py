@@ -163,7 +163,9 @@ def test_a_wheel_brings_the_kernels_and_needs_no_compiler_to_use_them(tmp_path: 
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(root / name, copy)
     bare = {**os.environ, "PATH": str(empty), "CXX": "", VARIABLE: "", "XDG_CACHE_HOME": str(empty)}
-    code = "from headstart.model.kernels.library import find; f = find(); print(f.note, f.origin, sep='|')"
+    code = (
+        "from headstart.model.kernels.library import find_kernels; f = find_kernels(); print(f.note, f.origin, sep='|')"
+    )
     expected = {
         "platform": (os.environ, "linux_x86_64", f"{RUNNABLE[0]}|built with the package"),
         "any": (bare, "any", "none: no C++ compiler (g++, c++, clang++) on the path: install g++ for faster kernels|"),
@@ -209,8 +211,8 @@ esac
 @pytest.mark.timeout(900)
 def test_several_processes_build_at_once_and_share_torchs_openmp(tmp_path: Path) -> None:
     code = (
-        "from headstart.model.kernels.library import load\n"
-        f"assert load({RUNNABLE[-1]!r}).kernels is not None, load({RUNNABLE[-1]!r})\n"
+        "from headstart.model.kernels.library import load_kernels\n"
+        f"assert load_kernels({RUNNABLE[-1]!r}).kernels is not None, load_kernels({RUNNABLE[-1]!r})\n"
         "lines = open('/proc/self/maps').read().splitlines()\n"
         "print(len({line.split()[-1] for line in lines if 'libgomp' in line or 'libiomp' in line}))\n"
     )

@@ -265,7 +265,7 @@ def quiet_port() -> int:
 
 def num_told(server: Inside) -> int:
     """Return how many tokens the streams of this server have been given."""
-    return sum(generation.num_queued_tokens for job in server.state._jobs for generation in job.generations)
+    return sum(generation.num_tokens for job in server.state._jobs for generation in job.generations)
 
 
 async def gone_at_once(app: Any, path: str, body: bytes) -> int:

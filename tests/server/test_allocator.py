@@ -8,12 +8,12 @@ import pytest
 
 CHILD = """
 import threading
-from headstart.allocator import give_memory_back
+from headstart.allocator import configure_malloc
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 
-assert give_memory_back()
+assert configure_malloc()
 def work():
     kept = []
     for size in (4 << 20, 3 << 20, 2 << 20) * 4:
@@ -48,7 +48,7 @@ def resident():
 
 async def main():
     allocator.TRIM_SECONDS = 0.01
-    trimming = asyncio.create_task(allocator.trim_regularly())
+    trimming = asyncio.create_task(allocator.trim_heap_regularly())
     await asyncio.sleep(0.05)
     before = resident()
     kept = [bytearray(2000) for _ in range(40_000)]
@@ -59,7 +59,7 @@ async def main():
     trimming.cancel()
     print(grown >> 20, (resident() - before) >> 20)
 
-allocator.give_memory_back()
+allocator.configure_malloc()
 asyncio.run(main())
 """
 

@@ -43,9 +43,9 @@ def test_busy_connections_are_never_closed() -> None:
 def test_the_cap_follows_the_queue_and_the_files_a_process_may_open() -> None:
     script = (
         "import resource, sys\n"
-        "from headstart.http.protocol.connections import connection_cap\n"
+        "from headstart.http.protocol.connections import max_server_connections\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))\n"
-        "cap = connection_cap(int(sys.argv[3]), files_each=int(sys.argv[4]))\n"
+        "cap = max_server_connections(int(sys.argv[3]), files_each=int(sys.argv[4]))\n"
         "print(cap, resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
     )
 

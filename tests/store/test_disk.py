@@ -412,7 +412,7 @@ def test_an_interpreter_that_ends_without_closing_writes_first_and_does_not_hang
     script = (
         "from pathlib import Path\nfrom headstart.store.disk import DiskStore\nfrom stored import *\n"
         "import patience\npatience.prefer_the_store(setattr)\n"
-        f"store = DiskStore(Path({str(tmp_path)!r}), SHAPE, MAX_BYTES)\nstore.start(Pool())\n"
+        f"store = DiskStore(Path({str(tmp_path)!r}), SHAPE, MAX_BYTES)\nstore.start_writing(Pool())\n"
         "Pool().offer(store, 1, 2)\n"
     )
     done = subprocess.run(

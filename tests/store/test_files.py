@@ -74,8 +74,8 @@ def test_processes_that_start_together_agree_on_the_secret(tmp_path: Path) -> No
     code = """
 from pathlib import Path
 import sys
-from headstart.store.files import read_secret
-print(read_secret(Path(sys.argv[1])).hex())
+from headstart.store.files import read_folder_secret
+print(read_folder_secret(Path(sys.argv[1])).hex())
 """
     argv = [sys.executable, "-c", code, str(tmp_path / "store")]
     started = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) for _ in range(4)]

@@ -293,7 +293,7 @@ def test_an_empty_line_in_place_of_an_answer_is_an_error_at_once() -> None:
         ours.settimeout(30.0)
         theirs.sendall(b"\r\n")
         with pytest.raises(ValueError, match="the answer is empty"):
-            redis_link._Answer(ours, bytearray(4096)).values(1, 1024)
+            redis_link._Answer(ours, bytearray(4096), 30.0).values(1, 1024)
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.long)])

@@ -124,9 +124,9 @@ def test_launches_of_a_layer(
 ) -> None:
     runner, launches = make_runner(llama), list[str]()
     for module, names in (
-        (decoder_pass.triton_attention, ("attend", "attend_one", "merge")),
-        (decoder_pass.triton_layers, ("add_rms_norm", "silu_mul", "vector_product", "embed")),
-        (decoder_pass, ("rotate_and_append",)),
+        (decoder_pass.triton_attention, ("launch_attention", "launch_single_token_attention", "merge_partial_results")),
+        (decoder_pass.triton_layers, ("add_rms_norm", "silu_mul", "matvec", "embed_tokens")),
+        (decoder_pass, ("rotate_and_append_kv",)),
         (decoder_pass.F, ("linear",)),
         (decoder_pass.torch, ("mm",)),
     ):

@@ -195,7 +195,7 @@ class _Copies(TorchDispatchMode):
 
 def test_a_step_is_planned_once_for_all_layers_and_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
-    for name in ("append_kv", "attend", "merge"):
+    for name in ("append_kv", "launch_attention", "merge_partial_results"):
         monkeypatch.setattr(triton_backend, name, lambda *_, name=name, **__: launched.append(name))
     backend = TritonAttention(
         KVShape(2, 2, 16), num_blocks=99, block_size=16, dtype=torch.float32, device=torch.device("cpu")
@@ -208,7 +208,7 @@ def test_a_step_is_planned_once_for_all_layers_and_copied_once(monkeypatch: pyte
         attend(0, *rows, scale=1.0)
         attend(1, *rows, scale=1.0, window=20)
     assert copies.seen == ["_to_copy.default"]
-    assert launched == ["append_kv", "attend", "attend", "merge"] * 2
+    assert launched == ["append_kv", "launch_attention", "launch_attention", "merge_partial_results"] * 2
 
 
 def logits_of(loaded: LoadedModel, name: str) -> torch.Tensor:

@@ -188,7 +188,7 @@ def report(verdicts: list[Verdict]) -> dict[str, Any]:
                 "instances": sum(len(v.schema.instances) for v in accepted),
                 "looser": {v.schema.description: v.looser for v in accepted if v.looser},
                 "stricter": {v.schema.description: v.stricter for v in accepted if v.stricter},
-                "other_order": sum(v.in_order for v in accepted),
+                "other_order": sum(v.reordered for v in accepted),
             }
         )
     return {
