@@ -206,7 +206,7 @@ def test_without_a_floor_the_same_flood_evicts_it(eviction_policy: str) -> None:
 def test_hints_do_not_evict_another_tenant(floor: float) -> None:
     engine = make_engine(33, tenant_floor=floor)
     hot = list(range(29))
-    cached(engine, B.ask("b1", hot, retention=RetentionHint(0, 0.0)))  # 7 blocks nobody wants to keep
+    cached(engine, B.ask("b1", hot, retention=RetentionHint(0, 0.0)))  # 7 blocks of no priority
     for turn in range(3):  # 15 blocks each that A wants to keep most
         cached(engine, A.ask(f"a{turn}", range(200 * turn, 200 * turn + 61), retention=KEEP_MOST))
     assert cached(engine, B.ask("b2", hot)) == [28]

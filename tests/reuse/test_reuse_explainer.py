@@ -18,17 +18,17 @@ from headstart.reuse.reuse_explainer import (
 )
 
 ADMIN = Viewer(is_admin=True)
-NOBODY = Viewer()
+ANONYMOUS = Viewer()
 A, B = Viewer("a"), Viewer("b")
 
 
-def why(engine: Engine, request_id: str, viewer: Viewer = NOBODY, now: float = 0.0) -> Explanation:
+def why(engine: Engine, request_id: str, viewer: Viewer = ANONYMOUS, now: float = 0.0) -> Explanation:
     found = explain_request_reuse(engine.scheduler, engine.recent, request_id, viewer, now)
     assert found is not None
     return found
 
 
-def why_not(engine: Engine, prompt: Iterable[int], viewer: Viewer = NOBODY, **fields: object) -> Explanation:
+def why_not(engine: Engine, prompt: Iterable[int], viewer: Viewer = ANONYMOUS, **fields: object) -> Explanation:
     """Explain a prompt of 4-token blocks as it would be served now."""
     return explain_prompt_reuse(engine.scheduler, engine.recent, make_request("", prompt, **fields), viewer, 10.0)
 
@@ -221,7 +221,7 @@ def test_the_mode_of_the_request_itself(fields: dict[str, object], reason: Reuse
 def test_prompt_logprobs_are_a_reason() -> None:
     engine = make_engine(num_blocks=40)
     request = Request("asked", array("i", prompt()), SamplingParams(prompt_logprobs=0))
-    found = explain_prompt_reuse(engine.scheduler, engine.recent, request, NOBODY, 0.0)
+    found = explain_prompt_reuse(engine.scheduler, engine.recent, request, ANONYMOUS, 0.0)
     assert (found.reason, found.position) == (ReuseEndReason.UNREAD, 0)
 
 
@@ -316,7 +316,7 @@ def test_the_oldest_are_forgotten_by_number_and_by_tokens() -> None:
     assert [seen.request_id for seen in engine.recent] == ["r4", "r3", "r2"]
     generate(engine, make_request("long", [9] * 34))
     assert [seen.request_id for seen in engine.recent] == ["long", "r4"]
-    assert explain_request_reuse(engine.scheduler, engine.recent, "r2", NOBODY, 0.0) is None
+    assert explain_request_reuse(engine.scheduler, engine.recent, "r2", ANONYMOUS, 0.0) is None
 
 
 def test_aborted_requests_leave_nothing_behind_to_wait_for() -> None:
@@ -327,4 +327,4 @@ def test_aborted_requests_leave_nothing_behind_to_wait_for() -> None:
     assert engine.abort("runs") and engine.abort("waits")
     found = why(engine, "runs")
     assert (found.status, found.then) == ("finished", None) or found.then is not None
-    assert explain_request_reuse(engine.scheduler, engine.recent, "waits", NOBODY, 0.0) is None
+    assert explain_request_reuse(engine.scheduler, engine.recent, "waits", ANONYMOUS, 0.0) is None

@@ -121,7 +121,7 @@ def test_a_replay_shows_that_the_publisher_is_another_one() -> None:
     """It says something else under the number that was taken last: what waits behind the gap is its own, too."""
     feed = started(replays=True)
     feed.offer(1, batch(1))
-    assert feed.offer(5, batch(5, "second")) == DueBatches(False, [])  # nobody can tell yet
+    assert feed.offer(5, batch(5, "second")) == DueBatches(False, [])  # not known yet
     assert feed.position == 2
     assert feed.offer(1, batch(1, "second"), replayed=True) == DueBatches(True, [])
     assert feed.num_restarts == 1 and feed.position == 0

@@ -288,7 +288,7 @@ def test_nothing_is_generated_only_for_an_echo() -> None:
     params = completion(max_tokens=0, echo=True, logprobs=2)
     assert params.max_tokens == 0
     assert params.sampling.prompt_logprobs == 2
-    assert fit_sampling_params(params, 10, BOUNDS).max_tokens == 1  # the engine samples one, nobody sees it
+    assert fit_sampling_params(params, 10, BOUNDS).max_tokens == 1  # the engine samples one, which is not sent
     with pytest.raises(InvalidRequestError, match="echo is not supported"):
         chat(echo=True)
 
