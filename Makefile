@@ -22,7 +22,7 @@ BYTECODE := PYTHONDONTWRITEBYTECODE=
 # Forked from the process that has collected (tests/forked_workers.py); whole files, the longest first.
 PYTEST := $(QUIET_CORES) $(BYTECODE) $(BIN)/python -m pytest --forks $(JOBS)
 LINT   := $(BIN)/ruff format --check . && $(BIN)/ruff check .
-TYPES  := $(BIN)/pyright --pythonpath $(BIN)/python
+TYPES  := $(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --summary=none
 SELF   := $(MAKE) --no-print-directory
 
 .DEFAULT_GOAL := help
@@ -37,15 +37,12 @@ serve: install  ## install what is missing and serve: make serve [MODEL=Qwen/Qwe
 install: $(RUN) ## .venv with what serving needs
 setup: $(DEV)   ## .venv with what serving, testing and plotting need
 
-# Kernels are compiled beside the installation and types checked beside the tests; both end before this target does.
+# Kernels are compiled beside the installation; both end before this target does.
 # What pip installs is compiled to bytecode when it is imported: most of it never is (for pip, `no` is --no-compile).
 test:           ## all of it: setup, check and the test suite
 	@nice $(PYTHON) tests/build_kernels.py & kernels=$$!; trap "kill $$kernels" INT TERM; \
 	PIP_NO_COMPILE=no $(SELF) setup && wait $$kernels
-	$(LINT)
-	@echo '$(TYPES) &'; $(TYPES) >$(VENV)/types.log 2>&1 & types=$$!; trap "kill $$types" INT TERM; \
-	$(SELF) tests; tested=$$?; \
-	wait $$types || { cat $(VENV)/types.log; exit 1; }; exit $$tested
+	$(SELF) check tests
 
 tests: $(DEV)   ## the test suite alone: make tests [ARGS="tests/core -k prefix"]
 	$(PYTEST) --max-file-seconds 150 --examples 0.4 $(ARGS)

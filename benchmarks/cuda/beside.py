@@ -207,7 +207,7 @@ def random_folder(shape: str, folder: Path) -> int:
         generator = torch.Generator("cuda").manual_seed(seed)
         return torch.empty(size, dtype=dtype, device="cuda").normal_(0.0, std, generator=generator).cpu()
 
-    init_model._random = draw  # pyright: ignore[reportPrivateUsage]  # the CPU takes a minute for 8B
+    init_model._random = draw  # the CPU takes a minute for 8B
     init_model.write_random_model(shape, folder, std=0.05)
     return SHAPES[shape].vocab_size
 

@@ -58,7 +58,7 @@ def random_model(
     name = str(dtype).removeprefix("torch.")
     config: ModelConfig = parse_config(form.config(dtype=name, bos_token_id=1, eos_token_id=2, std=std))
     checkpoint = RandomCheckpoint(drawn_on or device, std=std, tied=form.tie_word_embeddings)
-    model: Decoder = load_decoder(config, checkpoint, dtype, device)  # pyright: ignore[reportArgumentType]
+    model: Decoder = load_decoder(config, checkpoint, dtype, device)
     return LoadedModel(
         folder=Path(),
         architecture=config.architecture,

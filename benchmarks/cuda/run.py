@@ -28,7 +28,7 @@ from checks import attention_bits, exact_products, exact_runs, store_speed, sync
 from endtoend import end_to_end
 from figures import Figures, Floor, ceilings, graph_seconds, seconds_of, sustained
 from random_model import BLOCK, SMALL, make_engine, random_model
-from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from headstart.model.cuda import triton_layers

@@ -56,7 +56,7 @@ def pytest_configure() -> None:
     from headstart_plugins.scheduling.scheduling_options import SchedulingOptions
     from headstart_plugins.vllm import AsyncScheduler, Scheduler, prefix_scheduler
 
-    chosen = SchedulingOptions(**options)  # pyright: ignore[reportArgumentType]
+    chosen = SchedulingOptions(**options)
     prefix_scheduler.read_options = lambda _: chosen
     scheduler.Scheduler, async_scheduler.AsyncScheduler = Scheduler, AsyncScheduler
 

@@ -41,7 +41,7 @@ def replay(cases: Sequence[Case], slope: float, *, earlier_outputs: bool) -> dic
         if not earlier_outputs:
             speculation.clear()
         request = Request(str(number), array("i", case.prompt), SamplingParams(max_tokens=len(case.output)))
-        seq = speculation._cache.new_sequence(request, number)  # pyright: ignore[reportPrivateUsage]
+        seq = speculation._cache.new_sequence(request, number)
         seq.token_ids.append(case.output[0])
         seq.num_computed_tokens = len(case.prompt)
         for _ in range(len(case.prompt) // BUDGET + 1):  # the prompt is indexed

@@ -67,7 +67,7 @@ def patient_command(plain: Callable[[Launch, Path | None], list[str]]) -> Callab
 
 def num_blocks(server: Replica) -> float:
     """Blocks in the store as this server sees it."""
-    connection: http.client.HTTPConnection = server._connection  # pyright: ignore[reportPrivateUsage]
+    connection: http.client.HTTPConnection = server._connection
     connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {ADMIN}"})
     text = connection.getresponse().read().decode()
     lines = [line for line in text.splitlines() if line.startswith("headstart:kv_store_blocks{")]

@@ -25,7 +25,7 @@ def test_a_server_answers_counts_and_dies_as_a_whole(tiny: str, tmp_path: Path) 
         (refused,) = ask_in_turn(server, prompts[:1], key="wrong")
         counted = server.prompt_tokens(key="right")
         ask_in_turn(server, prompts[:1], key="right")
-        connection = server._connection.sock  # pyright: ignore[reportPrivateUsage]
+        connection = server._connection.sock
         assert connection is not None
         connection.shutdown(SHUT_RDWR)  # as the server does with a connection that was idle for long
         (after_idling,) = ask_in_turn(server, prompts[:1], key="right")

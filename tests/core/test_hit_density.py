@@ -23,7 +23,7 @@ class Twin:
 
     def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks + 1, eviction_policy="lhd")
-        model = self.pool._idle.model  # pyright: ignore[reportPrivateUsage]
+        model = self.pool._idle.model
         assert model is not None
         self.model = model
         self.owners: list[tuple[Word, list[int]]] = []

@@ -222,7 +222,7 @@ def test_the_engine_of_the_planted_bugs_works_without_them() -> None:
 
 @pytest.mark.parametrize("bug", ["publishes rejected drafts", "one position too far", "accepts what differs"])
 def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_accepted = Scheduler._num_accepted  # pyright: ignore[reportPrivateUsage]
+    num_accepted = Scheduler._num_accepted
 
     def planted(self: Scheduler, seq: Sequence, chunk: Chunk, token_ids: tuple[int, ...]) -> int:
         num = num_accepted(self, seq, chunk, token_ids)
@@ -292,4 +292,4 @@ def test_the_least_recently_used_domain_is_dropped(monkeypatch: pytest.MonkeyPat
     for number, domain in enumerate((b"a", b"b", b"a", b"c")):
         generate(engine, make_request(str(number), CYCLE * 2, 12, domain=domain))
     assert engine.scheduler.speculation is not None
-    assert [domain for domain, _ in engine.scheduler.speculation._domains] == [b"a", b"c"]  # pyright: ignore[reportPrivateUsage]
+    assert [domain for domain, _ in engine.scheduler.speculation._domains] == [b"a", b"c"]

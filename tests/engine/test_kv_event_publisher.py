@@ -310,7 +310,7 @@ def test_what_does_not_fit_is_counted_said_and_leaves_a_gap(
     publisher = KVEventPublisher(KVEventsConfig(max_queue_size=1, **endpoints), medium="CPU")
     sub = subscribe(context, publisher)
     gate, reached = threading.Event(), threading.Event()
-    wait_for(publisher._queue.empty)  # pyright: ignore[reportPrivateUsage]
+    wait_for(publisher._queue.empty)
     publisher.publish(_Stuck([STORED], gate, reached))
     assert reached.wait(WAIT / 1000)
     before = publisher.num_dropped

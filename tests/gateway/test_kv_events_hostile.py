@@ -238,7 +238,7 @@ def test_others_have_their_turn_during_a_batch_of_many_events(event: Any, monkey
 
     async def test() -> None:
         consumer = consumer_at("ipc:///tmp/unused")
-        offered = consumer._offer([b"", bytes(8), payload], replayed=False)  # pyright: ignore[reportPrivateUsage]
+        offered = consumer._offer([b"", bytes(8), payload], replayed=False)
         assert await turns_during(offered) > 900
 
     run(test())
@@ -252,12 +252,12 @@ def test_others_have_their_turn_during_a_long_removal_and_a_flood_of_old_message
 
     async def test() -> None:
         consumer = consumer_at("ipc:///tmp/unused")
-        offered = consumer._offer([b"", bytes(8), removal], replayed=False)  # pyright: ignore[reportPrivateUsage]
+        offered = consumer._offer([b"", bytes(8), removal], replayed=False)
         assert await turns_during(offered) > 90
 
         async def flood() -> None:
             for _ in range(100):
-                await consumer._offer([b"", bytes(8), removal], replayed=True)  # pyright: ignore[reportPrivateUsage]
+                await consumer._offer([b"", bytes(8), removal], replayed=True)
 
         assert await turns_during(flood()) > 90
 
@@ -284,7 +284,7 @@ def test_garbage_never_ends_the_listener_nor_outgrows_the_index_and_what_follows
 
     async def test() -> None:
         consumer = consumer_at("ipc:///tmp/unused", max_blocks=CAPACITY)
-        offer = consumer._offer  # pyright: ignore[reportPrivateUsage]
+        offer = consumer._offer
         for _ in range(count):
             number = rng.choice([rng.randrange(5), rng.randrange(2**63), 2**63 - 1]).to_bytes(8, "big")
             payload = rng.choice([mutated(rng), rng.choice(REAL), rng.randbytes(rng.randrange(50)), NESTED])
@@ -292,11 +292,11 @@ def test_garbage_never_ends_the_listener_nor_outgrows_the_index_and_what_follows
             try:
                 await offer(frames, replayed=rng.randrange(2) == 1)
             except kv_event_intake.UntrustedPublisherError:
-                consumer._trust.suspend_publisher(0.0)  # pyright: ignore[reportPrivateUsage]
+                consumer._trust.suspend_publisher(0.0)
             assert len(consumer.index) <= CAPACITY
             consumer.index.check()
-        await consumer._take(consumer._feed.reset())  # pyright: ignore[reportPrivateUsage]
-        consumer._trust.suspend_publisher(0.0)  # pyright: ignore[reportPrivateUsage]
+        await consumer._take(consumer._feed.reset())
+        consumer._trust.suspend_publisher(0.0)
         await offer([b"", (2**40).to_bytes(8, "big"), stored(7)], replayed=False)
         assert is_known(consumer, 7)
 

@@ -158,7 +158,7 @@ def test_others_have_their_turn_while_a_long_batch_is_taken_in(monkeypatch: pyte
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(other())
-        await consumer._take(DueBatches(False, [batch(stored(1, 4096))]))  # pyright: ignore[reportPrivateUsage]
+        await consumer._take(DueBatches(False, [batch(stored(1, 4096))]))
         task.cancel()
         assert len(consumer.index) == 4096
         names = RoutingPrompt([1] * 4096 * 4, router_root("m")).block_hashes(4)
@@ -174,7 +174,7 @@ def test_a_batch_under_way_is_left_when_the_contents_are_replaced(monkeypatch: p
     async def test() -> None:
         consumer = consumer_at("ipc:///tmp/unused")
         others = consumer_at("ipc:///tmp/unused").index
-        taking = asyncio.create_task(consumer._take(DueBatches(False, [batch(stored(1, 4096))])))  # pyright: ignore[reportPrivateUsage]
+        taking = asyncio.create_task(consumer._take(DueBatches(False, [batch(stored(1, 4096))])))
         while not len(consumer.index):
             await asyncio.sleep(0)
         consumer.index = others
@@ -273,7 +273,7 @@ def test_frames_that_are_no_message_are_counted_and_others_go_on() -> None:
         async with published(batch(stored(1))) as (consumer, _):
             assert consumer.counts["stored"] >= 1
             for frames in ([b"x"], [b"topic", b"1", b"short number"]):
-                await consumer._offer(frames, replayed=False)  # pyright: ignore[reportPrivateUsage]
+                await consumer._offer(frames, replayed=False)
             assert consumer.counts["undecodable"] == 2
 
     run(test())

@@ -179,7 +179,7 @@ def test_shared_blocks_form_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     original = plan_module.plan_attention_reads
 
     def spy(*arguments: object) -> plan_module.AttentionPlan:
-        plan = original(*arguments)  # pyright: ignore[reportArgumentType]
+        plan = original(*arguments)
         seen.extend((len(group.rows), group.num_pages) for group in plan.groups)
         return plan
 

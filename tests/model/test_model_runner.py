@@ -26,7 +26,7 @@ def text(seed: int, length: int) -> list[int]:
 
 
 def rows_of(runner: ModelRunner, *chunks: object) -> tuple[RowResult, ...]:
-    return runner.execute(Batch(tuple(chunks))).rows  # pyright: ignore[reportArgumentType]
+    return runner.execute(Batch(tuple(chunks))).rows
 
 
 def test_poisoned_and_invalid_rows_fail_alone(loaded: LoadedModel) -> None:

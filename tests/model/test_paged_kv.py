@@ -119,7 +119,7 @@ def test_a_block_of_the_wrong_length_is_refused(data: Data) -> None:
 def test_blocks_travel_between_a_gpu_and_the_host() -> None:
     on_host = filled(make(80, torch.bfloat16))
     size = dict(num_blocks=5, block_size=16, dtype=torch.bfloat16)
-    on_gpu = PagedKV(on_host.shape, **size, device=torch.device("cuda"))  # pyright: ignore[reportArgumentType]
+    on_gpu = PagedKV(on_host.shape, **size, device=torch.device("cuda"))
     for block in range(5):
         on_gpu.write_block(block, on_host.read_block(block))
         assert on_gpu.read_block(block) == on_host.read_block(block)

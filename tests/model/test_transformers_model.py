@@ -130,7 +130,7 @@ def test_attention_keywords_are_implemented_or_refused_never_ignored() -> None:
         with pytest.raises(ConfigError, match="does not use the registered attention alone"):
             call(**keywords)
     bidirectional = nn.Module()
-    bidirectional.is_causal = False  # pyright: ignore[reportAttributeAccessIssue]
+    bidirectional.is_causal = False
     with pytest.raises(ConfigError, match="not causal"):
         call(module=bidirectional)
 

@@ -42,7 +42,7 @@ def test_other_ids_are_not_believed(tokenizer: SegmentedTokenizer, text: str, id
     for other in [*others, tokenizer.encode(text, add_special_tokens=special) + array("i", [tokenizer.vocab_size])]:
         found = tokenizer.with_known_tokens(other).encode(text, add_special_tokens=special)
         if found is other:  # another way to write the text in tokens
-            before, after = tokenizer._around if special and tokenizer._around else ((), ())  # pyright: ignore[reportPrivateUsage]
+            before, after = tokenizer._around if special and tokenizer._around else ((), ())
             inner = found[len(before) : len(found) - len(after)]
             assert b"".join(map(tokenizer.token_bytes, inner)) == text.encode() and all(
                 map(tokenizer.token_bytes, inner)

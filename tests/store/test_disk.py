@@ -302,7 +302,7 @@ def test_too_many_loads_are_not_begun(opened: Open, monkeypatch: pytest.MonkeyPa
 
 
 def loader_done(store: DiskStore) -> list[object]:
-    return list(store._loader.done)  # pyright: ignore[reportPrivateUsage]
+    return list(store._loader.done)
 
 
 # Ends ----------------------------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ def test_a_store_that_is_dropped_ends_its_threads(tmp_path: Path, pool: Pool) ->
     store = DiskStore(tmp_path, SHAPE, MAX_BYTES)
     store.start_writing(pool)
     pool.offer(store, 1)
-    ours = store._finalizer.peek()[2][3]  # type: ignore[index]  # pyright: ignore
+    ours = store._finalizer.peek()[2][3]  # type: ignore[index]
     del store
     gc.collect()
     assert until(lambda: not any(thread.is_alive() for thread in ours))

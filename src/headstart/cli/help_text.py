@@ -132,7 +132,8 @@ def _argument(argument: Any) -> str:
 def _flags(parameter: Any) -> str:
     if parameter.secondary_opts:
         return f"--[no-]{parameter.opts[0].removeprefix('--')}"
-    text = ", ".join(sorted(parameter.opts, key=len))
+    opts: list[str] = parameter.opts
+    text = ", ".join(sorted(opts, key=len))
     return text if parameter.is_flag else f"{text} {parameter.metavar}"
 
 

@@ -209,7 +209,7 @@ def _any_port(endpoint: str) -> bool:
 
 
 def _last_endpoint(sock: "zmq.Socket[bytes]") -> str:
-    return str(sock.getsockopt_string(zmq.LAST_ENDPOINT))
+    return sock.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 def _say(text: str) -> None:

@@ -106,7 +106,7 @@ class LLM:
     def from_engine(cls, engine: Engine, info: EngineInfo, tokenizer: Tokenizer) -> "LLM":
         """Return an LLM that uses an existing engine."""
         llm = cls.__new__(cls)
-        llm._adopt(engine, info, tokenizer)
+        llm._adopt(engine, info, tokenizer)  # noqa: SLF001
         return llm
 
     def _adopt(self, engine: Engine, info: EngineInfo, tokenizer: Tokenizer) -> None:
@@ -145,7 +145,7 @@ class LLM:
         For `dataclasses.replace(llm.get_default_sampling_params(), max_tokens=64)`. A SamplingParams passed to
         `generate` replaces all defaults; a mapping replaces only those it names.
         """
-        set_by_model = dataclasses.asdict(self._bounds.defaults)
+        set_by_model: dict[str, Any] = dataclasses.asdict(self._bounds.defaults)
         return SamplingParams(**{name: value for name, value in set_by_model.items() if value is not None})
 
     def generate(
@@ -369,7 +369,7 @@ def _plain_sampling(sampling: object, kind: ParamsKind) -> Mapping[str, Any]:
             raise InvalidRequestError("sampling must be a SamplingParams or a mapping of names to values")
         check_json_depth(sampling)
         return sampling
-    values = dataclasses.asdict(sampling)
+    values: dict[str, Any] = dataclasses.asdict(sampling)
     values["logit_bias"] = dict(sampling.logit_bias)
     del values["grammar"]
     if kind is ParamsKind.CHAT:

@@ -89,7 +89,7 @@ class Submit(Message):
         """Return the requests of this message; the choices of one prompt share its array."""
         prompts = [array("i", prompt) for prompt in self.prompts]
         shared: dict[str, Any] = {name: getattr(self, name) for name in _SHARED}
-        own = [
+        own: list[dict[str, Any]] = [
             {"request_id": each.request_id, "prompt": prompts[each.prompt], "sampling": self._sampling(each)}
             for each in self.choices
         ]

@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from headstart.gateway.proxy.replies import check_response_head, read_bounded_body, read_complete_answer
-from headstart.gateway.proxy.upstream import InvalidReplicaResponseError, ReplicaAnswer, forwarded_request_headers
+from headstart.gateway.proxy.upstream import ReplicaAnswer, forwarded_request_headers
 from headstart.http.http_errors import HttpError
 from headstart.http.web_pages import is_forwarding_header
 from headstart.openai.request_json import decode_json_text
@@ -167,7 +167,7 @@ async def _fetch(session: aiohttp.ClientSession, url: str, headers: list[tuple[s
             check_response_head(response, PATH)
             body = await read_bounded_body(response, MAX_BYTES)
             answer.status = response.status
-    except (aiohttp.ClientError, TimeoutError, ConnectionError, InvalidReplicaResponseError):
+    except (aiohttp.ClientError, TimeoutError, ConnectionError):
         return answer
     if answer.status == 200:
         with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -159,7 +159,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> dict[
     has_prefix = read_bool(file, "tokenizer.ggml.add_space_prefix", True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepend = {"type": "Prepend", "prepend": _SPACE}
-    decoders = [
+    decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},

@@ -220,7 +220,7 @@ def _problem(chunk: Chunk, ids: Int32s, table: Int32s, used: int, bounds: StepBo
 def _joined(parts: "Sequence[Sequence[int] | array[int]]") -> Int32s:
     """Concatenate all ids into one int32 array; a copy, so that the callers may append to their arrays meanwhile."""
     if all(isinstance(part, array) and part.typecode == "i" for part in parts):
-        return np.frombuffer(b"".join(parts), dtype=np.int32)  # pyright: ignore[reportArgumentType]
+        return np.frombuffer(b"".join(parts), dtype=np.int32)  # pyrefly: ignore[bad-argument-type]
     return np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
 
 

@@ -169,7 +169,7 @@ def _check_masks(
     def probing(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
     ) -> Any:
-        rules[module.layer_idx] = getattr(attention_mask, _RULE, None)  # pyright: ignore[reportArgumentType]
+        rules[module.layer_idx] = getattr(attention_mask, _RULE, None)  # pyrefly: ignore[unsupported-operation]
         return attention(module, query, key, value, None, **asked)
 
     AttentionInterface.register(PROBE_NAME, probing)

@@ -172,7 +172,8 @@ def check_rendered_messages(messages: Sequence[Message], prompt: str) -> None:
     at = 0
     for index, message in enumerate(messages):
         content = message["content"]
-        words = _WORD.findall(content, 0, WORD_CHARS) if content and message["role"] != "assistant" else ()
+        is_checked = content and message["role"] != "assistant"
+        words: Sequence[str] = _WORD.findall(content, 0, WORD_CHARS) if is_checked else ()
         word = max(words, key=len, default="")
         found = prompt.find(word, at)
         if found < 0 and word not in prompt:

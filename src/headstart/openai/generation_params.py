@@ -133,7 +133,7 @@ def params_from_fields(fields: GenerationFields, values: Mapping[str, Any], boun
         dropped=() if grammar is None or wishes.prewarm else grammar.dropped,
         tools=read_tool_params(fields.tools, fields.tool_choice, fields.parallel_tool_calls) if is_chat else None,
         reasoning_effort=fields.reasoning_effort if is_chat else None,
-        ignored=tuple(sorted(str(name) for name in values if name not in known and name not in UNSUPPORTED)),
+        ignored=tuple(sorted(name for name in values if name not in known and name not in UNSUPPORTED)),
     )
 
 

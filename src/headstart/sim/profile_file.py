@@ -167,7 +167,7 @@ def read_profile_file(path: Path) -> ReplicaProfile:
 
 def write_profile_file(profile: ReplicaProfile, path: Path, error: Mapping[str, float]) -> None:
     """Write a profile and the `error` of its fit."""
-    document = asdict(profile)
+    document: dict[str, Any] = asdict(profile)
     document["cost"] = _document(profile.cost)
     path.write_text(json.dumps({**document, "error": dict(error)}, indent=2) + "\n", encoding="utf-8")
 

@@ -204,7 +204,7 @@ class BlockWriter:
         """Return how long the first block in line has waited; 0 if none waits."""
         oldest_at = self._oldest_at
         with suppress(IndexError, AttributeError):  # nothing new, or no offer
-            oldest_at = min(oldest_at, self._inbox[0].offered_at)  # pyright: ignore[reportAttributeAccessIssue]
+            oldest_at = min(oldest_at, self._inbox[0].offered_at)  # pyrefly: ignore[missing-attribute]
         return max(0.0, now - oldest_at) if self.num_pending else 0.0
 
     def lost(self) -> dict[str, int]:

@@ -8,7 +8,7 @@ import pytest
 
 from headstart.core.batch import Chunk
 from headstart.core.request import SamplingParams
-from headstart.model.cuda.cuda_runner import _step_rows  # pyright: ignore[reportPrivateUsage]
+from headstart.model.cuda.cuda_runner import _step_rows
 from headstart.model.cuda.steady_decodes import SteadyDecodes
 from headstart.model.cuda.step_plan import Ints, StepArrayLayout, StepPlanner
 from headstart.model.step_inputs import StepBounds, pack_chunks

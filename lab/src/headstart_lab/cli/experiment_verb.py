@@ -93,8 +93,9 @@ def _run(experiment: Experiment, values: dict[str, Any]) -> None:
     """Run an experiment with the values of its flags, publish, exit."""
     is_quick, plot = values.pop("quick", False), values.pop("plot", None)
     if "model" in values:
-        of_setup = {name: values.pop(name) for name in _OF_SETUP if name in values}
-        where = BenchTarget(asked_seed=of_setup.pop("seed"), plot=plot, **{"threads": 1, **of_setup})
+        of_setup: dict[str, Any] = {"threads": 1}
+        of_setup |= {name: values.pop(name) for name in _OF_SETUP if name in values}
+        where = BenchTarget(asked_seed=of_setup.pop("seed"), plot=plot, **of_setup)
 
         def on_model(setup: "EngineSetup", bar: "ProgressBar") -> "BenchmarkReport":
             return experiment.measure({**values, "setup": setup}, is_quick=is_quick, bar=bar)

@@ -242,8 +242,8 @@ async def run(plan: Plan) -> dict[str, Any]:
 
 def main() -> None:
     """Run the plan of the command line."""
-    given = json.loads(sys.argv[1])
-    print(json.dumps(uvloop.run(run(Plan(**{**given, "urls": tuple(given["urls"])})))), flush=True)
+    given: dict[str, Any] = json.loads(sys.argv[1])
+    print(json.dumps(uvloop.run(run(Plan(**(given | {"urls": tuple(given["urls"])}))))), flush=True)
 
 
 if __name__ == "__main__":

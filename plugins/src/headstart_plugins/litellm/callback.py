@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Any
 from weakref import ref
 
-from litellm.integrations.custom_logger import CustomLogger  # pyright: ignore[reportMissingImports]
+from litellm.integrations.custom_logger import CustomLogger
 
 from headstart.router.routing_request import ReportedTokenUsage
 from headstart_plugins.litellm.prefix_router import CallProgress, PrefixRouter, PromptKey
@@ -24,7 +24,7 @@ _PROMPTS = ("messages", "prompt", "input")
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
-class PrefixRouting(CustomLogger):  # pyright: ignore[reportUntypedBaseClass]
+class PrefixRouting(CustomLogger):
     """Routes by cached prefixes and load. Deployments with the same `api_base` are one server.
 
     Requests without a prompt, and those for which LiteLLM leaves one server only, are not touched. The calls of

@@ -46,7 +46,7 @@ class _PrefixScheduling(_Scheduler):
             if self.policy is not SchedulingPolicy.FCFS:
                 raise ValueError("headstart.lpm_k needs --scheduling-policy fcfs: an order by priority is kept")
             self._prefix_queue = PrefixQueue(self.headstart.lpm_k, self._num_cached_blocks, _is_admitted)
-            self.waiting = self._prefix_queue  # pyright: ignore[reportAttributeAccessIssue]  # has the same methods
+            self.waiting = self._prefix_queue  # has the same methods
         logger.info("headstart: %s", self.headstart)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:

@@ -70,7 +70,7 @@ class _Unchunked(_Line):
         super().__init__(transport, close)
         self._is_chunked: bool | None = None  # not known before the head
         self._send = transport.write
-        self.write = self._write
+        self.write = self._write  # pyrefly: ignore[bad-assignment]  # uvicorn passes bytes
 
     def _write(self, data: bytes) -> None:
         """Send the head without its framing, then the contents of whole chunks."""

@@ -162,7 +162,7 @@ def _complete(root: TraceSpan, record: AccessRecord, now: float) -> None:
         "http.route": record.path,
         "http.response.status_code": status,
         "gen_ai.usage.input_tokens": record.num_prompt_tokens,
-        "gen_ai.usage.cache_read.input_tokens": record.breakdown and record.breakdown.num_cached,
+        "gen_ai.usage.cache_read.input_tokens": record.breakdown.num_cached if record.breakdown else None,
         "gen_ai.usage.output_tokens": record.num_tokens,
         "gen_ai.response.time_to_first_chunk": record.first_token_at and record.first_token_at - record.arrival,
         "headstart.request_id": record.request_id,

@@ -57,7 +57,7 @@ class DecoderPass:
         self.on_gpu = self.device.type == "cuda"
         properties = torch.cuda.get_device_properties(self.device) if self.on_gpu else None
         self.processors = 2 if properties is None else properties.multi_processor_count
-        shared = 0 if properties is None else properties.shared_memory_per_block_optin
+        shared = 0 if properties is None else properties.shared_memory_per_block_optin  # pyrefly: ignore[missing-attribute]
         self.pdl = self.on_gpu and torch.cuda.get_device_capability(self.device) >= (9, 0)
         self._side = torch.cuda.Stream(self.device) if self.on_gpu else None
         self.split = keys_per_partial_result(config.num_kv_heads)

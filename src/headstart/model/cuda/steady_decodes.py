@@ -42,11 +42,8 @@ class SteadyDecodes:
         """`split`: keys of a partial result; when a sequence begins another one, the step is planned anew."""
         self._bounds, self._split = bounds, split
         self._rows: list[_Row] = []
-        self._memory, self._layout, self._last_ends = (
-            np.zeros(0, np.int32),
-            StepArrayLayout(0, 0, 0),
-            np.zeros(0, np.int32),
-        )
+        self._memory, self._layout = np.zeros(0, np.int32), StepArrayLayout(0, 0, 0)
+        self._last_ends = np.zeros(0, np.intp)
 
     def reserve_room(self, rows: PackedStepChunks) -> PackedStepChunks:
         """Return a step of decodes whose tables have room until each sequence begins another partial result."""

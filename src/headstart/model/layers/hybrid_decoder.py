@@ -216,7 +216,7 @@ class HybridDecoder:
         )
         self._places, self.state_size = _places(layers)
         # Either all weights are packed for kernels, or none.
-        self._products = None
+        self._products: _Products | None = None
         if form.kernels is not None and head.packed:
             self._products = _Products(form.kernels, config, layers, embedding, head)
         tied = any(held is embedding for held in (head.weight, *head.packed))

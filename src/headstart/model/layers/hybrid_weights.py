@@ -138,8 +138,8 @@ class _HybridReader(WeightReader):
                 num_others=config.num_heads if gated else 0,
                 head_dim=config.head_dim,
                 rotary_dim=config.rope.rotary_dim,
-                query_norm=query_norm and query_norm.packed,
-                key_norm=key_norm and key_norm.packed,
+                query_norm=None if query_norm is None else query_norm.packed,
+                key_norm=None if key_norm is None else key_norm.packed,
             )
         out = self.linear([(f"{name}.{names.out}", config.hidden_size)], query_size, bias=config.o_bias)
         return AttentionWeights(qkv, query_norm, key_norm, out, gated, rotary)

@@ -78,7 +78,7 @@ class LogprobTable(LazyTokenEntries):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType] - it is mutable
+    __hash__ = None  # pyrefly: ignore[implicit-any-attribute]  # it is mutable
 
     def _start(self, index: int) -> int:
         return self._ends[index - 1] if index else 0

@@ -181,7 +181,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     try:
         from transformers import AutoTokenizer
 
-        converted = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        converted: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         return tokenizers.Tokenizer.from_str(converted.backend_tokenizer.to_str())
     except Exception as error:  # transformers may raise anything for an unknown folder
         raise ConfigError(

@@ -45,7 +45,7 @@ class Discards:
 
 
 def _shrink(item: Discard, num: int) -> int:
-    if not isinstance(item, dict | list):
+    if not isinstance(item, (dict, list)):
         return item.free_entries(num)
     count = min(num, len(item))
     if isinstance(item, list):

@@ -46,11 +46,11 @@ class FirstBlockTable:
         former = index.first_blocks
         if former is self:
             return
-        assert former._is_own, "an index belongs to one router"
+        assert former._is_own, "an index belongs to one router"  # noqa: SLF001
         index.first_blocks, index.number = self, self._count
         self._indexes[self._count] = index
         self._count += 1
-        for block_hash in former._holders:
+        for block_hash in former._holders:  # noqa: SLF001
             self.added(block_hash, index.number)
 
     def holders(self, block_hashes: list[BlockHash]) -> Set[int]:

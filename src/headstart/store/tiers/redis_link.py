@@ -96,7 +96,7 @@ class RedisConnection:
         `buffer` has `most` and SPARE_BYTES for each. redis-py copies what it receives three times. Raises TierError.
         """
         try:
-            values = _Answer(self._connection._sock, buffer, self._seconds).values(num, most)
+            values = _Answer(self._connection._sock, buffer, self._seconds).values(num, most)  # noqa: SLF001
         except Exception as error:
             self._drop()
             raise self._failure(error) from error
