@@ -127,6 +127,16 @@ def test_what_a_failed_request_has_probably_computed_is_not_dropped_with_another
     serve(shadow, names(1, 2, 3))
 
 
+def test_what_a_request_without_space_has_computed_is_not_dropped_with_one_that_was_to_compute_it() -> None:
+    shadow = ApproximateIndex(3)
+    other, waiting = shadow.sent(names(7, 8, 9)), shadow.sent(names(1, 2))
+    shadow.finished(other, names(7, 8, 9))
+    later = shadow.sent(names(1))
+    shadow.finished(waiting, names(1, 2))
+    shadow.failed(later)
+    assert [shadow.match(names(1, 2), near=near) for near in range(3)] == [2] * 3
+
+
 def test_a_twin_that_came_too_early_does_not_make_it_believe_in_evictions() -> None:
     shadow = ApproximateIndex(8)
     serve_all(shadow, (names(7), names(8)))

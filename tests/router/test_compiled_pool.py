@@ -4,7 +4,7 @@ import os
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from router.fleets import BLOCK, ask, names
 
@@ -72,6 +72,7 @@ class Twins:
 
 @needs_pools
 @given(st.integers(0, 2**32), st.sampled_from(POLICIES), st.booleans())
+@example(101, "lru", True)
 def test_an_index_on_compiled_pools_equals_one_in_python(seed: int, policy: str, at_pick: bool) -> None:
     """Chains that share beginnings, evictions, failures, reports that shrink, grow and flush it, and resets."""
     rng = Random(seed)

@@ -158,8 +158,8 @@ class ApproximateIndex:
         """Add the blocks of the computed prompt."""
         if not self._is_open(reservation):
             return
+        self._extend(reservation, unsure=0)  # may take over blocks that another request is still to compute
         self._blocks.computed(reservation.blocks[reservation.sure :])
-        self._extend(reservation, unsure=0)
         self._blocks.mark_used(reservation.blocks)
 
     def finished(self, reservation: Reservation, block_hashes: list[BlockHash], now: float = 0.0) -> None:
