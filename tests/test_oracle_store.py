@@ -22,11 +22,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_output_is_the_same_with_blocks_that_come_back_from_disk(
     family: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    tally = Tally()
-    for seed in range(3):
+    tally, is_covered = Tally(), False
+    for seed in range(12):  # on busy cores the writer's thread may do too little in three runs
         tally.add(compare_with_store(checkpoints[family], tmp_path / str(seed), seed, num_requests=32))
+        is_covered = tally.runs_with_loads >= 2 and min(tally.restarts, tally.troubles, tally.overwritten) > 0
+        if seed >= 2 and is_covered:
+            break
     assert tally.wrong == []
-    assert tally.runs_with_loads >= 2 and tally.restarts > 0 and tally.troubles > 0 and tally.overwritten > 0, tally
+    assert is_covered, tally
     assert tally.excused <= 2
 
 
@@ -44,8 +47,10 @@ def test_models_that_share_a_folder_never_take_each_others_blocks(tmp_path: Path
     tally, room = Tally(), tmp_path / "room"
     for seed in (0, 1):  # the same shapes and the same prompts, but other weights
         folder = make_checkpoint("llama", tmp_path / str(seed), std=0.2, seed=seed)
-        tally.add(compare_with_store(folder, room, seed=1, num_requests=24))
-        tally.add(compare_with_store(folder, room, seed=1, num_requests=24))
+        for number in range(12):  # two, or more on busy cores
+            tally.add(compare_with_store(folder, room, seed=1, num_requests=24))
+            if number and tally.runs_with_loads > seed:
+                break
     assert tally.wrong == []
     assert tally.runs_with_loads >= 2
 
