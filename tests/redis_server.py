@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 PATIENCE = 300.0  # seconds until a test gives up waiting for a server
+NUM_PRIMARIES = 3
 SECRET = b"0123456789abcdef" * 4
 
 
@@ -53,6 +54,35 @@ class RedisServer:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+
+class RedisClusterServers:
+    """Nodes of a cluster, each a `redis-server`: some primaries, and then as many replicas for each."""
+
+    def __init__(self, folder: Path, password: str, num_replicas: int = 0) -> None:
+        options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--requirepass", password]
+        options += ["--masterauth", password, "--cluster-require-full-coverage", "no"]
+        self.nodes = [
+            RedisServer(folder / str(number), *options, "--cluster-port", str(free_port()))
+            for number in range(NUM_PRIMARIES * (1 + num_replicas))
+        ]
+        places = [f"127.0.0.1:{node.port}" for node in self.nodes]
+        self.run("--cluster", "create", *places, "--cluster-replicas", str(num_replicas), "--cluster-yes", at=password)
+
+    @property
+    def url(self) -> str:
+        """Names two nodes, so that one of them may be down."""
+        return f"redis+cluster://127.0.0.1:{self.nodes[0].port},127.0.0.1:{self.nodes[1].port}"
+
+    @staticmethod
+    def run(*words: str, at: str) -> None:
+        """Run redis-cli with the password `at`."""
+        done = subprocess.run(["redis-cli", "--no-auth-warning", "-a", at, *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def kill(self) -> None:
+        for node in self.nodes:
+            node.kill()
 
 
 class Proxy:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis_server import SECRET, Proxy, RedisServer, secret_file, slowly
+from redis_server import NUM_PRIMARIES, SECRET, Proxy, RedisClusterServers, RedisServer, secret_file, slowly
 from server import patient
 from server.harness import Server, spawn, wait_for
 
@@ -127,3 +127,30 @@ def test_a_tier_that_is_slow_lossy_narrow_or_killed_costs_no_answer(
         assert ask(server, prompt(1))["text"] == texts[1]
         assert "Traceback" not in server.log
     proxy.close()
+
+
+@pytest.mark.long
+def test_a_cluster_whose_node_is_killed_and_replaced_costs_no_answer(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    password, seeds = "hunter2", range(8)
+    cluster = RedisClusterServers(tmp_path / "cluster", password, num_replicas=1)
+    monkeypatch.setenv("HEADSTART_KV_STORE_PASSWORD", password)
+    with serving(model, tmp_path, cluster.url, command=[sys.executable, "-m", "headstart"]) as server:
+        texts = [ask(server, prompt(seed))["text"] for seed in seeds]
+        wait_for(lambda: store_stats(server)["written_blocks"] >= len(seeds) * CACHED // 16)
+        for killed in range(NUM_PRIMARIES):  # each is replaced by its replica
+            threading.Timer(0.1, cluster.nodes[killed].kill).start()
+            for seed in seeds:  # more than the pool holds: each was evicted since
+                assert ask(server, prompt(seed))["text"] == texts[seed]
+
+            def reads() -> bool:
+                """Return whether all of a prompt is read again, and no answer changes until then."""
+                answers = [ask(server, prompt(seed)) for seed in seeds]
+                assert [answer["text"] for answer in answers] == texts
+                return not store_stats(server)["degraded"] and any(answer["store"] == CACHED for answer in answers)
+
+            wait_for(reads)
+            cluster.nodes[killed].start()
+        assert "Traceback" not in server.log
+    cluster.kill()

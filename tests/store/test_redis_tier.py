@@ -31,7 +31,7 @@ redis = pytest.importorskip("redis")
 pytest.importorskip("cryptography")
 
 from headstart.store.disk import TierStore  # noqa: E402
-from headstart.store.tiers import redis_link, redis_tier  # noqa: E402
+from headstart.store.tiers import redis_inspect, redis_link, redis_tier  # noqa: E402
 from headstart.store.tiers.redis_tier import RedisTier  # noqa: E402
 from headstart.store.tiers.sealing import NAME_BYTES, BlockSealer, damage_of_value  # noqa: E402
 from headstart.store.tiers.tier import derive_key  # noqa: E402
@@ -73,7 +73,7 @@ def client(server: RedisServer) -> "redis.Redis":
 
 
 def stored_names(server: RedisServer) -> list[bytes]:
-    return client(server).keys(redis_link.PREFIX + b"*:b:*")
+    return client(server).keys(redis_inspect.PREFIX + b"*:b:*")
 
 
 def test_what_one_process_writes_another_loads_in_order_and_after_a_restart(opened: Open, pool: Pool) -> None:
@@ -185,7 +185,7 @@ def test_a_longer_value_is_a_miss_and_the_others_are_read(
     store = opened()
     pool.offer(store, 1, 2, 3)
     assert written(store, 1, 2, 3) and settled(store)
-    client(server).set(redis_link.PREFIX + SEALER.space.encode() + b":b:" + SEALER.name(name(2)), bytes(length))
+    client(server).set(redis_inspect.PREFIX + SEALER.space.encode() + b":b:" + SEALER.name(name(2)), bytes(length))
     tier = store._catalog
     assert isinstance(tier, RedisTier)
     sizes = [-1 if value is None else len(value) for value in tier._fetch(keys(1, 2, 3, 9))]
@@ -312,7 +312,7 @@ def test_harmed_values_of_a_real_server_are_misses_found_by_verify_and_written_a
         flipped[rng.randrange(len(flipped) - 16)] ^= 1 << rng.randrange(8)
         forms = [other, cut, rng.randbytes(len(other)), bytes(len(other) - 1) + b"x", b"", bytes(flipped)]
         direct.set(at, forms[place % len(forms)])
-    report = redis_link.verify_redis(redis_link.open_inspection_link(server.url, None))
+    report = redis_inspect.verify_redis(redis_inspect.open_inspection_link(server.url, None))
     assert report.bad.total() == count and report.num_blocks == 0
     for number in numbers:
         assert load(store, keys(number)) == []
@@ -343,7 +343,7 @@ def test_blocks_expire_a_time_after_their_last_use(
     store = opened(ttl=TTL)
     pool.offer(store, 1, 2)
     assert written(store, 1, 2) and settled(store)
-    direct, one = client(server), redis_link.PREFIX + SEALER.space.encode() + b":b:" + SEALER.name(name(1))
+    direct, one = client(server), redis_inspect.PREFIX + SEALER.space.encode() + b":b:" + SEALER.name(name(1))
     assert 0 < direct.ttl(one) <= TTL and len(SEALER.name(name(1))) == NAME_BYTES
     direct.expire(one, 100)
     tier = store._catalog

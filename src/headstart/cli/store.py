@@ -180,11 +180,11 @@ def _is_url(place: str) -> bool:
 
 @contextmanager
 def _linked(url: str) -> "Generator[tuple[ModuleType, Any]]":
-    """Yield the module redis_link and a link of it. Raises ConfigError for what the server does not do."""
-    redis_link = import_module("headstart.store.tiers.redis_link")
-    link = redis_link.open_inspection_link(url, os.environ.get(PASSWORD_VARIABLE))
+    """Yield the module redis_inspect and a connection for it. Raises ConfigError for what the server does not do."""
+    redis_inspect = import_module("headstart.store.tiers.redis_inspect")
+    link = redis_inspect.open_inspection_link(url, os.environ.get(PASSWORD_VARIABLE))
     try:
-        yield redis_link, link
+        yield redis_inspect, link
     except TierError as error:
         raise ConfigError(f"{url}: {error}") from error
     finally:
@@ -192,8 +192,8 @@ def _linked(url: str) -> "Generator[tuple[ModuleType, Any]]":
 
 
 def _stat_server(url: str, as_json: bool) -> None:
-    with _linked(url) as (redis_link, link):
-        found = redis_link.stat_redis(link)
+    with _linked(url) as (redis_inspect, link):
+        found = redis_inspect.stat_redis(link)
     if as_json:
         models = [{"space": s.space, "blocks": s.num_blocks, "bytes": s.num_bytes} for s in found.spaces]
         print(json.dumps({"url": url, "bytes": found.num_bytes, "blocks": found.num_blocks, "models": models}))
@@ -204,9 +204,9 @@ def _stat_server(url: str, as_json: bool) -> None:
 
 
 def _verify_server(url: str, as_json: bool) -> None:
-    with _linked(url) as (redis_link, link), progress_bar() as bar:
+    with _linked(url) as (redis_inspect, link), progress_bar() as bar:
         bar.stage(f"reading {url}, keys", 1)
-        found = redis_link.verify_redis(link)
+        found = redis_inspect.verify_redis(link)
         bar.advance(1)
     if as_json:
         counts = {"blocks": found.num_blocks, "bytes": found.num_bytes, "bad": found.bad}
@@ -220,11 +220,11 @@ def _verify_server(url: str, as_json: bool) -> None:
 
 
 def _clear_server(url: str, yes: bool, as_json: bool) -> None:
-    with _linked(url) as (redis_link, link):
+    with _linked(url) as (redis_inspect, link):
         if not yes:
-            found = redis_link.stat_redis(link)
+            found = redis_inspect.stat_redis(link)
             _confirm(f"remove {_size(found.num_bytes)} of blocks ({found.num_blocks:,}) from {url}? [y/N]")
-        num_blocks = redis_link.clear_redis(link)
+        num_blocks = redis_inspect.clear_redis(link)
     print(json.dumps({"url": url, "blocks": num_blocks}) if as_json else f"removed {num_blocks:,} blocks from {url}")
 
 

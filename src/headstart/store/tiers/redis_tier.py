@@ -1,10 +1,9 @@
-"""RedisTier: blocks of one shape in a Redis or Valkey server that servers on many machines share.
+"""RedisTier: blocks of one shape in a Redis or Valkey server, or cluster, that servers on many machines share.
 
 It is the `StorageTier` of a `TierStore`, whose threads alone talk to the server: the engine's thread reads the dict
-of known
-blocks. That dict follows a stream in which every writer announces what it wrote, sealed like the blocks; a block that
-the server has dropped since is a miss, and is forgotten. The server bounds its memory itself (maxmemory), and every
-block expires a time after its last use.
+of known blocks. That dict follows a stream in which every writer announces what it wrote, sealed like the blocks; a
+block that the server has dropped since is a miss, and is forgotten. The server bounds its memory itself (maxmemory),
+and every block expires a time after its last use. In a cluster blocks are spread over all nodes; one has the stream.
 """
 
 import os
@@ -15,13 +14,12 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from redis.client import Pipeline, Redis
-
 from headstart.core.cache.block_store import BlockKey, Data
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.format import BlockShape
 from headstart.store.segment import ReadResult
-from headstart.store.tiers.redis_link import PREFIX, SPARE_BYTES, RedisConnection, clear_redis
+from headstart.store.tiers.redis_inspect import PREFIX, clear_redis
+from headstart.store.tiers.redis_link import SPARE_BYTES, RedisConnection, Value
 from headstart.store.tiers.sealing import BlockSealer
 from headstart.store.tiers.tier import TierError
 
@@ -32,7 +30,6 @@ MAX_ENTRIES = 1 << 16  # of the index, each of which announces at most 256 block
 MAX_KNOWN = 1 << 20  # blocks
 MAX_RENEWED = 1000  # blocks per look
 _HASH_BYTES, _ID_BYTES = 32, 8
-Values = list[memoryview | None]
 
 
 class RedisTier:
@@ -57,11 +54,12 @@ class RedisTier:
         )
         self._space = self._sealer.space.encode()
         self._index = b"%s%s:index" % (PREFIX, self._space)
-        self._run_id, self._own_id = "", os.urandom(_ID_BYTES)  # of the server's process, of what this one announces
+        self._run_ids: dict[str, str] = {}  # server -> its process
+        self._own_id = os.urandom(_ID_BYTES)  # of what this process announces
         self._lock = threading.Lock()  # of changes; `contains` does without
         self._known: dict[BlockHash, float] = {}  # -> when it was last written or renewed, as far as known
         self._used: set[BlockHash] = set()  # to be renewed
-        self._last_entry: bytes | str = "0"
+        self._rest = b"-"  # where the part of the index begins that is to be read
         self._look_at = float("-inf")
         self._asked: Sequence[BlockKey] | None = None  # the next piece of the same load
         self._sealed, self._received = bytearray(), bytearray()  # the values of one call of `append`, and of `read`
@@ -88,6 +86,8 @@ class RedisTier:
         size = self._block_bytes
         missing = [key.block_hash for key, value in zip(keys, values, strict=True) if value is None]
         for done, key in enumerate(keys):
+            if isinstance(error := values[done], TierError):
+                return ReadResult(done, "io", error)
             value, part = values[done], buffer[done * size : (done + 1) * size]
             miss = "gone" if value is None else self._sealer.open(key, value, part)
             if miss is not None:
@@ -100,12 +100,12 @@ class RedisTier:
         self._reads.request([self._name(key.block_hash) for key in keys])
         self._asked = keys
 
-    def _fetch(self, keys: Sequence[BlockKey]) -> Values:
+    def _fetch(self, keys: Sequence[BlockKey]) -> list[Value]:
         """Return the values of these blocks, valid until the next call. Raises TierError."""
         if self._asked is not keys:
             self._ask(keys)
         self._asked, most = None, self._sealer.value_bytes
-        num_bytes = len(keys) * (most + SPARE_BYTES) + SPARE_BYTES
+        num_bytes = len(keys) * (most + 2 * SPARE_BYTES)
         if len(self._received) < num_bytes:
             self._received = bytearray(num_bytes)
         return self._reads.receive(len(keys), most, self._received)
@@ -119,17 +119,14 @@ class RedisTier:
         for (key, data), value in zip(new.values(), values, strict=True):
             self._sealer.seal_block(key, data, value)
 
-        def write(pipeline: Pipeline) -> None:
-            for name, value in zip(new, values, strict=True):
-                pipeline.set(self._name(name), value, ex=self._ttl)
-
+        writes = [("SET", self._name(h), value, "EX", self._ttl) for h, value in zip(new, values, strict=True)]
         if new:
-            self._announce(list(new), write)
+            self._announce(list(new), writes)
         return len(new)
 
     def make_room(self, num_bytes: int, *, kept: Container[BlockHash]) -> int:
         """Ask whether the server is there: it evicts by itself, or refuses to write."""
-        self._writes.run(lambda server: server.ping())
+        self._writes.ask_each(lambda server: server.ping())
         return 0
 
     def used(self, block_hashes: Iterable[BlockHash]) -> None:
@@ -142,22 +139,25 @@ class RedisTier:
         if now < self._look_at:
             return
         self._look_at = now + LOOK_SECONDS
-        run_id = self._writes.run(lambda server: str(server.info("server")["run_id"]))
-        if run_id != self._run_id:  # another process of the server, which may have lost everything
+        run_ids = self._writes.ask_each(lambda server: str(server.info("server")["run_id"]))
+        restarted = {server for server, run_id in run_ids.items() if self._run_ids.get(server, run_id) != run_id}
+        self._run_ids |= run_ids
+        if restarted and self._writes.server_of(self._index) in restarted:  # which may have lost everything
+            self._rest, self._own_id = b"-", os.urandom(_ID_BYTES)
+        if len(restarted) == len(run_ids):
             self._forget(list(self._known))
-            self._run_id, self._last_entry, self._own_id = run_id, "0", os.urandom(_ID_BYTES)
+        elif restarted:  # find out what is left, and announce that in case the index is lost
+            self._used.update(list(self._known))
         for _ in range(MAX_LOOKS):
-            where: Any = {self._index: self._last_entry}
-            answer: Any = self._writes.run(lambda server, where=where: server.xread(where, count=LOOK_ENTRIES))
+            (entries,) = self._writes.execute([("XRANGE", self._index, self._rest, "+", "COUNT", LOOK_ENTRIES)])
             try:
-                entries = answer[0][1] if answer else []
                 for entry_id, fields in entries:
                     text = self._sealer.open_message(fields.get(b"blocks"))
                     if not text.startswith(self._own_id):
                         self._learn(
                             BlockHash(text[n : n + _HASH_BYTES]) for n in range(_ID_BYTES, len(text), _HASH_BYTES)
                         )
-                    self._last_entry = entry_id
+                    self._rest = b"(" + entry_id
             except (AttributeError, IndexError, TypeError, ValueError) as error:
                 raise TierError("the answer is no index") from error
             if len(entries) < LOOK_ENTRIES:
@@ -168,9 +168,7 @@ class RedisTier:
     def discard(self, block_hashes: Iterable[BlockHash]) -> None:
         found = list(block_hashes)
         self._forget(found)
-        names = [self._name(block_hash) for block_hash in found]
-        if names:
-            self._writes.run(lambda server: server.unlink(*names))
+        self._writes.execute([("UNLINK", self._name(block_hash)) for block_hash in found])
 
     def clear(self) -> None:
         """Drop the blocks of this model and secret, for all processes."""
@@ -187,29 +185,18 @@ class RedisTier:
     def _renew(self) -> None:
         """Begin the life of used blocks anew, and announce them again, so that the index does not lose them."""
         renewed = list(islice(self._used, MAX_RENEWED))
+        answers = self._writes.execute([("EXPIRE", self._name(block_hash), self._ttl) for block_hash in renewed])
+        found = [block_hash for block_hash, answer in zip(renewed, answers, strict=True) if answer]
+        self._forget(set(renewed).difference(found))
+        if found:
+            self._announce(found, [])
         self._used.difference_update(renewed)
 
-        def expire(pipeline: Pipeline) -> None:
-            for block_hash in renewed:
-                pipeline.expire(self._name(block_hash), self._ttl)
-
-        if renewed:
-            answers = self._announce(renewed, expire)
-            self._forget([block_hash for block_hash, answer in zip(renewed, answers, strict=False) if not answer])
-
-    def _announce(self, block_hashes: list[BlockHash], add: Callable[[Pipeline], None]) -> list[Any]:
-        """Send commands and one entry of the index together; return the answers. Raises TierError."""
-        entry: Any = {b"blocks": self._sealer.seal_message(self._own_id + b"".join(block_hashes))}
-
-        def send(server: Redis) -> list[Any]:
-            pipeline = server.pipeline(transaction=False)
-            add(pipeline)
-            pipeline.xadd(self._index, entry, maxlen=MAX_ENTRIES)
-            return pipeline.execute()
-
-        answers = self._writes.run(send)
+    def _announce(self, block_hashes: list[BlockHash], writes: list[tuple[Any, ...]]) -> None:
+        """Send commands, and then one entry of the index. Raises TierError."""
+        entry = self._sealer.seal_message(self._own_id + b"".join(block_hashes))
+        self._writes.execute([*writes, ("XADD", self._index, "MAXLEN", "~", MAX_ENTRIES, "*", b"blocks", entry)])
         self._learn(block_hashes)
-        return answers
 
     def _learn(self, block_hashes: Iterable[BlockHash]) -> None:
         now = self._clock()

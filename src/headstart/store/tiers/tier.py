@@ -18,10 +18,11 @@ from headstart.core.errors import ConfigError
 from headstart.store.segment import ReadResult
 
 REDIS_PACKAGES = ("redis", "cryptography")  # the extra [redis]
-SCHEMES = ("redis", "rediss", "unix")
+CLUSTER = "+cluster"  # ends the scheme of a URL that names nodes of a cluster
+SCHEMES = ("redis", "rediss", "unix", f"redis{CLUSTER}", f"rediss{CLUSTER}")
 URL_OPTIONS = ("db", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile")  # may follow a "?"
 MIN_SECRET_BYTES = 32
-_PLACES = re.compile(rf"(?:(?P<folder>.*?),)?(?P<url>(?:{'|'.join(SCHEMES)})://.*)", re.DOTALL)
+_PLACES = re.compile(rf"(?:(?P<folder>.*?),)?(?P<url>(?:{'|'.join(map(re.escape, SCHEMES))})://.*)", re.DOTALL)
 _SALT = b"headstart kv store 1"
 
 
@@ -101,10 +102,23 @@ def parse_tier_places(text: str) -> TierPlaces:
     return TierPlaces(None if folder is None else Path(folder).expanduser(), url)
 
 
+def parse_nodes(url: str) -> list[str]:
+    """Return the URL of each server that a URL names: some nodes of a cluster, or one server."""
+    scheme, _, rest = url.partition("://")
+    found = re.fullmatch(r"([^/?]*@)?([^/?]*)(.*)", rest, re.DOTALL)
+    if found is None or not scheme.endswith(CLUSTER):
+        return [url]
+    user, hosts, options = found.groups("")
+    return [f"{scheme.removesuffix(CLUSTER)}://{user}{host}{options}" for host in hosts.split(",")]
+
+
 def _check_url(url: str) -> None:
+    scheme = url.partition("://")[0]
+    is_cluster = scheme.endswith(CLUSTER)
+    form, path = ("host:port,host:port", r"(/0?)?") if is_cluster else ("host:port/db, db a number", r"(/\d*)?")
     try:
-        parts = urlsplit(url)
-        has_password, _ = parts.password is not None, parts.port
+        nodes = [urlsplit(node) for node in parse_nodes(url)]
+        has_password, _ = any(parts.password is not None for parts in nodes), [parts.port for parts in nodes]
     except ValueError:  # its text may show a part of a password
         raise ConfigError("--kv-store: its URL is invalid; write redis://host:port/db") from None
     if has_password:
@@ -112,13 +126,14 @@ def _check_url(url: str) -> None:
             "--kv-store: a password does not belong into the URL, which logs and lists of processes show: "
             "set HEADSTART_KV_STORE_PASSWORD, or kv_store_password in headstart.toml"
         )
-    if parts.scheme == "unix" and not parts.path:
+    if scheme == "unix" and not nodes[0].path:
         raise ConfigError("--kv-store: name the socket: unix:///path/of/redis.sock?db=0")
-    if parts.scheme != "unix" and (not parts.hostname or not re.fullmatch(r"(/\d*)?", parts.path)):
-        raise ConfigError(f"--kv-store {url}: write {parts.scheme}://host:port/db, db a number")
-    unknown = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True) if name not in URL_OPTIONS]
+    if scheme != "unix" and not all(parts.hostname and re.fullmatch(path, parts.path) for parts in nodes):
+        raise ConfigError(f"--kv-store {url}: write {scheme}://{form}")
+    known = URL_OPTIONS[is_cluster:]  # a cluster has no databases
+    unknown = [name for name, _ in parse_qsl(nodes[0].query, keep_blank_values=True) if name not in known]
     if unknown:
-        raise ConfigError(f"--kv-store {url}: unknown option {unknown[0]!r}; known: {', '.join(URL_OPTIONS)}")
+        raise ConfigError(f"--kv-store {url}: unknown option {unknown[0]!r}; known: {', '.join(known)}")
 
 
 def read_shared_secrets(paths: str | None) -> tuple[bytes, ...]:
