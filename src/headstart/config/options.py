@@ -220,8 +220,7 @@ class EngineOptions:
     )
     kv_store: str | None = _option(
         None,
-        "Where KV blocks outlive the process: a folder, redis://host:port/db (rediss, unix, redis+cluster), "
-        "or both: DIR,URL.",
+        "Where KV blocks outlive the process: a folder, redis://host:port/db (unix, rediss, redis+cluster) or DIR,URL.",
         SCHEDULING,
     )
     kv_store_size: str = _option("20GiB", "Size limit of that folder; the least recently used is evicted.", SCHEDULING)
