@@ -7,10 +7,13 @@ failed. `headstart`: replicas with folders of their own and one Redis server, be
 sglang-router; without a GPU it keeps nothing outside its process. `llama.cpp`: llama-server, which has no router, so
 the client asks by session; it saves the slot of a session after each turn (`--slot-save-path`, one folder for all), and
 restores it before a turn for which the server has it no more. The last line of stdout is JSON.
+
+    python benchmarks/headline/beside.py --draw beside_*.json --plot beside.png
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import shlex
@@ -25,9 +28,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import httpx
-from kill_every_replica import LONGEST, OUTPUT, SYSTEM, TURN, VOCABULARY, Fleet, Ideal, ask
+from kill_every_replica import LONGEST, OUTPUT, SYSTEM, TURN, VOCABULARY, Fleet, Ideal, ask, draw_turns
 from tokenizers import Tokenizer
 
 from headstart_lab.router.failover_processes import pauses, quiet_ports, router_command
@@ -45,7 +49,8 @@ class Turn:
     computed: int
     least: int
     ttft: float
-    waited: float  # seconds from the first attempt to the one that was answered
+    at: float  # when the attempt began that was answered, in seconds of the run
+    waited: float  # seconds from the first attempt to that one
     failed: int  # attempts
 
 
@@ -198,6 +203,7 @@ def vllm(options: argparse.Namespace, folder: Path, ports: list[int]) -> System:
     ]
     words += ["--worker-urls", *(one.url for one in found[:-1]), "--worker-startup-check-interval", "1"]
     words += ["--prometheus-port", str(ports[0]), "--log-level", "warn"]
+    words += ["--cb-timeout-duration-secs", "5"]  # with 60, a replica that is well again in 25 s gets no requests
     tokenizer = Tokenizer.from_file(f"{options.model}/tokenizer.json")
     return System("vllm", found, Process(words, ports[1], folder, {}), words=tokenizer)
 
@@ -221,7 +227,9 @@ class Run:
     client: httpx.AsyncClient
     rng: Random
     num_sessions: int
+    began: float = field(default_factory=time.monotonic)
     phase: str = ""
+    phases: list[tuple[str, float]] = field(default_factory=list)  # and when each began
     ideal: Ideal = field(default_factory=Ideal)
     turns: list[Turn] = field(default_factory=list)
     histories: "list[array[int]]" = field(default_factory=list)
@@ -235,6 +243,10 @@ class Run:
 
     def tokens(self, num: int) -> "array[int]":
         return array("i", self.rng.choices(self._ids, k=num))
+
+    def begin(self, phase: str) -> None:
+        self.phase = phase
+        self.phases.append((phase, time.monotonic() - self.began))
 
     async def turn(self, session: int, at: Process | None = None) -> None:
         if len(self.histories[session]) + TURN > LONGEST:
@@ -252,7 +264,7 @@ class Run:
                 if time.monotonic() - began > 2 * PATIENCE:
                     raise
         least = self.ideal.least(prompt)
-        self.turns.append(Turn(phase, len(prompt), computed, least, ttft, again - began, failed))
+        self.turns.append(Turn(phase, len(prompt), computed, least, ttft, again - self.began, again - began, failed))
 
     async def keep_on(self, session: int) -> None:
         while not self.is_ending:
@@ -261,7 +273,8 @@ class Run:
 
     async def during(self, phase: str, what: Callable[[], Awaitable[None]]) -> None:
         """Run `what` while all sessions go on."""
-        self.phase, self.is_ending = phase, False
+        self.is_ending = False
+        self.begin(phase)
         running = [asyncio.create_task(self.keep_on(n)) for n in range(self.num_sessions)]
         await what()
         self.is_ending = True
@@ -269,7 +282,7 @@ class Run:
         print(phase, len(self.turns), file=sys.stderr)
 
     async def one_each(self, phase: str, at: Process | None = None, *, at_once: bool = False) -> None:
-        self.phase = phase
+        self.begin(phase)
         for group in [range(self.num_sessions)] if at_once else [[n] for n in range(self.num_sessions)]:
             await asyncio.gather(*(self.turn(n, at) for n in group))
         print(phase, len(self.turns), file=sys.stderr)
@@ -305,6 +318,7 @@ async def measure(system: System, options: argparse.Namespace, client: httpx.Asy
         while queue:
             await system.ask(client, -1, queue.pop(), None if system.router else replicas[number % len(replicas)])
 
+    run.begin("scan")
     await asyncio.gather(*(scan(n) for n in range(AT_ONCE)))
     await run.one_each("after a scan")
 
@@ -340,7 +354,40 @@ async def measure(system: System, options: argparse.Namespace, client: httpx.Asy
         await run.one_each("further replica, warm", further)
     phases = dict.fromkeys(turn.phase for turn in run.turns)
     found = {phase: figures([turn for turn in run.turns if turn.phase == phase], cold) for phase in phases}
-    return {"phases": found, "cold_ms_per_token": 1e3 * cold, "starts_s": starts}
+    run.begin("")
+    series = [
+        [round(turn.at, 3), turn.prompt_tokens, turn.computed, turn.least, round(turn.ttft, 5)] for turn in run.turns
+    ]
+    begins = [[phase, round(at, 3)] for phase, at in run.phases]
+    return {"phases": found, "cold_ms_per_token": 1e3 * cold, "starts_s": starts, "begins": begins, "series": series}
+
+
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """Draw redundancy and TTFT of each system over the time of its run, with the phases."""
+    from matplotlib.figure import Figure  # takes a second, and only drawing needs it
+
+    figure = Figure(figsize=(14.0, 4.0 * len(runs)), layout="constrained")
+    names = list(dict.fromkeys(phase for run in runs for phase, _ in run["begins"] if phase))
+    figure.suptitle("   ".join(f"{number} {name}" for number, name in enumerate(names, 1)), fontsize=10)
+    for run, (above, below) in zip(runs, figure.subplots(2 * len(runs), 1).reshape(-1, 2), strict=True):
+        draw_turns(above, below, run["series"], run["cold_ms_per_token"])
+        begins = run["begins"]
+        for number, ((phase, start), (_, end)) in enumerate(itertools.pairwise(begins)):
+            for axes in (above, below):
+                axes.axvspan(start, end, color="tab:red" if "kill" in phase else "grey", alpha=0.08 * (1 + number % 2))
+                axes.set_xlim(begins[0][1], begins[-1][1])
+            place = above.get_xaxis_transform()
+            above.text((start + end) / 2, 0.86, names.index(phase) + 1, transform=place, ha="center", fontsize=8)
+        figures = run["phases"].values()
+        failed, waited = sum(one["failed_attempts"] for one in figures), max(one["longest_wait_s"] for one in figures)
+        above.set_title(
+            f"{run['system']}, {run['replicas']} replicas: {failed} failed attempts, wait at most {waited:.0f} s"
+        )
+        above.set(ylabel="tokens computed / least", yscale="symlog", ylim=(0.0, 100.0))
+        below.set(ylabel="s", xlabel="s of the run", yscale="log", ylim=(0.005, 20.0))
+        for axes in (above, below):
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(path, dpi=80)
 
 
 def figures(turns: list[Turn], cold: float) -> dict[str, float]:
@@ -375,7 +422,7 @@ async def run_system(options: argparse.Namespace) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--system", choices=SYSTEMS, default="headstart")
-    parser.add_argument("--model", required=True, help="folder; llama.cpp: GGUF file")
+    parser.add_argument("--model", default="m3", help="folder; llama.cpp: GGUF file")
     parser.add_argument("--engine", default="", help="command that starts an engine of another system")
     parser.add_argument("--router", default="sglang-router", help="command of vllm's router")
     parser.add_argument("--replicas", type=int, default=4)
@@ -386,12 +433,20 @@ def main() -> None:
     parser.add_argument("--clock-seconds", type=float, default=40.0, help="in which replicas are killed one by one")
     parser.add_argument("--mean-seconds", type=float, default=8.0, help="between these kills")
     parser.add_argument("--further", action=argparse.BooleanOptionalAction, default=True, help="start another replica")
+    parser.add_argument("--plot", type=Path, help="draw redundancy and TTFT over time into this file")
+    parser.add_argument("--draw", type=Path, nargs="+", help="run nothing: draw these results of runs")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    if options.draw:
+        draw([json.loads(path.read_text()) for path in options.draw], options.plot)
+        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     found = asyncio.run(run_system(options))
-    hidden = {"model": Path(options.model).name, "engine": None, "router": None}
-    print(json.dumps({"benchmark": "beside", **vars(options), **hidden, **found}))
+    hidden = {"model": Path(options.model).name, "engine": None, "router": None, "plot": None}
+    document = {"benchmark": "beside", **vars(options), **hidden, **found}
+    if options.plot is not None:
+        draw([document], options.plot)
+    print(json.dumps(document))
 
 
 if __name__ == "__main__":

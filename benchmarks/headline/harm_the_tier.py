@@ -33,7 +33,8 @@ from headstart.core.engine import Engine, EngineInfo
 from headstart.store.disk import TierStore
 from headstart_lab.router.failover_processes import Served, quiet_ports
 
-CALLS = ("contains", "expected_seconds", "load", "cancel", "poll", "done_with", "offer", "touch", "keep", "stats")
+CALLS = ("contains", "should_write", "expected_load_seconds", "begin_load", "cancel_load", "poll_loads")
+CALLS += ("release_loaded", "offer_block", "mark_used", "set_pinned", "discard_corrupt", "stats")
 CALLS_FILE = "STORE_CALLS_FILE"  # an environment variable
 LONG_CALL = 0.002  # seconds
 PAUSE = 6.0  # seconds after a change of the way, so that a store in a pause may try again
@@ -113,20 +114,23 @@ class HarmingProxy:
 def build_engine(options: EngineOptions) -> tuple[Engine, EngineInfo]:
     """Return the engine, whose calls into the store are timed; in the engine process, which finds this by its name."""
     path, longest = Path(os.environ[CALLS_FILE]), dict[str, float]()
-    counts = {"calls": 0, "long": 0}
+    counts, long_cpu_ms = {"calls": 0, "long": 0}, list[float]()
 
     def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.thread_time()
             try:
                 return call(*args, **kwargs)
             finally:
                 seconds = time.perf_counter() - began
                 counts["calls"] += 1
-                counts["long"] += seconds > LONG_CALL
+                if seconds > LONG_CALL:
+                    counts["long"] += 1
+                    long_cpu_ms.append(1e3 * (time.thread_time() - cpu))
                 if seconds > longest.get(name, 0.0) or seconds > LONG_CALL or counts["calls"] % 1000 == 0:
                     longest[name] = max(longest.get(name, 0.0), seconds)
-                    path.write_text(json.dumps({**counts, "longest_ms": {n: 1e3 * s for n, s in longest.items()}}))
+                    longest_ms = {n: 1e3 * s for n, s in longest.items()}
+                    path.write_text(json.dumps({**counts, "long_cpu_ms": long_cpu_ms, "longest_ms": longest_ms}))
 
         return run
 

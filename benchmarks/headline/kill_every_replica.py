@@ -358,23 +358,27 @@ def draw(found: dict[str, Any], path: Path) -> None:
         for number, kill in enumerate(found["kills"]):
             label = f"killed ({found['kill']}) to ready again" if not number else None
             axes.axvspan(kill["killed_s"], kill["ready_s"], color="tab:red", alpha=0.25, label=label)
-    at, width = [turn[0] for turn in turns], 10.0
-    means: list[float] = []
-    for second in at:
-        near = [turn for turn in turns if second - width < turn[0] <= second]
-        means.append(sum(turn[2] for turn in near) / sum(turn[3] for turn in near))
-    above.plot(at, [turn[2] / turn[3] for turn in turns], ".", color="tab:blue", alpha=0.4, label="turn")
-    order = sorted(range(len(at)), key=lambda n: at[n])
-    above.plot([at[n] for n in order], [means[n] for n in order], color="tab:blue", label=f"last {width:.0f} s")
+    draw_turns(above, below, turns, cold)
     above.axhline(1.05, color="black", linestyle=":", label="aim: 1.05")
     above.set(title=f"{found['replicas']} replicas, {found['model']}", ylabel="tokens computed / perfect cache's")
     above.set_ylim(0.0, 1.2)
-    below.plot(at, [turn[4] for turn in turns], ".", color="tab:orange", label="TTFT")
-    below.plot(at, [cold * turn[1] / 1e3 for turn in turns], ".", color="grey", alpha=0.4, label="cold, no load")
     below.set(ylabel="s", xlabel="s of the run", yscale="log")
     for axes in (above, below):
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=120)
+
+
+def draw_turns(above: Any, below: Any, turns: list[list[float]], cold: float) -> None:
+    """Draw redundancy and TTFT of turns, as in `series`, over time. `cold`: ms for each token of a new prompt."""
+    turns, width = sorted(turns), 10.0
+    at, means = [turn[0] for turn in turns], list[float]()
+    for second in at:
+        near = [turn for turn in turns if second - width < turn[0] <= second]
+        means.append(sum(turn[2] for turn in near) / sum(turn[3] for turn in near))
+    above.plot(at, [turn[2] / turn[3] for turn in turns], ".", color="tab:blue", alpha=0.4, label="turn")
+    above.plot(at, means, color="tab:blue", label=f"last {width:.0f} s")
+    below.plot(at, [turn[4] for turn in turns], ".", color="tab:orange", label="TTFT")
+    below.plot(at, [cold * turn[1] / 1e3 for turn in turns], ".", color="grey", alpha=0.4, label="cold, no load")
 
 
 def main() -> None:

@@ -7,6 +7,8 @@ that are in no pool, computed and read; reading is forced here, while the produc
 `throughput`: prompt tokens per second when AT_ONCE such prompts of COLD_TOKENS tokens come at the same time.
 `cold`: new prompts only, with and without a tier by turns: CPU time of this process per request, its threads included,
 and the median of the pairs' ratios with its 95 % interval by bootstrap. `control` is a second engine without a tier.
+`--tiers killed`: the same with a Redis server that is killed after the first pairs; from then on the second prompt of
+each pair is one that the tier had. A request that ends with an error ends the run.
 The last line of stdout is JSON.
 """
 
@@ -37,6 +39,7 @@ from headstart_lab.router.failover_processes import quiet_ports
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens in whole blocks; one more follows
 COLD_TOKENS, AT_ONCE = 1024, 12
 TIERS = ("disk", "redis", "both")
+NUM_BEFORE = 3  # pairs before the server is killed
 SETTLED = 0.02  # seconds between two looks at the writer
 
 
@@ -46,13 +49,14 @@ def seconds(engine: Engine, *prompts: "array[int]") -> float:
     for prompt in prompts:
         engine.add_request(Request(secrets.token_hex(8), prompt, SamplingParams(temperature=0.0, max_tokens=1)))
     while engine.has_work:
-        engine.step(time.monotonic())
+        for output in engine.step(time.monotonic()):
+            assert output.error is None, output
     return time.perf_counter() - began
 
 
 def settle(engine: Engine) -> None:
-    """Wait until all blocks are written."""
-    while (store := engine.stats().store) is not None and store.num_pending:
+    """Wait until all blocks are written, unless writing is paused."""
+    while (store := engine.stats().store) is not None and store.num_pending and not store.degraded:
         time.sleep(SETTLED)
 
 
@@ -98,18 +102,27 @@ def throughput(engines: dict[str, Engine], options: argparse.Namespace, rng: Ran
     return found
 
 
-def cold(engines: dict[str, Engine], options: argparse.Namespace, rng: Random) -> dict[str, Any]:
+def cold(engines: dict[str, Engine], options: argparse.Namespace, rng: Random, fleet: Fleet) -> dict[str, Any]:
     """Return the CPU and wall time per request of new prompts by tier, in ms, and both over those without a store."""
     used: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
-    for number in range(options.pairs):
+    stored: list[array[int]] = []  # before the server was killed
+    num_before = NUM_BEFORE if "killed" in engines else 0
+    for number in range(-num_before, options.pairs):
+        prompts = [array("i", (rng.randrange(5, 500) for _ in range(COLD_TOKENS))) for _ in range(2)]
+        if number < 0:
+            stored += prompts
+        elif stored:
+            prompts[1] = stored[number % len(stored)]
+            fleet.kill("tier") if number == 0 else None
         for name, engine in sorted(engines.items(), reverse=bool(number % 2)):
-            prompts = [array("i", (rng.randrange(5, 500) for _ in range(COLD_TOKENS))) for _ in range(2)]
             assert engine.reset_prefix_cache()
             began, cpu = time.perf_counter(), time.process_time()
             for prompt in prompts:
                 seconds(engine, prompt)
             wall = time.perf_counter() - began
             settle(engine)
+            if number < 0:
+                continue
             used[name].append((1e3 * (time.process_time() - cpu) / len(prompts), 1e3 * wall / len(prompts)))
     found: dict[str, Any] = {}
     for name, pairs in used.items():
@@ -128,12 +141,14 @@ def main() -> None:
     parser.add_argument("--model", default="llama-100m", help="folder, GGUF file, or a shape with random weights")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--parts", nargs="+", choices=("cold", "lengths", "throughput"), default=["cold", "lengths"])
-    parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS))
+    parser.add_argument("--tiers", nargs="+", choices=(*TIERS, "killed"), default=list(TIERS))
     parser.add_argument("--rounds", type=int, default=7, help="prompts of each length")
     parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="tokens")
     parser.add_argument("--pairs", type=int, default=30, help="of new prompts with and without a tier")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    if "killed" in options.tiers and (len(options.tiers) > 1 or options.parts != ["cold"]):
+        parser.error("--tiers killed goes alone, with --parts cold")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headstart-read-")))
         (port,) = quiet_ports(1)
@@ -142,7 +157,12 @@ def main() -> None:
         fleet.end_at_sigterm()
         fleet.start_redis()
         url = f"redis://127.0.0.1:{port}"
-        known = {"disk": str(folder / "a"), "redis": f"{url}/0", "both": f"{folder / 'b'},{url}/1"}
+        known = {
+            "disk": str(folder / "a"),
+            "redis": f"{url}/0",
+            "both": f"{folder / 'b'},{url}/1",
+            "killed": f"{url}/2",
+        }
         places = {"none": None, "control": None, **{name: known[name] for name in options.tiers}}
         engines: dict[str, Engine] = {}
         for name, place in places.items():
@@ -162,7 +182,7 @@ def main() -> None:
         rng = Random(options.seed)
         found: dict[str, Any] = {}
         if "cold" in options.parts:
-            found["cold"] = cold(engines, options, rng)
+            found["cold"] = cold(engines, options, rng, fleet)
             engines.pop("control").close()
         if {"lengths", "throughput"} & set(options.parts):
             transfers.GRACE_SECONDS = transfers.WAIT_SECONDS = 60.0
