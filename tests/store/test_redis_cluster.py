@@ -15,6 +15,7 @@ pytest.importorskip("cryptography")
 from headstart.cli.main import main  # noqa: E402
 from headstart.store.disk import TierStore  # noqa: E402
 from headstart.store.tiers import redis_tier  # noqa: E402
+from headstart.store.tiers.redis_link import RedisConnection  # noqa: E402
 from headstart.store.tiers.redis_tier import RedisTier  # noqa: E402
 
 PASSWORD = "hunter2"
@@ -99,6 +100,16 @@ def test_blocks_are_spread_over_all_nodes_and_read_by_another_process(
     writes.close()
     later = opened()
     assert later.stats().num_blocks == NUM and load(later, keys(*NUMBERS)) == contents(*NUMBERS)
+
+
+def test_blocks_are_written_to_all_nodes_before_one_learns_of_them(cluster: RedisClusterServers) -> None:
+    nodes = RedisConnection(cluster.url, PASSWORD, 30.0)._nodes
+    stored = [b"%d" % number for number in NUMBERS]
+    for last in stored[:12]:
+        found = list(nodes.by_server([*stored, last]).items())
+        assert len(found) == NUM_PRIMARIES and found[-1][1][-1] == NUM
+        assert sorted(place for _, places in found for place in places) == list(range(NUM + 1))
+    nodes.disconnect()
 
 
 def test_a_read_starts_no_thread_once_connected(
