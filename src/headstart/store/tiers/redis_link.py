@@ -121,7 +121,7 @@ class RedisConnection:
         for pool, places in self._awaited:
             part, view = view[: (size := len(places) * (most + SPARE_BYTES) + SPARE_BYTES)], view[size:]
             try:
-                answer = _Answer(self._kept[pool]._sock, part, until - time.monotonic())
+                answer = _Answer(self._kept[pool]._sock, part, until - time.monotonic())  # noqa: SLF001
                 for place, value in zip(
                     places, answer.values(len(places), most, is_one=not self._nodes.is_cluster), strict=True
                 ):
