@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stored import BLOCK_BYTES, MAX_BYTES, SHAPE, Clock, Disk, Pool, key, name, names
+from stored import BLOCK_BYTES, MAX_BYTES, SHAPE, Clock, Disk, Pool, key, name, names, until
 
 from headstart.store import writer
 from headstart.store.catalog import SegmentCatalog
-from headstart.store.writer import LOST, MAX_RUN_BLOCKS, RUN_BYTES, BlockOffer, BlockWriter
+from headstart.store.writer import HELPED_SECONDS, LOST, MAX_RUN_BLOCKS, RUN_BYTES, BlockOffer, BlockWriter
 
 
 class Bench:
@@ -75,6 +75,19 @@ def test_a_run_is_bounded_and_the_rest_follows(bench: Bench, monkeypatch: pytest
     assert bench.writer.num_pending == 4
     assert bench.writer.round() and bench.pool.asked == [1, 2, 3] and bench.writer.num_pending == 1
     assert not bench.writer.round() and bench.writer.written_blocks == 4 and bench.writer.num_pending == 0
+
+
+def test_what_has_waited_for_long_is_written_by_the_second_thread_and_no_sooner(bench: Bench) -> None:
+    bench.writer.offer(BlockOffer(1, 1, key(1), bench.clock.now))
+    thread = threading.Thread(target=bench.writer.help)
+    thread.start()
+    bench.clock.now += 0.9 * HELPED_SECONDS
+    thread.join(3 * HELPED_SECONDS)  # it looks several times
+    assert thread.is_alive() and not bench.writer.written_blocks
+    bench.clock.now += 0.2 * HELPED_SECONDS
+    assert until(lambda: bench.has(1))
+    bench.writer.stop(0.0)
+    thread.join()
 
 
 def test_the_memory_of_a_run_is_bounded_unless_one_block_is_larger(bench: Bench) -> None:

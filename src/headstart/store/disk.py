@@ -53,8 +53,8 @@ class TierStore:
         self._probed_at = self._measured_at = float("-inf")
         self._is_closed = False
         threads = [
-            threading.Thread(target=body.run, name=f"kv-store-{name}", daemon=True)
-            for name, body in (("writer", writer), ("loader", loader))
+            threading.Thread(target=body, name=f"kv-store-{name}", daemon=True)
+            for name, body in (("writer", writer.run), ("loader", loader.run), ("helper", writer.help))
         ]
         for thread in threads:
             thread.start()

@@ -1,4 +1,6 @@
-"""Writer: one thread that writes blocks in the background, indexes other processes' blocks, and drops distrusted ones.
+"""Writer: a thread that writes blocks in the background, indexes other processes' blocks, and drops distrusted ones.
+
+It has a low priority. Where busy cores keep it from writing, a second thread of normal priority takes its turns.
 
 The engine passes messages through a bounded queue, which costs it an append; everything else happens here, in rounds,
 so that a disk that hangs blocks only this thread. Distrusted blocks are dropped before any later offer is written. The
@@ -28,6 +30,7 @@ RENEW_SECONDS = 5.0  # interval in which the files of pinned blocks are marked a
 NICE = 10  # below the compute threads
 KEEP_RATE = 0.8  # the weight of the past in the measured rate
 OVERDUE_SECONDS = 5.0  # for one round
+HELPED_SECONDS = 0.25  # a block that has waited this long is written at normal priority: a kill loses 1 s at most
 LOST = ("overwritten", "overload", "degraded", "closing")
 
 
@@ -167,6 +170,7 @@ class BlockWriter:
         self._renew_at = float("-inf")
         self._busy_since = float("inf")
         self._oldest_at = float("inf")  # when the first block in line was offered, as of this round
+        self._turn = threading.Lock()  # of a round
         self._wake = threading.Event()
         self._end_at: float | None = None
 
@@ -240,11 +244,22 @@ class BlockWriter:
             pass
         self._lost["closing"] += self._pending.clear()
 
+    def help(self) -> None:
+        """Run rounds at the priority of the caller while blocks wait for too long, until `stop`."""
+        while self._end_at is None:
+            is_late = self.pending_seconds(self._clock()) >= HELPED_SECONDS and not self.health.reason
+            if not is_late or not self.round():
+                self._wake.wait(HELPED_SECONDS / 2)
+
     def round(self) -> bool:
         """Process the queue, refresh the folder if due, drop distrusted blocks, and write one run.
 
         Returns whether there is more to write at once.
         """
+        with self._turn:
+            return self._round()
+
+    def _round(self) -> bool:
         self._busy_since = now = self._clock()
         try:
             self._read_inbox()
