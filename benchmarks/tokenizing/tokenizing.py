@@ -32,14 +32,14 @@ def main(folder: str) -> None:
     segmented.encode(text)
     cases: dict[str, Callable[[int], object]] = {
         "whole, with a longer tail": lambda run: base.encode(_longer(text, run)),
-        "segments, new": lambda run: segmented.within("", b"domain %d" % run).encode(text),
-        "segments, with a longer tail": lambda run: segmented.within("", b"").encode(_longer(text, run)),
+        "segments, new": lambda run: segmented.for_domain("", b"domain %d" % run).encode(text),
+        "segments, with a longer tail": lambda run: segmented.for_domain("", b"").encode(_longer(text, run)),
     }
     for chars in SHORT_CHARS:
         short = text[1000 : 1000 + chars]
         cases[f"{chars} characters whole, {SHORT_REPEATS} times"] = _repeated(lambda t=short: base.encode(t))
         cases[f"{chars} characters as the server does, {SHORT_REPEATS} times"] = _repeated(
-            lambda t=short: segmented.within("", b"").encode(t)
+            lambda t=short: segmented.for_domain("", b"").encode(t)
         )
     times: dict[str, list[float]] = {name: [] for name in cases}
     for run in range(RUNS):

@@ -97,9 +97,9 @@ def idle_hits_counted_as_free() -> None:
 def budget_double_count() -> None:
     add = StepPlan.add_chunk
 
-    def planted(self: Any, seq: Any, start: int, n: int, *, writes: bool, extra: int = 0) -> None:
+    def planted(self: Any, seq: Any, start: int, n: int, want: int, *, writes: bool, extra: int = 0) -> None:
         charged = seq.num_computed_tokens if not seq.num_output_tokens else extra
-        add(self, seq, start, n, writes=writes, extra=charged)
+        add(self, seq, start, n, want, writes=writes, extra=charged)
 
     StepPlan.add_chunk = planted  # type: ignore[method-assign]
 
@@ -153,8 +153,8 @@ def promises_are_not_kept_in_mind() -> None:
 
 def promises_of_what_is_not_published() -> None:
     add = StepPlan.add_chunk
-    StepPlan.add_chunk = lambda self, seq, start, n, *, writes, extra=0: add(  # type: ignore[method-assign]
-        self, seq, start, n, writes=True, extra=extra
+    StepPlan.add_chunk = lambda self, seq, start, n, want, *, writes, extra=0: add(  # type: ignore[method-assign]
+        self, seq, start, n, want, writes=True, extra=extra
     )
 
 

@@ -201,9 +201,7 @@ def test_the_explainer_knows_that_the_blocks_of_the_step_before_were_readable() 
     engine.add_request(make_request("follower", [*PREFIX, 51]))
     generate(engine)
     leader, follower = engine.recent.find("leader"), engine.recent.find("follower")
-    assert (
-        leader and follower and leader.record_first_token is not None and leader.record_first_token < follower.admitted
-    )
+    assert leader and follower and leader.first_token_step is not None and leader.first_token_step < follower.admitted
 
 
 # ------------------------------------------------------------------------------------------------------- at random

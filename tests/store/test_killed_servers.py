@@ -59,7 +59,7 @@ class Load:
     server: Server
     first: int  # number of the first prompt
     asked: list[int] = field(default_factory=list)
-    record_first_token: list[int] = field(default_factory=list)
+    answered: list[int] = field(default_factory=list)
     samples: list[tuple[float, int]] = field(default_factory=list)  # (time, tokens computed at that time or before)
     is_over: threading.Event = field(default_factory=threading.Event)
 
@@ -80,7 +80,7 @@ class Load:
             while not self.is_over.is_set():
                 self.asked.append(number)
                 ask(self.server, number)
-                self.record_first_token.append(number)
+                self.answered.append(number)
                 number += CONNECTIONS
         except (httpx.TransportError, AssertionError):
             is_over = self.is_over.wait(60)  # first: the thread that kills waits for the same process

@@ -32,7 +32,7 @@ class AdmittedRequest:
     admitted: int
     evicted: EvictionRecord | None = None  # eviction, by then, of the block that contains that token
     has_kv: bool = False  # whether that block was there, but no recurrent state to go on from
-    record_first_token: int | None = None  # step of its first output token: the whole prompt is computed
+    first_token_step: int | None = None  # step of its first output token: the whole prompt is computed
     breakdown: PromptTokenBreakdown | None = None
 
     @property
@@ -98,7 +98,7 @@ class RecentRequests:
                 continue
             seen = self._open.pop(output.request_id, None)
             if seen is not None and output.breakdown is not None:
-                seen.breakdown, seen.record_first_token = output.breakdown, self._num_steps - num_later
+                seen.breakdown, seen.first_token_step = output.breakdown, self._num_steps - num_later
 
     def record_aborted(self, request_id: str) -> None:
         """Record that a request was aborted; its entry stays."""

@@ -275,7 +275,7 @@ class _Case:
         if not self.scheduler.cache.may_publish(near.seq):
             return ReuseEndReason.NOT_KEPT
         begun = None if self.seen is None else self.seen.admitted
-        if begun is not None and (near.record_first_token is None or near.record_first_token >= begun):
+        if begun is not None and (near.first_token_step is None or near.first_token_step >= begun):
             return ReuseEndReason.COMPUTING
         return ReuseEndReason.GONE
 
