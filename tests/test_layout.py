@@ -35,7 +35,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "core": Budget(("core",), 7_427, 6_000),
+    "core": Budget(("core",), 7_443, 6_000),
     "model": Budget(("model",), 13_073, 8_000),
     "reuse": Budget(("reuse",), 2_325, 2_000),
     "router": Budget(("router",), 4_368, 4_100),
@@ -45,7 +45,7 @@ BUDGETS = {
     "live page": Budget(("page",), 260, 300),
     "store": Budget(("store",), 3_528, 2_300),
     "sim": Budget(("sim",), 2_799, 2_900),
-    "all": Budget(("",), 77_650, 58_900),
+    "all": Budget(("",), 77_666, 58_900),
 }
 REST = Budget(("",), 9_316, 6_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
