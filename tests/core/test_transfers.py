@@ -401,3 +401,21 @@ def test_a_cleared_store_gets_pinned_prefixes_again() -> None:
     engine.reset_prefix_cache(external=True)
     store.flush()
     assert set(store.shelf) == store.kept and len(store.kept) == 2
+
+
+@pytest.mark.parametrize("num_blocks", [44, 50, 60])
+def test_what_was_loaded_for_one_makes_no_place_for_another_load(num_blocks: int) -> None:
+    """Two prompts of 30 blocks in a pool that holds one: the second is loaded when the first has been taken over."""
+    prompts = [list(range(start, start + 120)) for start in (0, 200, 400)]
+    store = MemoryStore()
+    engine = make_engine(200, store=store, max_model_len=200)
+    for number, prompt in enumerate(prompts):
+        generate(engine, make_request(f"stock-{number}", prompt))
+    store.flush()
+    store.loads.clear()
+    store.habits = Habits(piece=lambda: 3, load_delay=lambda: 2)
+    engine = make_engine(num_blocks, store=store, max_model_len=200)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(make_request(f"{number}", [*prompt, 1], max_tokens=9))
+    run(engine)
+    assert [len(load) for load in store.loads] == [30, 30, 30] and computed(engine) == 3

@@ -151,3 +151,13 @@ def test_a_file_without_a_name_is_told_from_one_with_a_name(tmp_path: Path) -> N
     files.unlink(tmp_path / "x")
     assert not files.is_linked(fd)
     files.close(fd)
+
+
+def test_files_that_are_touched_at_once_keep_their_order(tmp_path: Path) -> None:
+    paths, files = [tmp_path / f"{number}" for number in range(50)], FileSystemCalls()
+    for path in paths:
+        path.touch()
+    for path in paths[::-1]:
+        files.touch(path)
+    mtimes = [entry.mtime for entry in sorted(files.list(tmp_path), key=lambda entry: int(entry.name))]
+    assert mtimes == sorted(set(mtimes), reverse=True)

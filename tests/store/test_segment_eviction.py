@@ -111,6 +111,31 @@ def test_at_most_half_a_segment_is_moved_for_having_been_used(folder: Path) -> N
     assert left == PER_SEGMENT // 2
 
 
+def test_the_most_recently_used_half_of_a_segment_is_moved(folder: Path) -> None:
+    catalog = opened(folder)
+    write(catalog, chain(PER_SEGMENT))
+    half = names(chain(PER_SEGMENT))[PER_SEGMENT // 2 :]
+    catalog.used(names(chain(PER_SEGMENT)))
+    catalog.used(half)
+    write(catalog, chain(280, seed=1))
+    assert [name for name in names(chain(PER_SEGMENT)) if catalog.contains(name)] == half
+
+
+class RecordedTouches(FileSystemCalls):
+    def __init__(self) -> None:
+        self.touched: list[str] = []
+
+    def touch(self, path: Path) -> None:
+        self.touched.append(path.name)
+
+
+def test_of_a_chain_the_segment_of_its_tail_looks_the_oldest(folder: Path) -> None:
+    paths, files = filled(folder), RecordedTouches()
+    catalog = opened(folder, files=files)
+    catalog.used([name_of(0, seed=seed) for seed in (3, 1, 0)])
+    assert files.touched == [paths[seed].name for seed in (0, 1, 3)]
+
+
 def test_what_is_kept_outlives_any_flood(folder: Path) -> None:
     catalog, kept = opened(folder), frozenset(names(chain(40)))
     write(catalog, chain(40), kept)

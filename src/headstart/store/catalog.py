@@ -36,8 +36,9 @@ MAX_PINNED_SHARE = 7 / 8
 class SegmentEviction:
     """Keeps the files of one folder within a number of bytes. One thread of one process at a time, under a file lock.
 
-    Of a victim's blocks the pinned ones are moved, always, and those used since they were written, as far as they fit
-    into half a segment. So at least half of every victim is gained; a segment of mostly pinned blocks is left alone.
+    Of a victim's blocks the pinned ones are moved, always, and those used since they were written, the most recently
+    used first, as far as they fit into half a segment; not those whose last use is among the oldest fifth of all. So at
+    least half of every victim is gained; a segment of mostly pinned blocks is left alone.
     """
 
     def __init__(
@@ -253,8 +254,8 @@ class SegmentCatalog:
         return self._eviction.make_room(needed, own, kept)
 
     def used(self, block_hashes: Iterable[BlockHash]) -> None:
-        """Mark blocks, and their files, as used now: a request uses them."""
-        for block_hash in block_hashes:
+        """Mark blocks of chains, and their files, as used now: a request uses them. The head of one counts as last."""
+        for block_hash in reversed(list(block_hashes)):
             for segment, slot in self._index.places(block_hash):
                 self._index.mark_used(segment, slot, 1)
                 self._folder.touch(segment)

@@ -7,8 +7,10 @@ like segments are left alone.
 import contextlib
 import errno
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +30,9 @@ CORRUPT = ("short", "magic", "checksum", "lengths", "swapped", "cut", "entry")
 unreadable."""
 STALE_SECONDS = 60.0
 """An unfinished file this old no longer has a writer."""
+STALE_SHARE = 0.2
+"""Of the used blocks: those whose last use is the oldest are not written again when their segment goes."""
+MAX_SAMPLE = 4096
 STARVED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # unrelated to the file
 
 
@@ -49,6 +54,7 @@ class SlotIndex:
         self._where: dict[bytes, int] = {}
         self._copies: dict[bytes, list[int]] = {}  # further locations of blocks that are stored more than once
         self._segments: dict[int, Segment] = {}
+        self._num_uses = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -88,7 +94,10 @@ class SlotIndex:
     def mark_used(self, segment: Segment, slot: int, length: int) -> None:
         """Mark slots as used by a request since they were written."""
         with self._lock:
-            segment.used[slot : slot + length] = b"\1" * len(segment.used[slot : slot + length])
+            self._num_uses += 1
+            length = len(segment.used[slot : slot + length])
+            segment.used[slot : slot + length] = b"\1" * length
+            segment.uses[slot : slot + length] = array("Q", (self._num_uses,)) * length
 
     def places(self, block_hash: bytes) -> list[tuple[Segment, int]]:
         """Return all locations of a block."""
@@ -114,17 +123,29 @@ class SlotIndex:
             return before - len(self._where)
 
     def slots_to_move(self, segment: Segment, kept: Container[BlockHash]) -> tuple[list[int], list[int]]:
-        """Return the slots whose block has no other copy: those in `kept`, and those used since they were written."""
+        """Return the slots whose block has no other copy: those in `kept`, and those used since they were written.
+
+        The last are ordered by their last use, the most recent first; those of the oldest uses of all are left out.
+        """
         pinned: list[int] = []
         used: list[int] = []
+        oldest = self._oldest_valued_use()
         with self._lock:
             for slot, block_hash in enumerate(segment.block_hashes):
                 if block_hash and block_hash not in self._copies:
                     if BlockHash(block_hash) in kept:
                         pinned.append(slot)
-                    elif segment.used[slot]:
+                    elif segment.used[slot] and segment.uses[slot] >= oldest:
                         used.append(slot)
+            used.sort(key=segment.uses.__getitem__, reverse=True)
         return pinned, used
+
+    def _oldest_valued_use(self) -> int:
+        """Return the number of the use before which a fifth of all used blocks was used last, of a sample of slots."""
+        known = list(self._segments.values())
+        step = max(1, sum(len(segment.uses) for segment in known) // MAX_SAMPLE)
+        uses = sorted(filter(None, chain.from_iterable(segment.uses[::step] for segment in known)))
+        return uses[int(STALE_SHARE * len(uses))] if uses else 0
 
     def segments(self) -> Iterable[Segment]:
         with self._lock:

@@ -6,6 +6,7 @@ nothing is held open, so nothing can be closed under a reader, and an evicted fi
 
 import contextlib
 import errno
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,7 @@ class Segment:
         default_factory=list[bytes]
     )  # hashes by slot, as far as read; b"": nothing to load
     used: bytearray = field(default_factory=bytearray)  # by slot: 1 = used since it was written here
+    uses: "array[int]" = field(default_factory=lambda: array("Q"))  # by slot: number of its last use; 0: not used
     suspect_until: int = 0  # entries before this slot have been checked twice
     touched_at: float = float("-inf")
     is_sealed: bool = False  # it has no writer any more
@@ -49,6 +51,7 @@ class Segment:
         """Add the block hashes of the next slots."""
         self.block_hashes += block_hashes
         self.used.extend(bytes(len(block_hashes)))
+        self.uses.frombytes(bytes(len(block_hashes) * self.uses.itemsize))
         self.is_sealed |= self.is_full()
 
 

@@ -136,6 +136,7 @@ class StoreTransfers:
         self._store = store
         self._loads: dict[int, _Load] = {}
         self._promised: dict[BlockHash, _Load] = {}
+        self._arrived: dict[Sequence, int] = {}  # blocks that a waiting sequence has loaded and not taken over yet
         self._loaded: set[BlockHash] = set()  # published hashes that came from the store
         self._offered: set[BlockHash] = (
             set()
@@ -161,6 +162,15 @@ class StoreTransfers:
     def uses_store(self, seq: Sequence) -> bool:
         """Return whether the store is asked for what this sequence misses."""
         return self._store is not None and seq.num_loads < MAX_LOADS and self._cache.may_read_cache(seq)
+
+    def num_reserved(self, seq: Sequence, *, may_wait: bool) -> int:
+        """Return the blocks that loads of other sequences take, or took and are about to be taken over.
+
+        Without `may_wait`, which says that another sequence runs, what was loaded for one that waits does not count.
+        """
+        loading = {load.seq for load in self._loads.values()}
+        arrived = (n for other, n in self._arrived.items() if other is not seq and (may_wait or other in loading))
+        return self.num_outstanding + sum(arrived)
 
     def find_loadable(self, seq: Sequence, index: int, start: int) -> LoadableBlocks:
         """Return what only the store has and the sequence, for which it is asked, could use. Changes nothing.
@@ -256,6 +266,7 @@ class StoreTransfers:
 
     def on_sequence_left(self, seq: Sequence) -> None:
         """Give up the loads that a sequence was to meet: it is finished, or begins again."""
+        self._arrived.pop(seq, None)
         for load_id in [load_id for load_id, load in self._loads.items() if load.is_met and load.seq is seq]:
             self._drop(load_id, is_late=False)
 
@@ -305,6 +316,7 @@ class StoreTransfers:
 
     def mark_used(self, seq: Sequence, hit: PrefixHit) -> None:
         """Mark the blocks that a sequence takes over as used in the store, so that they are not removed."""
+        self._arrived.pop(seq, None)
         if self._store is not None and hit.block_ids:
             block_hashes = seq.block_hashes[: hit.start_block + len(hit.block_ids)]
             if hit.state:
@@ -353,6 +365,7 @@ class StoreTransfers:
             load.deadline = -inf if load.held else load.deadline
         self._loaded.clear()
         self._offered.clear()
+        self._arrived.clear()
 
     # ------------------------------------------------------------------------------------------------------ private
 
@@ -372,6 +385,9 @@ class StoreTransfers:
         for block, data in zip(blocks, loaded.data, strict=False):
             executor.write_block(block, data)
         self._publish(load, blocks)
+        if load.seq.status is SequenceStatus.WAITING:
+            most = len(load.seq.block_hashes)
+            self._arrived[load.seq] = min(self._arrived.get(load.seq, 0) + len(blocks), most)
         load.deadline = now + load.patience
         late, saved = now - load.began, load.index * self._cache.block_size * self.rate.seconds_per_token
         if not load.is_met and late * (load.end - load.index) <= load.longest * load.index:

@@ -363,7 +363,7 @@ class Scheduler:
 
     def _fits(self, seq: Sequence, hit: PrefixHit, reserved: int) -> bool:
         """Return whether all of it fits beside the reservations of others and the blocks being loaded."""
-        coming = self.transfers.num_outstanding
+        coming = self.transfers.num_reserved(seq, may_wait=bool(self.running))
         if coming:  # loads take little time, so this applies even if nothing runs yet
             new = self.cache.num_new_blocks(seq, hit, len(seq.token_ids))
             if new + coming > self.cache.num_available_after_hit(seq, hit):
