@@ -1,7 +1,7 @@
 """TierStore: blocks in one tier, a folder or a server; the contract is core/cache/block_store.py.
 
-The engine's thread only appends to queues and reads dicts here, and never waits for a tier. Two threads do the rest:
-one writes (`writer.py`), one reads (`block_loader.py`); a disk or a server that hangs blocks only these.
+The engine's thread only appends to queues and reads dicts here, and never waits for a tier. Three threads do the rest:
+two write (`writer.py`), one reads (`block_loader.py`); a disk or a server that hangs blocks only these.
 """
 
 import threading
@@ -276,7 +276,7 @@ class DiskStore(TierStore):
 def _end(
     writer: BlockWriter, loader: BlockLoader, catalog: StorageTier, threads: list[threading.Thread], max_seconds: float
 ) -> None:
-    """End both threads, or abandon one whose disk does not answer: they are daemons."""
+    """End the threads, or abandon one whose disk does not answer: they are daemons."""
     loader.stop()
     writer.stop(min(max_seconds, max(CLOSE_SECONDS, MAX_CLOSE_SECONDS)))
     last = time.monotonic() + max_seconds
