@@ -261,7 +261,7 @@ def differences(document: dict[str, Any]) -> str:
 def refused(document: dict[str, Any]) -> str:
     """Return a list of the schemas that the server refuses though llguidance compiles them."""
     return _list(
-        (row, description, _cell(refusal))
+        (row, description, _cell(refusal.partition(";")[0]))  # without the remedy
         for row in document["rows"]
         for description, refusal in row["refused_but_known"].items()
     )
