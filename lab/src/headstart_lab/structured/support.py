@@ -33,8 +33,8 @@ OPTIONS = {"lenient": False, "json_allowed_escapes": 'nrbtf"\\'}  # the server's
 PAGE = """# JSON Schema support
 
 Which schemas of the JSON-Schema-Test-Suite the server accepts with `strict: true`, beside llguidance {llguidance}
-alone: {counts}. Written on {date} by `lab/src/headstart_lab/structured/support.py`, from the suite in `jsonschema`
-{jsonschema}.
+alone: {counts}. Written on {date}
+by `lab/src/headstart_lab/structured/support.py`, from the suite in `jsonschema` {jsonschema}.
 
 A refusal is a 400 that names a keyword of the schema. Without `strict` fewer are refused
 ([keywords that are dropped](structured-output.md#structured-output)); with it only `uniqueItems` is dropped, and is
@@ -203,7 +203,8 @@ def report(verdicts: list[Verdict]) -> dict[str, Any]:
 def markdown(document: dict[str, Any], draft: str, other: str = "") -> str:
     """Return lists of the keywords that are accepted or refused in full, and a table of the others.
 
-    Keywords that are as in the `other` draft are counted only. Keywords with equal cells, which are those of one of them, share a row.
+    Keywords that are as in the `other` draft are counted only. Keywords with equal cells, which are those of one of
+    them, share a row.
     """
     known = {row["keyword"]: _cells(row) for row in document["rows"] if row["draft"] == other}
     num_same = 0
