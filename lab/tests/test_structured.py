@@ -138,6 +138,9 @@ def test_support_counts_refusals_by_keyword_and_finds_what_is_looser() -> None:
     row = "| `made` | 3 | 2 | 1 | `contains` 1, `minProperties` 1 | 1 |  |"
     assert row in markdown(document, "draft2020-12")
     assert "made: schema has minProperties 7" in page(document)
+    assert "| `made` | 1 | 0 | 0 |" in markdown(report([contains]), "draft2020-12")
+    own = contains._replace(schema=contains.schema._replace(keyword="contains"))
+    assert markdown(report([own]), "draft2020-12").startswith("Refused in full, as by llguidance: `contains`.")
 
 
 def test_a_case_that_hangs_or_crashes_is_reported_and_the_next_one_runs(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_every_check_passes_in_a_browser(tmp_path: Path) -> None:
         urls = [server.wait_ready().url for server in started]
         words = [str(python), str(CHECKS), *urls, str(tmp_path)]
         done = subprocess.run(words, capture_output=True, text=True, check=True)
-    print(done.stderr)  # times: for docs/live-page.md
+    print(done.stderr)  # times: for benchmarks/readers/README.md
     outcomes = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(outcomes) == 7
     assert [outcome for outcome in outcomes if outcome["error"] is not None] == []

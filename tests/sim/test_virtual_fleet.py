@@ -210,7 +210,7 @@ def test_two_routers_without_contact_send_the_same_cold_prefix_to_the_same_repli
 
 
 def test_learning_at_the_response_scatters_a_burst_and_learning_at_the_pick_does_not() -> None:
-    """Source 004's debate: eight samples of one prompt at the same moment, and an answer that takes a while."""
+    """gateway-api-inference-extension #768: eight samples of one prompt at once, and an answer that takes a while."""
     computed: list[int] = []
     for at_pick in (True, False):
         one = Router()

@@ -105,15 +105,14 @@ class EngineOptions:
     )
     linear_dispatch: str = _option(
         "auto",
-        "What multiplies plain weights on a CPU: auto and kernels, our kernels where they exist; torch, which may be "
-        "faster with AMX, but then reuse may change tokens.",
+        "Products of plain weights on a CPU: auto, kernels: ours where they exist; torch: reuse may change tokens.",
         COMPUTE,
         choices=("auto", "kernels", "torch"),
     )
     activation_bits: str = _option(
         "16",
-        "Bits of activations that GGUF and int4 weights are multiplied by: 16 keeps those of bfloat16, 8 rounds as "
-        "llama.cpp does: prompts are 1.3 to 1.5 times as fast on CPUs with AVX2 only.",
+        "Bits of activations that GGUF and int4 weights are multiplied by; 8 rounds as llama.cpp does, which makes "
+        "prompts faster on CPUs with AVX2 only.",
         COMPUTE,
         choices=("16", "8"),
     )
@@ -127,8 +126,8 @@ class EngineOptions:
     )
     batch_invariant: bool = _option(
         False,
-        "On a GPU: the bits of an answer do not depend on what else is computed, nor on reuse; slower. On a CPU "
-        "that is so by default, and this flag makes sure of it.",
+        "On a GPU: neither other requests nor reuse change a bit of an answer; slower. On a CPU that is the default, "
+        "and this flag makes sure of it.",
         COMPUTE,
     )
     block_size: int = _option(16, "Tokens per KV block; a multiple of 16.", COMPUTE, minimum=16)
@@ -252,9 +251,7 @@ class ServerOptions:
     host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0: every interface, then set --api-key.", LISTENING)
     port: int = _option(8000, "Port to listen on; 0: any free one (printed).", LISTENING, minimum=0, maximum=65535)
     uds: str | None = _option(None, "Unix socket to listen on, instead of host and port.", LISTENING)
-    root_path: str = _option(
-        "", "Path prefix under which a proxy passes requests on, as /llm; paths without it are served, too.", LISTENING
-    )
+    root_path: str = _option("", "Path prefix under which a proxy passes requests on, as /llm.", LISTENING)
     served_model_name: tuple[str, ...] = _option(
         (), "Name in /v1/models (default: the model's id or folder name); several: all are accepted.", LISTENING
     )
@@ -266,7 +263,7 @@ class ServerOptions:
     )
     allowed_host: tuple[str, ...] = _option(
         (),
-        "Host name that clients may use, beside localhost, of a server on 127.0.0.1 without keys; repeat for several.",
+        "Host name that clients of a server on 127.0.0.1 without keys may use; repeat for several.",
         LISTENING,
     )
     cors_origin: tuple[str, ...] = _option(
@@ -294,25 +291,25 @@ class ServerOptions:
     )
     unreadable_parts: str = _option(
         "placeholder",
-        "Images, audio and files in conversations: a placeholder in the prompt, named in a header, or a refusal.",
+        "Images, audio and files in conversations: a placeholder in the prompt, or a refusal.",
         CHATS,
         choices=("placeholder", "refuse"),
     )
     diagnostics_size: int = _option(
         16 * 1024 * 1024,
-        "Bytes of prompts (router) or their fingerprints kept, which later requests may be compared with; 0: none.",
+        "Bytes of prompts (router) or their fingerprints kept for diagnostics of later requests; 0: none.",
         CHATS,
         minimum=0,
     )
     doctor_share: float = _option(
         0.003,
-        "Share of the CPU time that may be used to estimate the avoidable share of prompts; 0: none.",
+        "Share of the CPU time for estimates of the avoidable share of prompts; 0: none.",
         CHATS,
         minimum=0,
     )
     prompt_rule: tuple[str, ...] = _option(
         (),
-        "Rule that gives equal prompts equal text before they are rendered (docs/prompts.md); repeat for several.",
+        "Rule that gives equal prompts equal text (docs/prompts.md); repeat for several.",
         CHATS,
         choices=PROMPT_RULES,
     )
@@ -358,7 +355,7 @@ class ServerOptions:
     stats_interval: float = _option(10.0, "Seconds between statistics lines; 0: none.", LIFE, minimum=0)
     access_log: str = _option(
         "auto",
-        "Requests to log on stderr; auto: errors on a terminal, else requests (all but successful probes).",
+        "Requests to log on stderr; auto: errors on a terminal, else requests.",
         LIFE,
         choices=("auto", "all", "requests", "errors", "none"),
         switch=("requests", "none"),
@@ -379,7 +376,7 @@ class RouterOptions:
         FLEET,
     )
     allow_loopback_endpoints: bool = _option(
-        False, "Accept loopback addresses from --discover kubernetes: and dns:, as in tests on one machine.", FLEET
+        False, "Accept loopback addresses from --discover kubernetes: and dns:.", FLEET
     )
     replica_api_key: str | None = _option(None, "Key sent to replicas (default: the client's own).", FLEET, secret=True)
     replicas: int = _option(
@@ -395,7 +392,7 @@ class RouterOptions:
     )
     replica_wait: float = _option(
         5.0,
-        "Seconds after the last replica left during which requests wait for one; then 503.",
+        "Seconds that requests wait for a replica after the last one left; then 503.",
         FLEET,
         minimum=0,
     )
@@ -420,15 +417,15 @@ class RouterOptions:
     )
     flow_control: int = _option(
         0,
-        "Requests per replica that may be without a first token; others are held in the router and sent fairly by "
-        "tenant and by priority. 0: all are sent at once. Not behind Envoy.",
+        "Requests per replica that may be without a first token; others wait in the router, fairly by tenant and by "
+        "priority. 0: all are sent at once. Not behind Envoy.",
         ROUTING,
         minimum=0,
     )
     queue_timeout: float = _option(
         0.0,
-        "Seconds after which a request that no replica could take yet is refused (503); 0: none but the client's "
-        "x-headstart-timeout-ms. Not behind Envoy.",
+        "Seconds that a request may wait in the router, then 503; 0: none but the client's x-headstart-timeout-ms. "
+        "Not behind Envoy.",
         ROUTING,
         minimum=0,
     )
@@ -440,7 +437,7 @@ class RouterOptions:
     envoy: str = _option(
         "none",
         "Have Envoy serve clients at --host and --port: auto (found in the environment or on the PATH), its path, or "
-        "external (only its configuration is written). The router picks the replicas.",
+        "external (only its configuration is written).",
         ENVOY,
         switch=("auto", "none"),
     )
@@ -452,7 +449,7 @@ class RouterOptions:
     )
     on: str = _option(
         "this-machine",
-        "Where replicas run: this-machine, or ray: on the Ray cluster at RAY_ADDRESS, else on a Ray started here.",
+        "Where replicas run: this-machine, or ray: the cluster at RAY_ADDRESS, else a Ray started here.",
         RAY,
         choices=("this-machine", "ray"),
     )

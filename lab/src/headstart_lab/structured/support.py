@@ -33,21 +33,18 @@ OPTIONS = {"lenient": False, "json_allowed_escapes": 'nrbtf"\\'}  # the server's
 PAGE = """# JSON Schema support
 
 Which schemas of the JSON-Schema-Test-Suite the server accepts with `strict: true`, beside llguidance {llguidance}
-alone, and how far its grammars agree with the standard: {counts}. Written on {date} by
-`lab/src/headstart_lab/structured/support.py`, from the suite in `jsonschema` {jsonschema}.
+alone: {counts}. Written on {date}
+by `lab/src/headstart_lab/structured/support.py`, from the suite in `jsonschema` {jsonschema}.
 
-A refusal is a 400 that names a keyword of the schema. Without `strict` fewer are refused: all keywords that only narrow
-are dropped ([structured output](structured-output.md)); with it only `uniqueItems` is, and is named in a header.
-Formats are always asserted. *Accepts invalid* counts instances that violate the schema and that the grammar accepts, so
-an answer can be invalid; *rejects valid* those that satisfy it and that the grammar rejects in every form tried. Counts
-in a row with several keywords are those of each.
+A refusal is a 400 that names a keyword of the schema. Without `strict` fewer are refused
+([keywords that are dropped](structured-output.md#structured-output)); with it only `uniqueItems` is dropped, and is
+named in a header. Formats are always asserted. *Accepts invalid* counts instances that violate the schema and that the
+grammar accepts, so an answer can be invalid; *rejects valid* those that satisfy it and that the grammar rejects in
+every form tried. Counts in a row with several keywords are those of each.
 
-Before llguidance reads a schema, the server rewrites it to one that allows the same or a part of it:
-
-- counts such as 2.0 become integers; bounds of numbers are rounded inwards to 15 digits, 15 decimals and 2^53;
-- `date`, `time` and `date-time` become patterns with leap years and leap seconds;
-- whitespace in patterns (`\\s`, `\\S`) becomes that of ECMA 262; the look-ahead that pydantic writes for a `Decimal`
-  becomes a second pattern.
+The server reads some schemas as one that allows the same or a part of it: bounds of numbers are rounded inwards to 15
+digits, 15 decimals and 2^53; `date`, `time` and `date-time` are patterns with leap years and leap seconds; whitespace
+in patterns (`\\s`, `\\S`) is that of ECMA 262; pydantic's look-ahead for a `Decimal` is a second pattern.
 
 Refused, since it cannot be rewritten: a bound beyond 2^53 from the wrong side, bounds that need rounding beside
 `oneOf`, `$id` beside `$ref` without `$schema`, a `$ref` into `const`, `enum`, `default` or `examples`, control
@@ -204,13 +201,15 @@ def report(verdicts: list[Verdict]) -> dict[str, Any]:
 
 
 def markdown(document: dict[str, Any], draft: str, other: str = "") -> str:
-    """Return a list of the keywords that are accepted in full, and a table of those that differ from the `other` draft.
+    """Return lists of the keywords that are accepted or refused in full, and a table of the others.
 
-    Keywords with equal cells, which are those of one of them, share a row.
+    Keywords that are as in the `other` draft are counted only. Keywords with equal cells, which are those of one of
+    them, share a row.
     """
     known = {row["keyword"]: _cells(row) for row in document["rows"] if row["draft"] == other}
     num_same = 0
     full: list[str] = []
+    none: list[str] = []
     others: dict[tuple[str, ...], list[str]] = {}
     for row in document["rows"]:
         name, cells = f"`{row['keyword']}`", _cells(row)
@@ -220,6 +219,8 @@ def markdown(document: dict[str, Any], draft: str, other: str = "") -> str:
             num_same += 1
         elif row["supported"] == row["schemas"] and not row["looser"] and not row["stricter"]:
             full.append(name)
+        elif not row["supported"] and not row["known"] and _names_itself(row):
+            none.append(name)
         else:
             others.setdefault(tuple(cells), []).append(name)
     lines = [
@@ -229,7 +230,14 @@ def markdown(document: dict[str, Any], draft: str, other: str = "") -> str:
     ]
     parts = [f"What is not named here is as in {other} ({num_same} names of the suite)."] if num_same else []
     parts += [f"Accepted in full, and read as the standard says: {', '.join(full)}."] if full else []
+    parts += [f"Refused in full, as by llguidance: {', '.join(none)}."] if none else []
     return "\n\n".join([*parts, "\n".join(lines)])
+
+
+def _names_itself(row: dict[str, Any]) -> bool:
+    """Return whether refusals of a keyword's schemas name it; the suite's `$defs` is refused for `$dynamicAnchor`."""
+    keyword = row["keyword"].removeprefix("optional ").split()[0]
+    return any(keyword in named for named in row["refused_for"])
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -254,7 +262,7 @@ def differences(document: dict[str, Any]) -> str:
 def refused(document: dict[str, Any]) -> str:
     """Return a list of the schemas that the server refuses though llguidance compiles them."""
     return _list(
-        (row, description, _cell(refusal))
+        (row, description, _cell(refusal.partition(";")[0]))  # without the remedy
         for row in document["rows"]
         for description, refusal in row["refused_but_known"].items()
     )
