@@ -45,9 +45,9 @@ BUDGETS = {
     "live page": Budget(("page",), 260, 300),
     "store": Budget(("store",), 3_731, 2_300),
     "sim": Budget(("sim",), 2_799, 2_900),
-    "all": Budget(("",), 77_869, 58_900),
+    "all": Budget(("",), 77_866, 58_900),
 }
-REST = Budget(("",), 9_316, 6_800)  # what no other budget but that of all includes
+REST = Budget(("",), 9_313, 6_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
 
 
