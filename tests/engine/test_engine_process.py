@@ -43,7 +43,7 @@ async def tokens_of(client: EngineClient, *requests: Request) -> dict[str, list[
     stream, open_ids = client.submit(requests), {r.request_id for r in requests}
     found: dict[str, list[int]] = {r.request_id: [] for r in requests}
     while open_ids:
-        for _, output in await stream.batch(PATIENCE):
+        for _, output in await stream.next_batch(PATIENCE):
             found[output.request_id].extend(output.token_ids)
             if output.finish_reason is not None:
                 open_ids.discard(output.request_id)
@@ -59,15 +59,15 @@ async def started(model: str = "/none") -> EngineClient:
 def test_tenants_take_turns_in_the_outbox_and_what_is_given_up_is_not_sent() -> None:
     outbox = UnsentRequests()
     for name in "abcd":
-        (message,) = Submit.of([request(f"{name}{number}", 7, number) for number in range(2)])
+        (message,) = Submit.from_requests([request(f"{name}{number}", 7, number) for number in range(2)])
         outbox.push(replace(message, tenant="first" if name < "d" else "second"))
     assert waiting_bytes(outbox) == 4 * 2 * 2 * 4
-    assert outbox.give_up("b0") and outbox.give_up("b1") and outbox.give_up("c0") and not outbox.give_up("c0")
+    assert outbox.remove_request("b0") and outbox.remove_request("b1") and outbox.remove_request("c0") and not outbox.remove_request("c0")
     assert waiting_bytes(outbox) == 3 * 2 * 2 * 4
     sent: list[list[str]] = []
     while (message := outbox.pop()) is not None:
         sent.append([each.request_id for each in message.requests()])
-        assert not any(outbox.give_up(name) for name in sent[-1])
+        assert not any(outbox.remove_request(name) for name in sent[-1])
     assert sent == [["a0", "a1"], ["d0", "d1"], ["c1"]] and waiting_bytes(outbox) == 0
 
 
@@ -83,9 +83,9 @@ def test_a_request_that_waits_in_the_outbox_is_sent_when_the_engine_reads(loop: 
             client.abort(("b",))
             os.kill(client.pid, signal.SIGCONT)
             for stream in (long[0], long[2]):
-                ((_, output),) = await stream.batch(PATIENCE)
+                ((_, output),) = await stream.next_batch(PATIENCE)
                 assert output.finish_reason is FinishReason.LENGTH
-            assert unsent_bytes(client) == 0 and await long[1].batch(0.01) == []
+            assert unsent_bytes(client) == 0 and await long[1].next_batch(0.01) == []
         finally:
             await client.close()
 
@@ -95,7 +95,7 @@ def test_a_request_that_waits_in_the_outbox_is_sent_when_the_engine_reads(loop: 
 
 def test_a_request_survives_the_wire_unchanged() -> None:
     original = Request("a", array("i", [1, -2, 2**31 - 1]), SamplingParams(seed=-5, stop_token_ids=(7,)), 1.5, b"\x00d")
-    (submit,) = Submit.of([original])
+    (submit,) = Submit.from_requests([original])
     (payload,) = FrameSplitter().feed(encode_frame(submit))
     message = decode_to_engine(payload)
     assert isinstance(message, Submit) and message.requests() == [original]
@@ -116,7 +116,7 @@ def test_a_frame_of_absurd_length_is_an_error_and_not_an_allocation() -> None:
 def test_an_engine_that_said_a_step_would_be_long_is_not_silent_until_it_is_much_longer() -> None:
     def told(client: EngineClient, message: Message) -> float:
         (payload,) = FrameSplitter().feed(encode_frame(message))
-        client.receive(payload)
+        client.handle_frame(payload)
         return client.last_heard
 
     async def run() -> None:
@@ -167,7 +167,7 @@ def test_a_poisoned_request_fails_alone_in_its_batch() -> None:
         try:
             good = asyncio.create_task(tokens_of(client, request("good", 1, max_tokens=20)))
             stream = client.submit([request("bad", 66)])
-            ((_, output),) = await stream.batch(PATIENCE)
+            ((_, output),) = await stream.next_batch(PATIENCE)
             assert output.finish_reason is FinishReason.ERROR and output.error
             assert await good == {"good": [1] * 20}
         finally:

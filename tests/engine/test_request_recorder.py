@@ -26,13 +26,13 @@ def test_a_request_is_recorded_when_it_has_ended() -> None:
     found: list[DecisionRecord] = []
     recorder = RequestRecorder(found.append)
     recorder.record_submitted([request("a", *range(10))], BLOCK, 1.0)
-    recorder.output(answer("a", 77, cached=4), 2.0)
-    recorder.output(answer("a", 78, 79, ends=True), 3.0)
+    recorder.record_output(answer("a", 77, cached=4), 2.0)
+    recorder.record_output(answer("a", 78, 79, ends=True), 3.0)
     (one,) = found
     assert (one.at, one.first_token, one.finish) == (1.0, 2.0, 3.0)
     assert (one.prompt_tokens, one.output_tokens, one.block_size) == (10, 3, BLOCK)
     assert len(one.names) == 2 * 16, "the hashes of two full blocks"
-    recorder.output(answer("a", 80, ends=True), 4.0)
+    recorder.record_output(answer("a", 80, ends=True), 4.0)
     assert len(found) == 1
 
 
@@ -40,10 +40,10 @@ def test_a_stop_string_ends_a_request_and_one_without_output_is_left_out() -> No
     found: list[DecisionRecord] = []
     recorder = RequestRecorder(found.append)
     recorder.record_submitted([request("a", 1, 2), request("b", 1, 2)], BLOCK, 0.0)
-    recorder.output(answer("a", 5), 1.0)
-    recorder.ended("a", 2.0)
-    recorder.ended("b", 2.0)
-    recorder.ended("unknown", 2.0)
+    recorder.record_output(answer("a", 5), 1.0)
+    recorder.record_end("a", 2.0)
+    recorder.record_end("b", 2.0)
+    recorder.record_end("unknown", 2.0)
     assert [(one.output_tokens, one.finish) for one in found] == [(1, 2.0)]
 
 
@@ -55,7 +55,7 @@ def test_prefixes_are_shared_within_a_recording_and_a_domain_only() -> None:
         asked = [request("a", *same), request("b", *same[:4], 9, 9, 9, 9), request("c", *same, domain=b"other")]
         recorder.record_submitted(asked, BLOCK, 0.0)
         for one in asked:
-            recorder.output(answer(one.request_id, 1, ends=True), 1.0)
+            recorder.record_output(answer(one.request_id, 1, ends=True), 1.0)
     a, b, c, again = names[:4]
     assert a[:16] == b[:16] and a[16:] != b[16:]
     assert a[:16] != c[:16] and a[:16] != again[:16]
@@ -66,8 +66,8 @@ def test_a_recording_is_a_workload(tmp_path: Path) -> None:
     recorder = RequestRecorder(log.write)
     recorder.record_submitted([request("a", *range(4000, 4010))], BLOCK, 5.0)
     recorder.record_submitted([request("b", *range(4000, 4008))], BLOCK, 6.5)
-    recorder.output(answer("b", 1, ends=True), 7.0)
-    recorder.output(answer("a", 1, 2, ends=True), 8.0)
+    recorder.record_output(answer("b", 1, ends=True), 7.0)
+    recorder.record_output(answer("a", 1, 2, ends=True), 8.0)
     log.close()
 
     first, second = read_decision_log_requests(tmp_path / "requests.jsonl")

@@ -45,7 +45,7 @@ def test_every_field_of_a_request_crosses_the_border() -> None:
         if getattr(request, field.name) == getattr(plain, field.name)
     ]
     assert same == ["request_id", "prompt"], "give every other field a value that is not its default"
-    (submit,) = Submit.of([request])
+    (submit,) = Submit.from_requests([request])
     (payload,) = FrameSplitter().feed(encode_frame(submit))
     message = decode_to_engine(payload)
     assert isinstance(message, Submit)
@@ -64,7 +64,7 @@ def test_choices_travel_together_with_prompts_and_parameters_once() -> None:
         )
         for number in range(32)
     ]
-    (submit,) = Submit.of(requests)
+    (submit,) = Submit.from_requests(requests)
     frame = encode_frame(submit)
     assert len(frame) < 2 * 5000 * 4 + 1000 * 16 + 32 * 40
     (payload,) = FrameSplitter().feed(frame)
@@ -75,7 +75,7 @@ def test_choices_travel_together_with_prompts_and_parameters_once() -> None:
     assert len({id(request.prompt) for request in received}) == 2
     assert len({id(request.sampling.logit_bias) for request in received}) == 1
     others = [dataclasses.replace(request, tenant="other") for request in requests]
-    assert [request for part in Submit.of(requests + others) for request in part.requests()] == requests + others
+    assert [request for part in Submit.from_requests(requests + others) for request in part.requests()] == requests + others
 
 
 @pytest.mark.parametrize("store", [None, STORE, StoreStats()])

@@ -62,7 +62,7 @@ class OutputStream:
         self._error: Exception | None = None
         self._arrived = asyncio.Event()
 
-    async def batch(self, timeout: float) -> list[tuple[float, RequestStepOutput]]:
+    async def next_batch(self, timeout: float) -> list[tuple[float, RequestStepOutput]]:
         """Return the outputs since the last call, each with its monotonic time of arrival.
 
         Returns [] after `timeout` seconds without outputs. Raises the error passed to `fail`.
@@ -166,7 +166,7 @@ class EngineClient:
             self._count(request, 1)
         if self.recorder is not None and self.info is not None:
             self.recorder.record_submitted(requests, self.info.block_size, time.monotonic())
-        for message in Submit.of(requests):
+        for message in Submit.from_requests(requests):
             self._outbox.push(message)
         self.send_queued_requests()
         return stream
@@ -182,7 +182,7 @@ class EngineClient:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Abort those of the requests that have not finished; their blocks are freed after the running step."""
-        alive = tuple(each for each in request_ids if self._forget(each) and not self._outbox.give_up(each))
+        alive = tuple(each for each in request_ids if self._forget(each) and not self._outbox.remove_request(each))
         if alive and self.dead is None:
             self._send(Abort(alive))
 
@@ -225,7 +225,7 @@ class EngineClient:
 
     # ------------------------------------------------------------------------------------------------ receiving
 
-    def receive(self, payload: bytes) -> None:
+    def handle_frame(self, payload: bytes) -> None:
         """Process one frame from the engine."""
         self.last_heard = time.monotonic()
         message = decode_from_engine(payload)
@@ -265,7 +265,7 @@ class EngineClient:
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
             if self.recorder is not None:
-                self.recorder.output(output, self.last_heard)
+                self.recorder.record_output(output, self.last_heard)
             stream.push(output, self.last_heard)
 
     def _take_answer(self, answer: CallResult) -> None:
@@ -285,7 +285,7 @@ class EngineClient:
 
     def _forget(self, request_id: str) -> bool:
         if self.recorder is not None:
-            self.recorder.ended(request_id, time.monotonic())
+            self.recorder.record_end(request_id, time.monotonic())
         self._begun(request_id)
         return self._streams.pop(request_id, None) is not None
 
@@ -344,7 +344,7 @@ class _Receiver(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for payload in self._splitter.feed(data):
-                self._client.receive(payload)
+                self._client.handle_frame(payload)
         except (ValueError, msgspec.DecodeError):
             assert self._transport is not None
             self._transport.close()  # the frame boundaries are lost

@@ -39,7 +39,7 @@ class RequestRecorder:
         for request in requests:
             self._open[request.request_id] = _Open(request, block_size, now)
 
-    def output(self, output: RequestStepOutput, now: float) -> None:
+    def record_output(self, output: RequestStepOutput, now: float) -> None:
         """Note an output of the engine."""
         one = self._open.get(output.request_id)
         if one is None:
@@ -49,9 +49,9 @@ class RequestRecorder:
             one.first_token = now if one.first_token is None else one.first_token
             one.cached_tokens = output.num_cached_tokens
         if output.finish_reason is not None:
-            self.ended(output.request_id, now)
+            self.record_end(output.request_id, now)
 
-    def ended(self, request_id: str, now: float) -> None:
+    def record_end(self, request_id: str, now: float) -> None:
         """Record a request that has ended or was aborted, as by a stop string. Unknown ones are ignored."""
         one = self._open.pop(request_id, None)
         if one is not None and one.num_output:

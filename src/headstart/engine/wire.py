@@ -65,7 +65,7 @@ class Submit(Message):
     boundary: int = 0
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> "list[Submit]":
+    def from_requests(cls, requests: Sequence[Request]) -> "list[Submit]":
         """Return the messages for `requests`: one message for the requests of one client request."""
         if len(requests) == 1:
             return [cls._of(requests)]
@@ -296,7 +296,7 @@ class UnsentRequests:
         self._queues.setdefault(message.tenant, deque()).append(letter)
         self._letters |= dict.fromkeys(letter.wanted, letter)
 
-    def give_up(self, request_id: str) -> bool:
+    def remove_request(self, request_id: str) -> bool:
         """Remove a request and return whether it was here."""
         letter = self._letters.pop(request_id, None)
         if letter is None:

@@ -126,7 +126,7 @@ class GenerationJob:
         Raises RequestFailedError if a choice failed, EngineDeadError, and the error passed to `cancel`.
         """
         found: list[ChoiceDelta] = []
-        for at, output in await self._stream.batch(timeout):
+        for at, output in await self._stream.next_batch(timeout):
             index = self._index[output.request_id]
             prompt = self.prompts[index // self.params.n]
             if prompt.is_complete or not self._waits(index, output):
