@@ -13,7 +13,7 @@ BIN  := $(VENV)/bin
 RUN  := $(VENV)/.installed
 DEV  := $(VENV)/.installed-dev
 DIST := $(VENV)/.installed-dist
-# pip's progress bars where somebody looks at them.
+# pip's progress bars on a terminal.
 QUIET := $(if $(MAKE_TERMOUT),,--quiet)
 # One compute thread per test process, and no spinning: processes share the cores instead of fighting for them.
 QUIET_CORES := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0

@@ -97,7 +97,7 @@ class CheckingExecutor:
                 self.slots[slot] = None
 
     def corrupt(self, block: int) -> None:
-        """Whoever reads the block from now on fails, until it is cleared or written anew."""
+        """Make readers of the block fail, until it is cleared or written anew."""
         self.corrupted.add(block)
         for slot in range(block * self.block_size, (block + 1) * self.block_size):
             self.slots[slot] = "NaN"
@@ -227,7 +227,7 @@ def make_engine(
 ) -> Engine:
     """A small engine over the checking executor: 8 usable blocks of 4 tokens.
 
-    One that `expects_short_outputs` admits too many for its pool, so that some have to give way.
+    One that `expects_short_outputs` admits too many for its pool, so that some must be preempted.
     """
     values = {"max_batched_tokens": 64, "max_seqs": 8, "max_model_len": 64} | limits
     scheduler = scheduler_class(

@@ -22,7 +22,7 @@ class Troubles:
     """Probabilities of each behaviour, per call; what did happen is counted below."""
 
     slow: float = 0.5  # a load waits for some polls
-    very_slow: float = 0.05  # and so long that nobody should still wait for it
+    very_slow: float = 0.05  # and so long that no request should still wait for it
     short: float = 0.1  # a load ends early
     spoil: float = 0.1  # something on disk is overwritten before a load: a bit, or a kilobyte
     refuse: float = 0.05  # expected_seconds says inf
@@ -141,7 +141,7 @@ class FickleStore:
         del self._handed_out[found[0]]
         for data in loaded.data:
             view = memoryview(data)
-            view[:] = b"\xff" * len(view)  # NaN, for whoever still reads it
+            view[:] = b"\xff" * len(view)  # NaN, for a reader that kept it
 
     def wait_for_loads(self, timeout: float) -> None:
         if self.is_direct:

@@ -94,7 +94,7 @@ class MemoryStore:
     def release_loaded(self, loaded: LoadedBlocks) -> None:
         for data in loaded.data:
             assert isinstance(data, bytearray)
-            data[:] = b"\xaa" * len(data)  # whoever kept it will see
+            data[:] = b"\xaa" * len(data)  # a reader that kept it sees the change
 
     def wait_for_loads(self, timeout: float) -> None:
         self.num_waits += 1

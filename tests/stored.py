@@ -64,7 +64,7 @@ class Pool:
         return content(name(block)) if self.versions.get(block, 1) == version else None
 
     def reuse(self, number: int) -> int:
-        """Hands the block to somebody else; returns its new version."""
+        """Give the block to another owner; return its new version."""
         self.versions[number] = self.versions.get(number, 1) + 1
         return self.versions[number]
 

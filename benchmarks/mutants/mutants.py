@@ -249,7 +249,7 @@ def run(mutant: Mutant, place: Path, tests: list[str], timeout: int) -> None:
         )
         _, status, used = os.wait4(process.pid, 0)
         code = process.returncode = os.waitstatus_to_exitcode(status)
-        if -code in (signal.SIGINT, signal.SIGTERM):  # somebody stopped the run: no outcome
+        if -code in (signal.SIGINT, signal.SIGTERM):  # the run was interrupted: no outcome
             raise SystemExit(1)
         log.seek(0)
         output = log.read().decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Replicas that are killed and restarted: the whole lab once, and how a client tells what became of a request."""
+"""Replicas that are killed and restarted: the whole lab once, and how a client tells the outcome of a request."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -41,7 +41,7 @@ def test_hot_requests_hit_96_percent_and_cold_ones_nothing() -> None:
         # b and c come while a runs; c overtakes b
         ({"a": 0.0, "c": 2.0, "b": 2.0}, [1.0, 2.0, 1 / 2]),
         ({"a": 0.0, "b": 2.0, "c": 2.0}, [1.0, 1.0, 1.0]),
-        # b is in before c comes: nobody waits ahead of c
+        # b is in before c comes: no request waits ahead of c
         ({"a": 0.0, "b": 1.0, "c": 2.0}, [1.0, 1.0, 1.0]),
     ],
 )

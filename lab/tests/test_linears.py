@@ -48,6 +48,6 @@ def test_our_pass_is_the_layers_as_the_decoder_has_them() -> None:
     torch.testing.assert_close(found[3].float(), heads, rtol=3e-2, atol=3e-2 * float(heads.abs().max()))
 
 
-def test_a_shape_nobody_knows_is_refused() -> None:
+def test_an_unknown_shape_is_refused() -> None:
     with pytest.raises(ConfigError, match="shape 'huge' is not known; choose tiny"):
         run_linears(LinearsConfig("huge"))

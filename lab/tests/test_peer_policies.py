@@ -70,7 +70,7 @@ def test_llmd_leaves_the_prefix_if_that_saves_more_than_its_penalty() -> None:
 
 def test_dynamo_adds_blocks_to_prefill_and_blocks_held_shared_ones_once() -> None:
     router = fleet(DynamoPolicy())
-    serve(router, ask(1, 2), "r0")  # cached, held by nobody
+    serve(router, ask(1, 2), "r0")  # cached, not held
     send(router, ask(1, 2), "r1", answered=True)  # decoding: two blocks held
     send(router, ask(7, tail=0), "r2")  # one block to prefill, and held
     assert scores(router, ask(1, 2, tail=0)) == {"r0": 1 / 4 + 2, "r1": 1 / 4 + 2, "r2": 1 + 2 + 1 + 2}

@@ -257,7 +257,7 @@ def test_a_killed_comparison_goes_on_where_it_was(driver: Path, tmp_path: Path) 
     assert read(path)[1][0].figures == {"cold_ttft": 1.0}
 
 
-def test_a_driver_that_dies_costs_its_row_and_nobody_elses(driver: Path, tmp_path: Path) -> None:
+def test_a_driver_that_dies_costs_its_own_row_only(driver: Path, tmp_path: Path) -> None:
     deadly = tmp_path / "deadly.py"  # dies of the first row's prompts, is started again, and serves the second row
     script = DRIVER.replace("prompt == [1]", f"len(prompt) == 1000 and not os.path.exists({str(tmp_path / 'died')!r})")
     script = script.replace("os._exit(7)", f"open({str(tmp_path / 'died')!r}, 'w').close(); os._exit(7)")

@@ -92,7 +92,7 @@ def test_times_are_those_without_the_replica(tmp_path: Path) -> None:
         plan = replace(PLAN, urls=(replica.url,), tokens=3, warm_up=0.1, seconds=1.0)
         found = asyncio.run(measured(plan))
         wrong = asyncio.run(measured(replace(plan, tokens=-1, seconds=0.2)))
-    with socket.socket() as taken:  # nobody listens there, and no other process on the machine can begin to
+    with socket.socket() as taken:  # not a listening socket, and no other process on the machine can begin to
         taken.bind(("127.0.0.1", 0))
         nowhere = f"http://127.0.0.1:{taken.getsockname()[1]}"
         gone = asyncio.run(measured(replace(plan, urls=(nowhere,), seconds=0.2)))

@@ -63,7 +63,7 @@ def test_every_row_has_its_figures_and_repeats_cold(runner: EngineRunner, name: 
         assert outcome.problems == ()
         assert outcome.figures.keys() == {part.key for part in ROWS[name].parts}
         assert all(value is not None and value > 0 for value in outcome.figures.values())
-        # 900 tokens are 56 blocks and 4 tokens, which nobody can share
+        # 900 tokens are 56 blocks and 4 tokens, which cannot be shared
         assert all(1.0 <= (found or 0) < 1.05 for found in outcome.redundancy.values())
 
 

@@ -154,7 +154,7 @@ def test_clear_asks_first(
     assert bool(list(folder.glob("*.kv"))) is not is_cleared
 
 
-def test_clear_removes_nothing_where_nobody_can_be_asked(
+def test_clear_removes_nothing_without_a_terminal_to_confirm(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))

@@ -1,4 +1,4 @@
-"""Room to grow, and who gives way: by hand, blocks of 4 tokens."""
+"""Room to grow, and the choice of victims: by hand, blocks of 4 tokens."""
 
 import pytest
 from checking import generate, make_engine, make_request
@@ -41,7 +41,7 @@ def test_what_a_stop_string_or_a_client_ended_counts_as_an_output_too() -> None:
     assert blocks_reserved(engine) == 1  # two tokens are expected, and a block of four holds them
 
 
-def test_the_one_gives_way_that_frees_enough_and_loses_least() -> None:
+def test_the_sequence_is_preempted_that_frees_enough_and_loses_least() -> None:
     engine = make_engine(num_blocks=40, max_model_len=100, expects_short_outputs=True)
     for name, length in (("needy", 3), ("large", 30), ("small", 6), ("middle", 14)):
         engine.add_request(make_request(name, [ord(name[0])] * length, 60))

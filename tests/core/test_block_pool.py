@@ -1,4 +1,4 @@
-"""The pool by hand: order of reuse, verification on a hit, and what happens to blocks nobody may trust."""
+"""The pool by hand: order of reuse, verification on a hit, and what happens to corrupt blocks."""
 
 from array import array
 

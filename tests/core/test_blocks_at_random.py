@@ -185,7 +185,7 @@ class Driver:
         owner = self.tenant_of[name]
         if self.wants(name):
             spare = [n for t in TENANTS for n in after[t] if t == tenant or len(after[t]) > floors[t]]
-            assert all(map(self.wants, spare)), "a wanted block was evicted before one that nobody wanted"
+            assert all(map(self.wants, spare)), "a wanted block was evicted before one without references"
         else:
             mine = self.priority(name)
             others = [self.priority(n) for n in after[owner] if not self.wants(n)]

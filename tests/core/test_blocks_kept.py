@@ -139,7 +139,7 @@ def test_a_wish_may_grow_with_the_chain_and_be_taken_back_at_once() -> None:
     pool.check_invariants()
 
 
-def test_blocks_that_were_spared_go_back_in_line_when_nobody_wants_them() -> None:
+def test_blocks_that_were_spared_go_back_in_line_without_references() -> None:
     pool = BlockPool(6)
     _, names = store(pool, range(8))
     others, _ = store(pool, range(20, 32))
@@ -165,7 +165,7 @@ def test_a_tail_that_went_back_in_line_stays_before_its_wanted_head() -> None:
     assert pool.allocate(2) == list(reversed(blocks))
 
 
-def test_use_of_a_pinned_block_counts_as_use_by_somebody_without_a_hint() -> None:
+def test_use_of_a_pinned_block_counts_as_use_without_a_hint() -> None:
     pool = BlockPool(3)
     other, _ = store(pool, range(20, 24))
     blocks, names = store(pool, range(4))

@@ -33,7 +33,7 @@ class Consumer:
 
     def apply(self, events: list[Event]) -> None:
         self.num_events += len(events)
-        assert events, "nobody needs an empty batch"
+        assert events, "an empty batch must not be sent"
         for event in events:
             match event:
                 case BlockStored():

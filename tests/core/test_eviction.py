@@ -89,7 +89,7 @@ def test_used_again_survives_any_number_used_once(two_queue: MakeTwoQueue) -> No
 
 def test_heat_spreads_from_the_tail_of_a_chain_to_its_head(two_queue: MakeTwoQueue) -> None:
     order, marks = two_queue()
-    marks[2] = HOT  # the middle of a chain 1-2-3: whoever used it used 1 too
+    marks[2] = HOT  # the middle of a chain 1-2-3: each use of it used 1 too
     assert order.add([3, 2, 1]) == HOT
     assert list(order) == [3, 2, 1] and marks[1] & HOT and not marks[3] & HOT
     order.add([4])

@@ -10,7 +10,7 @@ def name(number: int) -> BlockHash:
     return BlockHash(number.to_bytes(4, "little"))
 
 
-def test_a_name_is_remembered_with_what_became_of_it_until_it_is_there_again() -> None:
+def test_a_hash_is_remembered_with_its_eviction_until_published_again() -> None:
     history = EvictionHistory(8)
     history.add(name(1), GONE)
     assert history.get(name(1)) == GONE and history.get(name(2)) is None

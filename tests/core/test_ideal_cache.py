@@ -159,7 +159,7 @@ def test_the_figure_of_a_long_run_is_that_of_an_infinite_cache_as_long_as_nothin
     assert engine.stats().counters.ideal_tokens == infinite(prompts) < engine.stats().counters.prefill_tokens
 
 
-def test_a_pinned_prefix_is_no_new_prompt_however_long_nobody_used_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pinned_prefix_is_no_new_prompt_however_long_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ideal, "MIN_HASHES", 8)
     monkeypatch.setattr(ideal, "POOLS", 0)
     engine = make_engine(num_blocks=17)

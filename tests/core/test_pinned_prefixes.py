@@ -195,7 +195,7 @@ def test_statistics_count_first_admissions_and_add_up() -> None:
     assert (longer.hits, longer.tokens_saved, longer.last_used) == (1, 12, 12.0)
 
 
-def test_warming_counts_as_nobodys_prompt() -> None:
+def test_warming_counts_as_no_clients_prompt() -> None:
     engine = pinned_engine()
     stats = engine.stats()
     assert (stats.counters.prompt_tokens, stats.counters.prefix_queries, stats.counters.computed_tokens) == (0, 0, 8)
@@ -325,7 +325,7 @@ def test_a_request_that_bypasses_the_cache_uses_no_pinned_block() -> None:
 # ------------------------------------------------------------------------------------------------------------ tenants
 
 
-def test_a_public_prefix_is_shared_by_all_and_what_follows_by_nobody() -> None:
+def test_a_public_prefix_is_shared_by_all_and_what_follows_is_private() -> None:
     engine = pinned_engine(num_blocks=33)
     prompt = [*FIXED, *OTHER, 9]
     assert cached(engine, prompt, domain=b"a", tenant="a") == 8

@@ -65,7 +65,7 @@ class Chaos:
 
     def step(self, now: float) -> None:
         for output in self.engine.step(now):
-            assert output.request_id in self.live, f"{output.request_id} is nobody's"
+            assert output.request_id in self.live, f"{output.request_id} is of no live request"
             if output.finish_reason is not None:
                 self.live.discard(output.request_id)
         self.engine.scheduler.pool.check_invariants()

@@ -1,10 +1,10 @@
-"""Hints add up to one priority per block; times run out; blocks nobody asked about are not listed."""
+"""Hints add up to one priority per block; times run out; blocks without hints are not listed."""
 
 from headstart.core.cache.retention import RetentionHints
 from headstart.core.request import DEFAULT_RETENTION, RetentionHint
 
 
-def test_a_block_nobody_asked_about_has_the_default_priority_and_costs_nothing() -> None:
+def test_a_block_without_a_hint_has_the_default_priority_and_costs_nothing() -> None:
     hints = RetentionHints(bytearray(4))
     hints.record_hint(1, DEFAULT_RETENTION, 0.0)
     assert hints.block_priority(1) == 50 and len(hints) == 0
@@ -18,7 +18,7 @@ def test_the_highest_priority_of_all_users_counts_in_either_order() -> None:
     assert [hints.block_priority(block) for block in (1, 2, 3)] == [90, 90, 50] and len(hints) == 2
 
 
-def test_a_low_hint_does_not_lower_what_somebody_used_without_one() -> None:
+def test_a_low_hint_does_not_lower_a_block_used_without_one() -> None:
     hints = RetentionHints(bytearray(4))
     hints.record_hint(1, DEFAULT_RETENTION, 0.0)
     hints.record_hint(1, RetentionHint(10), 0.0)

@@ -211,7 +211,7 @@ def test_warming_up_needs_no_more_room_than_there_is() -> None:
         times = StepTimes(MaxStepTime())
         measure_step_times(executor, times, max_tokens=max_tokens)
         assert bool(times.expected_seconds(0, 1)) == (max_tokens > 3)
-        assert not executor.dirty  # what a broken model wrote would spoil whoever gets the block next
+        assert not executor.dirty  # what a broken model wrote would corrupt the next user of the block
 
 
 def test_the_cost_of_drafts_is_measured_behind_as_much_context_as_there_is_room_for() -> None:

@@ -138,7 +138,7 @@ def test_an_overdue_load_is_cancelled_and_computed() -> None:
         engine.step(now=now * 0.1)
         if executor_of(engine).batches:
             break
-    assert store.cancelled == [(1, True)] and 1.0 < now * 0.1 < 1.3  # nobody knows yet what computing takes
+    assert store.cancelled == [(1, True)] and 1.0 < now * 0.1 < 1.3  # the time to compute is not known yet
     assert engine.scheduler.transfers.num_outstanding == 0 and not engine.scheduler.transfers._promised
     engine.add_request(make_request("b", [*A, 1]))
     assert run(engine)["b"][0].breakdown == PromptTokenBreakdown(shared=8, computed=1)
@@ -335,7 +335,7 @@ def test_what_is_taken_over_counts_as_used() -> None:
     assert store.used == [list(store.shelf)[:2]]
 
 
-def test_an_aborted_load_harms_nobody() -> None:
+def test_an_aborted_load_affects_no_other_request() -> None:
     store = stocked(A, habits=Habits(load_delay=lambda: 2))
     engine = make_engine(store=store)
     engine.add_request(make_request("a", [*A, 1]))

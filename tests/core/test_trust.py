@@ -173,7 +173,7 @@ def test_the_second_failure_is_the_last() -> None:
     assert cached(engine, [*FIXED, 6]) == 16
 
 
-def test_what_a_failed_request_has_written_is_found_by_nobody() -> None:
+def test_blocks_that_a_failed_request_wrote_are_not_found() -> None:
     engine = pinned_engine(max_batched_tokens=8)
     own = [*range(40, 48), BAD]
     engine.add_request(make_request("bad", [*FIXED, *own]))

@@ -1,4 +1,4 @@
-"""Order of waiting, of running, and of giving way."""
+"""Order of waiting, of running, and of preemption."""
 
 from checking import executor_of, generate, make_engine, make_request, run
 
@@ -39,7 +39,7 @@ def test_fcfs_admits_in_order_of_arrival_and_priority_by_urgency() -> None:
     assert first_chunks("priority") == ["r3", "r2", "r1", "r0"]
 
 
-def test_the_least_urgent_gives_way_and_resumes_before_newcomers() -> None:
+def test_the_least_urgent_is_preempted_and_resumes_before_newcomers() -> None:
     engine = make_engine(num_blocks=7, policy="priority", max_model_len=24, expects_short_outputs=True)
     engine.add_request(make_request("late", [1] * 5, 11, priority=1))
     engine.add_request(make_request("early", [2] * 5, 11, priority=0))

@@ -62,7 +62,12 @@ def test_tenants_take_turns_in_the_outbox_and_what_is_given_up_is_not_sent() -> 
         (message,) = Submit.from_requests([request(f"{name}{number}", 7, number) for number in range(2)])
         outbox.push(replace(message, tenant="first" if name < "d" else "second"))
     assert waiting_bytes(outbox) == 4 * 2 * 2 * 4
-    assert outbox.remove_request("b0") and outbox.remove_request("b1") and outbox.remove_request("c0") and not outbox.remove_request("c0")
+    assert (
+        outbox.remove_request("b0")
+        and outbox.remove_request("b1")
+        and outbox.remove_request("c0")
+        and not outbox.remove_request("c0")
+    )
     assert waiting_bytes(outbox) == 3 * 2 * 2 * 4
     sent: list[list[str]] = []
     while (message := outbox.pop()) is not None:
@@ -316,7 +321,7 @@ def _is_zombie(pid: int) -> bool:
     ("model", "at_once", "is_closed"),
     [
         ("/none?close=0.2", False, True),
-        ("/none?close=0.2", True, False),  # whoever cannot wait leaves unwritten what is unwritten
+        ("/none?close=0.2", True, False),  # a fast exit writes no pending blocks
         ("/none?crash=66", False, False),  # nor is anything written that a broken engine may have spoilt
     ],
 )

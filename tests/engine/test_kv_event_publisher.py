@@ -39,7 +39,7 @@ WAIT = 120_000  # milliseconds
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever closes waits until what was published is sent."""
+    """Let `close` wait until all published batches are sent."""
     monkeypatch.setattr(kv_events, "CLOSE_SECONDS", WAIT / 1000)
     monkeypatch.setattr(kv_events, "LINGER_MILLISECONDS", WAIT)
 
@@ -278,7 +278,9 @@ def test_replays_one_after_the_other_come_whole(
     publisher.close()
 
 
-def test_nonsense_on_the_replay_socket_harms_nobody(context: "zmq.Context[Any]", endpoints: dict[str, Any]) -> None:
+def test_invalid_messages_on_the_replay_socket_are_ignored(
+    context: "zmq.Context[Any]", endpoints: dict[str, Any]
+) -> None:
     publisher = KVEventPublisher(KVEventsConfig(**endpoints), medium="CPU")
     subscribe(context, publisher)
     assert publisher.replay_endpoint is not None
@@ -352,7 +354,7 @@ def test_close_sends_what_is_waiting_and_frees_the_address(
     KVEventPublisher(KVEventsConfig(**endpoints), medium="CPU").close()
 
 
-def test_a_publisher_that_nobody_holds_any_more_ends(endpoints: dict[str, Any]) -> None:
+def test_a_publisher_without_references_ends(endpoints: dict[str, Any]) -> None:
     before = set(threading.enumerate())
     publisher = KVEventPublisher(KVEventsConfig(**endpoints), medium="CPU")
     (thread,) = set(threading.enumerate()) - before

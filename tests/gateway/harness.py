@@ -89,7 +89,7 @@ class Replica:
         return ReplicaAddress(self.url, self.events, self.replay, self.ranks)
 
     async def stop(self) -> None:
-        """Nobody is at its address any more; a later start comes back there."""
+        """Stop listening; a later start uses the same address."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -147,7 +147,7 @@ class Replica:
 
 
 class RealReplica(Replica):
-    """A server that is started and stopped by somebody else."""
+    """A server that is started and stopped elsewhere."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ async def front(
 
 
 def unused_url() -> str:
-    """An address where nobody is."""
+    """An address without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{probe.getsockname()[1]}"

@@ -56,7 +56,7 @@ def fickle(rng: Random, replica: Replica) -> Any:
 
 
 async def ask(client: httpx.AsyncClient, rng: Random) -> str:
-    """One request; what became of it."""
+    """One request and its outcome."""
     prompt = [rng.randrange(4)] * rng.randrange(1, 120)
     body = {"prompt": prompt, "stream": rng.random() < 0.6, "max_tokens": 3}
     patience = rng.random() * 0.02 if rng.random() < 0.2 else None

@@ -61,7 +61,7 @@ def test_a_change_is_told_and_a_failure_keeps_the_last() -> None:
     assert told.count("does not resolve") == 2 and "going on with the 1 replicas known" in told
 
 
-def test_a_name_that_does_not_resolve_at_first_is_nobody_until_it_does() -> None:
+def test_a_name_that_does_not_resolve_at_first_has_no_replicas_until_it_does() -> None:
     lists, told = watch([OSError(-2, "unknown"), ["10.0.0.1"]])
     assert lists == [[], ["http://10.0.0.1:8000"]] and "going on with the 0 replicas known" in told
 

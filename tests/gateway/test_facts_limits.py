@@ -39,7 +39,7 @@ def test_loads_are_never_negative_nor_infinite(value: str) -> None:
 @pytest.mark.parametrize(
     "filler",
     [
-        "vllm:a{\n" * 200_000,  # each opens a bracket that nobody closes
+        "vllm:a{\n" * 200_000,  # each opens a bracket that is never closed
         "vllm:cache_config_info{" + "a" * 1_000_000 + "} 1\n",
         "vllm:cache_config_info{" + 'a="b' * 200_000 + "} 1\n",
         "vllm:cache_config_info{" + 'a="' + "\\\\" * 500_000 + "} 1\n",

@@ -65,7 +65,7 @@ def test_a_json_list_may_hold_texts_and_objects(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "\n# nobody yet\n", "[]"])
-def test_a_list_of_nobody_is_a_list(tmp_path: Path, text: str) -> None:
+def test_an_empty_list_is_a_list(tmp_path: Path, text: str) -> None:
     (tmp_path / "list").write_text(text)
     assert read_replica_file(tmp_path / "list") == ()
 
@@ -109,7 +109,7 @@ def test_a_file_that_cannot_be_read_at_first_is_a_mistake(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "\n", "# being written\n"])
-def test_a_file_that_becomes_empty_keeps_its_last_list_and_a_list_of_nobody_does_not(tmp_path: Path, text: str) -> None:
+def test_a_file_that_becomes_empty_keeps_its_last_list_and_an_empty_list_does_not(tmp_path: Path, text: str) -> None:
     path = tmp_path / "list"
 
     async def run() -> None:

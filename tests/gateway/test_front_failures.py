@@ -172,7 +172,7 @@ def test_retries_of_sick_replicas_are_few_and_those_of_dead_ones_are_not() -> No
     run(go())
 
 
-def test_nobody_there_is_said_at_once() -> None:
+def test_an_unreachable_replica_is_reported_at_once() -> None:
     async def go() -> None:
         async with front() as router:
             answer = await router.complete()
@@ -188,7 +188,7 @@ def test_nobody_there_is_said_at_once() -> None:
     run(go())
 
 
-def test_a_client_that_hangs_up_ends_the_work_at_the_replica_and_harms_nobodys_health() -> None:
+def test_a_client_that_hangs_up_ends_the_work_at_the_replica_and_not_its_health() -> None:
     async def go() -> None:
         replica = Replica()
         replica.gate.clear()

@@ -77,7 +77,7 @@ def test_headers_that_connection_names_end_at_the_router() -> None:
 
 
 def test_no_client_makes_a_replica_believe_that_it_is_on_its_machine() -> None:
-    """A replica without keys takes whoever is on its machine for an administrator, and the router may be there."""
+    """A replica without keys takes any client on its machine for an administrator, and the router may be there."""
     claims = (
         *("connection: x-forwarded-for", "connection: close, X-Forwarded-For", "x-forwarded-for:"),
         *("x-forwarded-for: 127.0.0.1", "connection: forwarded, x-real-ip, x-forwarded-for"),

@@ -44,7 +44,7 @@ def test_a_replica_that_starts_again_or_goes_gives_its_blocks_back() -> None:
     assert budget.grant_blocks("new", MAX_REPLICA_BLOCKS) == MAX_REPLICA_BLOCKS
 
 
-def test_a_size_that_nobody_knows_counts_as_the_largest_it_may_become() -> None:
+def test_an_unknown_size_counts_as_the_largest_it_may_become() -> None:
     budget = full()
     budget.release("large 0")
     assert budget.grant_blocks("unknown", 0) == 0
@@ -57,7 +57,7 @@ def test_growth_is_granted_up_to_half_of_what_is_left_and_to_the_bound_of_one_re
     assert budget.grow("proven", held, 1_500) == 1_500
     assert budget.grow("proven", 1_500, 10**9) == MAX_REPLICA_BLOCKS
     assert budget.grow("proven", MAX_REPLICA_BLOCKS, 10**9) == MAX_REPLICA_BLOCKS
-    assert budget.grow("unknown", 1, 10) == 1, "nobody granted it anything"
+    assert budget.grow("unknown", 1, 10) == 1, "no blocks were granted to it"
 
 
 def test_however_many_replicas_lie_all_together_stay_within_the_total_and_leave_room() -> None:

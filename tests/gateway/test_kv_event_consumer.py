@@ -207,7 +207,7 @@ def test_contents_that_were_put_in_place_of_others_are_filled_anew() -> None:
     run(test())
 
 
-def test_a_replay_that_nobody_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_without_an_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "REPLAY_SECONDS", 0.05)
 
     async def test() -> None:

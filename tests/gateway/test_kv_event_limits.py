@@ -112,7 +112,7 @@ def test_an_undecodable_batch_may_have_removed_anything() -> None:
     assert decoder.num_unknown_removals == 1
 
 
-def test_fields_that_nobody_reads_may_be_anything() -> None:
+def test_fields_that_are_not_read_may_be_anything() -> None:
     decoder = KVEventDecoder("vllm")
     event = ["BlockStored", [1], None, [1, 2], 2, None, ["GPU"] * 5_000, None, None, None, None, {"later": [1]}]
     assert len(list(decoder.decode(encode([1.0, [event], 0, {"more": 1}])))) == 1

@@ -242,7 +242,7 @@ def test_a_replica_that_tells_nothing_of_use_is_reported_once(
     assert re.search(cause, reported[0]), reported[0]
 
 
-def test_nobody_at_the_address_is_reported_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_publisher_is_reported_too(capsys: pytest.CaptureFixture[str]) -> None:
     async def test() -> None:
         consumer = consumer_at("ipc:///tmp/no-publisher-here")
         async with listening(consumer):

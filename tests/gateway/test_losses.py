@@ -131,7 +131,7 @@ def test_idle_connections_that_all_replicas_closed_lose_no_request() -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_closed_idle_connection_and_a_dead_replica_lose_no_request(first: int) -> None:
-    """In either order: the one loss may be that of the connection alone, since nobody else was left to ask."""
+    """In either order: the one loss may be that of the connection alone, since no other replica was left to ask."""
 
     async def go() -> None:
         well, dead = Replica(), Replica()
@@ -185,7 +185,7 @@ def test_a_connection_that_took_too_long_and_a_dead_replica_lose_no_request(monk
     run(go())
 
 
-def test_where_nobody_is_there_a_request_ends_with_the_attempts_allowed() -> None:
+def test_without_any_live_replica_a_request_ends_after_its_attempts() -> None:
     async def go() -> None:
         dead = [Replica() for _ in range(2)]
         async with front(*dead, health_interval=30.0, max_attempts=9, replica_wait=0.0) as router:

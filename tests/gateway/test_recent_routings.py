@@ -52,7 +52,7 @@ def test_text_and_token_ids_have_nothing_in_common() -> None:
     assert found is not None and found.common == 2
 
 
-def test_a_report_finds_its_request_and_a_late_one_nobody() -> None:
+def test_a_report_finds_its_request_and_a_late_one_is_ignored() -> None:
     recent = RecentRoutings(max_requests=1)
     recent.add(seen("one", "abc"))
     recent.reported("one", 2, 3, at=5.0)

@@ -217,7 +217,7 @@ def test_what_is_not_reported_is_not_explained_away() -> None:
     assert answer["reason"] == "unreported" and answer["near_match"]["request_id"] == "one"
 
 
-def test_what_nobody_began_like_this_was_never_seen() -> None:
+def test_a_prompt_without_a_common_prefix_was_never_seen() -> None:
     assert explained(seen("one", "abc"), seen("two", PROMPT, 1.0), 0)["reason"] == "never_seen"
     assert explained(seen("one", "abc"), seen("two", PROMPT, 1.0), 64)["reason"] == "unseen_but_cached"
 
@@ -259,7 +259,7 @@ requests = st.lists(
 
 
 @given(requests)
-def test_nobody_ever_reads_another_tenants_text(sent: list[tuple[bool, str, str, int | None]]) -> None:
+def test_no_tenant_reads_the_text_of_another(sent: list[tuple[bool, str, str, int | None]]) -> None:
     recent = RecentRoutings(chunk=8)
     letters = {"µ": "µπ", "ж": "жд"}  # each tenant's own, in all that is its own
     for number, (is_first, text, endpoint, cached) in enumerate(sent):

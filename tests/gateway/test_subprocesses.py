@@ -141,7 +141,7 @@ def test_replicas_answer_and_none_is_left_when_the_fleet_is_closed(folder: str, 
     assert "[r0] Headstart " in text and "[r1] Headstart " in text and "secret" not in text
     assert "[r0] the fake engine was closed" in text  # gently, and heard to the end
     assert "  try " not in text and "  keys " not in text
-    assert "http://" not in text, "clients are to ask the router, and whoever reads an address is to find its own"
+    assert "http://" not in text, "clients are to ask the router, so the only address printed is the router's"
     assert re.search(r"\[r1\] Headstart \S+ serves .*, behind the router at port \d+$", text, re.MULTILINE)
     assert fleet.describe() == "2 replicas on this machine"
 
@@ -174,7 +174,7 @@ def test_what_cannot_start_is_said_once_and_leaves_nothing(folder: str, told: St
         with pytest.raises(ConfigError, match=r"^there is no such model; name another$"):
             asyncio.run(run())
         assert fleet.pids_by_url == {}
-    assert "no such model" not in told.getvalue()  # whoever catches the error says it
+    assert "no such model" not in told.getvalue()  # the caller that catches the error prints it
     assert "[r1]" not in told.getvalue()
 
 
@@ -209,7 +209,7 @@ def test_on_sighup_every_replica_is_replaced_and_requests_always_find_one(folder
 
     with fleet_of(folder, 2, told) as fleet:
         asyncio.run(run())
-    assert "starting it again in" not in told.getvalue()  # nobody was missed
+    assert "starting it again in" not in told.getvalue()  # no replica was missing
 
 
 @pytest.mark.usefixtures("forked")

@@ -55,7 +55,7 @@ def test_time_counts_only_while_something_is_being_sent() -> None:
         patient = WriteTimeout(client.send, here(), SECONDS)
         for number in range(3):
             await patient({"number": number})
-            await asyncio.sleep(SECONDS)  # nobody waits for the client
+            await asyncio.sleep(SECONDS)  # the client delays no message
         patient.close()
         assert not patient.is_over and [message["number"] for message in client.taken] == [0, 1, 2]
 

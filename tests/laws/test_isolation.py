@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from headstart.core.engine import Engine
 
-PUBLIC = list(range(10))  # two whole blocks of 4 and a rest that nobody shares
+PUBLIC = list(range(10))  # two whole blocks of 4 and a rest that is never shared
 
 
 def engine_with_public_prefix(num_blocks: int = 60) -> Engine:

@@ -153,7 +153,7 @@ class SchedulerLaws(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 30))
     def corrupt(self, which: int) -> None:
-        """A published block goes bad: who reads it is computed again, and nobody gets a wrong token."""
+        """A published block goes bad: its readers are computed again, and no request gets a wrong token."""
         idle = sorted(self.engine.scheduler.pool.iterate_in_eviction_order())
         if idle:
             executor_of(self.engine).corrupt(idle[which % len(idle)])
@@ -246,7 +246,7 @@ def check_batch(engine: Engine, batch: Batch, computed: dict[str, int]) -> None:
 
 
 def check_laws(engine: Engine) -> None:
-    """Laws 1, 2, 3 and 8 on the state between two steps; law 2 is about blocks that nobody has corrupted."""
+    """Laws 1, 2, 3 and 8 on the state between two steps; law 2 is about blocks that are not corrupted."""
     scheduler = engine.scheduler
     scheduler.waiting.refresh_groups()
     scheduler.pool.check_invariants()  # law 8

@@ -1,5 +1,5 @@
 """Law 12: k-LPM admits everybody within k(r + 1) admissions, the queue's index agrees with the pool, and no request
-gives way more often than MAX_PREEMPTIONS times."""
+is preempted more than MAX_PREEMPTIONS times."""
 
 from checking import executor_of, generate, make_engine, make_request, run
 from hypothesis import given, settings
@@ -46,7 +46,7 @@ def test_lpm_takes_the_longest_match_but_every_kth_time_the_oldest() -> None:
     assert first_ones(engine("lpm", 100), *prompts) == "cdefgabh"
 
 
-def test_what_gave_way_resumes_before_longer_matches() -> None:
+def test_a_preempted_sequence_resumes_before_longer_matches() -> None:
     engine = make_engine(num_blocks=7, policy="lpm", lpm_k=100, max_model_len=24, expects_short_outputs=True)
     generate(engine, make_request("seed", [1] * 5))
     engine.add_request(make_request("early", [2] * 5, 11))
@@ -79,7 +79,7 @@ def test_admission_leaves_running_sequences_room_for_outputs_as_long_as_those_be
     assert preemptions[0] > 0 and preemptions[1] == 0
 
 
-def test_who_gave_way_three_times_comes_back_with_room_to_its_end_and_stays() -> None:
+def test_a_sequence_preempted_three_times_comes_back_with_room_to_its_end_and_stays() -> None:
     engine = make_engine(num_blocks=21, policy="priority", max_model_len=80, max_batched_tokens=90)
     engine.add_request(make_request("patient", [1] * 5, 75, priority=1))
     (patient,) = engine.scheduler.waiting
@@ -163,7 +163,7 @@ def test_the_queue_knows_at_least_what_there_is_and_names_the_first_missing_bloc
     num_blocks=st.integers(8, 14),
     policy=st.sampled_from(["fcfs", "priority", "lpm"]),
 )
-def test_nobody_gives_way_more_often_than_the_bound_and_all_finish(
+def test_no_sequence_is_preempted_more_often_than_the_bound_and_all_finish(
     shapes: list[tuple[int, int]], num_blocks: int, policy: str
 ) -> None:
     engine = make_engine(

@@ -1,4 +1,4 @@
-"""Page-aligned prefill through the whole scheduler: boundaries, budget, and that nobody starves anybody."""
+"""Page-aligned prefill through the whole scheduler: boundaries, budget, and that no request starves."""
 
 from dataclasses import dataclass, field
 

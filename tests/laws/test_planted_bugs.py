@@ -46,7 +46,7 @@ CAUGHT_BY = {
     + "the_queue_knows_at_least_what_there_is_and_names_the_first_missing_block",
     "domains_do_not_count_behind_a_public_prefix": ISOLATION + "tenants_share_the_public_prefix_and_nothing_behind_it",
     "no_room_to_grow": ORDER + "admission_leaves_running_sequences_room_for_outputs_as_long_as_those_before",
-    "preemptions_without_a_bound": ORDER + "who_gave_way_three_times_comes_back_with_room_to_its_end_and_stays",
+    "preemptions_without_a_bound": ORDER + "a_sequence_preempted_three_times_comes_back_with_room_to_its_end_and_stays",
     "floors_are_not_kept": KEPT + "a_tenant_cannot_take_the_share_of_another_except_as_a_last_resort",
     "followed_tokens_are_counted_twice": PROMISES
     + "a_running_sequence_adopts_what_another_published_and_drops_its_partly_filled_block",
@@ -59,8 +59,7 @@ CAUGHT_BY = {
     "what_a_failed_row_used_is_loaded_again": TRANSFERS + "what_a_failed_row_wrote_is_not_loaded_again",
     "shared_blocks_of_a_failed_row_are_given_up": TRUST + "requests_that_overflow_cost_a_pinned_prefix_no_block",
     "corrupt_shared_blocks_stay": TRUST + "a_corrupt_shared_block_is_gone_after_the_first_request_that_reads_it",
-    "the_second_run_reads_the_cache": APART
-    + "whoever_asks_for_prompt_logprobs_takes_nothing_over_and_leaves_what_it_computed",
+    "the_second_run_reads_the_cache": APART + "a_request_for_prompt_logprobs_reuses_nothing_and_publishes_its_blocks",
     "loads_arrive_one_block_late": TRANSFERS + "what_was_published_is_in_the_store_after_a_restart",
     "tables_in_flight_are_released_at_once": LAG + "a_block_freed_while_a_step_names_it_is_reused_after_the_step",
     "blocks_ahead_of_a_failed_row_stay": LAG + "what_read_the_blocks_of_a_failed_row_is_computed_again",

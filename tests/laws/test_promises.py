@@ -1,4 +1,4 @@
-"""Promised blocks (law 13): a burst computes a shared prefix once, under caps, as a tree, whoever leads and fails.
+"""Promised blocks (law 13): a burst computes a shared prefix once, under caps, as a tree, whatever request fails.
 
 By hand with blocks of 4 tokens; then by hypothesis, over forests of prompts that all arrive at once.
 """

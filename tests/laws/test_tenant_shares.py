@@ -95,7 +95,7 @@ def test_a_tenant_below_its_share_gets_blocks_from_one_above() -> None:
     k=st.integers(1, 5),
     max_seqs=st.integers(3, 7),
 )
-def test_order_and_bound_of_k_lpm_hold_within_a_tenant_and_nobody_below_its_share_waits(
+def test_order_and_bound_of_k_lpm_hold_within_a_tenant_and_none_below_its_share_waits(
     arrivals: list[tuple[str, bool, int]], k: int, max_seqs: int
 ) -> None:
     engine = make_engine(120, policy="lpm", lpm_k=k, max_seqs=max_seqs, max_batched_tokens=64)

@@ -19,7 +19,7 @@ EVICTION = pytest.mark.parametrize("eviction_policy", ["lru", "2q"])
 
 
 class Tenant(NamedTuple):
-    """A tenant as the server makes it: a label, and a domain nobody can guess."""
+    """A tenant as the server makes it: a label, and a secret domain."""
 
     name: str
     domain: bytes
@@ -50,7 +50,7 @@ def cached(engine: Engine, *requests: Request) -> list[int]:
 # ---------------------------------------------------------------------------------------------------------- visibility
 
 
-def test_a_tenant_hits_what_it_asked_before_and_nobody_elses() -> None:
+def test_a_tenant_hits_its_own_earlier_prompts_only() -> None:
     engine = make_engine(64)
     prompt = list(range(33))
     assert cached(engine, A.ask("a1", prompt)) == [0]
@@ -103,7 +103,7 @@ def test_what_is_pinned_for_one_tenant_is_warm_for_it_alone() -> None:
     assert cached(engine, B.ask("b2", prompt)) == [16]
 
 
-def test_whoever_asks_for_prompt_logprobs_takes_nothing_over_and_leaves_what_it_computed() -> None:
+def test_a_request_for_prompt_logprobs_reuses_nothing_and_publishes_its_blocks() -> None:
     engine = make_engine(64)
     prompt = A.ask("a", range(33)).prompt
     wanting = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)

@@ -40,7 +40,7 @@ class Pools:
         torch.manual_seed(seed)
         self.lengths, self.heads, self.dtype = list(lengths), heads, dtype
         counts = [-(-length // block_size) for length in lengths]
-        self.num_blocks = sum(counts) + 3  # two that nobody uses
+        self.num_blocks = sum(counts) + 3  # two unused ones
         free = self.rng.sample(range(1, self.num_blocks), self.num_blocks - 1)
         self.tables = [[free.pop() for _ in range(count)] for count in counts]
         self.unused = free

@@ -127,7 +127,7 @@ MORE_THAN_TRANSFORMERS: dict[str, str] = {
 
 
 def plausible(value: Any) -> list[Any]:
-    """Other values of the same kind, as somebody might write them, and of another kind."""
+    """Other values of the same kind, as users might write them, and of another kind."""
     match value:
         case bool():
             return [not value, None, int(not value)]

@@ -56,7 +56,7 @@ def test_int8_stays_close_to_bfloat16_and_is_another_model(tmp_path: Path, monke
     assert len(set(names.values())) == 3
 
 
-def test_quantizations_nobody_knows_and_models_of_transformers_are_refused(tmp_path: Path) -> None:
+def test_unknown_quantizations_and_models_of_transformers_are_refused(tmp_path: Path) -> None:
     make_checkpoint("olmo2", tmp_path)
     with pytest.raises(ConfigError, match=r"int8 is not supported for Olmo2ForCausalLM"):
         load_model(tmp_path, device="cpu", quantization="int8")

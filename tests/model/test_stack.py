@@ -56,7 +56,7 @@ def make_step(runner: ModelRunner, *chunks: Chunk) -> StepInputs:
 
 
 def layer_by_layer(attend: AttentionFunction) -> AttentionFunction:
-    """The same attention as somebody else's: only a function to call."""
+    """The same attention without a known class: only a function to call."""
 
     def call(*rows: Any, **settings: Any) -> Tensor:
         return attend(*rows, **settings)

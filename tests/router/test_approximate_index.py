@@ -256,7 +256,7 @@ def test_what_was_missing_before_says_what_is_lately() -> None:
         assert (shadow.num_trims, shadow.num_flushes) == (num_trims, 0)
 
 
-def test_a_size_that_is_a_guess_gives_way_at_once_and_one_that_was_told_slowly() -> None:
+def test_a_guessed_size_is_replaced_at_once_and_a_reported_one_slowly() -> None:
     for told in (0, UNKNOWN_BLOCKS):
         shadow = ApproximateIndex(told)
         for number in range(5000):

@@ -185,7 +185,7 @@ def test_a_first_block_that_all_have_does_not_place_anything() -> None:
     assert min(asked.count(name) for name in router.endpoints) >= 10
 
 
-def test_placement_of_the_cold_gives_way_to_load() -> None:
+def test_load_overrides_the_placement_of_cold_prompts() -> None:
     router = fleet()
     request = ask(1, 2, 3, 4)
     first = router.pick(request, 0.0).endpoint.name

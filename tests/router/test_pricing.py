@@ -166,7 +166,7 @@ def test_requests_that_wait_for_each_others_prefixes_take_a_step_each() -> None:
     assert apart == pytest.approx(3 * 9 * tokens + step, rel=0.05)
 
 
-def test_where_a_prefix_is_computed_and_used_in_one_step_nobody_is_expected_to_wait_for_it() -> None:
+def test_where_a_prefix_is_computed_and_used_in_one_step_no_wait_is_expected() -> None:
     router, now = streaming(10.0)
     learner = router.endpoints["r0"].load.learner
     for number in range(8):

@@ -37,7 +37,7 @@ def shadow_of(router: Router, name: str = "r0") -> ApproximateIndex:
 # ---------------------------------------------------------------------------------------------------------- filters
 
 
-def test_nobody_to_ask_is_said_with_everybodys_reason() -> None:
+def test_no_replica_is_reported_with_the_reason_of_each() -> None:
     router = fleet(3)
     router.endpoints["r0"].health.draining = True
     router.endpoints["r1"].models = frozenset({"other"})

@@ -32,7 +32,7 @@ from headstart_lab.router.failover_processes import quiet_ports
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 300.0  # seconds; a wait this long has failed, on however busy a machine
-"""Seconds for whatever is sure to come, however busy the machine: whoever waits longer has found a bug."""
+"""Seconds for whatever is sure to come, however busy the machine: a longer wait is a bug."""
 _RUN_FAKE = """
 import importlib, json, sys
 from headstart.config.options import EngineOptions, ServerOptions, TenantEntry

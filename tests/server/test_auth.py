@@ -132,7 +132,7 @@ def test_tenants_share_no_cached_prefix_and_a_salt_only_narrows(folder: str) -> 
     asyncio.run(run())
 
 
-def test_without_keys_this_machine_may_reset_and_nobody_from_elsewhere(folder: str) -> None:
+def test_without_keys_only_clients_on_this_machine_may_reset(folder: str) -> None:
     async def run() -> None:
         async with inside(folder) as server:
             assert (await server.client.post("/reset_prefix_cache")).status_code == 200
@@ -197,7 +197,7 @@ def test_named_tenants_alone_lock_the_server() -> None:
         auth.authorise({"path": "/v1/models", "headers": []})
 
 
-def test_without_tenants_nobody_is_one_and_everybody_shares() -> None:
+def test_without_tenants_all_clients_share_the_cache() -> None:
     auth = Authenticator((), ("root",), b"secret")
     stranger, admin = auth.authorise({"path": "/v1/models", "headers": []}), who(auth, "root")
     assert (stranger.tenant, stranger.domain) == (admin.tenant, admin.domain) == ("", b"")

@@ -1,4 +1,4 @@
-"""ConnectionTable: the cap on open connections, and which one gives way."""
+"""ConnectionTable: the cap on open connections, and which one is closed."""
 
 import resource
 import subprocess
@@ -17,7 +17,7 @@ class Noting:
         self.is_closed = True
 
 
-def test_the_connection_that_has_been_idle_longest_gives_way() -> None:
+def test_the_connection_that_has_been_idle_longest_is_closed() -> None:
     table, connections = ConnectionTable(3), [Noting() for _ in range(6)]
     assert all(table.admit(connection) for connection in connections[:3])
     table.set_busy(connections[0])

@@ -1,4 +1,4 @@
-"""Clients that hang up or do not read: their work stops, their blocks are free, and nobody else notices."""
+"""Clients that hang up or do not read: their work stops, their blocks are free, and other clients are unaffected."""
 
 import asyncio
 import json
@@ -105,14 +105,14 @@ def test_hanging_up_in_the_middle_of_a_body_leaves_nothing(slow: Server) -> None
     assert slow.get("/health").status_code == 200 and running(slow) == 0
 
 
-def test_who_does_not_read_holds_nobody_up(folder: str, tmp_path) -> None:
+def test_a_client_that_does_not_read_delays_no_other(folder: str, tmp_path) -> None:
     with fake_server(folder, tmp_path / "log") as server:
         readers = []
         for _ in range(8):
             connection = open_request(server, stream=True, n=16, max_tokens=440, logprobs=5)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             readers.append(connection)
-        # the engine finishes them all, although nobody takes what they say
+        # the engine finishes them all, although no client reads their output
         wait_for(lambda: server.metric("vllm:generation_tokens_total") == 8 * 16 * 440)
         for _ in range(5):
             body = {"prompt": [9], "max_tokens": 20}

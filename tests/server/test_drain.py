@@ -119,7 +119,7 @@ def test_ctrl_c_twice_stops_at_once(folder: str, tmp_path: Path, gate: Gate) -> 
 
 
 @pytest.mark.parametrize("is_in_a_hurry", [False, True])
-def test_what_waits_for_the_store_is_written_unless_somebody_is_in_a_hurry(
+def test_pending_blocks_are_written_at_exit_unless_it_must_be_fast(
     folder: str, tmp_path: Path, is_in_a_hurry: bool
 ) -> None:
     seconds = 10 * PATIENCE if is_in_a_hurry else 0.2  # that an engine left alone would take to end
@@ -211,7 +211,7 @@ def admitted(server: Server, body: dict[str, Any]) -> httpx.Response:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_a_long_step_makes_the_server_unready_only_if_nobody_said_so(
+def test_a_long_step_makes_the_server_unready_only_if_not_announced(
     announced: bool, folder: str, tmp_path: Path
 ) -> None:
     model = f"{folder}?step=5" + ("&announce=5" if announced else "")

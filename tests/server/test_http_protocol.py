@@ -423,7 +423,7 @@ def test_a_body_that_the_application_does_not_read_is_not_received() -> None:
     run(test)
 
 
-def test_at_the_cap_idle_connections_give_way_and_busy_ones_do_not() -> None:
+def test_at_the_cap_idle_connections_are_closed_and_busy_ones_are_not() -> None:
     async def test() -> None:
         app = Gated()
         async with serving(app, cap=3) as served:

@@ -278,7 +278,7 @@ def test_cache_mode_and_retention_reach_every_request() -> None:
     assert [(r.cache, r.retention) for r in requests_for()] == [(CacheMode.READ_WRITE, DEFAULT_RETENTION)]
 
 
-def test_whoever_asks_for_prompt_logprobs_leaves_the_computed_prompt_to_others() -> None:
+def test_a_prompt_computed_for_its_logprobs_is_reused_by_others() -> None:
     assert requests_for(echo=True, logprobs=1)[0].cache is CacheMode.READ_WRITE
     assert requests_for(prompt_logprobs=1, cache="bypass")[0].cache is CacheMode.BYPASS
 

@@ -147,7 +147,7 @@ def test_servers_and_router_of_one_command_divide_the_budget_but_for_the_pools()
     assert half - pool == (whole - pool) // 2 > 48 * MILLION
 
 
-def test_over_the_budget_is_429_until_somebody_ends(folder: str, gate: Gate) -> None:
+def test_over_the_budget_is_429_until_a_request_ends(folder: str, gate: Gate) -> None:
     async def run() -> None:
         async with inside(gate.holds(folder, 1)) as server:
             server.state._held.max_bytes = 30_000

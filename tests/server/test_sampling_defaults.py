@@ -198,7 +198,7 @@ def test_greedy_by_the_model_is_sampled_if_a_request_asks_for_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_the_models_longest_output_gives_way_to_the_context_and_to_min_tokens(tmp_path: Path, path: str) -> None:
+def test_the_models_longest_output_is_limited_by_context_and_min_tokens(tmp_path: Path, path: str) -> None:
     folder = model(tmp_path / "long", {"max_new_tokens": 10_000})
     assert 400 < sampled(folder, posting(path)).max_tokens < 512
     folder = model(tmp_path / "short", {"max_new_tokens": 5})

@@ -162,7 +162,7 @@ def test_a_tenant_loads_what_it_computed_elsewhere_and_no_other_ever_does(
     assert (back.cached, back.text) == (back.reusable, cold.text)
 
 
-def test_a_salt_only_narrows_and_opens_nobody_elses_blocks(store: Store, pair: tuple[Server, Server]) -> None:
+def test_a_salt_narrows_sharing_and_gives_no_access_to_other_tenants(store: Store, pair: tuple[Server, Server]) -> None:
     first, second = pair
     prompt = story("Bob")
     salted = store.ask(first, "acme-key-1", prompt, cache_salt="bobs-salt")
@@ -222,7 +222,7 @@ def test_a_server_that_was_killed_comes_back_to_the_same_domains(store: Store, p
     assert again.stop() == 0
 
 
-def test_files_are_their_owners_alone_and_name_nobody(store: Store, pair: tuple[Server, Server]) -> None:
+def test_files_are_readable_by_their_owner_only_and_name_no_tenant(store: Store, pair: tuple[Server, Server]) -> None:
     store.ask(pair[0], "acme-key-1", story("Fay"), cache_salt="a-salt-nobody-should-read")
     store.wait_written(*pair)
     assert store.folder.stat().st_mode & 0o777 == 0o700

@@ -88,7 +88,7 @@ def test_a_tenant_hits_with_any_of_its_keys_and_no_other_ever_does(shared: Serve
         assert ask(shared, key, prompt).cached == first.reusable
 
 
-def test_a_salt_only_narrows_and_opens_nobody_elses_cache(shared: Server) -> None:
+def test_a_salt_narrows_sharing_and_gives_no_access_to_other_caches(shared: Server) -> None:
     prompt = story("Bob")
     salted = ask(shared, "acme-1", prompt, cache_salt="bobs-salt")
     assert ask(shared, "acme-2", prompt, cache_salt="bobs-salt").cached == salted.reusable

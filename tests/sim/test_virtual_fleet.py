@@ -251,7 +251,7 @@ def grouped(groups: int, prompts: int, gap: float) -> list[Arrival]:
     ]
 
 
-def test_prefixes_spread_over_the_caches_even_while_nobody_waits() -> None:
+def test_prefixes_spread_over_the_caches_even_while_no_request_waits() -> None:
     """Four caches of a third of 24 prefixes: only if each gets about six of them they all stay."""
     hits = Counter[str]()
     for policy, name in product(("cost", "prefix-threshold", "round-robin"), NAMES):

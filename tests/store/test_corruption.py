@@ -228,7 +228,7 @@ def test_a_cut_file_serves_what_is_left_of_it(folder: Folder) -> None:
     assert reasons["short"] and reasons["cut"] and reasons["io"]
 
 
-def test_lengths_that_nobody_would_write_are_refused_before_anything_is_allocated(folder: Folder) -> None:
+def test_implausible_lengths_are_refused_before_anything_is_allocated(folder: Folder) -> None:
     reasons = run(folder, evil_lengths())
     assert reasons["cases"] == 4 * len(EVIL) + 3 * len(EVIL_LONG)
     assert reasons["lengths"] > 30 and reasons["version"] >= 4

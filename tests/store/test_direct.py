@@ -25,7 +25,7 @@ class Watched(FileSystemCalls):
     def open_direct(self, path: Path) -> int:
         if self.refusal:
             raise OSError(self.refusal, "refused")
-        return os.open(path, os.O_WRONLY)  # the system of whoever runs the tests may know none
+        return os.open(path, os.O_WRONLY)  # the system that runs the tests may have none
 
     def pwritev(self, fd: int, buffers: Sequence[Data], offset: int) -> int:
         if self.late_refusal:

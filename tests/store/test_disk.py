@@ -256,7 +256,7 @@ def test_after_a_late_load_probes_find_out_how_long_loads_take_and_no_request(op
     assert store.expected_load_seconds(1) < never
 
 
-def test_a_disk_that_hangs_is_not_asked_again_and_holds_up_nobody(opened: Open, pool: Pool) -> None:
+def test_a_disk_that_hangs_is_not_asked_again_and_delays_no_request(opened: Open, pool: Pool) -> None:
     files, clock = Disk(), Clock()
     store = opened(files=files, clock=clock)
     pool.offer(store, 1)

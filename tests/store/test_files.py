@@ -50,7 +50,7 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
         create_store_folder(tmp_path / "file" / "below")
 
 
-def test_somebody_elses_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o700)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ConfigError, match="a folder of your own"):

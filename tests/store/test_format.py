@@ -75,7 +75,7 @@ def test_sizes_that_we_would_not_write_are_no_header(num_slots: int) -> None:
     ],
 )
 def test_lengths_that_agree_with_each_other_but_are_beyond_reason_are_refused(header: SegmentHeader) -> None:
-    """Under a checksum that is right: the header of a model that nobody has, written by nobody."""
+    """Under a checksum that is right: a header with sizes of no model, which no writer writes."""
     shape = header.shape
     sizes = (1, HEADER_BYTES, shape.entry_bytes, shape.block_size, shape.block_bytes, header.num_slots)
     raw = struct.pack("<8sIIIIQQQ32s8s", MAGIC, *sizes, header.payload_start, shape.fingerprint, OWN_ID)

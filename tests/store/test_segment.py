@@ -115,7 +115,7 @@ def test_a_payload_that_could_not_be_written_is_written_again_in_its_place(tmp_p
 
 
 def test_an_entry_that_is_being_written_is_looked_at_again(tmp_path: Path) -> None:
-    """Half of it at the first look, all of it at the second: nobody counts it as damaged."""
+    """Half of it at the first look, all of it at the second: it is not counted as damaged."""
     writer = SegmentWriter(FILES, tmp_path, HEADER)
     writer.append(chain(3))
     whole = writer.path.read_bytes()

@@ -158,7 +158,7 @@ def test_where_all_is_kept_there_is_no_room_and_nothing_is_lost(folder: Path) ->
     assert write(catalog, chain(10, seed=2)) > 0  # not kept any more: it goes on
 
 
-def test_other_models_segments_give_way_as_well(folder: Path) -> None:
+def test_other_models_segments_are_evicted_as_well(folder: Path) -> None:
     other = BlockShape(b"o" * 32, SHAPE.block_size, SHAPE.block_bytes)
     theirs = [fill(folder, chain(66, seed=seed), shape=other) for seed in range(5)]
     for seconds, path in enumerate(theirs):
