@@ -77,7 +77,7 @@ def metrics() -> str:
     source = ServerMetrics("m", ("/health",))
     source.watch(_Engine())
     source.watch_tracer(_Tracer())
-    source.answered("/health", "GET", 200)
+    source.count_answer("/health", "GET", 200)
     source.prompts("t", PromptTokenBreakdown())
     return _metric_table(source.expose().decode())
 
@@ -94,7 +94,9 @@ async def _router_page() -> str:
         state = GatewayState(options, ServerOptions(), session, RequestParser(), ServerLog(io.StringIO()))
         endpoint = Endpoint("r", ApproximateIndex(8))
         state.router.add(endpoint)
-        in_flight = state.router.sent(state.router.pick(RoutingRequest(RoutingPrompt([1], router_root("m"))), 0.0), 0.0)
+        in_flight = state.router.record_sent(
+            state.router.pick(RoutingRequest(RoutingPrompt([1], router_root("m"))), 0.0), 0.0
+        )
         in_flight.cached_tokens = 0
         call = ProxiedCall(
             "/v1/completions",
@@ -107,7 +109,7 @@ async def _router_page() -> str:
         )
         state.metrics.count_routed(call)
         state.metrics.watch_tracer(_Tracer())
-        state.metrics.answered("/health", "GET", 200)
+        state.metrics.count_answer("/health", "GET", 200)
         state.index_of(MonitoredReplica(ReplicaAddress("http://r", "ipc:///unused")))
         page = state.metrics.expose().decode()
         await state.close()

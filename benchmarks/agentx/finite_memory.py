@@ -44,7 +44,7 @@ def serve(engine: Engine, jobs: Sequence[Job]) -> float:
         for output in engine.step(time.monotonic()):
             if output.finish_reason is not None:
                 left -= 1
-                due += [index for _, index in waits.ended(int(output.request_id), 0.0)]
+                due += [index for _, index in waits.due_after(int(output.request_id), 0.0)]
                 if left % 200 == 0:
                     print(left, round(time.monotonic() - began), file=sys.stderr)
     return time.monotonic() - began

@@ -94,7 +94,7 @@ class NamesAsHits(LeastCostPolicy):
         first = tuple(choice.ranked[place] for place in order)
         return RankedCandidates(first, tuple(choice.scores[place] for place in order), "by name", memo)
 
-    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
+    def record_pick(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Remember where the session is; the oldest are forgotten."""
         assert isinstance(choice.memo, tuple)
         session, tokens = choice.memo

@@ -47,7 +47,7 @@ TRUE_RATES = StepRates(*(1e3 * seconds for seconds in (SUM.step, SUM.stream, SUM
 class _Fixed(RateLearner):
     """The rates that it was made with, and the length of answers that is assumed before any is known."""
 
-    def finished(self, num_output: int) -> None:
+    def record_finished(self, num_output: int) -> None:
         pass
 
 

@@ -19,14 +19,14 @@ def fleet(policy: Policy, count: int = 3) -> Router:
 
 
 def send(router: Router, request: RoutingRequest, to: str, *, answered: bool = False) -> RoutedInFlight:
-    in_flight = router.sent(router.pick(request, 0.0), 0.0, to)
+    in_flight = router.record_sent(router.pick(request, 0.0), 0.0, to)
     if answered:
-        router.first_token(in_flight, 0.0)
+        router.record_first_token(in_flight, 0.0)
     return in_flight
 
 
 def serve(router: Router, request: RoutingRequest, to: str) -> None:
-    router.finished(send(router, request, to, answered=True), 0.0)
+    router.record_finished(send(router, request, to, answered=True), 0.0)
 
 
 def scores(router: Router, request: RoutingRequest) -> dict[str, float]:
@@ -107,7 +107,7 @@ def test_ray_draws_two_of_the_longest_matches_and_takes_the_one_with_fewer_reque
     assert {router.pick(ask(1, 2, number), 0.0).endpoint.name for number in range(20)} == {"r2"}
     chosen = set[str]()
     for number in range(40):  # no match: any two of the three with the smallest index
-        router.policy.picked(router.pick(ask(500 + number), 0.0).choice, router.endpoints["r0"])
+        router.policy.record_pick(router.pick(ask(500 + number), 0.0).choice, router.endpoints["r0"])
         chosen.add(router.pick(ask(500 + number), 0.0).endpoint.name)
     assert chosen == {"r0", "r3", "r4"}
 

@@ -19,9 +19,9 @@ def chat(*texts: str) -> PromptKey:
 def ask(router: PrefixRouter, key: PromptKey, now: float, call: str = "c", cached: int | None = None) -> str:
     """Route, send and finish a request; return the server."""
     server = router.pick("m", key, SERVERS, now)
-    router.sent(call, "m", key, server, now)
+    router.record_sent(call, "m", key, server, now)
     usage = None if cached is None else ReportedTokenUsage(len(key.body) // 4, cached)
-    router.finished(call, now + 0.1, usage, num_output=4)
+    router.record_finished(call, now + 0.1, usage, num_output=4)
     return server
 
 
@@ -40,8 +40,8 @@ def test_a_server_without_the_reported_prefix_loses_it() -> None:
     router = PrefixRouter()
     key = chat(LONG, "one")
     first = ask(router, key, 0.0)
-    router.sent("again", "m", key, first, 1.0)
-    router.finished(
+    router.record_sent("again", "m", key, first, 1.0)
+    router.record_finished(
         "again", 1.1, ReportedTokenUsage(len(key.body) // 4, 0), num_output=4
     )  # nothing was cached: it was emptied
     index = router.router.endpoints[first].index
@@ -53,12 +53,12 @@ def test_a_server_without_the_reported_prefix_loses_it() -> None:
 def test_a_retry_goes_to_a_server_that_has_not_failed_the_request() -> None:
     router, key = PrefixRouter(), chat(LONG, "one")
     first = router.pick("m", key, SERVERS, 0.0, trace="t")
-    router.sent("c1", "m", key, first, 0.0, trace="t")
-    router.failed("c1", 0.1)
+    router.record_sent("c1", "m", key, first, 0.0, trace="t")
+    router.record_failed("c1", 0.1)
     second = router.pick("m", key, SERVERS, 0.2, trace="t")
     assert second != first
-    router.sent("c2", "m", key, second, 0.2, trace="t")
-    router.failed("c2", 0.3)
+    router.record_sent("c2", "m", key, second, 0.2, trace="t")
+    router.record_failed("c2", 0.3)
     assert router.pick("m", key, SERVERS, 0.4, trace="t") in SERVERS  # all failed it: any may be tried
 
 
@@ -66,8 +66,8 @@ def test_a_server_that_refuses_a_client_is_not_blamed() -> None:
     router, key = PrefixRouter(), chat(LONG, "one")
     first = ask(router, key, 0.0)
     for n in range(5):
-        router.sent(f"c{n}", "m", key, first, 1.0 + n, trace=str(n))
-        router.failed(f"c{n}", 1.5 + n, blame=False)
+        router.record_sent(f"c{n}", "m", key, first, 1.0 + n, trace=str(n))
+        router.record_failed(f"c{n}", 1.5 + n, blame=False)
     assert router.pick("m", key, SERVERS, 9.0) == first
 
 
@@ -75,14 +75,14 @@ def test_load_outweighs_a_short_prefix() -> None:
     router, key = PrefixRouter(), chat("Be brief. " * 10, "one")
     first = ask(router, key, 0.0)
     for n in range(20):
-        router.sent(f"long {n}", "m", chat(f"{n} {LONG * 20}", "one"), first, 1.0)
+        router.record_sent(f"long {n}", "m", chat(f"{n} {LONG * 20}", "one"), first, 1.0)
     assert router.pick("m", key, SERVERS, 1.0) != first
 
 
 def test_lost_calls_leave_no_load() -> None:
     router, key = PrefixRouter(), chat(LONG, "one")
     states = [CallProgress()]
-    router.sent("c", "m", key, SERVERS[0], 0.0, progress=lambda: states[0], is_stream=True)
+    router.record_sent("c", "m", key, SERVERS[0], 0.0, progress=lambda: states[0], is_stream=True)
     assert router.router.endpoints[SERVERS[0]].load.num_requests == 1
     states[0] = CallProgress(is_lost=True)
     router.pick("m", key, SERVERS, 1.0)
@@ -93,14 +93,14 @@ def test_lost_calls_leave_no_load() -> None:
 def test_first_tokens_of_streams_are_seen_at_their_time() -> None:
     router, key = PrefixRouter(), chat(LONG, "one")
     states = [CallProgress()]
-    router.sent("c", "m", key, SERVERS[0], 0.0, progress=lambda: states[0], is_stream=True)
+    router.record_sent("c", "m", key, SERVERS[0], 0.0, progress=lambda: states[0], is_stream=True)
     load = router.router.endpoints[SERVERS[0]].load
     router.pick("m", key, SERVERS, 3.0)
     assert load.num_pending == 1
     states[0] = CallProgress(first_token_at=4.0)
     router.pick("m", key, SERVERS, 5.0)
     assert (load.num_pending, load.num_streams) == (0, 1)
-    router.finished("c", 6.0, num_output=4)
+    router.record_finished("c", 6.0, num_output=4)
     assert load.num_requests == 0
 
 
@@ -108,7 +108,7 @@ def test_calls_that_never_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(prefix_router, "MAX_CALLS", 4)
     router, key = PrefixRouter(), chat("x")
     for n in range(6):
-        router.sent(str(n), "m", key, SERVERS[0], 0.0)
+        router.record_sent(str(n), "m", key, SERVERS[0], 0.0)
     assert router.num_calls == router.router.endpoints[SERVERS[0]].load.num_requests == 4
 
 

@@ -5,18 +5,18 @@ from random import Random
 
 import pytest
 
-from headstart.bench.intent_report import CachingSide, IntentConfig, run_intent
+from headstart.bench.intent_report import CachingVariant, IntentConfig, run_intent
 from headstart.core.engine import Engine
 from headstart.core.request import Request
 from headstart.measurement.runner import EngineSetup
 from headstart.workload.request_record import RequestRecord, percentile
-from headstart.workload.slo import LateRequestStop, Slo
+from headstart.workload.slo import LatenessEarlyStop, Slo
 from headstart.workload.synthetic import INTENT
 from headstart_lab.runners.null_executor import NullExecutor
 
 MakeSetup = Callable[..., EngineSetup]
 TINY = IntentConfig(
-    runs=1, requests=2, seconds=0.01, min_requests=3, precision=8.0, limit_factor=1e6, load_rate=1000.0
+    runs=1, requests=2, seconds=0.01, min_requests=3, precision=8.0, limit_factor=1e6, comparison_rate=1000.0
 )  # a limit that is kept however busy the machine is
 KEYS = {
     *("ttft_off_ms", "ttft_on_ms", "ttft_ratio", "tpot_p90_off_ms", "tpot_p90_on_ms"),
@@ -59,7 +59,7 @@ def test_both_sides_see_the_same_fresh_prompts(make_setup: MakeSetup) -> None:
     for name in seen:
         built, info = setup.build(setup.options(num_blocks=512))
         engine = NotingEngine(built.scheduler, built.executor)
-        side = CachingSide(name, engine, array("i", range(900)), info.vocab_size, INTENT, Random(1))
+        side = CachingVariant(name, engine, array("i", range(900)), info.vocab_size, INTENT, Random(1))
         side.run(2)
         side.run(1)
     assert seen["off"] == seen["on"] and len(set(seen["off"])) == 3
@@ -67,7 +67,7 @@ def test_both_sides_see_the_same_fresh_prompts(make_setup: MakeSetup) -> None:
 
 @pytest.mark.parametrize("count", [1, 9, 10, 11, 40, 41])
 def test_giving_up_is_decided_exactly_when_p90_can_no_longer_hold(count: int) -> None:
-    watch = LateRequestStop(count, Slo(e2e=1.0))
+    watch = LatenessEarlyStop(count, Slo(e2e=1.0))
     late = 0
     while not watch(RequestRecord("r", 0.0, 0.1, 1.5, 1, 0, 1)):
         late += 1

@@ -69,7 +69,7 @@ async def envoy_front(*replicas: Replica, **options: Any) -> AsyncIterator[Front
                 max_connections=1000,
             )
             addresses = EndpointAddresses(lambda found: write_envoy_endpoints(folder, found))
-            addresses.changed([replica.address for replica in replicas])
+            addresses.on_replicas_changed([replica.address for replica in replicas])
             envoy = EnvoyProcess(envoy_binary(), write_envoy_config(settings), ServerLog())
             picker = PickerServer(state, addresses, trusts_address=True)
             try:

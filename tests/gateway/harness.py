@@ -208,7 +208,7 @@ async def front(
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         port = listener.getsockname()[1]
         try:
-            state.members.changed([replica.address for replica in replicas])
+            state.members.on_replicas_changed([replica.address for replica in replicas])
             await state.members.seen.wait()
             limits = httpx.Limits(max_connections=None)
             async with httpx.AsyncClient(

@@ -179,10 +179,10 @@ def test_one_replica_that_keeps_keys_apart_is_enough_to_keep_them_apart_for_all(
             for _ in range(4):
                 await router.complete(PROMPT, headers={"authorization": "Bearer a"})
             await keyed.start()
-            router.state.members.changed([shared.address, free.address, keyed.address])
+            router.state.members.on_replicas_changed([shared.address, free.address, keyed.address])
             await router.up(3)
             assert domain(router, "a") not in (b"", domain(router, "b"))
-            router.state.members.changed([free.address])
+            router.state.members.on_replicas_changed([free.address])
             assert domain(router, "a") == domain(router, "b") == b""
         await keyed.stop()
 

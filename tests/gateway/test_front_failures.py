@@ -178,7 +178,7 @@ def test_an_unreachable_replica_is_reported_at_once() -> None:
             answer = await router.complete()
             assert answer.status_code == 503 and answer.json()["error"]["code"] == "no_replicas"
             assert answer.headers["retry-after"] == "1"
-            router.state.members.changed([ReplicaAddress(unused_url())])
+            router.state.members.on_replicas_changed([ReplicaAddress(unused_url())])
             await until(lambda: all(m.state == "absent" for m in router.state.members.members.values()))
             answer = await router.complete()
             assert answer.status_code == 503 and answer.json()["error"]["code"] == "no_replicas"

@@ -64,9 +64,9 @@ def test_replicas_come_and_go_while_requests_are_served() -> None:
     async def go() -> None:
         one, other = [await replica.start() for replica in two()]
         async with front(one) as router:
-            router.state.members.changed([ReplicaAddress(one.url), ReplicaAddress(other.url)])
+            router.state.members.on_replicas_changed([ReplicaAddress(one.url), ReplicaAddress(other.url)])
             await router.up(2)
-            router.state.members.changed([ReplicaAddress(other.url)])
+            router.state.members.on_replicas_changed([ReplicaAddress(other.url)])
             assert (await router.complete()).headers["x-headstart-replica"] == other.url
             assert list(router.state.router.endpoints) == [other.url]
         await other.stop()
@@ -87,7 +87,7 @@ def test_without_metrics_and_models_a_replica_is_used_all_the_same() -> None:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         async with front() as router:
-            router.state.members.changed([ReplicaAddress(f"http://127.0.0.1:{runner.addresses[0][1]}")])
+            router.state.members.on_replicas_changed([ReplicaAddress(f"http://127.0.0.1:{runner.addresses[0][1]}")])
             await router.up(1)
             assert (await router.complete(model="anything")).status_code == 200
         await runner.cleanup()

@@ -156,7 +156,7 @@ def test_a_long_answer_in_one_piece_makes_no_replica_look_late() -> None:
             endpoint = router.state.router.endpoints[replica.url]
             before = endpoint.load.rates
             await until(lambda: endpoint.load.num_pending == 0)
-            assert endpoint.load.num_streams == 1 and endpoint.slowness(time.monotonic() + 60) == 1.0
+            assert endpoint.load.num_streams == 1 and endpoint.slowdown(time.monotonic() + 60) == 1.0
             assert router.state.num_pending == 0 and router.state.num_under_way == 1
             held.set()
             assert (await answer).status_code == 200

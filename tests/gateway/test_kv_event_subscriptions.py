@@ -231,7 +231,7 @@ def test_who_is_removed_is_not_listened_to_any_more() -> None:
             async with front(replica) as router:
                 await router.up(1)
                 assert list(router.state.listening.counts()) == [replica.url]
-                router.state.members.changed([])
+                router.state.members.on_replicas_changed([])
                 assert not router.state.listening.counts()
 
     asyncio.run(go())

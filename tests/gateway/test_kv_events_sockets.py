@@ -196,7 +196,7 @@ async def published(*payloads: bytes) -> AsyncGenerator[tuple[KVEventConsumer, C
         def end_requests() -> None:
             for number in range(SILENCE):
                 names = RoutingPrompt([number] * 8, router_root("m")).block_hashes(4)
-                consumer.index.finished(consumer.index.sent(names, 0.0), names, 0.0)
+                consumer.index.record_finished(consumer.index.record_sent(names, 0.0), names, 0.0)
 
         try:
             async with listening(consumer):
@@ -248,7 +248,7 @@ def test_an_unreachable_publisher_is_reported_too(capsys: pytest.CaptureFixture[
         async with listening(consumer):
             for number in range(SILENCE):
                 names = RoutingPrompt([number] * 8, router_root("m")).block_hashes(4)
-                consumer.index.finished(consumer.index.sent(names, 0.0), names, 0.0)
+                consumer.index.record_finished(consumer.index.record_sent(names, 0.0), names, 0.0)
             await until(lambda: "nothing listens at ipc:///tmp/no-publisher-here" in capsys.readouterr().err)
 
     run(test())

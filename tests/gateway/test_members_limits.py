@@ -59,7 +59,7 @@ def looking(odd: Odd, check: Any) -> None:
         good = Replica("m")
         address = await odd.start()
         async with front(good) as router:
-            router.state.members.changed([good.address, address])
+            router.state.members.on_replicas_changed([good.address, address])
             await router.up(2)
             await check(router.state.router.endpoints[address.url], router)
             assert (await router.complete()).status_code == 200
@@ -129,7 +129,7 @@ def test_replicas_that_do_not_answer_are_probed_a_few_at_once_and_live_ones_besi
         async with front() as router:
             members = router.state.members
             members.seen.clear()
-            members.changed([*silent[:20], live.address, *silent[20:]])
+            members.on_replicas_changed([*silent[:20], live.address, *silent[20:]])
             await router.up(1)
             assert all(member.state == "new" for member in list(members.members.values())[-10:])
             assert (await router.complete()).status_code == 200
@@ -137,7 +137,7 @@ def test_replicas_that_do_not_answer_are_probed_a_few_at_once_and_live_ones_besi
             looks = members.members[live.url].num_probes
             await until(lambda: members.members[silent[0].url].num_probes >= 3)
             assert members.members[live.url].num_probes > looks and 0 < most <= 4
-            members.changed([])
+            members.on_replicas_changed([])
         await live.stop()
         for one in (server, *others):
             one.close()

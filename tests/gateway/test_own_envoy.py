@@ -30,7 +30,7 @@ class OwnEnvoy:
 
     def __init__(self, router: Front, replica: Replica) -> None:
         addresses = EndpointAddresses()
-        addresses.changed([replica.address])
+        addresses.on_replicas_changed([replica.address])
         self._connection = PickerServer(router.state, addresses, trusts_address=True)._connection()
         self._transport = Transport()
         self._connection.connection_made(self._transport)  # type: ignore[arg-type]

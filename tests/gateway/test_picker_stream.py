@@ -80,7 +80,7 @@ class FakeEnvoy:
     async def write(self, *responses: pb.ProcessingResponse) -> None:
         self.written += responses
 
-    def end_gently(self) -> None:
+    def end_without_cancel(self) -> None:
         """Nothing: `say(None)` is always gentle."""
 
     @property
@@ -113,7 +113,7 @@ class Picker:
     def __init__(self, router: Front, replicas: Sequence[Replica]) -> None:
         self.state = router.state
         self.addresses = EndpointAddresses()
-        self.addresses.changed([replica.address for replica in replicas])
+        self.addresses.on_replicas_changed([replica.address for replica in replicas])
         self._app = build_gateway_app(self.state, EndpointPicker(self.state, self.addresses).forward)
 
     async def serve(self, envoy: FakeEnvoy) -> None:
@@ -445,7 +445,7 @@ def test_names_of_hosts_are_resolved() -> None:
         found: list[Any] = []
         addresses = EndpointAddresses(found.append)
         named = replica.url.replace("127.0.0.1", "localhost")
-        addresses.changed([type(replica.address)(named), type(replica.address)("http://[::1]:80")])
+        addresses.on_replicas_changed([type(replica.address)(named), type(replica.address)("http://[::1]:80")])
         await until(lambda: addresses.address(named) is not None)
         assert addresses.url(addresses.address(named) or "") == named
         assert found[-1] == sorted([place(replica), "[::1]:80"])

@@ -44,7 +44,7 @@ class Engine:
 def test_vllms_page_is_read() -> None:
     found = parse_metrics(VLLM)
     assert found == ScrapedMetrics("vllm", 32, 1234, 1, 5, 0.25, frozenset({"a", "b"}), frozenset(), 4)
-    assert found.reported(9.0).at == 9.0 and found.reported(9.0).running == 5
+    assert found.to_report(9.0).at == 9.0 and found.to_report(9.0).running == 5
 
 
 def test_our_own_page_is_read() -> None:

@@ -67,7 +67,7 @@ def test_the_cap_on_connections_follows_the_number_of_replicas() -> None:
                 table = here.connections
                 most = max_connections_by_open_files(files_each=2)
                 for num, cap in ((1, 4096), (2, 4096), (6, 12_288), (1000, most), (3, 6144), (0, 4096)):
-                    here.changed([ReplicaAddress(f"http://r{i}") for i in range(num)])
+                    here.on_replicas_changed([ReplicaAddress(f"http://r{i}") for i in range(num)])
                     assert table.max_connections == min(cap, most)
                 await here.stop(at_once=True)
 

@@ -138,7 +138,7 @@ async def ray_front(handle: Handle, *replicas: Replica, **options: Any) -> Async
             await replica.start()
         try:
             handle.set_replicas(*(replica.url for replica in replicas))
-            await placement.wait_for_fleet(RayFleet(router.state.members.changed))
+            await placement.wait_for_fleet(RayFleet(router.state.members.on_replicas_changed))
             await router.up(len(replicas))
             yield router
         finally:

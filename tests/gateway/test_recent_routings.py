@@ -55,11 +55,11 @@ def test_text_and_token_ids_have_nothing_in_common() -> None:
 def test_a_report_finds_its_request_and_a_late_one_is_ignored() -> None:
     recent = RecentRoutings(max_requests=1)
     recent.add(seen("one", "abc"))
-    recent.reported("one", 2, 3, at=5.0)
+    recent.record_usage("one", 2, 3, at=5.0)
     known = recent.find("one", "a")
     assert known is not None and (known.cached_tokens, known.prompt_tokens, known.reported_at) == (2, 3, 5.0)
     recent.add(seen("two", "abc"))
-    recent.reported("one", 2)
+    recent.record_usage("one", 2)
     assert recent.find("one", "a") is None and len(recent) == 1
 
 

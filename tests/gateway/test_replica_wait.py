@@ -78,10 +78,10 @@ def test_a_replica_that_is_replaced_by_one_elsewhere_is_waited_for() -> None:
         await new.start()
         async with front(old, replica_wait=60.0) as router:
             await router.up(1)
-            router.state.members.changed([])
+            router.state.members.on_replicas_changed([])
             task = asyncio.create_task(router.complete())
             await waiting(router, 1)
-            router.state.members.changed([ReplicaAddress(new.url)])
+            router.state.members.on_replicas_changed([ReplicaAddress(new.url)])
             assert (await task).headers["x-headstart-replica"] == new.url
         await new.stop()
 

@@ -34,10 +34,10 @@ def explained(first: RoutedRequest, second: RoutedRequest, cached: int | None, *
     recent = RecentRoutings()
     for one in (first, *others):
         recent.add(one)
-        recent.reported(one.request_id, 0, at=one.at)
+        recent.record_usage(one.request_id, 0, at=one.at)
     recent.add(second)
     if cached is not None:
-        recent.reported(second.request_id, cached, at=9.0)
+        recent.record_usage(second.request_id, cached, at=9.0)
     answer = explain(recent, second.request_id, tenant="a", now=10.0)
     assert answer == json.loads(json.dumps(answer)) and answer["object"] == "route.explanation"
     head = answer["message"].split("\n")[0]
@@ -177,8 +177,8 @@ def test_what_was_not_answered_yet_was_still_being_computed() -> None:
     recent = RecentRoutings()
     recent.add(seen("one", PROMPT))
     recent.add(seen("two", PROMPT, 1.0))
-    recent.reported("one", 0, at=2.0)
-    recent.reported("two", 0, at=3.0)
+    recent.record_usage("one", 0, at=2.0)
+    recent.record_usage("two", 0, at=3.0)
     assert explain(recent, "two", tenant="a")["reason"] == "computing"
 
 
@@ -235,7 +235,7 @@ def test_token_ids_are_counted_exactly() -> None:
 def test_a_prompt_that_is_not_sent_is_explained_by_what_the_router_believes() -> None:
     recent = RecentRoutings()
     recent.add(seen("one", PROMPT))
-    recent.reported("one", 0, at=1.0)
+    recent.record_usage("one", 0, at=1.0)
     asked = seen("asked", PROMPT, 2.0, predicted_tokens=112)
     answer = explain_prompt(recent, asked)
     assert answer["request_id"] is None and answer["reason"] == "complete" and len(recent) == 1
@@ -268,7 +268,7 @@ def test_no_tenant_reads_the_text_of_another(sent: list[tuple[bool, str, str, in
         one = RoutedRequest(f"{tenant}{number}", tenant, prompt, float(number), endpoint=tenant + endpoint, why=tenant)
         recent.add(one)
         if cached is not None:
-            recent.reported(one.request_id, cached, at=number + 0.5)
+            recent.record_usage(one.request_id, cached, at=number + 0.5)
     for one in list(recent):
         foreign = "ж" if one.tenant == "µ" else "µ"
         told = json.dumps(explain(recent, one.request_id, tenant=one.tenant), ensure_ascii=False)

@@ -10,11 +10,11 @@ def tell(progress: StartupProgress) -> None:
     """The life of three replicas: the first alone, one that ends, one that is ready."""
     with progress:
         progress.record_started("r0")
-        progress.settled("r0", is_ready=True)
+        progress.record_outcome("r0", is_ready=True)
         progress.record_started("r1")
         progress.record_started("r2")
-        progress.settled("r2", is_ready=False)
-        progress.settled("r1", is_ready=True)
+        progress.record_outcome("r2", is_ready=False)
+        progress.record_outcome("r1", is_ready=True)
 
 
 def test_elsewhere_than_on_a_terminal_each_change_is_a_line() -> None:

@@ -139,7 +139,7 @@ def test_two_weighted_pools_each_with_its_own_picker(tmp_path: Path) -> None:
             for name, fleet in fleets.items():
                 routers[name] = await stack.enter_async_context(front(*fleet))
                 addresses = EndpointAddresses()
-                addresses.changed([replica.address for replica in fleet])
+                addresses.on_replicas_changed([replica.address for replica in fleet])
                 pickers[name] = PickerServer(routers[name].state, addresses)
                 ports[name] = await pickers[name].start("127.0.0.1:0")
             port = unused_port()

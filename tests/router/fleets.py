@@ -36,9 +36,9 @@ def endpoint(name: str, num_blocks: int = 16, rates: StepRates = RATES) -> Endpo
 def serve(router: Router, request: RoutingRequest, now: float = 0.0, cached: int | None = None) -> RoutingDecision:
     """Routes one request and lets it end at once; `cached` is what the replica says, by default what was believed."""
     pick = router.pick(request, now)
-    pick = router.sent(pick, now)
+    pick = router.record_sent(pick, now)
     believed = pick.candidate.hit_tokens
     usage = ReportedTokenUsage(request.prompt.num_tokens, believed if cached is None else cached)
-    router.first_token(pick, now + pick.flight.prefill_ms / 1e3 if pick.flight else now, usage)
-    router.finished(pick, now + 1.0, usage)
+    router.record_first_token(pick, now + pick.flight.prefill_ms / 1e3 if pick.flight else now, usage)
+    router.record_finished(pick, now + 1.0, usage)
     return pick

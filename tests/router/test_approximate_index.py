@@ -45,11 +45,11 @@ def serve(shadow: ApproximateIndex, chain: list[BlockHash], real: RealCache | No
 
 def pass_through(shadow: ApproximateIndex, chain: list[BlockHash], real: RealCache | None = None) -> tuple[int, int]:
     """Serves a chain without the check."""
-    hold = shadow.sent(chain)
+    hold = shadow.record_sent(chain)
     cached = hold.hit if real is None else real.serve(chain)
-    shadow.computed(hold)
+    shadow.record_computed(hold)
     shadow.on_hit_reported(hold, cached)
-    shadow.finished(hold, chain)
+    shadow.record_finished(hold, chain)
     return hold.hit, cached
 
 
@@ -74,55 +74,55 @@ def test_a_chain_loses_its_tail_before_its_head() -> None:
 
 def test_blocks_of_requests_under_way_are_not_evicted() -> None:
     shadow = ApproximateIndex(4)
-    hold = shadow.sent(names(1, 2, 3))
+    hold = shadow.record_sent(names(1, 2, 3))
     serve(shadow, names(5, 6))
     assert shadow.match(names(1, 2, 3)) == 3
     assert shadow.match(names(5, 6)) == 1  # there was room for one block
-    shadow.computed(hold)
-    shadow.finished(hold, names(1, 2, 3))
+    shadow.record_computed(hold)
+    shadow.record_finished(hold, names(1, 2, 3))
     shadow.check()
 
 
 def test_learning_at_the_response_believes_nothing_before() -> None:
     shadow = ApproximateIndex(8, at_pick=False)
-    hold = shadow.sent(names(1, 2))
+    hold = shadow.record_sent(names(1, 2))
     assert shadow.match(names(1, 2)) == 0
-    twin = shadow.sent(names(1, 2))
-    shadow.computed(hold)
+    twin = shadow.record_sent(names(1, 2))
+    shadow.record_computed(hold)
     assert shadow.match(names(1, 2)) == 2
-    shadow.computed(twin)
+    shadow.record_computed(twin)
     for one in (hold, twin):
-        shadow.finished(one, names(1, 2))
+        shadow.record_finished(one, names(1, 2))
     assert len(shadow) == 2
     shadow.check()
 
 
 def test_what_was_generated_is_there_too() -> None:
     shadow = ApproximateIndex(8)
-    hold = shadow.sent(names(1))
-    shadow.computed(hold)
-    shadow.finished(hold, names(1, 2))
+    hold = shadow.record_sent(names(1))
+    shadow.record_computed(hold)
+    shadow.record_finished(hold, names(1, 2))
     assert shadow.match(names(1, 2, 3)) == 2
 
 
 def test_a_request_that_failed_leaves_nothing_that_it_was_to_compute() -> None:
     shadow = ApproximateIndex(8)
     serve(shadow, names(1))
-    hold = shadow.sent(names(1, 2, 3))
-    twin = shadow.sent(names(1, 2))
-    shadow.failed(hold)
+    hold = shadow.record_sent(names(1, 2, 3))
+    twin = shadow.record_sent(names(1, 2))
+    shadow.record_failed(hold)
     assert shadow.match(names(1, 2, 3)) == 2  # its twin is still to compute the second
-    shadow.failed(twin)
+    shadow.record_failed(twin)
     assert shadow.match(names(1, 2, 3)) == 1
-    shadow.failed(twin)
+    shadow.record_failed(twin)
     shadow.check()
 
 
 def test_what_a_failed_request_has_probably_computed_is_not_dropped_with_another_one() -> None:
     """Else a block would be there without the one before it: the next request of that prompt would fail."""
     shadow = ApproximateIndex(8)
-    shadow.failed(shadow.sent(names(1, 2, 3)), num_kept=2)
-    shadow.failed(shadow.sent(names(1, 5)))
+    shadow.record_failed(shadow.record_sent(names(1, 2, 3)), num_kept=2)
+    shadow.record_failed(shadow.record_sent(names(1, 5)))
     assert [shadow.match(names(1, 2, 3), near=near) for near in range(4)] == [2] * 4
     serve(shadow, names(1, 2, 3))
 
@@ -140,9 +140,9 @@ def test_what_a_request_without_space_has_computed_is_not_dropped_with_one_that_
 def test_a_twin_that_came_too_early_does_not_make_it_believe_in_evictions() -> None:
     shadow = ApproximateIndex(8)
     serve_all(shadow, (names(7), names(8)))
-    leader, twin = shadow.sent(names(1, 2)), shadow.sent(names(1, 2))
+    leader, twin = shadow.record_sent(names(1, 2)), shadow.record_sent(names(1, 2))
     assert twin.hit == 2 and twin.sure == 0
-    shadow.computed(leader)
+    shadow.record_computed(leader)
     shadow.on_hit_reported(twin, 0)
     assert shadow.num_trims == shadow.num_flushes == 0
     assert shadow.match(names(7)) == shadow.match(names(8)) == 1
@@ -151,8 +151,8 @@ def test_a_twin_that_came_too_early_does_not_make_it_believe_in_evictions() -> N
 def test_what_is_older_than_a_missing_block_is_gone_too() -> None:
     shadow = ApproximateIndex(8)
     serve_all(shadow, (names(number) for number in range(1, 9)))
-    hold = shadow.sent(names(4))
-    shadow.computed(hold)
+    hold = shadow.record_sent(names(4))
+    shadow.record_computed(hold)
     shadow.on_hit_reported(hold, 0)
     assert [shadow.match(names(number)) for number in range(1, 9)] == [0, 0, 0, 1, 1, 1, 1, 1]
     assert shadow.num_trims == 1 and shadow.num_flushes == 0
@@ -161,8 +161,8 @@ def test_what_is_older_than_a_missing_block_is_gone_too() -> None:
 def test_what_hangs_on_a_missing_block_is_gone_with_it() -> None:
     shadow = ApproximateIndex(16)
     serve_all(shadow, (names(9), names(1, 2, 3, 4), *(names(number) for number in range(20, 28))))
-    hold = shadow.sent(names(1, 2))
-    shadow.computed(hold)
+    hold = shadow.record_sent(names(1, 2))
+    shadow.record_computed(hold)
     shadow.on_hit_reported(hold, 1)
     assert shadow.num_trims == 1
     assert shadow.match(names(1, 2, 3, 4)) == 2
@@ -184,7 +184,7 @@ def test_a_block_that_was_there_against_belief_makes_a_shadow_grow() -> None:
     assert shadow.capacity == UNKNOWN_BLOCKS
     shadow._blocks.resize(16)
     serve_all(shadow, (names(number) for number in range(20)))
-    hold = shadow.sent(names(0))
+    hold = shadow.record_sent(names(0))
     assert hold.hit == 0
     shadow.on_hit_reported(hold, 1)
     assert shadow.capacity == 18
@@ -192,7 +192,7 @@ def test_a_block_that_was_there_against_belief_makes_a_shadow_grow() -> None:
 
 def test_a_prefix_it_never_heard_of_says_nothing_about_its_size() -> None:
     shadow = ApproximateIndex()
-    hold = shadow.sent(names(1))
+    hold = shadow.record_sent(names(1))
     shadow.on_hit_reported(hold, 1)
     assert shadow.capacity == UNKNOWN_BLOCKS
 
@@ -200,24 +200,24 @@ def test_a_prefix_it_never_heard_of_says_nothing_about_its_size() -> None:
 def test_an_emptied_cache_is_noticed_by_one_request() -> None:
     shadow = ApproximateIndex(64)
     serve_all(shadow, (names(number, number + 100) for number in range(10)))
-    hold = shadow.sent(names(9, 109))
-    shadow.computed(hold)
+    hold = shadow.record_sent(names(9, 109))
+    shadow.record_computed(hold)
     shadow.on_hit_reported(hold, 0)
     assert shadow.num_flushes == 1
     assert [shadow.match(names(number)) for number in range(9)] == [0] * 9
     assert shadow.match(names(9, 109)) == 2 and shadow.capacity == 64
-    shadow.finished(hold, names(9, 109))
+    shadow.record_finished(hold, names(9, 109))
     shadow.check()
 
 
 def test_requests_sent_before_a_flush_was_noticed_say_nothing_new() -> None:
     shadow = ApproximateIndex(64)
     serve_all(shadow, (names(number) for number in range(10)))
-    first, second = shadow.sent(names(8, 80)), shadow.sent(names(9, 90))
-    shadow.computed(first)
+    first, second = shadow.record_sent(names(8, 80)), shadow.record_sent(names(9, 90))
+    shadow.record_computed(first)
     shadow.on_hit_reported(first, 0)
-    shadow.finished(first, first.block_hashes)  # computed after the flush
-    shadow.computed(second)
+    shadow.record_finished(first, first.block_hashes)  # computed after the flush
+    shadow.record_computed(second)
     shadow.on_hit_reported(second, 0)
     assert shadow.num_flushes == 1
     assert shadow.match(names(8, 80)) == 2 and shadow.match(names(7)) == 0
@@ -227,8 +227,8 @@ def test_blocks_that_the_request_computes_itself_do_not_speak_against_a_flush() 
     shadow = ApproximateIndex(16)
     chain = names(*range(12))
     serve_all(shadow, (names(90), chain, names(91)))
-    hold = shadow.sent(chain)
-    shadow.computed(hold)
+    hold = shadow.record_sent(chain)
+    shadow.record_computed(hold)
     shadow.on_hit_reported(hold, 0)
     assert (shadow.num_flushes, shadow.num_trims, shadow.capacity) == (1, 0, 16)
 
@@ -237,8 +237,8 @@ def test_a_chain_of_which_most_is_there_was_not_emptied() -> None:
     shadow = ApproximateIndex(256)
     chain = names(*range(10))
     serve_all(shadow, (*(names(number) for number in range(100, 140)), chain))
-    hold = shadow.sent(chain)
-    shadow.computed(hold)
+    hold = shadow.record_sent(chain)
+    shadow.record_computed(hold)
     shadow.on_hit_reported(hold, 8)
     assert (shadow.num_flushes, shadow.num_trims) == (0, 1)
     assert [shadow.match(names(number)) for number in range(100, 140)] == [0] * 8 + [1] * 32
@@ -249,10 +249,10 @@ def test_what_was_missing_before_says_what_is_lately() -> None:
     shadow = ApproximateIndex(4096)
     serve_all(shadow, (names(number, 0, 0) for number in range(700)))
     for number, num_trims in ((100, 1), (300, 2), (450, 3)):  # the last: 750 used since, less than a quarter of 4,096
-        hold = shadow.sent(names(number, 0, 0))
-        shadow.computed(hold)
+        hold = shadow.record_sent(names(number, 0, 0))
+        shadow.record_computed(hold)
         shadow.on_hit_reported(hold, 0)
-        shadow.finished(hold, hold.block_hashes)
+        shadow.record_finished(hold, hold.block_hashes)
         assert (shadow.num_trims, shadow.num_flushes) == (num_trims, 0)
 
 
@@ -262,8 +262,8 @@ def test_a_guessed_size_is_replaced_at_once_and_a_reported_one_slowly() -> None:
         for number in range(5000):
             pass_through(shadow, names(number))  # a check each would take long
         shadow.check()
-        hold = shadow.sent(names(400))
-        shadow.computed(hold)
+        hold = shadow.record_sent(names(400))
+        shadow.record_computed(hold)
         shadow.on_hit_reported(hold, 0)
         kept = 4599
         assert shadow.capacity == (UNKNOWN_BLOCKS - 4 if told else UNKNOWN_BLOCKS - (UNKNOWN_BLOCKS - kept) // 2)
@@ -275,11 +275,11 @@ def test_a_chain_for_which_there_never_was_room_makes_it_grow_by_all_of_it() -> 
     chain = names(*range(40))
     assert serve(shadow, chain, RealCache(64)) == (0, 0)
     assert shadow.match(chain) == 16
-    hold = shadow.sent(chain)
-    shadow.computed(hold)
+    hold = shadow.record_sent(chain)
+    shadow.record_computed(hold)
     shadow.on_hit_reported(hold, 40)
     assert shadow.capacity == 40
-    shadow.finished(hold, chain)
+    shadow.record_finished(hold, chain)
     assert shadow.match(chain) == 40
     shadow.check()
 
@@ -289,13 +289,13 @@ def test_a_block_that_went_in_a_flush_and_is_there_says_that_the_cache_is_small(
     shadow = ApproximateIndex(256)
     serve_all(shadow, (names(number) for number in range(40)))
     for number, cached in ((10, 0), (30, is_there)):  # 11 to 39 were used after 10
-        hold = shadow.sent(names(number))
-        shadow.computed(hold)
+        hold = shadow.record_sent(names(number))
+        shadow.record_computed(hold)
         shadow.on_hit_reported(hold, int(cached))
-        shadow.finished(hold, hold.block_hashes)
+        shadow.record_finished(hold, hold.block_hashes)
     assert shadow.num_flushes == 1
     assert shadow.capacity == ((256 + 29) // 2 if is_there else 256)
-    hold = shadow.sent(names(31))
+    hold = shadow.record_sent(names(31))
     shadow.on_hit_reported(hold, 1)  # that is settled
     assert shadow.capacity == ((256 + 29) // 2 if is_there else 256)
 
@@ -304,8 +304,8 @@ def test_a_report_that_is_off_by_little_moves_little() -> None:
     shadow = ApproximateIndex(64)
     chain = names(*range(20))
     serve_all(shadow, (*(names(number) for number in range(100, 120)), chain, *(names(n) for n in range(200, 220))))
-    hold = shadow.sent(chain)
-    shadow.computed(hold)
+    hold = shadow.record_sent(chain)
+    shadow.record_computed(hold)
     shadow.on_hit_reported(hold, 19)
     assert shadow.num_trims == 1 and shadow.capacity == 64 - 4
     there = [shadow.match(names(number)) for number in range(100, 120)]
@@ -323,7 +323,7 @@ def test_contradicting_reports_shorten_the_steps_and_agreeing_ones_lengthen_them
 def test_without_correction_it_believes_what_it_believed() -> None:
     shadow = ApproximateIndex(8, corrects=False)
     serve_all(shadow, (names(1), names(2)))
-    hold = shadow.sent(names(2))
+    hold = shadow.record_sent(names(2))
     shadow.on_hit_reported(hold, 0)
     assert shadow.match(names(1)) == 1
 
@@ -331,14 +331,14 @@ def test_without_correction_it_believes_what_it_believed() -> None:
 def test_clearing_forgets_all_and_requests_under_way_are_taken_in_when_they_answer() -> None:
     shadow = ApproximateIndex(8)
     serve(shadow, names(7))
-    hold, lost = shadow.sent(names(1, 2)), shadow.sent(names(3))
+    hold, lost = shadow.record_sent(names(1, 2)), shadow.record_sent(names(3))
     shadow.clear()
     assert len(shadow) == 0
-    shadow.failed(lost)
-    shadow.computed(hold)
+    shadow.record_failed(lost)
+    shadow.record_computed(hold)
     assert shadow.match(names(1, 2)) == 2
-    shadow.finished(hold, names(1, 2))
-    shadow.finished(hold, names(1, 2))
+    shadow.record_finished(hold, names(1, 2))
+    shadow.record_finished(hold, names(1, 2))
     shadow.check()
 
 
@@ -386,21 +386,21 @@ def test_whatever_happens_a_block_is_there_only_with_all_before_it(
     under_way: list[Reservation] = []
     for kind, chain, which in acts:
         if kind == 0 or not under_way:
-            under_way.append(shadow.sent(names(*chain)))
+            under_way.append(shadow.record_sent(names(*chain)))
         elif kind == 1:
             hold = under_way[which % len(under_way)]
-            shadow.computed(hold)
+            shadow.record_computed(hold)
             shadow.on_hit_reported(hold, min(which, len(hold.block_hashes)))
         elif kind == 2:
             hold = under_way.pop(which % len(under_way))
-            shadow.finished(
+            shadow.record_finished(
                 hold,
                 hold.block_hashes + names(*chain)[len(hold.block_hashes) :]
                 if not hold.block_hashes
                 else hold.block_hashes,
             )
         elif which:
-            shadow.failed(under_way.pop(which % len(under_way)))
+            shadow.record_failed(under_way.pop(which % len(under_way)))
         else:
             shadow.clear()
         shadow.check()
@@ -410,20 +410,20 @@ def test_whatever_happens_a_block_is_there_only_with_all_before_it(
             assert shadow.match(full) == sum(1 for _ in takewhile(bool, contains)) == sum(contains)
         assert shadow.num_unclaimed_blocks <= shadow.capacity
     for hold in under_way:
-        shadow.finished(hold, hold.block_hashes)
+        shadow.record_finished(hold, hold.block_hashes)
     assert shadow.num_unclaimed_blocks == shadow.capacity, "nothing is in flight"
 
 
 def test_blocks_that_requests_in_flight_hold_or_wait_for_are_claimed() -> None:
     shadow = ApproximateIndex(4)
-    first = shadow.sent(names(1, 2, 3))
+    first = shadow.record_sent(names(1, 2, 3))
     assert shadow.num_unclaimed_blocks == 1
-    second = shadow.sent(names(1, 2, 5, 6))  # shares two blocks, and has space for one
+    second = shadow.record_sent(names(1, 2, 5, 6))  # shares two blocks, and has space for one
     assert shadow.num_unclaimed_blocks == -1
-    shadow.finished(first, names(1, 2, 3))
-    shadow.computed(second)
+    shadow.record_finished(first, names(1, 2, 3))
+    shadow.record_computed(second)
     assert shadow.num_unclaimed_blocks == 0
-    shadow.finished(second, names(1, 2, 5, 6))
+    shadow.record_finished(second, names(1, 2, 5, 6))
     assert shadow.num_unclaimed_blocks == 4
     assert ApproximateIndex().num_unclaimed_blocks == inf, "its size is not known"
 
@@ -431,17 +431,17 @@ def test_blocks_that_requests_in_flight_hold_or_wait_for_are_claimed() -> None:
 def test_new_blocks_cost_nothing_while_there_is_room() -> None:
     shadow = ApproximateIndex(8)
     serve_all(shadow, [names(1, 2), names(1, 2, 3), names(1, 2, 4)])
-    assert shadow.loss(4) == 0.0
-    assert shadow.loss(5) > 0.0
+    assert shadow.eviction_loss(4) == 0.0
+    assert shadow.eviction_loss(5) > 0.0
 
 
 def test_what_is_used_again_and_again_is_a_loss_and_what_was_used_once_hardly() -> None:
     hot, cold = ApproximateIndex(6), ApproximateIndex(6)
     serve_all(hot, [names(1, 2), names(3, 4), names(1, 2), names(3, 4), names(1, 2), names(5, 6), names(3, 4)])
     serve_all(cold, [names(2 * i, 2 * i + 1) for i in range(8)])
-    assert cold.loss(4) == 0.0  # nothing came back so far
-    assert 1.0 < hot.loss(4) <= 4.0
-    assert hot.loss(2) < hot.loss(4) <= hot.loss(6)
+    assert cold.eviction_loss(4) == 0.0  # nothing came back so far
+    assert 1.0 < hot.eviction_loss(4) <= 4.0
+    assert hot.eviction_loss(2) < hot.eviction_loss(4) <= hot.eviction_loss(6)
 
 
 def test_a_burst_that_is_over_is_a_smaller_loss_than_a_prefix_that_came_as_often_at_its_pace() -> None:
@@ -449,7 +449,7 @@ def test_a_burst_that_is_over_is_a_smaller_loss_than_a_prefix_that_came_as_often
     for i in range(20):
         serve(paced, names(1, 2) if i % 5 == 0 else names(10 + i))
         serve(burst, names(1, 2) if i < 4 else names(10 + i))
-    now_evicts = [shadow.loss(32 - len(shadow) + 18) for shadow in (paced, burst)]
+    now_evicts = [shadow.eviction_loss(32 - len(shadow) + 18) for shadow in (paced, burst)]
     assert now_evicts[1] < now_evicts[0]
 
 
@@ -457,8 +457,8 @@ def test_a_burst_that_is_over_is_a_smaller_loss_than_a_prefix_that_came_as_often
 def test_a_loss_is_never_more_than_what_goes(chains: list[list[int]], num: int) -> None:
     shadow = ApproximateIndex(8)
     serve_all(shadow, [names(*chain) for chain in chains])
-    assert 0.0 <= shadow.loss(num) <= max(num - (8 - len(shadow)), 0) + 1e-9
-    assert shadow.loss(num) <= 8
+    assert 0.0 <= shadow.eviction_loss(num) <= max(num - (8 - len(shadow)), 0) + 1e-9
+    assert shadow.eviction_loss(num) <= 8
 
 
 @given(
@@ -478,22 +478,22 @@ def test_a_loss_that_was_worked_out_before_is_no_other_than_a_new_one(
     shadow, holds = ApproximateIndex(8, at_pick=at_pick), list[Reservation]()
     for what, chain, number in steps:
         if what == "sent":
-            holds.append(shadow.sent(names(*chain)))
+            holds.append(shadow.record_sent(names(*chain)))
         elif what == "clear":
             shadow.clear()
         elif holds:
             hold = holds[number % len(holds)]
             if what == "computed":
-                shadow.computed(hold)
+                shadow.record_computed(hold)
             elif what == "observed":
                 shadow.on_hit_reported(hold, min(number, len(hold.block_hashes)))
             elif what == "finished":
-                shadow.finished(hold, hold.block_hashes)
+                shadow.record_finished(hold, hold.block_hashes)
             else:
-                shadow.failed(hold)
-        known = [shadow.loss(count) for count in range(12)]
+                shadow.record_failed(hold)
+        known = [shadow.eviction_loss(count) for count in range(12)]
         shadow._blocks._worth = None
-        assert [shadow.loss(count) for count in range(12)] == known
+        assert [shadow.eviction_loss(count) for count in range(12)] == known
 
 
 @given(
@@ -504,4 +504,6 @@ def test_a_loss_does_not_depend_on_the_losses_asked_before(chains: list[list[int
     for shadow in (asked, *fresh):
         for chain in chains:
             serve(shadow, names(*chain))
-    assert [asked.loss(size) for size in sizes] == [one.loss(size) for one, size in zip(fresh, sizes, strict=True)]
+    assert [asked.eviction_loss(size) for size in sizes] == [
+        one.eviction_loss(size) for one, size in zip(fresh, sizes, strict=True)
+    ]

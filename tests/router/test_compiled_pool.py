@@ -45,8 +45,8 @@ class Twins:
             for make in makers
         ]
 
-    def sent(self, chain: list[BlockHash]) -> list[Reservation]:
-        one, other = reservations = [index.sent(chain) for index in self.indexes]
+    def record_sent(self, chain: list[BlockHash]) -> list[Reservation]:
+        one, other = reservations = [index.record_sent(chain) for index in self.indexes]
         for name in ("hit", "sure", "missing", "evicted", "doubtful", "epoch", "num_losses"):
             assert getattr(one, name) == getattr(other, name), name
         assert len(one.blocks) == len(other.blocks) and list(one.serials) == list(other.serials)
@@ -64,10 +64,10 @@ class Twins:
         for chain in chains:
             near = rng.randrange(len(chain) + 1)
             assert one.match(chain, near=near) == other.match(chain)
-            assert one.held(chain) == other.held(chain)
+            assert one.count_held(chain) == other.count_held(chain)
             assert all((block in one) == (block in other) for block in chain)
         for num in (1, 3, 70):
-            assert one.loss(num) == other.loss(num)
+            assert one.eviction_loss(num) == other.eviction_loss(num)
 
 
 @needs_pools
@@ -82,18 +82,18 @@ def test_an_index_on_compiled_pools_equals_one_in_python(seed: int, policy: str,
     for _ in range(60):
         act = rng.random()
         if act < 0.45 or not under_way:
-            under_way.append(twins.sent(rng.choice(chains)))
+            under_way.append(twins.record_sent(rng.choice(chains)))
         elif act < 0.55:
-            twins.call("computed", rng.choice(under_way))
+            twins.call("record_computed", rng.choice(under_way))
         elif act < 0.7:
             chosen = rng.choice(under_way)
             twins.call("on_hit_reported", chosen, rng.randrange(len(chosen[0].block_hashes) + 1))
         elif act < 0.88:
             done = under_way.pop(rng.randrange(len(under_way)))
             longer = [chain for chain in chains if chain[: len(done[0].block_hashes)] == done[0].block_hashes]
-            twins.call("finished", done, rng.choice([done[0].block_hashes, *longer]))
+            twins.call("record_finished", done, rng.choice([done[0].block_hashes, *longer]))
         elif act < 0.97:
-            twins.call("failed", under_way.pop(), rng.randrange(3))
+            twins.call("record_failed", under_way.pop(), rng.randrange(3))
         else:
             for index in twins.indexes:
                 index.clear()
@@ -111,8 +111,8 @@ def test_pools_that_grow_and_forget_evictions_stay_equal(policy: str) -> None:
         if seen and rng.random() < 0.5:
             chain = rng.choice(seen)[: rng.randrange(1, 150)] + chain
         seen.append(chain)
-        reservations = twins.sent(chain)
-        twins.call("finished", reservations, chain)
+        reservations = twins.record_sent(chain)
+        twins.call("record_finished", reservations, chain)
         if not number % 20:
             twins.check(seen[-30:], rng)
     twins.check(seen, rng)
@@ -136,7 +136,7 @@ def test_fleets_on_compiled_pools_decide_as_those_in_python(seed: int) -> None:
         for router, make in zip(routers, makers, strict=True):
             index = ApproximateIndex(size, eviction_policy=policy, make_pool=make)
             if is_filled:
-                index.finished(index.sent(chain), chain)
+                index.record_finished(index.record_sent(chain), chain)
             router.add(Endpoint(f"r{num_made}", index, block_size=block_size))
         num_made += 1
 
@@ -161,17 +161,17 @@ def test_fleets_on_compiled_pools_decide_as_those_in_python(seed: int) -> None:
             assert one.choice.scores == other.choice.scores
             hits = [(c.hit_blocks, c.hit_tokens) for c in one.view.candidates]
             assert hits == [(c.hit_blocks, c.hit_tokens) for c in other.view.candidates]
-            sent = (routers[0].sent(one, now), routers[1].sent(other, now))
+            sent = (routers[0].record_sent(one, now), routers[1].record_sent(other, now))
             under_way.append(sent)
         else:
             done = under_way.pop(rng.randrange(len(under_way)))
             usage = rng.choice((None, ReportedTokenUsage(done[0].view.prompt_tokens or 1, rng.randrange(20))))
             if rng.random() < 0.85:
                 for router, one in zip(routers, done, strict=True):
-                    router.finished(one, now, usage)
+                    router.record_finished(one, now, usage)
             else:
                 for router, one in zip(routers, done, strict=True):
-                    router.failed(one, now, blame=False)
+                    router.record_failed(one, now, blame=False)
 
 
 @needs_pools
@@ -179,7 +179,7 @@ def test_a_replaced_pool_is_freed_in_slices() -> None:
     assert POOLS is not None
     index = ApproximateIndex(20_000, make_pool=POOLS)
     chain = [BlockHash(bytes([0] * 24) + number.to_bytes(8, "little")) for number in range(10_000)]
-    index.finished(index.sent(chain), chain)
+    index.record_finished(index.record_sent(chain), chain)
     index.clear()
     freed = 0
     while num := index.free(1_000):

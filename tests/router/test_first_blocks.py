@@ -30,7 +30,7 @@ def test_hits_are_those_of_every_index_asked_alone(seed: int) -> None:
     for number in range(4):
         index = ApproximateIndex(rng.choice((4, 6, 20)), at_pick=rng.random() < 0.5)
         if not number:
-            index.finished(index.sent(names(1, 2)), names(1, 2))
+            index.record_finished(index.record_sent(names(1, 2)), names(1, 2))
         router.add(Endpoint(f"r{number}", index, block_size=BLOCK))
     assert router.endpoints["r0"].index.number != UNLISTED
     for number in range(60):
@@ -41,13 +41,13 @@ def test_hits_are_those_of_every_index_asked_alone(seed: int) -> None:
         for candidate in decision.view.candidates:
             assert candidate.hit_blocks == candidate.endpoint.index.match(block_hashes, now)
         if act < 0.5 or not under_way:
-            under_way.append(router.sent(decision, now, rng.choice((None, f"r{rng.randrange(4)}"))))
+            under_way.append(router.record_sent(decision, now, rng.choice((None, f"r{rng.randrange(4)}"))))
         elif act < 0.85:
             done = under_way.pop(rng.randrange(len(under_way)))
             tokens = done.view.request.prompt.num_tokens
-            router.finished(done, now, rng.choice((None, ReportedTokenUsage(tokens, rng.randrange(tokens)))))
+            router.record_finished(done, now, rng.choice((None, ReportedTokenUsage(tokens, rng.randrange(tokens)))))
         elif act < 0.93:
-            router.failed(under_way.pop(), now, blame=False)
+            router.record_failed(under_way.pop(), now, blame=False)
         else:
             chosen = router.endpoints[f"r{rng.randrange(4)}"]
             if rng.random() < 0.5:
@@ -60,7 +60,7 @@ def test_hits_are_those_of_every_index_asked_alone(seed: int) -> None:
 def test_a_guess_of_the_hit_changes_nothing_but_the_time(num: int, cached: int, near: int) -> None:
     block_hashes, index = names(*range(num)), ApproximateIndex(16)
     cached = min(cached, num)
-    index.finished(index.sent(block_hashes[:cached]), block_hashes[:cached])
+    index.record_finished(index.record_sent(block_hashes[:cached]), block_hashes[:cached])
     assert index.match(block_hashes, near=near) == cached
 
 
@@ -73,7 +73,7 @@ def test_only_replicas_that_may_have_the_first_block_are_asked() -> None:
         match = index.match
         index.match = lambda *args: asked.append(name) or match(*args)  # type: ignore[method-assign]
 
-    router.sent(router.pick(ask(1, 2), 0.0), 0.0, "r1")
+    router.record_sent(router.pick(ask(1, 2), 0.0), 0.0, "r1")
     for name, one in router.endpoints.items():
         noting(name, one.index)  # type: ignore[arg-type]
     assert [c.hit_blocks for c in router.pick(ask(1, 2, 3), 1.0).view.candidates] == [0, 2] and asked == ["r1"]
@@ -82,7 +82,7 @@ def test_only_replicas_that_may_have_the_first_block_are_asked() -> None:
 def test_an_index_that_was_filled_before_it_was_added_is_asked_only_for_what_it_may_have() -> None:
     router, asked = Router(), list[str]()
     guess, told = ApproximateIndex(16), KVEventIndex(BLOCK, lambda adapter, domain: ROOT)
-    guess.finished(guess.sent(names(1, 2)), names(1, 2))
+    guess.record_finished(guess.record_sent(names(1, 2)), names(1, 2))
     tokens = prompt(3, 4).token_ids[: 2 * BLOCK]
     told.apply([BlockStored((BlockHash(b"x"), BlockHash(b"y")), None, tokens, BLOCK)])
     for number, index in enumerate((guess, told)):
@@ -108,7 +108,7 @@ def test_the_table_is_about_as_large_as_what_is_cached() -> None:
     table.add_index(index)
     for number in range(10_000):
         block_hashes = [BlockHash(number.to_bytes(32, "little"))]
-        index.finished(index.sent(block_hashes), block_hashes)
+        index.record_finished(index.record_sent(block_hashes), block_hashes)
     assert 16 <= len(table) <= 34
 
 
@@ -118,7 +118,7 @@ def test_an_index_that_is_gone_is_forgotten() -> None:
         index = ApproximateIndex(16)
         table.add_index(index)
         block_hashes = [BlockHash(number.to_bytes(32, "little"))]
-        index.sent(block_hashes)
+        index.record_sent(block_hashes)
         del index
         gc.collect(0)
     assert len(table) <= 4

@@ -125,10 +125,10 @@ def test_tenants_are_kept_apart() -> None:
 def test_what_was_sent_counts_until_its_events_are_overdue() -> None:
     told = new()
     told.apply([stored("a", 1)])
-    hold = told.sent(names(1, 2, 3), 0.0)
+    hold = told.record_sent(names(1, 2, 3), 0.0)
     assert told.match(names(1, 2, 3), 1.0) == 3
     assert told.match(names(1, 2, 3), SPECULATION + 1) == 1
-    told.computed(hold, 10.0)
+    told.record_computed(hold, 10.0)
     assert told.match(names(1, 2, 3), 10.0 + SPECULATION_COMPUTED + 1) == 1
     told.apply([stored("b", 2, parent="a")])
     assert told.match(names(1, 2, 3), 100.0) == 2
@@ -136,14 +136,14 @@ def test_what_was_sent_counts_until_its_events_are_overdue() -> None:
 
 def test_what_failed_is_not_expected() -> None:
     told = new()
-    told.failed(told.sent(names(1, 2), 0.0))
+    told.record_failed(told.record_sent(names(1, 2), 0.0))
     assert told.match(names(1, 2), 0.0) == 0
 
 
 def test_expectations_are_bounded() -> None:
     told = new()
     for number in range(100):
-        told.sent(names(number), number * 100.0)
+        told.record_sent(names(number), number * 100.0)
     assert len(told._speculative) <= 2
 
 
@@ -164,7 +164,7 @@ def test_silence_is_noticed_and_ends_with_the_first_event_of_use() -> None:
     told = new()
     for number in range(SILENCE):
         assert not told.lacks_usable_events
-        told.finished(told.sent(names(number), 0.0), names(number), 0.0)
+        told.record_finished(told.record_sent(names(number), 0.0), names(number), 0.0)
     assert told.lacks_usable_events
     told.apply([stored("b", 2, parent="a")])
     assert told.lacks_usable_events
@@ -178,7 +178,7 @@ def test_requests_that_store_nothing_are_not_silence() -> None:
     told = new()
     told.apply([stored("a", 1)])
     for _ in range(2 * SILENCE):
-        told.finished(told.sent(names(1), 0.0), names(1), 0.0)
+        told.record_finished(told.record_sent(names(1), 0.0), names(1), 0.0)
     assert not told.lacks_usable_events
 
 
@@ -261,17 +261,17 @@ def test_events_lost_for_good_never_make_it_believe_what_is_not_so(seed: int, lo
 def test_a_guess_is_kept_beside_what_is_told_and_says_what_goes_next() -> None:
     guess = ApproximateIndex(4)
     told = KVEventIndex(BLOCK, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain), guess)
-    assert new().loss(4) == 0.0
+    assert new().eviction_loss(4) == 0.0
     for _ in range(2):
-        hold = told.sent(names(1, 2, 3, 4), 0.0)
-        told.computed(hold, 0.0)
-        told.finished(hold, hold.block_hashes, 0.0)
+        hold = told.record_sent(names(1, 2, 3, 4), 0.0)
+        told.record_computed(hold, 0.0)
+        told.record_finished(hold, hold.block_hashes, 0.0)
         told.on_hit_reported(hold, 4, 0.0)
-    assert len(guess) == 4 and told.loss(2) == guess.loss(2) > 0
+    assert len(guess) == 4 and told.eviction_loss(2) == guess.eviction_loss(2) > 0
     assert len(told) == 0, "of events nothing was heard yet"
-    failing = told.sent(names(5), 0.0)
-    told.failed(failing)
+    failing = told.record_sent(names(5), 0.0)
+    told.record_failed(failing)
     guess.check()
     assert guess.match(names(5)) == 0
     told.apply([stored("abcd", 1, 2, 3, 4), AllBlocksCleared()])
-    assert len(guess) == 0 and told.loss(2) == 0.0
+    assert len(guess) == 0 and told.eviction_loss(2) == 0.0

@@ -26,7 +26,7 @@ def test_rows_are_those_of_all_loads_after_any_changes_and_for_any_subset() -> N
     for _ in range(300):
         for load in rng.sample(loads, rng.randrange(4)):
             load.value = rng.random()
-            rows.changed(load)
+            rows.mark_changed(load)
         asked = rng.choice([loads, loads, loads[1:], loads[:1], loads[::-1]])
         assert rows.of(asked).tolist() == [[load.value, -load.value] for load in asked]
 
@@ -35,7 +35,7 @@ def test_only_changed_rows_are_read_again() -> None:
     rows, loads = LoadRows(), [Counted(1.0) for _ in range(5)]
     rows.of(loads)
     loads[3].value = 2.0
-    rows.changed(loads[3])
+    rows.mark_changed(loads[3])
     assert rows.of(loads)[3, 0] == 2.0
     assert [load.num_reads for load in loads] == [1, 1, 1, 2, 1]
 
@@ -44,7 +44,7 @@ def test_loads_of_removed_replicas_do_not_accumulate() -> None:
     rows, loads = LoadRows(), [Counted(1.0) for _ in range(2)]
     rows.of(loads)
     loads[0].value = 3.0
-    rows.changed(loads[0])
+    rows.mark_changed(loads[0])
     for _ in range(MAX_CHANGED):
-        rows.changed(Counted(0.0))
+        rows.mark_changed(Counted(0.0))
     assert np.array_equal(rows.of(loads), [[3.0, -3.0], [1.0, -1.0]])

@@ -88,7 +88,7 @@ def test_a_router_alone_decides_as_if_there_were_no_homes(seed: int, count: int,
         plain = policy.choose_by_scalars if replicas <= 24 else policy.choose_by_arrays
         assert pick.choice._replace(memo=None) == plain(pick.view)
         assert list(pick.choice.ranked.hit_tokens) == list(pick.view.candidates.hit_tokens)  # type: ignore[attr-defined]
-        router.sent(pick, float(number))
+        router.record_sent(pick, float(number))
         for one in rng.sample(sorted(router.endpoints), 2):  # as they are: all of them are ours
             load = router.endpoints[one].load
             router.endpoints[one].reported = ReplicaReport(float(number), load.num_pending, load.num_streams)
@@ -195,7 +195,7 @@ def test_requests_of_long_ago_are_forgotten(count: int) -> None:
 def test_the_share_of_others_is_a_share_and_none_below_its_least(counts: list[tuple[int, int]]) -> None:
     others = OtherRoutersLoad()
     for own, foreign in counts:
-        others.reported(own, own + foreign)
+        others.add_report(own, own + foreign)
         assert others.share == 0.0 or LEAST_SHARE <= others.share < 1.0
     if not any(foreign for _, foreign in counts):
         assert others.share == 0.0
@@ -204,16 +204,16 @@ def test_the_share_of_others_is_a_share_and_none_below_its_least(counts: list[tu
 def test_requests_on_their_way_and_a_single_client_are_no_router() -> None:
     late = OtherRoutersLoad()
     for _ in range(500):  # a report is older than our count: too few and too many by turns
-        late.reported(8, 12)
-        late.reported(12, 8)
+        late.add_report(8, 12)
+        late.add_report(12, 8)
     assert late.share == 0.0
     client = OtherRoutersLoad()
     for number in range(500):
-        client.reported(10, 10 + (number % 2))
+        client.add_report(10, 10 + (number % 2))
     assert client.share == 0.0
     for _ in range(500):
-        client.reported(10, 20)
+        client.add_report(10, 20)
     assert client.share == pytest.approx(0.5, abs=0.01)
     for _ in range(500):
-        client.reported(10, 10)
+        client.add_report(10, 10)
     assert client.share == 0.0, "the other one has ended"

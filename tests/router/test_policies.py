@@ -41,16 +41,16 @@ def fleet(policy: Policy | None = None, count: int = 3) -> Router:
 def warm(router: Router, name: str, request: RoutingRequest, noise: float = 1.0) -> None:
     """Lets one replica serve a request at time 0, whatever the policy says, in the time that takes."""
     pick = router.pick(request, 0.0)
-    pick = router.sent(pick, 0.0, name)
+    pick = router.record_sent(pick, 0.0, name)
     took = RATES.prefill_ms(PrefillWork.of(request.prompt.num_tokens, pick.candidate.hit_tokens)) / 1e3
-    router.first_token(pick, noise * took)
-    router.finished(pick, noise * took)
+    router.record_first_token(pick, noise * took)
+    router.record_finished(pick, noise * took)
 
 
 def send(router: Router, request: RoutingRequest, now: float = 0.0, to: str | None = None) -> RoutingDecision:
     """A request that stays under way."""
     pick = router.pick(request, now)
-    pick = router.sent(pick, now, to)
+    pick = router.record_sent(pick, now, to)
     return pick
 
 
@@ -93,10 +93,10 @@ def test_every_order_of_the_replicas_is_about_as_frequent_for_keys() -> None:
 
 def test_samples_of_one_prompt_are_computed_once_and_prompts_that_share_a_prefix_where_it_is_faster() -> None:
     router = fleet()
-    router.sent(router.pick(ask(50, 51), 0.0), 0.0, "r1")  # a replica has something to compute
-    home = router.sent(router.pick(ask(1, 2, 3), 0.0), 0.0).endpoint.name
+    router.record_sent(router.pick(ask(50, 51), 0.0), 0.0, "r1")  # a replica has something to compute
+    home = router.record_sent(router.pick(ask(1, 2, 3), 0.0), 0.0).endpoint.name
     for _ in range(3):  # an idle replica would be a step earlier
-        assert router.sent(router.pick(ask(1, 2, 3), 0.0), 0.0).endpoint.name == home
+        assert router.record_sent(router.pick(ask(1, 2, 3), 0.0), 0.0).endpoint.name == home
     idle = ({"r0", "r1", "r2"} - {"r1", home}).pop()
     assert router.pick(ask(1, 2, 3, 4, 5), 0.0).endpoint.name == idle
     assert router.pick(ask(1, 2, 3), 0.0).endpoint.name == home
@@ -128,8 +128,8 @@ def test_cost_avoids_a_slow_replica_by_its_learned_rates() -> None:
         now = 10.0 * index
         pick = send(router, ask(index, 200 + index), now, to=f"r{index % 2}")
         took = 0.01 if index % 2 else 0.1
-        router.first_token(pick, now + took)
-        router.finished(pick, now + took)
+        router.record_first_token(pick, now + took)
+        router.record_finished(pick, now + took)
     asked = [router.pick(ask(1000 + index, 7), 1000.0).endpoint.name for index in range(10)]
     assert asked == ["r1"] * 10
 
@@ -171,7 +171,7 @@ def test_replicas_that_were_hardly_asked_are_taken_to_be_like_the_others() -> No
     chosen = list[str]()
     for number in range(30):
         pick = send(router, ask(number, 7), 10.0 * number)
-        router.finished(pick, 10.0 * number + 0.01)
+        router.record_finished(pick, 10.0 * number + 0.01)
         chosen.append(pick.endpoint.name)
     assert min(chosen.count(f"r{index}") for index in range(3)) >= 3
     assert len({id(one.load.learner) for one in router.endpoints.values()}) == 1
@@ -267,7 +267,7 @@ def test_inflight_tokens_count_what_the_prompt_adds_less_its_hit() -> None:
 def test_a_session_stays_where_it_was_served_last() -> None:
     router = fleet(WeightedPolicy({"session": 1.0}))
     first = router.pick(ask(1, session="s"), 0.0)
-    first = router.sent(first, 0.0, "r2")
+    first = router.record_sent(first, 0.0, "r2")
     assert all(router.pick(ask(number, session="s"), 0.0).endpoint.name == "r2" for number in range(20))
     others = {router.pick(ask(number, session="t"), 0.0).endpoint.name for number in range(20)}
     assert len(others) > 1
@@ -276,7 +276,7 @@ def test_a_session_stays_where_it_was_served_last() -> None:
 def test_sessions_are_bounded_and_the_oldest_is_forgotten() -> None:
     scorer = SessionScorer(max_sessions=2)
     for name in ("a", "b", "a", "c"):
-        scorer.picked(name, endpoint("r0"))
+        scorer.record_pick(name, endpoint("r0"))
     assert len(scorer) == 2 and list(scorer._last) == ["a", "c"]
 
 
@@ -353,8 +353,8 @@ def test_own_requests_in_a_report_are_not_those_of_other_routers_once_they_are_a
     one = router.endpoints["r0"]
     one.reported = ReplicaReport(at=0.0, waiting=3)
     for each in sent:
-        router.first_token(each, 0.1)
-        router.finished(each, 0.2)
+        router.record_first_token(each, 0.1)
+        router.record_finished(each, 0.2)
     assert one.backlog_ms(0.2) == 0.0
 
 
@@ -378,10 +378,10 @@ def test_whatever_happened_all_are_ranked_once_and_picking_changes_nothing(
         assert sorted(c.name for c in pick.choice.ranked) == sorted(router.endpoints)
         scores = [-score if router.policy.name == "weighted" else score for score in pick.choice.scores]
         assert scores[1:] == sorted(scores[1:])
-        pick = router.sent(pick, float(index), f"r{who % count}")
+        pick = router.record_sent(pick, float(index), f"r{who % count}")
         if not stays:
-            router.first_token(pick, index + 0.5)
-            router.finished(pick, index + 0.5)
+            router.record_first_token(pick, index + 0.5)
+            router.record_finished(pick, index + 0.5)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(0, 5))

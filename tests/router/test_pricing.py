@@ -36,16 +36,18 @@ def lively(seed: int, count: int, prior: StepRates | None, *, tokens: bool = Tru
         if act < 0.5 or not under_way:
             request = ask(*[rng.randrange(6) for _ in range(rng.randrange(8))], tail=rng.randrange(1, 4))
             target = rng.choice([None, f"r{rng.randrange(count)}"])
-            under_way.append(router.sent(router.pick(request, now), now, target))
+            under_way.append(router.record_sent(router.pick(request, now), now, target))
         elif act < 0.7:
             one = rng.choice(under_way)
             if tokens and one.first_token is not None:
-                router.token(one, now)
+                router.record_token(one, now)
             else:
-                router.first_token(one, now)
+                router.record_first_token(one, now)
         elif act < 0.95:
             done = under_way.pop(rng.randrange(len(under_way)))
-            router.finished(done, now, ReportedTokenUsage(done.view.prompt_tokens, 0), num_output=rng.randrange(40))
+            router.record_finished(
+                done, now, ReportedTokenUsage(done.view.prompt_tokens, 0), num_output=rng.randrange(40)
+            )
         else:
             replica = router.endpoints[f"r{rng.randrange(count)}"]
             replica.reported = ReplicaReport(
@@ -109,7 +111,7 @@ def test_choices_of_large_fleets_are_those_by_plain_numbers(prior: StepRates | N
 def test_a_waiting_prefill_and_a_late_answer_are_priced_alike() -> None:
     router = Router()
     router.add(endpoint("r0"))
-    router.sent(router.pick(ask(1, 2, 3), 0.0), 0.0)
+    router.record_sent(router.pick(ask(1, 2, 3), 0.0), 0.0)
     early, late = (cost_at_one(router.endpoints["r0"], 13, 0, now) for now in (0.001, 2.0))
     assert early.backlog == pytest.approx(13.0) and early.factor == 1.0
     assert late.backlog == 0.0 and late.factor > 10.0
@@ -120,16 +122,16 @@ def streaming(step_ms: float) -> tuple[Router, float]:
     router, now = Router(), 0.0
     router.add(Endpoint("r0", ApproximateIndex(64), block_size=BLOCK, prior=StepRates(step_ms, 0.0, 0.0, 1.0, 0.0)))
     for _ in range(16):  # so that the rates are believed
-        sent = router.sent(router.pick(ask(tail=1), now), now)
+        sent = router.record_sent(router.pick(ask(tail=1), now), now)
         now += (step_ms + 1.0) / 1e3
-        router.first_token(sent, now, ReportedTokenUsage(1, 0))
-        router.finished(sent, now, ReportedTokenUsage(1, 0), num_output=1)
-    sent = router.sent(router.pick(ask(tail=1), now), now)
-    router.first_token(sent, now + (step_ms + 1.0) / 1e3)
+        router.record_first_token(sent, now, ReportedTokenUsage(1, 0))
+        router.record_finished(sent, now, ReportedTokenUsage(1, 0), num_output=1)
+    sent = router.record_sent(router.pick(ask(tail=1), now), now)
+    router.record_first_token(sent, now + (step_ms + 1.0) / 1e3)
     now += (step_ms + 1.0) / 1e3
     for _ in range(3):
         now += step_ms / 1e3
-        router.token(sent, now)
+        router.record_token(sent, now)
     return router, now
 
 
@@ -149,7 +151,7 @@ def test_a_stream_that_has_been_silent_for_long_is_half_a_step() -> None:
 
 def queued(router: Router, now: float, *requests: RoutingRequest) -> list[RoutedInFlight]:
     """Send requests at once to the replica `r0`."""
-    return [router.sent(router.pick(request, now), now, "r0") for request in requests]
+    return [router.record_sent(router.pick(request, now), now, "r0") for request in requests]
 
 
 def test_requests_that_wait_for_each_others_prefixes_take_a_step_each() -> None:
@@ -173,8 +175,8 @@ def test_where_a_prefix_is_computed_and_used_in_one_step_no_wait_is_expected() -
         first, second = queued(router, now, ask(10 + number, 30), ask(10 + number, 30, 50))
         now += 0.040
         for one in (first, second):
-            router.first_token(one, now)
-            router.finished(one, now)
+            router.record_first_token(one, now)
+            router.record_finished(one, now)
     assert not learner.waits_for_prefix_leader
     queued(router, now, ask(1, 2), ask(1, 2, 3))
     assert router.endpoints["r0"].load.row[-1] == 0
@@ -185,7 +187,7 @@ def test_a_cold_prompt_is_placed_where_no_answer_is_generated_if_there_is_such_a
         router = Router()
         for name in ("r0", "r1", "r2"):
             router.add(endpoint(name, 64, StepRates(1e-3, 1e-3, 1e-3, 1.0, 0.0)))
-        router.first_token(queued(router, 0.0, ask(1))[0], 0.1)
+        router.record_first_token(queued(router, 0.0, ask(1))[0], 0.1)
         assert router.pick(ask(*range(100 + number, 112 + number)), 0.2).endpoint.name != "r0"
 
 
@@ -202,8 +204,8 @@ def test_a_full_cache_costs_the_time_until_answers_have_released_what_is_missing
     missing, claimed = 13 + output + answers - 4, 60 + answers
     assert before.wait == pytest.approx(missing * (streams + 1) * output * step / (claimed * streams), rel=0.01)
     assert cost_at_one(replica, 40, 0, now).wait > before.wait
-    router.first_token(held, now + 0.1)
-    router.finished(held, now + 0.2)
+    router.record_first_token(held, now + 0.1)
+    router.record_finished(held, now + 0.2)
     assert cost_at_one(replica, 13, 0, now + 0.2).wait < before.wait
 
 
@@ -223,7 +225,7 @@ def test_of_answers_that_stand_still_those_count_that_would_not_anywhere() -> No
     router.add(endpoint("r0", 64))
     priced = [cost_at_one(router.endpoints["r0"], 40, 0, 0.0)]
     for number in range(3):
-        router.first_token(queued(router, 0.0, ask(number))[0], 0.0)
+        router.record_first_token(queued(router, 0.0, ask(number))[0], 0.0)
         priced.append(cost_at_one(router.endpoints["r0"], 40, 0, 0.0))
     assert {one.prefill for one in priced} == {41.0}
     shares = [0.75 * 41.0 * share for share in (0, 1 / 2, 2 / 3, 3 / 4)]
@@ -245,7 +247,7 @@ def test_stalls_cost_less_than_the_prefill_and_nothing_where_there_are_the_fewes
 def test_beside_other_routers_no_stalls_are_priced() -> None:
     router = Router()
     router.add(endpoint("r0", 64))
-    router.first_token(queued(router, 0.0, ask(1))[0], 0.0)
+    router.record_first_token(queued(router, 0.0, ask(1))[0], 0.0)
     router.endpoints["r0"].reported = ReplicaReport(at=0.0, waiting=0, running=40)
     assert cost_at_one(router.endpoints["r0"], 40, 0, 0.0).stall(0.0) == 0.0
 
@@ -256,6 +258,6 @@ def test_a_long_prompt_leaves_a_prefix_whose_replica_answers_others_if_computing
         for name in ("r0", "r1"):
             router.add(endpoint(name, 256))
         for number in range(2):
-            router.first_token(queued(router, 0.0, ask(*range(hit), 50 + number))[0], 0.1)
+            router.record_first_token(queued(router, 0.0, ask(*range(hit), 50 + number))[0], 0.1)
         new = ask(*range(hit), *range(100, 110))  # 41 tokens, of which stalls cost half
         assert (router.pick(new, 0.2).endpoint.name == "r0") is stays

@@ -173,10 +173,10 @@ def test_replicas_defer_followers_until_the_opposite_is_seen() -> None:
     learner = RateLearner()
     assert learner.waits_for_prefix_leader
     for _ in range(8):
-        learner.followed(is_later=False)
+        learner.record_followed(is_later=False)
     assert not learner.waits_for_prefix_leader
     for _ in range(8):
-        learner.followed(is_later=True)
+        learner.record_followed(is_later=True)
     assert learner.waits_for_prefix_leader
 
 

@@ -64,12 +64,12 @@ def test_an_answer_in_one_piece_is_no_late_first_token_and_teaches_nothing() -> 
     replica.index = ApproximateIndex(256)  # of 1,024 tokens: answers of the length that is assumed fit
     before = replica.load.rates
     pick = router.pick(ask(1, 2), 0.0)
-    pick = router.sent(pick, 0.0)
-    assert replica.slowness(60.0) > 10
+    pick = router.record_sent(pick, 0.0)
+    assert replica.slowdown(60.0) > 10
     router.assume_first_token(pick, 1.0)
-    assert replica.slowness(60.0) == 1.0 and replica.backlog_ms(60.0) == 0.5  # half a step of the answer
+    assert replica.slowdown(60.0) == 1.0 and replica.backlog_ms(60.0) == 0.5  # half a step of the answer
     assert replica.load.num_pending == 0 and replica.load.num_streams == 1
-    router.finished(pick, 60.0, ReportedTokenUsage(9, 0))
+    router.record_finished(pick, 60.0, ReportedTokenUsage(9, 0))
     assert replica.load.rates == before and replica.load.num_requests == 0
     router.assume_first_token(pick, 61.0)
     assert replica.load.num_requests == 0
@@ -85,8 +85,8 @@ def test_who_failed_this_request_is_not_asked_again() -> None:
 def test_an_ejected_replica_is_left_out_until_it_may_come_back() -> None:
     router = fleet(2)
     pick = router.pick(ask(1), 0.0)
-    pick = router.sent(pick, 0.0)
-    assert router.failed(pick, 0.0, refused=True)
+    pick = router.record_sent(pick, 0.0)
+    assert router.record_failed(pick, 0.0, refused=True)
     assert router.pick(ask(1), 0.5).excluded == {pick.endpoint.name: "ejected"}
     assert router.pick(ask(1), 1.5).excluded == {}
 
@@ -94,7 +94,7 @@ def test_an_ejected_replica_is_left_out_until_it_may_come_back() -> None:
 def test_the_last_one_is_asked_even_if_it_is_ejected() -> None:
     router = fleet(2)
     for name, at in (("r1", 0.0), ("r0", 0.2)):
-        router.endpoints[name].health.failed(at, refused=True)
+        router.endpoints[name].health.record_failed(at, refused=True)
     pick = router.pick(ask(1), 0.5)
     assert pick.endpoint.name == "r1" and pick.excluded == {"r0": "ejected"}
 
@@ -105,8 +105,8 @@ def test_the_last_one_is_asked_even_if_it_is_ejected() -> None:
 def test_a_refused_request_leaves_nothing_behind() -> None:
     router = fleet(1)
     pick = router.pick(ask(1, 2), 0.0)
-    pick = router.sent(pick, 0.0)
-    router.failed(pick, 0.1)
+    pick = router.record_sent(pick, 0.0)
+    router.record_failed(pick, 0.1)
     load = router.endpoints["r0"].load
     assert (len(shadow_of(router)), load.num_requests, load.inflight_tokens, load.learner.num_samples) == (0, 0, 0, 0)
 
@@ -115,7 +115,7 @@ def test_a_client_that_goes_away_is_no_failure_of_the_replica() -> None:
     router = fleet(1)
     for _ in range(5):
         pick = router.pick(ask(1), 0.0)
-        pick = router.sent(pick, 0.0)
+        pick = router.record_sent(pick, 0.0)
         router.record_client_disconnect(pick, 0.0)
     assert router.endpoints["r0"].health.num_ejections == 0
 
@@ -123,25 +123,25 @@ def test_a_client_that_goes_away_is_no_failure_of_the_replica() -> None:
 def test_a_prompt_whose_client_went_away_is_expected_where_it_was_being_computed() -> None:
     router = fleet(2)
     request = ask(*range(1, 11))  # 10 blocks, about 42 ms of prefill
-    sent = router.sent(router.pick(request, 0.0), 0.0)
+    sent = router.record_sent(router.pick(request, 0.0), 0.0)
     router.record_client_disconnect(sent, 0.039)  # at more than nine tenths
     later = router.pick(request, 0.04)
     assert later.endpoint is sent.endpoint and later.candidate.hit_tokens == 9 * BLOCK
-    retry = router.sent(later, 0.04)
-    router.first_token(
+    retry = router.record_sent(later, 0.04)
+    router.record_first_token(
         retry, 0.05, ReportedTokenUsage(request.prompt.num_tokens, 6 * BLOCK)
     )  # it was slower than expected
     index = sent.endpoint.index
     assert isinstance(index, ApproximateIndex) and (index.num_flushes, index.num_trims) == (0, 0)
-    router.finished(retry, 0.05)
+    router.record_finished(retry, 0.05)
     index.check()
 
 
 def test_control_a_prompt_that_the_replica_refused_is_not_expected_there() -> None:
     router = fleet(2)
     request = ask(*range(1, 11))
-    sent = router.sent(router.pick(request, 0.0), 0.0)
-    router.failed(sent, 0.037, blame=False)
+    sent = router.record_sent(router.pick(request, 0.0), 0.0)
+    router.record_failed(sent, 0.037, blame=False)
     assert router.pick(request, 0.04).candidate.hit_tokens == 0
 
 
@@ -149,10 +149,10 @@ def test_the_index_learns_whom_the_request_really_went_to() -> None:
     router = fleet(2)
     pick = router.pick(ask(1), 0.0)
     other = pick.fallbacks[0]
-    pick = router.sent(pick, 0.0, other)
+    pick = router.record_sent(pick, 0.0, other)
     assert shadow_of(router, other).match(names(1)) == 1
     with pytest.raises(KeyError):
-        router.sent(router.pick(ask(1), 0.0), 0.0, "r9")
+        router.record_sent(router.pick(ask(1), 0.0), 0.0, "r9")
 
 
 def test_the_last_token_of_a_prompt_is_never_believed_to_be_cached() -> None:
@@ -172,9 +172,9 @@ def test_rates_are_learned_from_what_was_really_to_do() -> None:
         request, now = ask(*range(50)), 10.0 * (turn + 1)
         pick = router.pick(request, now)
         assert pick.candidate.hit_tokens == 200
-        pick = router.sent(pick, now)
-        router.first_token(pick, now + 0.202)
-        router.finished(pick, now + 0.202, ReportedTokenUsage(201, 0))
+        pick = router.record_sent(pick, now)
+        router.record_first_token(pick, now + 0.202)
+        router.record_finished(pick, now + 0.202, ReportedTokenUsage(201, 0))
     assert router.endpoints["r0"].load.rates.token == pytest.approx(RATES.token, rel=0.05)
     assert router.prediction_error == 20 * 200 and router.num_reported == 21
 
@@ -183,8 +183,8 @@ def test_tokens_of_the_answer_are_known_where_a_body_tells_them() -> None:
     router = fleet(1)
     one = RoutingPrompt(range(6), ask(1).prompt._root)
     pick = router.pick(RoutingRequest(one), 0.0)
-    pick = router.sent(pick, 0.0)
-    router.finished(pick, 1.0, output=[6, 7, 8])
+    pick = router.record_sent(pick, 0.0)
+    router.record_finished(pick, 1.0, output=[6, 7, 8])
     assert shadow_of(router).match(one.block_hashes_with_output([6, 7, 8], BLOCK)) == 2
 
 
@@ -193,13 +193,13 @@ def test_a_replica_that_was_removed_or_reconfigured_does_not_trouble_requests_un
     picks: list[RoutingDecision] = []
     for name in ("r0", "r1"):
         pick = router.pick(ask(1, 2), 0.0)
-        pick = router.sent(pick, 0.0, name)
+        pick = router.record_sent(pick, 0.0, name)
         picks.append(pick)
     router.remove("r0")
     router.endpoints["r1"].reconfigure(8, ApproximateIndex(4))
     for pick in picks:
-        router.first_token(pick, 0.1, ReportedTokenUsage(9, 0))
-        router.finished(pick, 0.2, ReportedTokenUsage(9, 0))
+        router.record_first_token(pick, 0.1, ReportedTokenUsage(9, 0))
+        router.record_finished(pick, 0.2, ReportedTokenUsage(9, 0))
     assert len(shadow_of(router, "r1")) == 0
     assert serve(router, ask(1, 2), 1.0).endpoint.block_size == 8
 
@@ -231,7 +231,7 @@ def test_precise_mode_believes_events_and_what_was_just_sent() -> None:
     router.add(Endpoint("r0", told, block_size=BLOCK))
     told.apply([stored("ab", 1, 2)])
     assert router.pick(ask(1, 2, 3), 0.0).candidate.hit_tokens == 8
-    router.sent(router.pick(ask(1, 2, 3), 0.0), 0.0)
+    router.record_sent(router.pick(ask(1, 2, 3), 0.0), 0.0)
     assert router.pick(ask(1, 2, 3), 0.1).candidate.hit_tokens == 12
 
 
@@ -281,8 +281,8 @@ def test_a_replica_that_counts_another_number_of_tokens_is_guessed_at_for_prompt
     router = precise_fleet()
     chat = RoutingRequest(prompt(*range(8)), form="chat")
     pick = router.pick(chat, 0.0)
-    pick = router.sent(pick, 0.0)
-    router.finished(pick, 1.0, ReportedTokenUsage(40, 0))  # 33 as the router counts
+    pick = router.record_sent(pick, 0.0)
+    router.record_finished(pick, 1.0, ReportedTokenUsage(40, 0))  # 33 as the router counts
     told = router.endpoints["r0"].index
     assert isinstance(told, KVEventIndex)
     told.apply([stored("ab", 21, 22)])  # what the replica computed in fact
@@ -296,7 +296,7 @@ def test_a_replica_that_counts_another_number_of_tokens_is_guessed_at_for_prompt
 def test_a_prompt_with_an_image_says_nothing_of_how_a_replica_counts_others() -> None:
     router = precise_fleet()
     chat = RoutingRequest(prompt(*range(8)), form="chat", has_parts=True)
-    router.finished(router.sent(router.pick(chat, 0.0), 0.0), 1.0, ReportedTokenUsage(1000, 0))
+    router.record_finished(router.record_sent(router.pick(chat, 0.0), 0.0), 1.0, ReportedTokenUsage(1000, 0))
     told = router.endpoints["r0"].index
     assert isinstance(told, KVEventIndex)
     told.apply([stored("ab", 0, 1)])
@@ -376,7 +376,7 @@ def test_a_decision_can_be_read_back_and_made_again() -> None:
         request = decision.ask()
         assert (request.prompt.num_tokens, request.session) == (9, "s")
         pick = again.pick(request, 0.0)
-        again.sent(pick, 0.0)
+        again.record_sent(pick, 0.0)
     assert pick.candidate.hit_tokens == 8
 
 
@@ -412,12 +412,12 @@ def test_a_retry_is_one_decision_of_every_shadow_policy() -> None:
         first = pick.regrets
         tried: list[str] = []
         for _ in range(2):  # two replicas fail, the third one answers
-            pick = router.sent(pick, now)
-            router.failed(pick, now, blame=False)
+            pick = router.record_sent(pick, now)
+            router.record_failed(pick, now, blame=False)
             tried.append(pick.endpoint.name)
             pick = router.pick(ask(turn), now, tried=frozenset(tried), before=pick)
-        pick = router.sent(pick, now)
-        router.finished(pick, now + 1.0)
+        pick = router.record_sent(pick, now)
+        router.record_finished(pick, now + 1.0)
         assert pick.regrets == first, "what they decided is still told"
     regret = router.regrets["round-robin"]
     assert regret.decisions == 4
@@ -451,25 +451,25 @@ def test_when_all_is_over_no_replica_has_anything_to_do(
     for now, (kind, chain, which) in enumerate(acts):
         if kind < 2 or not under_way:
             pick = router.pick(ask(*chain), float(now))
-            pick = router.sent(pick, float(now))
+            pick = router.record_sent(pick, float(now))
             under_way.append(pick)
         elif kind == 2:
-            router.first_token(under_way[which % len(under_way)], float(now))
+            router.record_first_token(under_way[which % len(under_way)], float(now))
         elif kind == 3:
             pick = under_way.pop(which % len(under_way))
-            router.finished(
+            router.record_finished(
                 pick,
                 float(now),
                 ReportedTokenUsage(pick.view.prompt_tokens, min(which * BLOCK, pick.view.prompt_tokens)),
             )
         elif kind == 4:
-            router.failed(under_way.pop(which % len(under_way)), float(now), refused=which == 0)
+            router.record_failed(under_way.pop(which % len(under_way)), float(now), refused=which == 0)
         else:
             shadows[which % 3].clear()
         for shadow in shadows:
             shadow.check()
     for pick in under_way:
-        router.finished(pick, 1000.0)
+        router.record_finished(pick, 1000.0)
     for one in router.endpoints.values():
         assert (one.load.num_requests, one.load.inflight_tokens, one.backlog_ms(2000.0)) == (0, 0, 0.0)
     assert all(shadow._blocks.pool.num_free == 8 for shadow in shadows)
@@ -492,8 +492,10 @@ def test_a_smaller_block_size_brings_no_requests_by_itself(size: int) -> None:
     counts = dict.fromkeys(router.endpoints, 0)
     for number in range(60):
         tokens = [*range(12), *[1_000 * number + at for at in range(100, 300)]]
-        in_flight = router.sent(router.pick(RoutingRequest(RoutingPrompt(tokens, ROOT)), float(number)), float(number))
-        router.finished(in_flight, number + 0.5)
+        in_flight = router.record_sent(
+            router.pick(RoutingRequest(RoutingPrompt(tokens, ROOT)), float(number)), float(number)
+        )
+        router.record_finished(in_flight, number + 0.5)
         counts[in_flight.endpoint.name] += 1
     assert max(counts.values()) <= 30, counts
 
@@ -502,6 +504,6 @@ def test_hits_of_small_blocks_count_where_all_replicas_have_such() -> None:
     router = Router()
     for index in range(2):
         router.add(Endpoint(f"r{index}", ApproximateIndex(10_000), block_size=1))
-    first = router.sent(router.pick(RoutingRequest(RoutingPrompt(list(range(8)), ROOT)), 0.0), 0.0)
-    router.finished(first, 0.5)
+    first = router.record_sent(router.pick(RoutingRequest(RoutingPrompt(list(range(8)), ROOT)), 0.0), 0.0)
+    router.record_finished(first, 0.5)
     assert router.pick(RoutingRequest(RoutingPrompt([*range(8), 99], ROOT)), 1.0).candidate.hit_tokens == 8

@@ -16,7 +16,7 @@ def flight(prompt: int, cached: int = 0) -> RequestFlight:
 
 def test_a_long_prefill_is_computed_in_the_steps_that_were_seen() -> None:
     step, one = RunningStep(), flight(2 * STEP_TOKENS + 100)
-    step.sent(one)
+    step.record_sent(one)
     step.begin(1.0, [one], 3, 50.0)
     assert (step.tokens, step.row[3]) == (STEP_TOKENS, 2 * STEP_TOKENS + 100)
     step.end()
@@ -25,14 +25,14 @@ def test_a_long_prefill_is_computed_in_the_steps_that_were_seen() -> None:
     assert one.num_computed == 2 * STEP_TOKENS and step.row[3] == 100
     step.begin(1.2, [one], 3, 50.0)
     assert step.tokens == 100
-    step.left(one)
+    step.record_left(one)
     assert (step.tokens, step.pairs, *step.row[3:]) == (0, 0.0, 0, 0.0, STEP_TOKENS, 0)
 
 
 def test_steps_without_streams_are_made_up_when_the_first_token_arrives() -> None:
     step, one, other = RunningStep(), flight(STEP_TOKENS + 1), flight(10)
     for each in (one, other):
-        step.sent(each)
+        step.record_sent(each)
     step.begin(1.0, [one, other], 0, 0.0)
     step.end_steps_until(one, [one, other])
     assert one.num_computed == STEP_TOKENS + 1 and other.num_computed == 10
@@ -51,7 +51,7 @@ def test_a_request_is_computed_in_a_step_after_the_one_that_computes_its_prefix(
     third = follower(second, 1300, 1100)
     other = flight(50)
     for each in (pending := [first, second, third, other]):
-        step.sent(each)
+        step.record_sent(each)
     step.begin(1.0, pending, 1, 0.0)
     assert step.tokens == 1000 + 50 and step.row[-1] == 2
     step.end()
@@ -67,7 +67,7 @@ def test_a_follower_waits_only_for_the_part_of_a_long_prefill_that_it_shares() -
     second = flight(STEP_TOKENS + 10, STEP_TOKENS)
     second.leader, second.awaited = first, STEP_TOKENS
     for each in (first, second):
-        step.sent(each)
+        step.record_sent(each)
     step.begin(1.0, [first, second], 1, 0.0)
     step.end()
     assert second.num_computed == 0
@@ -80,8 +80,8 @@ def test_a_follower_whose_leader_has_left_waits_for_nothing() -> None:
     step, first = RunningStep(), flight(1000)
     second = follower(first, 1100, 1000)
     for each in (first, second):
-        step.sent(each)
-    step.left(first)
+        step.record_sent(each)
+    step.record_left(first)
     step.begin(1.0, [second], 1, 0.0)
     assert step.tokens == 100 and step.row[-1] <= 1
 
@@ -101,7 +101,7 @@ def test_sums_are_those_of_what_is_pending(seed: int) -> None:
                 leader = rng.choice(list(pending))
                 one.leader, one.awaited = leader, rng.randrange(leader.work.tokens + 1)
             pending[one] = None
-            step.sent(one)
+            step.record_sent(one)
         elif act < 0.7:
             step.end()
             step.begin(now, pending, rng.randrange(3), 0.0)
@@ -110,7 +110,7 @@ def test_sums_are_those_of_what_is_pending(seed: int) -> None:
             if next(iter(pending)) is one and rng.random() < 0.5:
                 step.end_steps_until(one, pending)
             del pending[one]
-            step.left(one)
+            step.record_left(one)
         left = sum(one.work.tokens - one.num_computed for one in pending)
         assert step.row[3] == left and 0 <= step.tokens <= min(left, STEP_TOKENS)
         assert all(0 <= one.num_computed <= one.work.tokens for one in pending)
@@ -120,33 +120,33 @@ def test_sums_are_those_of_what_is_pending(seed: int) -> None:
 
 def test_the_tokens_of_a_step_are_the_most_seen_in_one_once_a_prefill_took_several() -> None:
     step = RunningStep()
-    step.computed(3000, 1)
+    step.record_computed(3000, 1)
     assert step.step_tokens == STEP_TOKENS
     found = list[int]()
     for tokens, num_steps in ((3000, 2), (8000, 4), (500, 1), (2040, 1), (3000, 2)):
-        step.computed(tokens, num_steps)
+        step.record_computed(tokens, num_steps)
         found.append(step.step_tokens)
     assert found == [1500, 2000, 2000, 2040, 2040]
 
 
 def test_a_prefill_that_takes_more_steps_than_it_should_begins_the_count_anew() -> None:
     step = RunningStep()
-    step.computed(12_000, 1)
+    step.record_computed(12_000, 1)
     assert step.step_tokens == 12_000
-    step.computed(9000, 5)
+    step.record_computed(9000, 5)
     assert step.step_tokens == 1800
 
 
 def test_the_stated_tokens_of_a_step_are_not_exceeded_and_may_not_be_reached() -> None:
     step = RunningStep()
     step.limit(4096)
-    step.computed(9000, 1)
+    step.record_computed(9000, 1)
     assert step.step_tokens == 4096
-    step.computed(9000, 6)  # steps that are bounded in time
+    step.record_computed(9000, 6)  # steps that are bounded in time
     assert step.step_tokens == 1500
 
 
 def test_a_prefill_that_waited_says_nothing_about_the_tokens_of_a_step() -> None:
     step = RunningStep()
-    step.computed(1000, 100)
+    step.record_computed(1000, 100)
     assert step.step_tokens == STEP_TOKENS

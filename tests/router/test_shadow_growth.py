@@ -21,9 +21,9 @@ ALL = 10**9  # entries
 
 def report(shadow: ApproximateIndex, chain: list[bytes], cached: int) -> None:
     """A request of which so many blocks were cached."""
-    hold = shadow.sent(chain)  # type: ignore[arg-type]
+    hold = shadow.record_sent(chain)  # type: ignore[arg-type]
     shadow.on_hit_reported(hold, cached)
-    shadow.finished(hold, hold.block_hashes)
+    shadow.record_finished(hold, hold.block_hashes)
     shadow.check()
 
 
@@ -93,17 +93,17 @@ def test_a_pool_that_grows_believes_what_one_of_full_size_does(
                 if kind == 4:
                     shadow.clear()
                 elif kind < 2 or not holds:
-                    holds.append(shadow.sent(names(*chain)))
+                    holds.append(shadow.record_sent(names(*chain)))
                 elif kind == 2:
                     hold = holds.pop(which % len(holds))
                     shadow.on_hit_reported(hold, min(which, len(hold.block_hashes)))
-                    shadow.finished(hold, hold.block_hashes)
+                    shadow.record_finished(hold, hold.block_hashes)
                 else:
-                    shadow.failed(holds.pop(which % len(holds)))
+                    shadow.record_failed(holds.pop(which % len(holds)))
                 shadow.check()
             assert (small.capacity, len(small), small.num_flushes) == (whole.capacity, len(whole), whole.num_flushes)
             assert small.match(names(*chain)) == whole.match(names(*chain))
-            assert small.loss(5) == pytest.approx(whole.loss(5))
+            assert small.eviction_loss(5) == pytest.approx(whole.eviction_loss(5))
 
 
 # ---------------------------------------------------------------------------------------------------------- in slices
@@ -147,8 +147,8 @@ def test_what_is_left_of_former_pools_never_adds_up() -> None:
     for _ in range(5):
         shadow.clear()
         for number in range(NUM_BLOCKS // 8):
-            hold = shadow.sent(names(*range(4 * number, 4 * number + 4)))
-            shadow.finished(hold, hold.block_hashes)
+            hold = shadow.record_sent(names(*range(4 * number, 4 * number + 4)))
+            shadow.record_finished(hold, hold.block_hashes)
     shadow.clear()
     most = shadow.free(ALL)
     assert most <= 16 * NUM_BLOCKS, "one pool, and nothing of those before"

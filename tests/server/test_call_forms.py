@@ -77,7 +77,7 @@ def answered(tool: Json, name: str, texts: list[str]) -> tuple[list[Json], Json]
         found += events.add(delta)
         whole.parts.add(delta)
     usage = response_usage(USAGE, whole.parts)
-    found += events.closing(usage)[0]
+    found += events.closing_events(usage)[0]
     return found, whole.response(usage)
 
 

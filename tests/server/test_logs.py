@@ -76,10 +76,10 @@ def test_lines_appear_above_the_status_line_of_a_terminal_and_elsewhere_there_is
     for stream in (terminal, file):
         log = ServerLog(stream)
         log.status("loading a long name")
-        log.line("news")
+        log.write_line("news")
         log.status("")
         log.status("")
-        log.line("more")
+        log.write_line("more")
     clear = "\r\x1b[2K"
     assert terminal.getvalue() == f"{clear}loading a\r{clear}news\nloading a\r{clear}more\n"
     assert file.getvalue() == "news\nmore\n"

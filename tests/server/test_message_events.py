@@ -28,7 +28,7 @@ def streamed(
     for delta in deltas:
         found += events.add(delta)
         whole.parts.add(delta)
-    return found + events.closing(USAGE), whole.message(USAGE)
+    return found + events.closing_events(USAGE), whole.message(USAGE)
 
 
 def test_thinking_text_and_two_calls_are_four_blocks() -> None:

@@ -136,7 +136,7 @@ def test_a_call_is_one_line_once_it_is_complete() -> None:
         OutputDelta(chat=ChatDelta(tool_calls=(ToolCallDelta(0, arguments=": 1}"), ToolCallDelta(1, "", "two"))))
     )
     found += answer.add(OutputDelta(finish_reason="tool_calls", chat=ChatDelta()))
-    found += answer.closing(USAGE, RequestDurations(3.0, 1.0, 2.0))
+    found += answer.closing_events(USAGE, RequestDurations(3.0, 1.0, 2.0))
     messages = [line["message"] for line in found]
     assert [message.get("thinking") for message in messages] == ["Hm.", None, None, None]
     calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]

@@ -45,7 +45,7 @@ async def ask(
     entry = doctor.entry(RequestOrigin("id", tenant=tenant, domain=tenant.encode()), salt, sent, (), num_tokens)
     assert entry is not None
     doctor.note(entry)
-    doctor.finished(tenant, entry, PromptTokenBreakdown(shared=cached, computed=num_tokens - cached), evicted)
+    doctor.record_finished(tenant, entry, PromptTokenBreakdown(shared=cached, computed=num_tokens - cached), evicted)
     async with asyncio.timeout(PATIENCE):
         while doctor.is_busy:
             await asyncio.sleep(0.001)

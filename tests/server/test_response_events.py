@@ -35,7 +35,7 @@ def streamed(deltas: list[OutputDelta]) -> tuple[list[dict[str, Any]], dict[str,
         found += events.add(delta)
         whole.parts.add(delta)
     usage = response_usage(USAGE, whole.parts)
-    found += events.closing(usage)[0]
+    found += events.closing_events(usage)[0]
     return found, whole.response(usage)
 
 
@@ -89,7 +89,7 @@ def test_a_failed_response_keeps_its_text_and_says_why() -> None:
     events = ResponseEventBuilder(shape())
     events.opening_events()
     events.add(OutputDelta("ab"))
-    (event,) = events.failed({"code": "server_error", "message": "no"})
+    (event,) = events.failure_events({"code": "server_error", "message": "no"})
     parsed = EVENT.validate_python(event, strict=True)
     assert parsed.response.status == "failed" and parsed.response.error.message == "no"
     assert parsed.response.output_text == "ab"

@@ -14,10 +14,10 @@ from conversations import FOLDER
 from server.asking import Asked, asking, write_model
 
 from headstart.openai.forms.skipped import SKIPPED_HEADER
-from headstart.openai.forms.treatments import TREATMENTS, UNREADABLE, ApiName, NamePlace, NameTreatment, TreatedName
+from headstart.openai.forms.treatments import TREATMENTS, UNREADABLE, ApiName, NameKind, NameTreatment, TreatmentEntry
 
 CHAT, RESPONSES, MESSAGES = ApiName
-FIELD, TOOL, ITEM, PART = NamePlace
+FIELD, TOOL, ITEM, PART = NameKind
 F = {"name": "f", "parameters": {"type": "object", "properties": {}}}
 BASE: dict[str, dict[str, Any]] = {
     CHAT: {
@@ -242,7 +242,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_model(tmp_path_factory.mktemp("treatments"))
 
 
-def body(row: TreatedName, *, has: bool) -> dict[str, Any]:
+def body(row: TreatmentEntry, *, has: bool) -> dict[str, Any]:
     """The request for a row, with or without what the row is about."""
     base, sample = BASE[row.api], SAMPLES[row[:3]]
     key = ITEMS_KEY[row.api]
@@ -261,7 +261,7 @@ def body(row: TreatedName, *, has: bool) -> dict[str, Any]:
     return {**base, key: [*base[key], *turns]}
 
 
-def problems(row: TreatedName, asked: Asked, base: Asked) -> Iterator[str]:
+def problems(row: TreatmentEntry, asked: Asked, base: Asked) -> Iterator[str]:
     """Differences between an answer of the server and its row of the table."""
     answer, prompt = asked
     header = answer.headers.get(SKIPPED_HEADER, "")

@@ -141,7 +141,7 @@ class VirtualFleet:
 
     def _arrive(self, arrival: Arrival, router: Router, number: int, now: float) -> None:
         pick = router.pick(arrival.request, now)
-        pick = router.sent(pick, now)
+        pick = router.record_sent(pick, now)
         self.picks.append(pick)
         replica = self.replicas[pick.endpoint.name]
         block_hashes = arrival.request.prompt.block_hashes(replica.block_size)
@@ -155,7 +155,7 @@ class VirtualFleet:
 
     def _answer(self, replica: VirtualReplica, router: Router, now: float) -> None:
         job, seconds = replica.answer(now)
-        router.first_token(job.pick, now)
+        router.record_first_token(job.pick, now)
         self.at(now + seconds, lambda then: self._end(replica, router, job, then))
         self._advance(replica, router, now)
 
@@ -163,7 +163,7 @@ class VirtualFleet:
         replica.end(job)
         prompt_tokens = job.arrival.request.prompt.num_tokens
         usage = ReportedTokenUsage(prompt_tokens, job.cached_tokens) if self.reports_usage else None
-        router.finished(job.pick, now, usage, num_output=job.arrival.output)
+        router.record_finished(job.pick, now, usage, num_output=job.arrival.output)
         self.records.append(
             RequestRecord(
                 request_id=str(job.number),

@@ -79,7 +79,7 @@ class LongestPrefix:
         ranked: list[Candidate] = sorted(view.candidates, key=lambda candidate: -candidate.hit_tokens)
         return RankedCandidates(tuple(ranked), tuple(float(c.hit_tokens) for c in ranked), "longest")
 
-    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
+    def record_pick(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         pass
 
 

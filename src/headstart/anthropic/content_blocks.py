@@ -12,7 +12,7 @@ import msgspec
 
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.forms.carried_text import item_text, part_text, tool_result_content
-from headstart.openai.forms.treatments import UNREADABLE, ApiName, NamePlace, NameTreatment, find_treatment
+from headstart.openai.forms.treatments import UNREADABLE, ApiName, NameKind, NameTreatment, find_treatment
 from headstart.openai.responses import Json
 from headstart.openai.tools.call_arguments import parse_call_arguments
 from headstart.openai.value_checks import (
@@ -190,13 +190,13 @@ def _text_of(name: str, block: object, bounds: RequestBounds) -> str | None:
     kind = block["type"]
     if kind == "text":
         return _text(name, block)
-    row = find_treatment(ApiName.MESSAGES, NamePlace.ITEM, kind)
+    row = find_treatment(ApiName.MESSAGES, NameKind.ITEM, kind)
     if row is None or row.treatment is not NameTreatment.SKIPPED:
         is_part = kind in UNREADABLE or kind == "document"
         text = (part_text if is_part else item_text)(name, block, bounds)
         if text:
             return text
-    bounds.skip(NamePlace.ITEM, kind)
+    bounds.skip(NameKind.ITEM, kind)
     return None
 
 

@@ -40,7 +40,7 @@ class MessageEventBuilder:
         """Process a delta and return its events."""
         return [event for step in self.parts.add(delta) for event in self._of_step(step)]
 
-    def closing(self, usage: Json) -> list[Json]:
+    def closing_events(self, usage: Json) -> list[Json]:
         """Return the last events of a finished message."""
         last = self.parts.open_part()
         reason, sequence = self._stop()

@@ -23,7 +23,7 @@ from headstart.openai.cache_params import MAX_ID_CHARS
 from headstart.openai.chat.chat_translation import ChatTranslation, passthrough_params, template_variables
 from headstart.openai.engine_requests import encode_chat
 from headstart.openai.forms.fields import check_request_fields
-from headstart.openai.forms.treatments import ApiName, NamePlace, NameTreatment, find_treatment, strip_version_date
+from headstart.openai.forms.treatments import ApiName, NameKind, NameTreatment, find_treatment, strip_version_date
 from headstart.openai.generation_fields import Model, SamplingFields, StopTexts, check_stop_strings
 from headstart.openai.request_model import SentMessages, SentObjects, custom_validator, validate_as
 from headstart.openai.responses import Json
@@ -285,7 +285,7 @@ def _tools(value: object, bounds: RequestBounds) -> ChatTools:
         ttl = max(ttl, cache_control_ttl(sent.get("cache_control")))
         tool = _as_client_tool(sent)
         if tool is None:
-            bounds.skip(NamePlace.TOOL, sent.get("type"))
+            bounds.skip(NameKind.TOOL, sent.get("type"))
             continue
         for key, kind in (("name", str), ("input_schema", Mapping)):
             if not isinstance(tool.get(key), kind):
@@ -360,7 +360,7 @@ def _as_client_tool(tool: Mapping[str, Any]) -> Mapping[str, Any] | None:
     kind = tool.get("type")
     if kind is None or kind == "custom":
         return tool
-    row = find_treatment(ApiName.MESSAGES, NamePlace.TOOL, kind)
+    row = find_treatment(ApiName.MESSAGES, NameKind.TOOL, kind)
     if row is None:
         return tool if "name" in tool and "input_schema" in tool else None
     if row.treatment is NameTreatment.SKIPPED:

@@ -126,7 +126,7 @@ class EndpointRunner:
                     reply = await send_streamed_request(session, self.target, call, time.perf_counter() - start, start)
             replies[index] = reply
             bar.advance()
-            for at, waiting in waits.ended(index, time.perf_counter() - start):
+            for at, waiting in waits.due_after(index, time.perf_counter() - start):
                 due[waiting].set_result(at)
             if give_up is not None and give_up(reply.record):
                 enough.set()

@@ -20,7 +20,7 @@ from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
 from headstart.measurement.runner import BUNDLED, EngineSetup, describe_engine
 from headstart.workload.request_record import RequestRecord, Summary, median, percentile, summarize_records
-from headstart.workload.slo import LateRequestStop, Slo
+from headstart.workload.slo import LatenessEarlyStop, Slo
 from headstart.workload.synthetic import INTENT, RequestShape, prompts_with_prefix, random_tokens, unit_rate_arrivals
 
 AddAccuracy = Callable[[BenchmarkReport, ProgressBar], None]
@@ -42,14 +42,16 @@ class IntentConfig:
     min_requests: int = 20  # per point, at least
     precision: float = 1.1  # of the search
     limit_factor: float = 4.0  # p90 latency allowed / unloaded latency with caching on
-    load_rate: float | None = None  # where time per output token is compared; None: 0.8 / unloaded latency, caching off
+    comparison_rate: float | None = (
+        None  # where time per output token is compared; None: 0.8 / unloaded latency, caching off
+    )
 
 
 QUICK = IntentConfig(runs=2, requests=4, seconds=5.0, min_requests=10, precision=1.3)
 
 
 @dataclass(slots=True)
-class CachingSide:
+class CachingVariant:
     """One engine, caching off or on, with its own stream of new prompts: the two streams are equal."""
 
     name: str
@@ -68,7 +70,7 @@ class CachingSide:
         sampling = SamplingParams(max_tokens=self.shape.output, temperature=0.0)
         requests = make_requests(prompts, sampling, f"{self.name}{self.served}")
         self.served += count
-        watch = None if limit is None else LateRequestStop(count, Slo(e2e=limit))
+        watch = None if limit is None else LatenessEarlyStop(count, Slo(e2e=limit))
         return run_requests(self.engine, requests, due=due, bar=bar, give_up=watch)
 
 
@@ -97,7 +99,7 @@ class IntentBench:
         self.log = ContentionLog.new()
         self.problems: list[str] = []
         self.unloaded: dict[str, list[RequestRecord]] = {"off": [], "on": []}
-        self.loaded: dict[str, list[IntentRatePoint]] = _by_side()  # at load_rate
+        self.loaded: dict[str, list[IntentRatePoint]] = _by_side()  # at comparison_rate
         self.searched: dict[str, list[IntentRatePoint]] = _by_side()
         self.qps: dict[str, list[float]] = {"off": [], "on": []}  # one per draw
         bar.stage("loading the model twice", None)
@@ -105,7 +107,7 @@ class IntentBench:
         self.info: EngineInfo = engines["on"][1]
         prefix = random_tokens(config.shape.shared, self.info.vocab_size, Random(f"{setup.seed}/prefix"))
         self.sides = {
-            name: CachingSide(name, engine, prefix, info.vocab_size, config.shape, Random(f"{setup.seed}/own"))
+            name: CachingVariant(name, engine, prefix, info.vocab_size, config.shape, Random(f"{setup.seed}/own"))
             for name, (engine, info) in engines.items()
         }
 
@@ -116,7 +118,7 @@ class IntentBench:
             return
         for draw in range(self.config.draws):
             for name in self.sides:
-                self.loaded[name].append(self._measure_point(name, self.load_rate, draw))
+                self.loaded[name].append(self._measure_point(name, self.comparison_rate, draw))
             for name in self.sides:
                 self.qps[name].append(self._search(name, draw))
 
@@ -130,9 +132,9 @@ class IntentBench:
         return self.config.limit_factor * self.latency("on")
 
     @property
-    def load_rate(self) -> float:
+    def comparison_rate(self) -> float:
         """Return the requests per second at which both sides' time per output token is compared."""
-        return self.config.load_rate or 0.8 / self.latency("off")
+        return self.config.comparison_rate or 0.8 / self.latency("off")
 
     def _build(self, *, caching: bool) -> tuple[Engine, EngineInfo]:
         return self.setup.build(self.setup.options(num_blocks=NUM_BLOCKS, caching=caching))
@@ -245,7 +247,7 @@ def _report(bench: IntentBench) -> BenchmarkReport:
         **_pair("tpot_p90_{}_ms", tpot),
         "tpot_p90_ratio": _ratio(median(tpot["off"]), median(tpot["on"])),
         **_pair("stall_p90_{}_ms", stall),
-        "load_rate_qps": bench.load_rate,
+        "load_rate_qps": bench.comparison_rate,
         **_pair("qps_{}", bench.qps),
         "qps_ratio": _ratio(median(bench.qps["on"]), median(bench.qps["off"])),
         "limit_ms": 1e3 * bench.limit,

@@ -26,7 +26,7 @@ from headstart.measurement.runner import JobRunner
 from headstart.workload import scenarios
 from headstart.workload.request_record import median, summarize_records
 from headstart.workload.scenarios import WorkloadScenario
-from headstart.workload.slo import LateRequestStop, Slo
+from headstart.workload.slo import LatenessEarlyStop, Slo
 from headstart.workload.synthetic import INTENT, RequestShape, random_tokens, unit_rate_arrivals
 
 LIMIT_FACTOR = 4
@@ -143,7 +143,7 @@ def measure_rate(
     count = max(config.min_requests, ceil(rate * config.seconds))
     due = [at / rate for at in unit_rate_arrivals(count, Random(f"{config.seed}/arrivals"))]
     scenario = load(runner.vocab_size, Random(f"{config.seed}/{rate}"), due)
-    result = measure_scenario(runner, scenario, bar, LateRequestStop(count, slo) if slo else None).phases[-1]
+    result = measure_scenario(runner, scenario, bar, LatenessEarlyStop(count, slo) if slo else None).phases[-1]
     whole = not result.trial.is_cut and len(result.trial.records) == count
     return RatePoint(rate, result, whole and slo.holds(result.trial.records))
 

@@ -230,7 +230,7 @@ def latency_chart(phase: PhaseFigures) -> ReportChart:
 def _goodput(phase: PhaseFigures, slo: Slo) -> dict[str, Any]:
     """Return goodput and SLO attainment. Goodput is per repetition: requests of different ones do not compete."""
     rates = [slo.goodput(result.trial.records) for result in phase.results]
-    return {"goodput": median(rates), "slo_attained": slo.attained(phase.records)}
+    return {"goodput": median(rates), "slo_attained": slo.attainment(phase.records)}
 
 
 def _slo_sheet(slo: Slo, values: dict[str, dict[str, Any]]) -> ReportTable:

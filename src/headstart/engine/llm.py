@@ -321,7 +321,7 @@ class LLM:
                         self.engine.abort(output.request_id)
                     if delta.finish_reason is not None:
                         unfinished.discard(output.request_id)
-                        bar.finished(generation.num_prompt_tokens, generation.num_cached_tokens)
+                        bar.record_finished(generation.num_prompt_tokens, generation.num_cached_tokens)
                 assert self.engine.has_work or not unfinished, f"the engine forgot {len(unfinished)} requests"
                 if interrupted():
                     raise KeyboardInterrupt

@@ -70,7 +70,7 @@ async def broadcast_request(
     return next((answer for answer in found if answer.status >= 400), found[0])
 
 
-class LossCounts(msgspec.Struct, frozen=True):
+class CacheLossCounts(msgspec.Struct, frozen=True):
     """The losses of one server; zeros from a server that does not report them."""
 
     evicted_tokens: int = 0
@@ -103,7 +103,7 @@ class ReplicaStats(msgspec.Struct):
     steps: int = 0
     step_seconds: float = 0.0
     tenants: dict[str, Counts] = {}
-    losses: LossCounts = LossCounts()
+    losses: CacheLossCounts = CacheLossCounts()
     store: dict[str, Any] | None = None
 
 

@@ -171,7 +171,7 @@ class _Front:
                 try:
                     await self._forward(call, scope, receive, send)
                 finally:
-                    state.ended(record, call)
+                    state.record_end(record, call)
         finally:
             call.drop_body()
 

@@ -43,7 +43,7 @@ class GatewayMetrics:
         """Add the router's state to every scrape."""
         self._registry.register(_Collector(state))
 
-    def answered(self, path: str, method: str, status: int) -> None:
+    def count_answer(self, path: str, method: str, status: int) -> None:
         """Count an HTTP request; unknown paths and methods share one label."""
         is_stored = path.startswith("/v1/responses/")
         route = path if path in self._routes else "/v1/responses/{id}" if is_stored else "other"

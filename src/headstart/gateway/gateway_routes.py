@@ -84,7 +84,7 @@ class ClientKeyDomains:
         is_shared = digest in self._answered and all(member.metrics.kind in ONE_CACHE for member in checking)
         return b"" if is_shared else digest
 
-    def answered(self, headers: Headers, path: str, status: int | None, member: MonitoredReplica) -> None:
+    def learn_from_answer(self, headers: Headers, path: str, status: int | None, member: MonitoredReplica) -> None:
         """Update what is known of keys from the status with which a replica answered a request with these headers."""
         if not path.startswith(GUARDED):
             return

@@ -183,7 +183,7 @@ class GatewayState:
             if not self.num_under_way:
                 self.idle.set()
 
-    def ended(self, record: AccessRecord, call: ProxiedCall) -> None:
+    def record_end(self, record: AccessRecord, call: ProxiedCall) -> None:
         """Record the outcome of a request for its access line, the metrics and the explainer."""
         record.first_token_at, record.num_tokens = call.first_token_at, call.output_tokens
         if call.outcome == "lost":
@@ -193,7 +193,7 @@ class GatewayState:
             self.metrics.ttft.observe(call.first_token_at - record.arrival, trace_id)
         self.metrics.count_routed(call)
         if record.status not in (401, 403):  # otherwise any client could evict requests that tenants may explain
-            self.memory.sent(call, record.principal)
+            self.memory.record_sent(call, record.principal)
         decision = call.in_flight
         if call.trace is not None and call.trace.is_sampled:
             _add_spans(call, call.trace, record)
@@ -208,7 +208,7 @@ class GatewayState:
             }
             member = self.members.members.get(decision.endpoint.name)
             if member is not None and self._passes_keys_on:
-                self.client_keys.answered(call.headers, call.path, record.status, member)
+                self.client_keys.learn_from_answer(call.headers, call.path, record.status, member)
 
     async def broadcast_admin_request(
         self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes
@@ -251,7 +251,7 @@ class GatewayState:
     def count_answer(self, record: AccessRecord) -> bool:
         """Count a request that has ended; return whether its access line is written."""
         if record.status is not None:
-            self.metrics.answered(record.path, record.method, record.status)
+            self.metrics.count_answer(record.path, record.method, record.status)
         access_log = self.server_options.access_log
         return record.is_logged(access_log, on_terminal=access_log == "auto" and self.log.is_terminal)
 
@@ -323,7 +323,7 @@ class GatewayState:
             "pending": endpoint.load.num_pending,
             "streams": endpoint.load.num_streams,
             "backlog_ms": round(endpoint.backlog_ms(now), 1),
-            "slowness": round(endpoint.slowness(now), 2),
+            "slowness": round(endpoint.slowdown(now), 2),
             "rates_ms": {name: value for name, value in rates._asdict().items()},
             "cache": {"block_size": endpoint.block_size, **endpoint.index.describe()},
         }
@@ -334,7 +334,7 @@ class GatewayState:
         """Return the index of a replica's cache, from KV events where it publishes them."""
         return self.listening.index_of(member)
 
-    def probed(self, member: MonitoredReplica) -> None:
+    def on_probed(self, member: MonitoredReplica) -> None:
         """Note the result of a probe."""
         self.listening.on_probe(member)
         self.proxy.silence.on_probe(member)
@@ -342,11 +342,11 @@ class GatewayState:
             self.proxy.replica_wait.wake_waiting()
         self.proxy.flow.release()
 
-    def removed(self, url: str) -> None:
+    def on_removed(self, url: str) -> None:
         """Forget a removed replica."""
-        self._indexes.removed(url)
-        self.listening.removed(url)
-        self.proxy.silence.removed(url)
+        self._indexes.on_removed(url)
+        self.listening.on_removed(url)
+        self.proxy.silence.on_removed(url)
         self.proxy.replica_wait.on_removed(url)
 
     def on_models_changed(self) -> None:
@@ -358,7 +358,7 @@ class GatewayState:
             found = find_tokenizer_of_models(self.members.model_cards())
             if found is not None:
                 self.reader.tokenizer = SegmentedTokenizer(found)
-                self._tokenizer_log.line("headstart: prompts are counted in the replicas' own tokens")
+                self._tokenizer_log.write_line("headstart: prompts are counted in the replicas' own tokens")
 
     def load_tokenizer_when_known(self, log: ServerLog) -> None:
         """Load the replicas' tokenizer once they report their models, if it is on this machine, and log that."""

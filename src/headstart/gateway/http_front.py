@@ -23,7 +23,7 @@ class RouterFront(Protocol):
         """The address of its clients; empty: it has none of its own."""
         ...
 
-    def changed(self, replicas: Sequence[ReplicaAddress]) -> None:
+    def on_replicas_changed(self, replicas: Sequence[ReplicaAddress]) -> None:
         """Note the replicas that there are now."""
         ...
 
@@ -54,7 +54,7 @@ class HttpFront:
         host, port, path = listener_address(self._listener)
         return "http://localhost" if path else local_client_url(host, port)
 
-    def changed(self, replicas: Sequence[ReplicaAddress]) -> None:
+    def on_replicas_changed(self, replicas: Sequence[ReplicaAddress]) -> None:
         """Change the cap on connections with the requests that may wait; those that are open stay open."""
         self._num_replicas = max(len(replicas), 1)
         self._set_cap()

@@ -87,7 +87,9 @@ class RecentRoutings:
         while len(self._seen) > self.max_requests or (self.num_bytes > self.max_bytes and self._seen):
             self._forget(next(iter(self._seen)))
 
-    def reported(self, request_id: str, cached_tokens: int, prompt_tokens: int = 0, at: float | None = None) -> None:
+    def record_usage(
+        self, request_id: str, cached_tokens: int, prompt_tokens: int = 0, at: float | None = None
+    ) -> None:
         """Record what an engine reported of a request; ignored if the request has been dropped."""
         found = self._seen.get(request_id)
         if found is not None:

@@ -36,7 +36,7 @@ from headstart.http.lifecycle import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     ShutdownSignals,
-    first_or_cancel,
+    main_result_or_cancel,
     open_listener,
     unlink_socket_file,
 )
@@ -79,7 +79,7 @@ def run_router(
         is_own = not (fronts and fronts[0].url)
         listener = open_listener(server_options.host, server_options.port, server_options.uds) if is_own else None
     except ConfigError as error:
-        log.line(f"headstart: {error}")
+        log.write_line(f"headstart: {error}")
         return EXIT_CONFIG
     disable_created_metrics()
     try:
@@ -151,7 +151,7 @@ class _Life:
                     pools=self._pools,
                 )
             except ConfigError as error:
-                self._log.line(f"headstart: {error}")
+                self._log.write_line(f"headstart: {error}")
                 return EXIT_CONFIG
             self._shutdown = ShutdownSignals(
                 self._options.drain_timeout,
@@ -164,9 +164,9 @@ class _Life:
             def changed(addresses: Sequence[ReplicaAddress]) -> None:
                 if any(not isinstance(front, HttpFront) for front in self._fronts):
                     addresses = [replace(address, ranks=1) for address in addresses]  # Envoy knows servers only
-                state.members.changed(addresses)
+                state.members.on_replicas_changed(addresses)
                 for front in self._fronts:
-                    front.changed(addresses)
+                    front.on_replicas_changed(addresses)
                 self._listed.set()
 
             watching = asyncio.create_task(self._discovery.watch(changed))
@@ -181,7 +181,7 @@ class _Life:
     async def _live(self, state: GatewayState, watching: "asyncio.Task[None]") -> int:
         await self._first_look(state, watching)
         if watching.done() and isinstance(error := watching.exception(), ConfigError):
-            self._log.line(f"headstart: {error}")
+            self._log.write_line(f"headstart: {error}")
             return EXIT_CONFIG
         if self._router_options.tokenizer == "auto":
             state.load_tokenizer_when_known(self._log)
@@ -191,13 +191,13 @@ class _Life:
                 for front in self._fronts:
                     await front.start(state)
             except ConfigError as error:
-                self._log.line(f"headstart: {error}")
+                self._log.write_line(f"headstart: {error}")
                 return EXIT_CONFIG
             if not self._listed.is_set():  # replicas that are still starting
                 await _any_of(watching, self._listed.wait(), self._shutdown.begun.wait())
                 await self._first_look(state, watching, timeout=None)
             if not watching.done() and not self._shutdown.begun.is_set():
-                self._log.line(self._banner(state))
+                self._log.write_line(self._banner(state))
             self._held_log.release()
             gc.collect()
             gc.freeze()  # modules and large indexes: a full collection of them would stop all streams for 60 ms
@@ -207,7 +207,7 @@ class _Life:
                 return EXIT_BROKEN
             if watching.done() and not watching.cancelled():
                 more = "; the router stops" if self._listed.is_set() else ""
-                self._log.line(f"headstart: {watching.exception() or 'discovery has ended'}{more}")
+                self._log.write_line(f"headstart: {watching.exception() or 'discovery has ended'}{more}")
                 state.drain()
                 return EXIT_CONFIG if isinstance(watching.exception(), ConfigError) else EXIT_BROKEN
             return await self._drain(state)
@@ -225,10 +225,10 @@ class _Life:
     async def _drain(self, state: GatewayState) -> int:
         deadline = time.monotonic() + self._shutdown.drain_seconds
         while state.num_under_way and not self._shutdown.at_once.is_set() and time.monotonic() < deadline:
-            await first_or_cancel(state.idle.wait(), self._shutdown.at_once.wait(), timeout=0.5)
+            await main_result_or_cancel(state.idle.wait(), self._shutdown.at_once.wait(), timeout=0.5)
         if not state.num_under_way:
             return EXIT_OK
-        self._log.line(f"headstart: {state.num_under_way} requests were cut off")
+        self._log.write_line(f"headstart: {state.num_under_way} requests were cut off")
         return EXIT_INTERRUPTED if self._shutdown.at_once.is_set() else EXIT_BROKEN
 
     def _banner(self, state: GatewayState) -> str:
@@ -284,10 +284,10 @@ class BufferedLog(ServerLog):
         super().__init__(stream)
         self._lines: list[str] | None = []  # None: released
 
-    def line(self, text: str) -> None:
+    def write_line(self, text: str) -> None:
         """Write a line, or buffer it until `release`."""
         if self._lines is None:
-            super().line(text)
+            super().write_line(text)
             return
         self._lines.append(text)
         if len(self._lines) >= MAX_LINES:
@@ -297,7 +297,7 @@ class BufferedLog(ServerLog):
         """Write the buffered lines in order, and all later ones at once. Calling it twice is harmless."""
         lines, self._lines = self._lines, None
         for text in lines or ():
-            super().line(text)
+            super().write_line(text)
 
 
 def make_discovery(text: str, *, allow_loopback: bool = False) -> Discovery:

@@ -44,7 +44,7 @@ class BodyReader:
 
     async def read(self, request: Request) -> bytes:
         """Return the body. Raises HttpError 413, 415, 408, QueueFullError, and ClientGoneError."""
-        async with self.held(request) as body:
+        async with self.read_held(request) as body:
             return body_bytes(body)
 
     async def read_spooled(self, request: Request, max_memory: int = SPOOL_BYTES) -> bytes | SpooledBody:
@@ -56,7 +56,7 @@ class BodyReader:
             return body.take()
 
     @asynccontextmanager
-    async def held(self, request: Request, max_memory: int = SPOOL_BYTES) -> AsyncGenerator[bytes | SpooledBody]:
+    async def read_held(self, request: Request, max_memory: int = SPOOL_BYTES) -> AsyncGenerator[bytes | SpooledBody]:
         """Yield the body as `read_spooled` returns it; it counts as held until the block ends, and is closed then."""
         async with self._collected(request, max_memory) as body:
             yield body.peek()

@@ -112,7 +112,7 @@ class ShutdownSignals:
 
     def _interrupt(self) -> None:
         if self.begun.is_set():
-            self._log.line("headstart: stopping at once")
+            self._log.write_line("headstart: stopping at once")
             self.at_once.set()
             return
         self.drain_seconds = min(self.drain_seconds, INTERRUPT_SECONDS)
@@ -125,7 +125,7 @@ class ShutdownSignals:
 
     def _log_drain(self, why: str, more: str) -> None:
         count, seconds = self._num_requests(), f"{self.drain_seconds:.0f} s"
-        self._log.line(f"headstart: {why}{count} requests under way get up to {seconds} to finish{more}")
+        self._log.write_line(f"headstart: {why}{count} requests under way get up to {seconds} to finish{more}")
 
 
 def uvicorn_config(app: ASGIApp, table: ConnectionTable | None = None) -> uvicorn.Config:
@@ -147,7 +147,7 @@ def uvicorn_config(app: ASGIApp, table: ConnectionTable | None = None) -> uvicor
     )
 
 
-async def first_or_cancel(*works: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
+async def main_result_or_cancel(*works: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
     """Return the result of `works[0]` if it ends first or together with others, else None; cancel the rest."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

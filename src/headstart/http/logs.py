@@ -40,12 +40,12 @@ class ServerLog:
         On a terminal, write the local time and `text` instead, if `text` is given.
         """
         if text is not None and self.is_terminal:
-            self.line(f"{datetime.now():%H:%M:%S} {escape_unprintable(text)}")
+            self.write_line(f"{datetime.now():%H:%M:%S} {escape_unprintable(text)}")
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         line: dict[str, object] = {"ts": now, "level": level, "event": name}
         line.update({key: value for key, value in fields.items() if value is not None})
-        self.line(json.dumps(line, default=str))
+        self.write_line(json.dumps(line, default=str))
 
     def failure(self, name: str, error: BaseException, request_id: str) -> None:
         """Write an internal error with its traceback, for the operator only."""
@@ -53,7 +53,7 @@ class ServerLog:
         fields = {"request_id": request_id, "error": f"{type(error).__name__}: {error}", "traceback": text}
         self.event(name, fields, level="error")
 
-    def line(self, text: str) -> None:
+    def write_line(self, text: str) -> None:
         """Write a line for people, above the status line if there is one."""
         text = escape_unprintable(text, "\n")
         with self._lock:

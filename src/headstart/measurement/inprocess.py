@@ -226,7 +226,7 @@ def run_requests(
                     record = flights.pop(output.request_id).record(output.request_id, output.error)
                     finished[output.request_id] = (record, tuple(flight.token_ids))
                     given_up = given_up or (give_up is not None and give_up(record))
-                    for one in waits.ended(indices[output.request_id], end - start) if waits is not None else ():
+                    for one in waits.due_after(indices[output.request_id], end - start) if waits is not None else ():
                         heappush(arriving, one)
                     bar.advance()
             if on_step is not None:

@@ -78,7 +78,7 @@ class GenerationProgress:
         self._num_tokens += count
         self._progress.update(self._task, rate=self._rate())
 
-    def finished(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+    def record_finished(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """Count one finished request."""
         self._num_prompt_tokens += num_prompt_tokens
         self._num_cached_tokens += num_cached_tokens

@@ -19,7 +19,7 @@ from headstart.core.cache.block_store import Data
 from headstart.core.errors import ConfigError
 from headstart.model.kernels.attention import MAX_DIMS, NO_PLAN, PAGE, AttentionCall
 from headstart.model.kernels.library import KernelLibrary, num_kernel_threads
-from headstart.model.kernels.memory import PagesAhead, num_staggered_items, reserve_memory
+from headstart.model.kernels.memory import PagePrefaulter, num_staggered_items, reserve_memory
 from headstart.model.kv_writes import KVWrites
 from headstart.model.paged_kv import KVShape
 
@@ -60,7 +60,7 @@ class PackedKV:
         reserved = num_staggered_items(num_blocks, 4 * block_words, num_parts=num_parts)
         size = (shape.num_layers, 2, shape.num_kv_heads, reserved, block_words)
         self.pool = reserve_memory(size, torch.int32, num_parts=num_parts).numpy().view(np.uint32)[..., :num_blocks, :]
-        self._ahead = PagesAhead(self.pool)
+        self._ahead = PagePrefaulter(self.pool)
         self._head_words = reserved * block_words
         calls = [self._layer_call(layer) for layer in range(shape.num_layers)]
         for call in calls:

@@ -40,7 +40,7 @@ class OllamaAnswerBuilder:
                 lines.append(self._line(thinking=step.text))
         return lines
 
-    def closing(self, usage: Json, durations: RequestDurations) -> list[Json]:
+    def closing_events(self, usage: Json, durations: RequestDurations) -> list[Json]:
         """Return the last lines of a stream; `usage` as of a chat."""
         last = self.parts.open_part()
         calls = [] if last is None or last.kind is not ChatPartKind.TOOL_CALL else [self._line(calls=[_call(last)])]

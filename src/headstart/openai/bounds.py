@@ -14,7 +14,7 @@ from headstart.core.request import NO_DEFAULTS, SamplingDefaults
 from headstart.openai.canonical.prompt_rules import NO_RULES, PromptRules
 from headstart.openai.chat.template_forms import ONE_TEXT, ContentForms
 from headstart.openai.forms.skipped import SkippedNames
-from headstart.openai.forms.treatments import NamePlace
+from headstart.openai.forms.treatments import NameKind
 
 INT31_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -60,7 +60,7 @@ class RequestBounds:
     min_boundary: int = 0  # tokens of a prompt's beginning of which the engine is told the end; 0: of none
     skipped: SkippedNames | None = None  # collects what one request loses; None: not collected
 
-    def skip(self, place: NamePlace, name: object) -> None:
+    def skip(self, place: NameKind, name: object) -> None:
         """Note what is left out of the prompt of the request that is read."""
         if self.skipped is not None:
             self.skipped.add(place, name)

@@ -15,7 +15,7 @@ from headstart.openai.bounds import INT64_MAX, RequestBounds
 from headstart.openai.canonical.prompt_rules import applied_rules
 from headstart.openai.chat.placed_messages import place_messages
 from headstart.openai.chat.template_forms import REASONING_KEYS, SYSTEM_ROLES
-from headstart.openai.forms.treatments import NamePlace
+from headstart.openai.forms.treatments import NameKind
 from headstart.openai.generation_params import GenerationParams, fit_sampling_params, lower_max_tokens
 from headstart.openai.request_bodies import ChatBody, CompletionBody, Message, Prompt
 from headstart.openai.tokenizer.tokenizer import Tokenizer
@@ -192,7 +192,7 @@ def note_dropped_reasoning(messages: Sequence[Message], prompt: str, bounds: Req
     for message in messages if bounds.skipped is not None else ():
         content, reasoning = message["content"], message.get(REASONING_KEYS[0], "").strip()
         if (found := prompt.find(reasoning, at)) < 0:
-            bounds.skip(NamePlace.ITEM, "reasoning")
+            bounds.skip(NameKind.ITEM, "reasoning")
         else:
             at = found + len(reasoning)
         if isinstance(content, str) and (found := prompt.find(content.strip(), at)) >= 0:

@@ -60,33 +60,33 @@ class Endpoint:
     @reported.setter
     def reported(self, reported: ReplicaReport) -> None:
         self._reported = reported
-        self.load.reported(reported.waiting, reported.running, reported.at)
+        self.load.record_report(reported.waiting, reported.running, reported.at)
 
     def reconfigure(self, block_size: int, index: PrefixIndex) -> None:
         """Reset the state after a restart with another block size: the index and its corrections are void."""
         self.block_size, self.index, self.granule = block_size, index, 0
         self.miscounted.clear()
 
-    def fresh(self, now: float) -> ReplicaReport | None:
+    def recent_report(self, now: float) -> ReplicaReport | None:
         """Return its last report, if it is recent."""
         reported = self.reported
         return reported if reported is not None and now - reported.at <= MAX_AGE else None
 
     def waiting(self, now: float) -> int:
         """Return the requests without a first token: our count, or the reported one if higher (other routers')."""
-        reported = self.fresh(now)
+        reported = self.recent_report(now)
         return max(self.load.num_pending, reported.waiting if reported is not None else 0)
 
     def num_requests(self, now: float) -> int:
         """Return the requests in flight there."""
-        reported = self.fresh(now)
+        reported = self.recent_report(now)
         return max(self.load.num_requests, reported.waiting + reported.running if reported is not None else 0)
 
     def backlog_ms(self, now: float) -> float:
         """Return the work queued before ours; requests of other routers count as the mean of our own."""
         return cost_at_one(self, 1, 0, now).backlog
 
-    def slowness(self, now: float) -> float:
+    def slowdown(self, now: float) -> float:
         """Return how many times slower than its fleet it is at present: learned, or its oldest request is late."""
         return cost_at_one(self, 1, 0, now).factor
 
@@ -98,7 +98,7 @@ class Endpoint:
     def eviction_cost_ms(self, prompt_tokens: int, cached_tokens: int) -> float:
         """Return the prefill of tokens evicted for a prompt that are likely to be requested again."""
         tokens = max(prompt_tokens - cached_tokens, 1)
-        lost = self.index.loss(-(-tokens // self.block_size)) * self.block_size
+        lost = self.index.eviction_loss(-(-tokens // self.block_size)) * self.block_size
         rates = self.load.rates
         return lost * (rates.token + rates.pair * prompt_tokens / 2)
 

@@ -35,12 +35,12 @@ class ReplicaHealth:
         """Return whether it is neither ejected nor on trial with another request."""
         return now >= self.up_at
 
-    def sent(self, now: float) -> None:
+    def record_sent(self, now: float) -> None:
         """Record that a request is sent there: the first after an ejection is a trial."""
         if self._away and now >= self._until:
             self.up_at = now + TRIAL_SECONDS
 
-    def failed(self, now: float, *, refused: bool = False, sent_at: float | None = None) -> bool:
+    def record_failed(self, now: float, *, refused: bool = False, sent_at: float | None = None) -> bool:
         """Record a failed request; return whether that ejects the replica.
 
         `refused`: no connection was possible, or the whole replica is silent. A request sent before the last ejection
@@ -57,7 +57,7 @@ class ReplicaHealth:
         self.num_ejections += 1
         return True
 
-    def left(self, now: float, *, absent: bool = False, draining: bool = False) -> None:
+    def record_unavailable(self, now: float, *, absent: bool = False, draining: bool = False) -> None:
         """Record that it accepts no requests until `present` is called."""
         if not (self.absent or self.draining):
             self.left_at = now

@@ -116,22 +116,22 @@ class ReplicaLoad:
     def _changed(self) -> None:
         """Record that the row has changed."""
         self._row = None
-        self.learner.rows.changed(self)
+        self.learner.rows.mark_changed(self)
 
     def set_max_step_tokens(self, tokens: int) -> None:
         """Set the most new tokens of a step, as the replica states it."""
         self._step.limit(tokens)
         self._changed()
 
-    def reported(self, waiting: int, running: int, at: float) -> None:
+    def record_report(self, waiting: int, running: int, at: float) -> None:
         """Record the requests without and with a first token that the replica reports, of other routers too."""
-        self.learner.others.reported(self.num_requests, waiting + running)
+        self.learner.others.add_report(self.num_requests, waiting + running)
         self._foreign, self._foreign_at = max(waiting - len(self._pending), 0), at
         is_shared = self.learner.others.share > 0.0
         self._foreign_streams = max(running - self.num_streams, 0) if is_shared else 0
         self._changed()
 
-    def sent(self, flight: RequestFlight, now: float, order: int) -> None:
+    def record_sent(self, flight: RequestFlight, now: float, order: int) -> None:
         """Record a request sent there."""
         self._advance(now)
         flight.sent_at = now
@@ -142,7 +142,7 @@ class ReplicaLoad:
         if leader is not None and self.learner.waits_for_prefix_leader:
             flight.awaited = max(flight.cached_tokens - leader.cached_tokens, 0)
         self._pending[flight] = None
-        self._step.sent(flight)
+        self._step.record_sent(flight)
         if self._step.was_observed and not self.num_streams and len(self._pending) == 1:
             self._begin_step(now)  # it was idle
         self.pending_tokens += flight.work.tokens
@@ -160,7 +160,7 @@ class ReplicaLoad:
         """Return the pending request that computes the last of these blocks that are expected to be cached, if any."""
         return find_prefix_leader(block_hashes, hit_blocks, self._pending)
 
-    def token(self, flight: RequestFlight, now: float) -> None:
+    def record_token(self, flight: RequestFlight, now: float) -> None:
         """Record a token event of a stream: a step has ended if the stream had its event since the step began."""
         step = self._step
         if not step.was_observed:
@@ -173,7 +173,7 @@ class ReplicaLoad:
         flight.step, flight.token_at = step.number, now
         flight.num_events += 1
 
-    def answered(self, flight: RequestFlight, now: float, *, is_assumed: bool = False) -> None:
+    def record_answered(self, flight: RequestFlight, now: float, *, is_assumed: bool = False) -> None:
         """Record its first token. `is_assumed`: it was not seen, so nothing is learned."""
         if flight not in self._pending:
             return
@@ -211,7 +211,7 @@ class ReplicaLoad:
         if period is None:
             return
         if flight.num_steps:
-            self._step.computed(work.tokens, flight.num_steps)
+            self._step.record_computed(work.tokens, flight.num_steps)
             self._changed()
         period.tokens += work.tokens - flight.work.tokens
         period.pairs += work.pairs - flight.work.pairs
@@ -220,7 +220,7 @@ class ReplicaLoad:
         self._mismatch += MISMATCH_DECAY * (error - self._mismatch)
         self._finish(period)
 
-    def finished(self, flight: RequestFlight, now: float, num_output: int = 0) -> None:
+    def record_finished(self, flight: RequestFlight, now: float, num_output: int = 0) -> None:
         """Record its end, successful or not. `num_output`: tokens of a complete answer; 0: not known."""
         self._advance(now)
         if flight in self._pending:
@@ -255,7 +255,7 @@ class ReplicaLoad:
     def _left(self, flight: RequestFlight, now: float) -> None:
         flight.leader, flight.block_hashes = None, []
         del self._pending[flight]
-        self._step.left(flight)
+        self._step.record_left(flight)
         self.pending_tokens -= flight.work.tokens
         self.pending_pairs = self.pending_pairs - flight.work.pairs if self._pending else 0.0
         self.pending_prompts -= flight.prompt_tokens
@@ -319,7 +319,7 @@ class ReplicaLoad:
         if leader is not None:
             is_later = leader not in self._pending and leader.first_step < step.number
             if leader.first_step or not is_later:  # a leader without a first step failed
-                self.learner.followed(is_later=is_later)
+                self.learner.record_followed(is_later=is_later)
 
     def _watch(self, ms: float, now: float) -> None:
         """Learn the pace from the step that ends, together with those before it."""
@@ -354,7 +354,7 @@ class ReplicaLoad:
         Its steps are those that were seen, if it had events: a step of speculation or of a replica that reports every
         few tokens yields several tokens. If it had few, its text was withheld, and its steps are not known.
         """
-        self.learner.finished(num_output)
+        self.learner.record_finished(num_output)
         ms = 1e3 * (now - start)
         num_steps = self._step.number - flight.first_step if flight.num_events else num_output - 1
         is_withheld = 0 < flight.num_events < num_steps / 2

@@ -32,7 +32,7 @@ class LoadRows:
         self._numbers: dict[StateRow, int] = {}
         self._array = np.zeros((0, 0))
 
-    def changed(self, load: StateRow) -> None:
+    def mark_changed(self, load: StateRow) -> None:
         """Record that the row of a load is another one now."""
         self._changed.add(load)
         if len(self._changed) > MAX_CHANGED:

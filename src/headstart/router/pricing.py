@@ -80,7 +80,7 @@ def cost_at_each(
     for index in np.flatnonzero(state[IS_PACED]) if not learner.is_contradicted_by_samples else ():
         pace[index] = learner.factor(loads[index].pace, now)
     if learner.prices is not None:
-        limits = (STALE_STEPS, STALE_MS, MAX_AGE, LATENESS, GRACE_MS, DECODE, learner.counts_requests)
+        limits = (STALE_STEPS, STALE_MS, MAX_AGE, LATENESS, GRACE_MS, DECODE, learner.knows_requests_in_flight)
         numbers = array("d", (*rates, output, prompt_tokens, now, not learner.is_contradicted_by_samples, *limits))
         costs = np.empty((len(PromptCost._fields), len(loads)))
         at, own_at, pace_at, to = (part.ctypes.data for part in (state, own, pace, costs))
@@ -123,7 +123,7 @@ def cost_at_each(
     decode = _decode_ms(rates, output, decoding + pending, attended + prompts, prompt_tokens)
     expected = head + rates.token * np.minimum(state[0] - head_tokens, step_tokens)
     late = np.where(is_busy, 1e3 * (now - started) / (LATENESS * expected + GRACE_MS), 1.0)
-    requests = decoding + pending if learner.counts_requests else np.zeros(len(loads))
+    requests = decoding + pending if learner.knows_requests_in_flight else np.zeros(len(loads))
     return PromptCost(backlog, prefill, decode, np.maximum(late, 1.0) * pace, wait, requests)
 
 
@@ -177,7 +177,7 @@ def cost_at_one(endpoint: PricedReplica, prompt_tokens: int, hit_tokens: int, no
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
     decode = _decode_ms(rates, output, decoding + pending, attended + prompts, prompt_tokens)
     return PromptCost(
-        backlog, prefill, decode, factor * pace, wait, decoding + pending if learner.counts_requests else 0.0
+        backlog, prefill, decode, factor * pace, wait, decoding + pending if learner.knows_requests_in_flight else 0.0
     )
 
 

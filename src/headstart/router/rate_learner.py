@@ -94,7 +94,7 @@ class RateLearner:
         return self.residual > DOUBTFUL
 
     @property
-    def counts_requests(self) -> bool:
+    def knows_requests_in_flight(self) -> bool:
         """Whether requests in flight are known: other routers' only from reports, which are seconds old."""
         return not self.is_contradicted_by_samples and not self.others.share
 
@@ -124,11 +124,11 @@ class RateLearner:
             self._usual, self._usual_at = found[len(found) // 4] if found else 0.0, now
         return max(exp(pace.mean_log_slowdown(now) - self._usual), 1.0)
 
-    def followed(self, *, is_later: bool) -> None:
+    def record_followed(self, *, is_later: bool) -> None:
         """Record whether a request whose prefix another one computed had its first token in a later step."""
         self._deferred += FOLLOWER_DECAY * (is_later - self._deferred)
 
-    def finished(self, num_output: int) -> None:
+    def record_finished(self, num_output: int) -> None:
         """Record the number of tokens of an answer."""
         self._num_outputs += 1
         self.mean_output += (num_output - self.mean_output) * max(1.0 / self._num_outputs, 1.0 - DECAY)
@@ -236,7 +236,7 @@ class OtherRoutersLoad:
     def __init__(self) -> None:
         self._own = self._all = ASSUMED
 
-    def reported(self, own: int, reported: int) -> None:
+    def add_report(self, own: int, reported: int) -> None:
         """Add the requests in flight at one replica: our own, and all that it reports."""
         self._own += own
         self._all += reported

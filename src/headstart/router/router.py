@@ -1,8 +1,10 @@
-"""Router: filter, match, choose; then `sent`, `first_token`, `finished`. The same in every deployment.
+"""Router: filter, match, choose; then `record_sent`, `record_first_token`, `record_finished`. The same in every
+deployment.
 
-The caller calls `pick` for a routing decision and `sent` when the request leaves, and reports the progress of what that
-returns: `failed` when the replica could not serve it (then it picks again), `first_token`, and `finished` with the
-reported usage. Each call is short, none waits, and only one may run at a time. Time is the caller's, in seconds.
+The caller calls `pick` for a routing decision and `record_sent` when the request leaves, and reports the progress of
+what that returns: `record_failed` when the replica could not serve it (then it picks again), `record_first_token`, and
+`record_finished` with the reported usage. Each call is short, none waits, and only one may run at a time. Time is the
+caller's, in seconds.
 """
 
 from array import array
@@ -112,7 +114,7 @@ class Router:
             decision.comparisons = [self._compare(shadow, decision) for shadow in self.shadow_policies]
         return decision
 
-    def sent(self, decision: RoutingDecision, now: float, endpoint: str | None = None) -> RoutedInFlight:
+    def record_sent(self, decision: RoutingDecision, now: float, endpoint: str | None = None) -> RoutedInFlight:
         """Record that the request is sent, to the chosen replica or to the named fallback."""
         view = decision.view
         candidate = decision.candidate if endpoint is None else decision.candidate_of(endpoint)
@@ -124,11 +126,11 @@ class Router:
         flight.wait_ms = cost.wait * cost.factor
         flight.block_hashes = view.request.prompt.block_hashes(chosen.block_size)
         flight.hit_blocks = candidate.hit_blocks
-        reservation = index.sent(flight.block_hashes, now)
-        chosen.load.sent(flight, now, self._count)
-        chosen.health.sent(now)
+        reservation = index.record_sent(flight.block_hashes, now)
+        chosen.load.record_sent(flight, now, self._count)
+        chosen.health.record_sent(now)
         self._count += 1
-        self.policy.picked(decision.choice, chosen)
+        self.policy.record_pick(decision.choice, chosen)
         self._book(decision)
         in_flight = RoutedInFlight(decision, chosen, flight, index, reservation, now)
         if self._log is not None:
@@ -137,26 +139,28 @@ class Router:
 
     # --------------------------------------------------------------------------------------------------- progress
 
-    def first_token(self, in_flight: RoutedInFlight, now: float, usage: ReportedTokenUsage | None = None) -> None:
+    def record_first_token(
+        self, in_flight: RoutedInFlight, now: float, usage: ReportedTokenUsage | None = None
+    ) -> None:
         """Record the first token; some replicas report the cached tokens with it."""
         in_flight.first_token = now
         in_flight.endpoint.health.record_succeeded(now, sent_at=in_flight.sent_at)
-        in_flight.endpoint.load.answered(in_flight.flight, now)
+        in_flight.endpoint.load.record_answered(in_flight.flight, now)
         if usage is not None:
             self._reported(in_flight, usage, now)
-        in_flight.index.computed(in_flight.reservation, now)
+        in_flight.index.record_computed(in_flight.reservation, now)
         in_flight.drop_alternatives()
 
-    def token(self, in_flight: RoutedInFlight, now: float) -> None:
+    def record_token(self, in_flight: RoutedInFlight, now: float) -> None:
         """Record a token event of the answer after its first. A front that forwards streams calls it for each."""
-        in_flight.endpoint.load.token(in_flight.flight, now)
+        in_flight.endpoint.load.record_token(in_flight.flight, now)
 
     def assume_first_token(self, in_flight: RoutedInFlight, now: float) -> None:
         """Assume the first token of a response that comes as one piece and does not show it. Nothing is learned."""
         if in_flight.first_token is None and in_flight.finish is None:
-            in_flight.endpoint.load.answered(in_flight.flight, now, is_assumed=True)
+            in_flight.endpoint.load.record_answered(in_flight.flight, now, is_assumed=True)
 
-    def finished(
+    def record_finished(
         self,
         in_flight: RoutedInFlight,
         now: float,
@@ -169,29 +173,31 @@ class Router:
         `num_output` is that of one answer; 0 if it is not known, or if there are several.
         """
         if in_flight.first_token is None:
-            self.first_token(in_flight, now, usage)
+            self.record_first_token(in_flight, now, usage)
         elif usage is not None:
             self._reported(in_flight, usage, now)
         load = in_flight.endpoint.load
         load.learn(in_flight.flight, in_flight.flight.work)
-        load.finished(in_flight.flight, now, num_output or len(output))
+        load.record_finished(in_flight.flight, now, num_output or len(output))
         in_flight.num_output = num_output or len(output) or None
         block_hashes = (
             in_flight.view.request.prompt.block_hashes_with_output(output, in_flight.endpoint.block_size)
             if output
             else in_flight.reservation.block_hashes
         )
-        in_flight.index.finished(in_flight.reservation, block_hashes, now)
+        in_flight.index.record_finished(in_flight.reservation, block_hashes, now)
         self._look_for_events(in_flight.endpoint)
         self._end(in_flight, now, ok=True)
 
-    def failed(self, in_flight: RoutedInFlight, now: float, *, refused: bool = False, blame: bool = True) -> bool:
+    def record_failed(
+        self, in_flight: RoutedInFlight, now: float, *, refused: bool = False, blame: bool = True
+    ) -> bool:
         """Record that the request ended without a complete response; return whether that ejects the replica.
 
         `blame` False: it says nothing about the replica.
         """
         self._abort(in_flight, now, num_kept=0)
-        ejected = blame and in_flight.endpoint.health.failed(now, refused=refused, sent_at=in_flight.sent_at)
+        ejected = blame and in_flight.endpoint.health.record_failed(now, refused=refused, sent_at=in_flight.sent_at)
         self._end(in_flight, now, ok=False)
         return ejected
 
@@ -209,8 +215,8 @@ class Router:
 
     def _abort(self, in_flight: RoutedInFlight, now: float, num_kept: int) -> None:
         in_flight.endpoint.load.exclude_from_learning(in_flight.flight)
-        in_flight.endpoint.load.finished(in_flight.flight, now)
-        in_flight.index.failed(in_flight.reservation, num_kept)
+        in_flight.endpoint.load.record_finished(in_flight.flight, now)
+        in_flight.index.record_failed(in_flight.reservation, num_kept)
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -257,7 +263,7 @@ class Router:
         sizes = {one.block_size for one in endpoints}
         for size in sizes:
             block_hashes, unit = prompt.block_hashes(size), _hit_unit(size, sizes)
-            holders = self._first_blocks.holders(block_hashes)
+            holders = self._first_blocks.possible_holders(block_hashes)
             if not holders:
                 continue
             places = [place for place, number in enumerate(numbers) if number in holders]
@@ -299,7 +305,7 @@ class Router:
     def _book(self, decision: RoutingDecision) -> None:
         """Count the decisions of shadow policies about a request that is sent. Once per request."""
         for shadow, choice, regret, agrees in decision.comparisons:
-            shadow.picked(choice, choice.ranked[0].endpoint)
+            shadow.record_pick(choice, choice.ranked[0].endpoint)
             known = self.regrets[shadow.name]
             known.decisions += 1
             known.agreed += agrees

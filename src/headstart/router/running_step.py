@@ -57,7 +57,7 @@ class RunningStep:
         self.step_tokens = self._max_step_tokens = step_tokens
         self._is_reached = False
 
-    def computed(self, tokens: int, num_steps: int) -> None:
+    def record_computed(self, tokens: int, num_steps: int) -> None:
         """Learn the tokens of a step from a prefill that was alone in the queue, and whose steps were all seen.
 
         One that should have taken fewer steps proves that the number was too large: it begins anew. A prefill in very
@@ -70,7 +70,7 @@ class RunningStep:
             self.step_tokens, self._is_reached = found, True
         self.step_tokens = max(self.step_tokens, min(found, self._max_step_tokens or found))
 
-    def sent(self, flight: RequestFlight) -> None:
+    def record_sent(self, flight: RequestFlight) -> None:
         """Record a request sent there. It joins the next step, or the one after its leader's."""
         flight.turn = self._turn + 1
         if flight.leader is not None and flight.awaited:
@@ -101,7 +101,7 @@ class RunningStep:
             self.end()
             self._schedule(pending)
 
-    def left(self, flight: RequestFlight) -> None:
+    def record_left(self, flight: RequestFlight) -> None:
         """Record that a request is not pending any more."""
         rest = flight.work.tokens - flight.num_computed
         self._rest_tokens -= rest

@@ -35,7 +35,7 @@ class StepRates(NamedTuple):
     token: float = 0.06  # 16,000 tokens per second, until measured
     pair: float = 1e-6
 
-    def steps_ms(self, num: float, streams: float, resident: float) -> float:
+    def decode_steps_ms(self, num: float, streams: float, resident: float) -> float:
         """Return the duration of `num` steps without new tokens."""
         return num * (self.step + self.stream * streams + self.resident * resident)
 
@@ -46,4 +46,4 @@ class StepRates(NamedTuple):
     def prefill_ms(self, work: PrefillWork, step_tokens: int = STEP_TOKENS) -> float:
         """Return the duration of a prefill, with all steps of `step_tokens` new tokens it needs."""
         num = -(-work.tokens // step_tokens)
-        return self.steps_ms(num, work.streams, work.resident) + self.new_tokens_ms(work.tokens, work.pairs)
+        return self.decode_steps_ms(num, work.streams, work.resident) + self.new_tokens_ms(work.tokens, work.pairs)

@@ -179,7 +179,7 @@ class GenerationJob:
     def close(self) -> None:
         """Abort unfinished requests, release the lease, and complete the record and the metrics."""
         for _ in self._open:
-            self._metrics.finished("abort")
+            self._metrics.record_finished("abort")
         self._engine.abort(tuple(self._open))
         self._open.clear()
         self._lease.release()
@@ -204,7 +204,7 @@ class GenerationJob:
             self.evicted[output.evicted_by] += output.num_evicted_tokens
         if delta.finish_reason in ("error", "abort"):
             self._open.discard(output.request_id)
-            self._metrics.finished("error")
+            self._metrics.record_finished("error")
             if output.is_invalid:
                 raise InvalidRequestError(output.error or "", param=self.params.grammar_field)
             raise RequestFailedError(delta.error or "it was aborted in the engine")
@@ -260,7 +260,7 @@ class GenerationJob:
         generation, first = self.generations[index], self._first_token_at[index] or at
         self.record.last_token_at = at
         metrics, trace_id = self._metrics, self._trace_id
-        metrics.finished(delta.finish_reason or "")
+        metrics.record_finished(delta.finish_reason or "")
         metrics.e2e_latency.observe(time.monotonic() - self.record.arrival, trace_id)
         scheduled = self._scheduled_at[index]
         metrics.queue_time.observe(scheduled - self.record.arrival, trace_id)

@@ -135,7 +135,7 @@ async def _prepared(
         return replace(asked.without_messages(model.doctor, origin), skipped=skipped.counts())
 
     run = partial(state.long_work.run, tenant=origin.tenant, receive=request.receive)
-    async with state.bodies.held(request) as body:
+    async with state.bodies.read_held(request) as body:
         access_record_of_scope(request.scope).received_at = time.monotonic()
         more = 0 if num_stored_bytes is None else await run(len(body), partial(stored, body))
         asked = await run(len(body) + more, partial(prepare, body), waits=api.renders)
@@ -160,7 +160,7 @@ async def run_with_body(
     state: ServerState, request: Request, work: Callable[[bytes], _Result], *, renders: bool = False
 ) -> _Result:
     """Return `work(body)`, run off the event loop if the body is long, or if `renders` and it holds messages."""
-    async with state.bodies.held(request) as body:
+    async with state.bodies.read_held(request) as body:
         waits = renders and (isinstance(body, SpooledBody) or b'"messages"' in body)
         run = partial(
             state.long_work.run,
@@ -228,7 +228,7 @@ class _Answer:
                 news = await self.next_news()
             if job.diagnosis is not None:
                 job.diagnosis.remember()  # before the end is sent: clients may refer to the answer at once
-            ending = form.closing()
+            ending = form.closing_events()
         except ClientGoneError:
             raise
         except Exception as error:

@@ -73,7 +73,9 @@ class AvoidableTextEstimator:
         """Keep a prompt for comparisons with later ones."""
         self._window.add(entry)
 
-    def finished(self, tenant: str, entry: WindowEntry, breakdown: PromptTokenBreakdown, num_evicted: int) -> None:
+    def record_finished(
+        self, tenant: str, entry: WindowEntry, breakdown: PromptTokenBreakdown, num_evicted: int
+    ) -> None:
         """Examine an answered request's prompt if there is CPU time to spend; on a thread, one at a time."""
         if self.is_busy or self.spent_seconds >= FREE_SECONDS + self._share * self._cpu_seconds():
             return

@@ -30,8 +30,8 @@ from headstart.http.lifecycle import (
     EXIT_OK,
     HttpServer,
     ShutdownSignals,
-    first_or_cancel,
     listener_address,
+    main_result_or_cancel,
     open_listener,
     unlink_socket_file,
     uvicorn_config,
@@ -69,7 +69,7 @@ def serve(
     try:
         listener = open_listener(server_options.host, server_options.port, server_options.uds)
     except ConfigError as error:
-        log.line(f"headstart: {error}")
+        log.write_line(f"headstart: {error}")
         return EXIT_CONFIG
     disable_created_metrics()  # no extra `_created` series per counter
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -99,7 +99,7 @@ class _Run:
             state = ServerState(self.options, engine, self.log, self._domain_secret(), num_shares=self.num_shares)
             recording = DecisionLog(Path(self.options.record)) if self.options.record else None
         except ConfigError as error:
-            self.log.line(f"headstart: {error}")
+            self.log.write_line(f"headstart: {error}")
             return EXIT_CONFIG
         if recording is not None:
             engine.recorder = RequestRecorder(recording.write)
@@ -138,20 +138,20 @@ class _Run:
         try:
             started = await self._until_stopped(engine.start(self.build, self.engine_options))
             if started is None:
-                self.log.line("headstart: stopped while loading")
+                self.log.write_line("headstart: stopped while loading")
                 return EXIT_OK
             model = state.prepare(started)
             await asyncio.to_thread(model.tokenizer.start_chat_renderer)
             if await self._until_stopped(warm_configured_prefixes(state, model)) is None:
-                self.log.line("headstart: stopped while loading")
+                self.log.write_line("headstart: stopped while loading")
                 return EXIT_OK
             store = await self._store_text(engine)
             state.open(model)
         except (ConfigError, EngineDeadError) as error:
-            self.log.line(f"headstart: {error}")
+            self.log.write_line(f"headstart: {error}")
             return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_BROKEN
         host, port, path = listener_address(self.listener)
-        self.log.line(startup_banner(model, self.options, host, port, store=store, uds=path))
+        self.log.write_line(startup_banner(model, self.options, host, port, store=store, uds=path))
         works = log_statistics_regularly(state), trim_heap_regularly(), self.figures.sample_regularly()
         regular = [asyncio.create_task(work) for work in works]
         try:
@@ -170,8 +170,8 @@ class _Run:
     async def _drain(self, state: ServerState, engine: EngineClient) -> int:
         """Wait for the admitted requests up to the drain timeout, cancel the rest, and return the exit code."""
         if engine.dead is not None:
-            self.log.line(f"headstart: the engine has stopped ({engine.dead}); so does the server")
-            await first_or_cancel(self.shutdown.at_once.wait(), timeout=DEAD_SECONDS)
+            self.log.write_line(f"headstart: the engine has stopped ({engine.dead}); so does the server")
+            await main_result_or_cancel(self.shutdown.at_once.wait(), timeout=DEAD_SECONDS)
             return EXIT_BROKEN
         deadline = time.monotonic() + self.shutdown.drain_seconds
         while (
@@ -180,19 +180,21 @@ class _Run:
             and not self.shutdown.at_once.is_set()
             and time.monotonic() < deadline
         ):
-            await first_or_cancel(state.idle.wait(), self.shutdown.at_once.wait(), engine.died.wait(), timeout=0.5)
+            await main_result_or_cancel(
+                state.idle.wait(), self.shutdown.at_once.wait(), engine.died.wait(), timeout=0.5
+            )
         if not state.num_jobs:
             return EXIT_OK if engine.dead is None else EXIT_BROKEN
-        self.log.line(f"headstart: {state.num_jobs} requests were cut off")
+        self.log.write_line(f"headstart: {state.num_jobs} requests were cut off")
         state.cancel_all_jobs(DrainingError("the server shut down before this request was finished"))
-        await first_or_cancel(state.idle.wait(), timeout=CUT_SECONDS)
+        await main_result_or_cancel(state.idle.wait(), timeout=CUT_SECONDS)
         return EXIT_INTERRUPTED if self.shutdown.at_once.is_set() else EXIT_BROKEN
 
     async def _close(self, engine: EngineClient) -> None:
         """Stop the engine, which first writes its pending blocks to the store; a second Ctrl-C kills it instead."""
         store = engine.stats.store
         if store is not None and store.num_pending and engine.dead is None and not self.shutdown.at_once.is_set():
-            self.log.line(f"headstart: writing {store.num_pending:,} blocks to the store; Ctrl-C stops at once")
+            self.log.write_line(f"headstart: writing {store.num_pending:,} blocks to the store; Ctrl-C stops at once")
         hurry = asyncio.create_task(self.shutdown.at_once.wait())
         closing = asyncio.create_task(engine.close())
         await asyncio.wait([closing, hurry], return_when=asyncio.FIRST_COMPLETED)
@@ -203,7 +205,7 @@ class _Run:
 
     async def _until_stopped(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Return the result of `work`, or None if a signal arrived first."""
-        return await first_or_cancel(work, self.shutdown.begun.wait())
+        return await main_result_or_cancel(work, self.shutdown.begun.wait())
 
 
 async def warm_configured_prefixes(state: ServerState, model: ServedModel) -> int:
@@ -226,9 +228,9 @@ async def warm_configured_prefixes(state: ServerState, model: ServedModel) -> in
                 break
             await asyncio.sleep(POLL_SECONDS)
     for entry in listed:
-        log.line(f"headstart: {_line(entry)}")
+        log.write_line(f"headstart: {_line(entry)}")
     warm = [entry for entry in listed if not entry["error"]]
-    log.line(f"headstart: {len(warm)} of {len(listed)} prefixes are warm after {time.monotonic() - start:.1f} s")
+    log.write_line(f"headstart: {len(warm)} of {len(listed)} prefixes are warm after {time.monotonic() - start:.1f} s")
     return len(warm)
 
 

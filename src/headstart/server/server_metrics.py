@@ -125,7 +125,7 @@ class ServerMetrics:
             before = self.tenants.get(tenant, PromptTokenBreakdown())
             self.tenants[tenant] = PromptTokenBreakdown(*map(sum, zip(before, breakdown, strict=True)))
 
-    def finished(self, reason: str) -> None:
+    def record_finished(self, reason: str) -> None:
         """Count a finished engine request."""
         reason = "stop" if reason == "tool_calls" else reason  # why the engine finished it
         self._finished.add((self._model_name, reason if reason in FINISH_REASONS else "error"))
@@ -134,7 +134,7 @@ class ServerMetrics:
         """Count a client request rejected at admission: queue or byte budget full."""
         self._rejected.add((self._model_name,))
 
-    def answered(self, path: str, method: str, status: int) -> None:
+    def count_answer(self, path: str, method: str, status: int) -> None:
         """Count an HTTP request; unknown paths and methods share one label."""
         trees = (f"{tree}{{id}}" for tree in ("/v1/models/", "/v1/responses/") if path.startswith(tree))
         route = path if path in self._routes else next(trees, "other")

@@ -221,7 +221,7 @@ class ServerState:
         job.close()
         if job.examined is not None and self._model is not None and job.record.finish_reason not in ("abort", "error"):
             tenant = job.record.principal.tenant
-            self._model.doctor.finished(tenant, job.examined, job.breakdown, job.evicted.total())
+            self._model.doctor.record_finished(tenant, job.examined, job.breakdown, job.evicted.total())
             job.examined = None
         self._jobs.discard(job)
         if not self._jobs:
@@ -239,7 +239,7 @@ class ServerState:
     def count_answer(self, record: AccessRecord) -> bool:
         """Count a finished request; return whether to log its access line."""
         if self.metrics is not None and record.status is not None:
-            self.metrics.answered(record.path, record.method, record.status)
+            self.metrics.count_answer(record.path, record.method, record.status)
         access_log = self.options.access_log
         return record.is_logged(access_log, on_terminal=access_log == "auto" and self.log.is_terminal)
 

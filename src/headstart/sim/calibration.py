@@ -171,7 +171,7 @@ class CalibrationCheck:
     def to_document(self) -> dict[str, object]:
         return {"rate": self.rate, "measured": self.measured, "predicted": self.predicted}
 
-    def sheet(self) -> ReportTable:
+    def to_table(self) -> ReportTable:
         rows = [
             (
                 name,
@@ -311,7 +311,7 @@ def _report(
             ReportTable(
                 f"step cost of {setup.label}, errors on {fit.num_held_out} held-out steps", ("part", "value"), rows
             ),
-            check.sheet(),
+            check.to_table(),
         ],
     )
 

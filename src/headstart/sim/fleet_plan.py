@@ -21,7 +21,7 @@ from headstart.sim.sim_report import FleetReport, fleet_report
 from headstart.sim.sim_request import SimRequest
 from headstart.sim.sim_workload import prompt_block_paths
 from headstart.sim.sweep import MakeRequests, SimulationConfig
-from headstart.workload.slo import LateRequestStop, Slo
+from headstart.workload.slo import LatenessEarlyStop, Slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def smallest_fleet(
 def _run(requests: Sequence[SimRequest], simulation: SimulationConfig, slo: Slo) -> VirtualFleet:
     """Run until all requests have ended, or too many are late."""
     fleet = simulation.build()
-    late = LateRequestStop(len(requests), slo)
+    late = LatenessEarlyStop(len(requests), slo)
 
     def check(record: object) -> None:
         if late(fleet.records[-1].record):

@@ -256,7 +256,7 @@ class VirtualFleet:
             except NoReplicaError:
                 error = "no replica"
                 break
-            in_flight = call.in_flight = call.router.sent(decision, now)
+            in_flight = call.in_flight = call.router.record_sent(decision, now)
             replica = call.replica = self.replicas[decision.endpoint.name]
             call.tried |= {replica.name}
             if not replica.is_up or replica.is_draining:
@@ -265,7 +265,7 @@ class VirtualFleet:
             try:
                 replica.submit(call.request_id, call.tokens, call.request.output_tokens, now)
             except RequestTooLargeError as refusal:
-                call.router.failed(in_flight, now, blame=False)
+                call.router.record_failed(in_flight, now, blame=False)
                 error = str(refusal)
                 break
             call.tokens = array("i")  # the scheduler has them
@@ -276,8 +276,8 @@ class VirtualFleet:
     def _refused(self, call: _Call, in_flight: RoutedInFlight, replica: SimReplica, now: float) -> None:
         """Report a refused connection, or an answer that the replica is draining."""
         if replica.is_up:
-            in_flight.endpoint.health.left(now, draining=True)
-        call.router.failed(in_flight, now, refused=not replica.is_up, blame=not replica.is_up)
+            in_flight.endpoint.health.record_unavailable(now, draining=True)
+        call.router.record_failed(in_flight, now, refused=not replica.is_up, blame=not replica.is_up)
 
     def _stepped(self, replica: SimReplica, epoch: int, now: float) -> None:
         """End a step: pass its outputs to the routers, and begin the next one."""
@@ -302,7 +302,7 @@ class VirtualFleet:
         call = self._calls[output.request_id]
         if self.options.relays_tokens and call.first_token is not None:
             assert call.in_flight is not None
-            call.router.token(call.in_flight, now)
+            call.router.record_token(call.in_flight, now)
         if output.breakdown is not None or output.finish_reason is not None:
             self._first_or_last(call, output, now)
 
@@ -312,18 +312,18 @@ class VirtualFleet:
             call.breakdown = output.breakdown
             call.cached_tokens = output.num_cached_tokens
             call.first_token = now
-            call.router.first_token(call.in_flight, now)
+            call.router.record_first_token(call.in_flight, now)
         if output.finish_reason is not None:
             usage = (
                 ReportedTokenUsage(output.num_prompt_tokens, call.cached_tokens) if self.options.reports_usage else None
             )
-            call.router.finished(call.in_flight, now, usage, num_output=call.request.output_tokens)
+            call.router.record_finished(call.in_flight, now, usage, num_output=call.request.output_tokens)
             self._ended(call, now)
 
     def _broken(self, call: _Call, now: float) -> None:
         """Fail a request whose replica stopped: it is routed again unless a client has seen a part of its answer."""
         assert call.in_flight is not None
-        call.router.failed(call.in_flight, now)
+        call.router.record_failed(call.in_flight, now)
         if call.first_token is not None:
             self._ended(call, now, "the replica stopped")
             return
@@ -363,7 +363,7 @@ class VirtualFleet:
                 if endpoint is None:
                     continue
                 if reported is None or replica.is_draining:
-                    endpoint.health.left(now, absent=reported is None, draining=reported is not None)
+                    endpoint.health.record_unavailable(now, absent=reported is None, draining=reported is not None)
                 else:
                     endpoint.health.record_ready()
                     endpoint.reported = reported

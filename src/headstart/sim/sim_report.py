@@ -57,7 +57,7 @@ def fleet_report(fleet: VirtualFleet, slo: Slo | None = None) -> FleetReport:
     return FleetReport(
         summary=summary,
         goodput=slo.goodput(records),
-        attained=slo.attained(records),
+        attained=slo.attainment(records),
         holds=slo.holds(records),
         sources=_sources(fleet),
         redundancy=sum(one.prefill_tokens for one in counters) / max(fleet.ideal_tokens, 1),

@@ -43,7 +43,7 @@ class Slo:
         seconds = max(ends) - min(record.arrival for record in records) if ends else 0.0
         return len(met) / seconds if seconds > 0 else 0.0
 
-    def attained(self, records: Sequence[RequestRecord]) -> float:
+    def attainment(self, records: Sequence[RequestRecord]) -> float:
         """Return the share of requests that met it, 0..1; failed ones did not. 1 if there are none."""
         return sum(self.is_met(record) for record in records) / len(records) if records else 1.0
 
@@ -63,7 +63,7 @@ class Slo:
         return [(value, limit) for value, limit in found if value is not None]
 
 
-class LateRequestStop:
+class LatenessEarlyStop:
     """Returns for each finished record whether so many were late that the limit is certain to be missed.
 
     Passed to a runner as `give_up`, so that rates far above the sustainable one cost little time.

@@ -152,9 +152,9 @@ def times_of_requests(router: Router, config: PickConfig, share: float, rng: Ran
         request, now = RoutingRequest(RoutingPrompt(tokens, root, chain=chain)), 1e6 + number
         timed("hash", lambda request=request: request.prompt.block_hashes(BLOCK_SIZE))
         decision = timed("pick", lambda request=request, now=now: router.pick(request, now))
-        sent = timed("sent", lambda decision=decision, now=now: router.sent(decision, now))
-        timed("first token", lambda sent=sent, now=now: router.first_token(sent, now + 0.1))
-        timed("end", lambda sent=sent, now=now: router.finished(sent, now + 0.2))
+        sent = timed("sent", lambda decision=decision, now=now: router.record_sent(decision, now))
+        timed("first token", lambda sent=sent, now=now: router.record_first_token(sent, now + 0.1))
+        timed("end", lambda sent=sent, now=now: router.record_finished(sent, now + 0.2))
     return {part: values[1:] for part, values in times.items()}  # the first one has none of its prefix cached
 
 
@@ -174,13 +174,13 @@ def decision_times(router: Router, shared: list[list[BlockHash]], config: PickCo
         start = thread_time()
         decision = router.pick(request, float(number))
         times.append((thread_time() - start) * 1e6)
-        in_flight.append(router.sent(decision, float(number)))
+        in_flight.append(router.record_sent(decision, float(number)))
         if len(in_flight) > config.replicas:
-            router.first_token(in_flight[-1 - config.replicas], float(number))
+            router.record_first_token(in_flight[-1 - config.replicas], float(number))
         if len(in_flight) > 2 * config.replicas:
-            router.finished(in_flight.popleft(), float(number))
+            router.record_finished(in_flight.popleft(), float(number))
     for one in in_flight:
-        router.failed(one, float(config.decisions), blame=False)
+        router.record_failed(one, float(config.decisions), blame=False)
     return times
 
 
@@ -193,10 +193,10 @@ def _sent(router: Router, config: PickConfig, rng: Random) -> list[float]:
             RoutingRequest(RoutingPrompt.from_block_hashes(block_hashes, config.long_prompt, BLOCK_SIZE)), float(number)
         )
         start = thread_time()
-        decision = router.sent(decision, float(number))
+        decision = router.record_sent(decision, float(number))
         times.append((thread_time() - start) * 1e6)
-        router.first_token(decision, number + 0.5)
-        router.finished(decision, number + 0.5)
+        router.record_first_token(decision, number + 0.5)
+        router.record_finished(decision, number + 0.5)
     return times
 
 
@@ -208,9 +208,9 @@ def _whole(router: Router, config: PickConfig, rng: Random) -> float:
     start = thread_time()
     for number, tokens in enumerate(prompts):
         decision = router.pick(RoutingRequest(RoutingPrompt(tokens, root)), 1e6 + number)
-        decision = router.sent(decision, 1e6 + number)
-        router.first_token(decision, 1e6 + number + 0.1)
-        router.finished(decision, 1e6 + number + 0.2)
+        decision = router.record_sent(decision, 1e6 + number)
+        router.record_first_token(decision, 1e6 + number + 0.1)
+        router.record_finished(decision, 1e6 + number + 0.2)
     return config.decisions / (thread_time() - start)
 
 
@@ -219,14 +219,14 @@ def _unique(router: Router, config: PickConfig, rng: Random, bar: ProgressBar) -
         decision = router.pick(
             RoutingRequest(RoutingPrompt.from_block_hashes(_chain(1, rng), BLOCK_SIZE, BLOCK_SIZE)), 2e6 + number
         )
-        decision = router.sent(decision, 2e6 + number)
-        router.finished(decision, 2e6 + number + 0.1)
+        decision = router.record_sent(decision, 2e6 + number)
+        router.record_finished(decision, 2e6 + number + 0.1)
         bar.advance()
 
 
 def _take(index: ApproximateIndex, block_hashes: list[BlockHash]) -> None:
-    reservation = index.sent(block_hashes)
-    index.finished(reservation, block_hashes)
+    reservation = index.record_sent(block_hashes)
+    index.record_finished(reservation, block_hashes)
 
 
 def _chain(length: int, rng: Random) -> list[BlockHash]:

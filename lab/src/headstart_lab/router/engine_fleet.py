@@ -128,7 +128,7 @@ class EngineFleet:
 
     def _send(self, call: Call, now: float) -> None:
         decision = self.router.pick(call.routing_request, now)
-        decision = self.router.sent(decision, now)
+        decision = self.router.record_sent(decision, now)
         self.num_sent += 1
         replica = self.replicas[decision.endpoint.name]
         replica.flights[call.request.request_id] = _Flight(call, decision, [])
@@ -159,12 +159,12 @@ class EngineFleet:
             flight.output += output.token_ids
             if output.finish_reason is None:
                 if first:
-                    self.router.first_token(flight.decision, now)
+                    self.router.record_first_token(flight.decision, now)
                 continue
             assert output.error is None, output.error
             usage = ReportedTokenUsage(output.num_prompt_tokens, output.num_cached_tokens)
             output_ids = flight.output if self.tells_output else ()
-            self.router.finished(flight.decision, now, usage, output_ids)
+            self.router.record_finished(flight.decision, now, usage, output_ids)
             del replica.flights[output.request_id]
             self.served.append(Served(flight.decision, usage))
             self._next(flight.call.session, now)

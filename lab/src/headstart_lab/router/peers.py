@@ -42,7 +42,7 @@ class LlmdPolicy:
         ranks = [load + (0 if is_in else MAX_INFLIGHT_TOKENS) for load, is_in in zip(loads, sticky, strict=True)]
         return rank_by_number(view, ranks, "has the prefix, fewest tokens in flight")
 
-    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
+    def record_pick(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Do nothing."""
 
 
@@ -63,12 +63,12 @@ class DynamoPolicy:
             size = endpoint.block_size
             block_hashes = view.request.prompt.block_hashes(size)
             prefill = (endpoint.load.pending_tokens + uncached_tokens(view, candidate)) / size
-            held, own = endpoint.index.held(block_hashes)
+            held, own = endpoint.index.count_held(block_hashes)
             return prefill + held + len(block_hashes) - own
 
         return rank_by_number(view, [blocks(candidate) for candidate in view.candidates], "fewest blocks")
 
-    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
+    def record_pick(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Do nothing."""
 
 
@@ -108,11 +108,11 @@ class SmgPolicy:
         reason = "longest match" if rank(ranked[0])[1] else "fewest requests"
         return RankedCandidates(tuple(c for c, _ in ranked), tuple(map(float, range(len(ranked)))), reason)
 
-    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
+    def record_pick(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Do nothing."""
 
     def _is_overloaded(self, endpoint: Endpoint, now: float) -> bool:
-        report = endpoint.fresh(now)
+        report = endpoint.recent_report(now)
         return report is not None and (report.waiting >= self.MAX_WAITING or report.kv_usage >= self.MAX_KV_USAGE)
 
 
@@ -144,7 +144,7 @@ class RayPolicy:
         ranked = (*pair, *drawn[len(pair) :])
         return RankedCandidates(ranked, tuple(map(float, range(len(ranked)))), reason)
 
-    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
+    def record_pick(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Count the decision: the next one draws again."""
         self._count += 1
 
@@ -159,7 +159,7 @@ class LmetricPolicy:
         numbers = [float(uncached_tokens(view, c) * (c.endpoint.num_requests(view.now) + 1)) for c in view.candidates]
         return rank_by_number(view, numbers, "least uncached tokens x requests")
 
-    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
+    def record_pick(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Do nothing."""
 
 
@@ -199,5 +199,5 @@ class DualMapPolicy:
         reason = "less work of two" if is_late else "longer match of two"
         return RankedCandidates(ranked, tuple(map(float, range(len(ranked)))), reason)
 
-    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
+    def record_pick(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Do nothing."""

@@ -63,7 +63,7 @@ class PrefixRouting(CustomLogger):
         key = PromptKey.of(group, kwargs)
         limits = (value for name in _LIMITS if isinstance(value := kwargs.get(name), int))
         with self._lock:
-            self._router.sent(
+            self._router.record_sent(
                 str(kwargs.get("litellm_call_id")),
                 group,
                 key,
@@ -102,13 +102,13 @@ class PrefixRouting(CustomLogger):
     def _finished(self, kwargs: Mapping[str, Any], response: Any) -> None:
         usage, num_output = _usage_of(getattr(response, "usage", None))
         with self._lock:
-            self._router.finished(str(kwargs.get("litellm_call_id")), time.monotonic(), usage, num_output)
+            self._router.record_finished(str(kwargs.get("litellm_call_id")), time.monotonic(), usage, num_output)
 
     def _failed(self, kwargs: Mapping[str, Any], exception: Any) -> None:
         status = getattr(exception, "status_code", None)
         blame = not isinstance(status, int) or status >= 500
         with self._lock:
-            self._router.failed(str(kwargs.get("litellm_call_id")), time.monotonic(), blame=blame)
+            self._router.record_failed(str(kwargs.get("litellm_call_id")), time.monotonic(), blame=blame)
 
 
 def _server(deployment: Mapping[str, Any]) -> str:

@@ -99,7 +99,7 @@ class PrefixRouter:
         request = RoutingRequest(self._prompt(key), subset=(names - tried) or names)
         return self.router.pick(request, now).endpoint.name
 
-    def sent(
+    def record_sent(
         self,
         call_id: str,
         group: str,
@@ -115,14 +115,16 @@ class PrefixRouter:
         """Record that an attempt is sent to a server, whether it was picked or not."""
         self._advance(now)
         self._meet(frozenset((server,)), group, now)
-        self.failed(call_id, now, blame=False)  # a second attempt under one id
+        self.record_failed(call_id, now, blame=False)  # a second attempt under one id
         request = RoutingRequest(self._prompt(key), subset=frozenset((server,)), max_tokens=max_tokens)
-        in_flight = self.router.sent(self.router.pick(request, now), now)
+        in_flight = self.router.record_sent(self.router.pick(request, now), now)
         self._calls[call_id] = _Call(in_flight, key, trace, progress, is_stream)
         if len(self._calls) > MAX_CALLS:
             self.router.record_client_disconnect(self._calls.popitem(last=False)[1].in_flight, now)
 
-    def finished(self, call_id: str, now: float, usage: ReportedTokenUsage | None = None, num_output: int = 0) -> None:
+    def record_finished(
+        self, call_id: str, now: float, usage: ReportedTokenUsage | None = None, num_output: int = 0
+    ) -> None:
         """Record a complete answer. `usage` None: the server did not report cached tokens."""
         self._advance(now)
         call = self._calls.pop(call_id, None)
@@ -131,15 +133,15 @@ class PrefixRouter:
         self._failed.pop((call.trace, call.key), None)
         if num_output != 1:  # otherwise the end of an answer in one piece is its first token
             self.router.assume_first_token(call.in_flight, now)
-        self.router.finished(call.in_flight, now, usage, num_output=num_output)
+        self.router.record_finished(call.in_flight, now, usage, num_output=num_output)
 
-    def failed(self, call_id: str, now: float, *, blame: bool = True) -> None:
+    def record_failed(self, call_id: str, now: float, *, blame: bool = True) -> None:
         """Record a failed attempt. `blame` False: it says nothing about the server."""
         self._advance(now)
         call = self._calls.pop(call_id, None)
         if call is None:
             return
-        self.router.failed(call.in_flight, now, blame=blame)
+        self.router.record_failed(call.in_flight, now, blame=blame)
         index = (call.trace, call.key)
         self._failed[index] = self._failed.pop(index, frozenset()) | {call.in_flight.endpoint.name}
         if len(self._failed) > MAX_FAILED:
@@ -164,7 +166,7 @@ class PrefixRouter:
                 began.append((flight.sent_at + flight.flight.expected_ms / 1e3, flight, False))
         for at, flight, is_seen in sorted(began, key=lambda item: item[0]):
             if is_seen:
-                self.router.first_token(flight, at)
+                self.router.record_first_token(flight, at)
             else:
                 self.router.assume_first_token(flight, at)
 

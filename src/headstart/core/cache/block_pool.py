@@ -354,7 +354,7 @@ class BlockPool:
         self._max_history = max(self._max_history, self._history_pools * self.num_blocks)
         self._history.resize(self._max_history)
 
-    def free_entries(self, num: int) -> int:
+    def free_some_entries(self, num: int) -> int:
         """Free up to `num` entries of a pool that is no longer used; return the number freed, 0 when nothing is left.
 
         Dropping a large pool at once would block for a while.

@@ -336,7 +336,7 @@ class StoreTransfers:
             if entry is not None:
                 self._offer(entry[0], block_hash, entry[1], entry[2])
 
-    def stored_from_here(self, block_hashes: list[BlockHash]) -> list[BlockHash]:
+    def hashes_stored_from_pool(self, block_hashes: list[BlockHash]) -> list[BlockHash]:
         """Return those of these hashes whose content in the store, if any, came from the blocks published now."""
         return [block_hash for block_hash in block_hashes if block_hash in self._offered]
 

@@ -140,7 +140,7 @@ class AcceptanceEstimate:
         self._tried[at] = tried
         self._accepted[at] = min(max(accepted, LEAST_SHARE * tried), MOST_SHARE * tried)
 
-    def skip_draft(self) -> bool:
+    def count_skipped_draft(self) -> bool:
         """Note that a draft does not pay by the estimate; return whether to probe with one token all the same.
 
         Probes that are rejected become rarer.

@@ -81,7 +81,7 @@ class Speculator:
         lengths = choose_draft_lengths(self.cost, num_decodes, probabilities, budget)
         chosen: dict[str, array[int]] = {}
         for (seq, state, draft), length in zip(found, lengths, strict=True):
-            if not length and len(chosen) < budget and state.acceptance.skip_draft():
+            if not length and len(chosen) < budget and state.acceptance.count_skipped_draft():
                 length = 1
             if length:
                 state.draft = draft.truncated(length)

@@ -131,20 +131,22 @@ class ReplicaListing:
         if found == self._known:
             return
         if self._known is not None:
-            self._log.line(f"headstart: {self._source} lists {len(found)} replicas now, {len(self._known)} before")
+            self._log.write_line(
+                f"headstart: {self._source} lists {len(found)} replicas now, {len(self._known)} before"
+            )
         self._known = found
         self._changed(found)
 
     def log_complaint(self, complaint: str) -> None:
         """Log why the list is not what one might expect, once."""
         if complaint != self._complaint:
-            self._log.line(f"headstart: {self._source} {complaint}")
+            self._log.write_line(f"headstart: {self._source} {complaint}")
         self._complaint = complaint
 
-    def failed(self, part: str, reason: str) -> None:
+    def log_failure(self, part: str, reason: str) -> None:
         """Log a failure to read a part of the source if it is not the one logged last; empty: it is read again."""
         if reason and reason != self._failures.get(part):
-            self._log.line(f"headstart: {reason}; going on with the {len(self._known or ())} replicas known")
+            self._log.write_line(f"headstart: {reason}; going on with the {len(self._known or ())} replicas known")
         self._failures[part] = reason
 
 
@@ -185,11 +187,11 @@ class DnsDiscovery:
                 if not answer:
                     raise OSError("it has no addresses")
             except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
-                listing.failed("name", f"{self.describe()} does not resolve ({error})")
+                listing.log_failure("name", f"{self.describe()} does not resolve ({error})")
                 if not listing.is_known:
                     listing.update(DiscoveredReplicas())
             else:
-                listing.failed("name", "")
+                listing.log_failure("name", "")
                 hosts = {str(entry[4][0]) for entry in answer}
                 endpoints = [(f"[{host}]" if ":" in host else host, self._port) for host in hosts]
                 listing.update(replicas_at_endpoints(endpoints, allow_loopback=self._allow_loopback))
@@ -229,9 +231,9 @@ class FileDiscovery:
                 if await asyncio.to_thread(_look, self._path) != seen:
                     continue  # it changed during the read, and will differ at the next poll
             except ConfigError as error:
-                listing.failed("file", str(error))
+                listing.log_failure("file", str(error))
                 continue
-            listing.failed("file", "")
+            listing.log_failure("file", "")
             listing.update(DiscoveredReplicas(found))
 
 

@@ -145,7 +145,7 @@ class KubernetesDiscovery:
         group, plural = collection
 
         def failed(error: KubernetesApiError | None) -> None:
-            listing.failed(plural, f"{self.describe()}: {error}" if error is not None else "")
+            listing.log_failure(plural, f"{self.describe()}: {error}" if error is not None else "")
 
         path = f"{group}/namespaces/{self._target.namespace or api.namespace}/{plural}"
         return Reflector(

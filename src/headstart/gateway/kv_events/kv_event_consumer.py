@@ -177,9 +177,9 @@ class KVEventConsumer:
         return self._feed.position
 
     @property
-    def is_taking(self) -> bool:
+    def is_applying(self) -> bool:
         """Whether batches before `position` are still being applied, with other tasks in between."""
-        return self._intake.is_taking
+        return self._intake.is_applying
 
     @property
     def has_gap(self) -> bool:
@@ -197,7 +197,7 @@ class KVEventConsumer:
         try:
             while True:
                 pause = await self._attempt(context)
-                self._intake.void()
+                self._intake.clear_index()
                 self._feed.reset()
                 await asyncio.sleep(pause)
                 self.is_suspended = False
@@ -361,7 +361,7 @@ class KVEventConsumer:
 
     async def _take(self, due: DueBatches) -> None:
         if due.void:
-            self._intake.void()
+            self._intake.clear_index()
         await self._intake.take(due.batches)
 
     def _say(self, text: str) -> None:

@@ -103,7 +103,7 @@ class KVEventApplier:
         self._num_swaps = 0  # indexes set by `replace_index`
         self._num_unknown_removals = 0  # handled so far
         self._num_overflows = 0  # of this index, handled so far
-        self.is_taking = False
+        self.is_applying = False
         self._turn = 0.0  # when other tasks last ran; seconds, time.perf_counter()
 
     @property
@@ -118,7 +118,7 @@ class KVEventApplier:
         self._num_swaps += 1
         self._decoder.cleared()
 
-    def void(self) -> None:
+    def clear_index(self) -> None:
         """Clear the index."""
         self._num_voids += 1
         self.index.clear()
@@ -131,11 +131,11 @@ class KVEventApplier:
 
     async def take(self, batches: Iterable[bytes]) -> None:
         """Apply batches. Raises UntrustedPublisherError."""
-        self.is_taking = True
+        self.is_applying = True
         try:
             await self._take_all(batches)
         finally:
-            self.is_taking = False
+            self.is_applying = False
 
     async def _take_all(self, batches: Iterable[bytes]) -> None:
         swaps = self._num_swaps
@@ -167,7 +167,7 @@ class KVEventApplier:
         """Clear the index after unknown removals, and count strikes. Raises UntrustedPublisherError."""
         if self._decoder.num_unknown_removals != self._num_unknown_removals:
             self._num_unknown_removals = self._decoder.num_unknown_removals
-            self.void()
+            self.clear_index()
             self._strike("it sent what cannot be read, and the index starts anew")
         if self.index.counts["over_capacity"] != self._num_overflows:
             self._num_overflows = self.index.counts["over_capacity"]

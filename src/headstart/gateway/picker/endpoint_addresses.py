@@ -21,7 +21,7 @@ class EndpointAddresses:
         self._urls: dict[str, str] = {}
         self._task: asyncio.Task[None] | None = None
 
-    def changed(self, replicas: Iterable[ReplicaAddress]) -> None:
+    def on_replicas_changed(self, replicas: Iterable[ReplicaAddress]) -> None:
         """Note the replicas that there are now. Names of hosts are resolved soon; literal addresses at once."""
         self._replicas = tuple(replica.url for replica in replicas)
         literal = {url: found for url in self._replicas if (found := _literal(url)) is not None}

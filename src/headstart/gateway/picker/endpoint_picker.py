@@ -92,7 +92,7 @@ class EndpointPicker:
             try:
                 return self._proxy.choose(call, now), now
             except NoReplicaError as error:
-                if not await self._proxy.waited(call):
+                if not await self._proxy.wait_for_replica(call):
                     raise no_replicas_error(error) from error
                 now = time.monotonic()
 
@@ -143,7 +143,7 @@ class EndpointPicker:
             return in_flight
         now = time.monotonic()
         call.fail(AttemptFailure.LOST)
-        self._proxy.relay.failed(in_flight, AttemptFailure.LOST)
+        self._proxy.relay.record_failed(in_flight, AttemptFailure.LOST)
         if url not in names:
             return in_flight  # Envoy's own choice
         for name in names[1 : names.index(url)]:
@@ -151,9 +151,9 @@ class EndpointPicker:
             call.num_attempts += 1
             call.failures.append(AttemptFailure.LOST)
             if endpoint is not None:
-                endpoint.health.failed(now, sent_at=in_flight.sent_at)
+                endpoint.health.record_failed(now, sent_at=in_flight.sent_at)
         call.num_attempts += 1
-        call.in_flight = sent = self._router.sent(in_flight, now, url)
+        call.in_flight = sent = self._router.record_sent(in_flight, now, url)
         call.begin_attempt()
         self._router.assume_first_token(sent, now)  # when it was sent is not known
         return sent
@@ -217,10 +217,10 @@ class EndpointPicker:
                 return
             now = time.monotonic()
             if in_flight.first_token is None:
-                self._router.first_token(in_flight, now)
+                self._router.record_first_token(in_flight, now)
                 self._first_token(call, now)
             else:
-                self._router.token(in_flight, now)
+                self._router.record_token(in_flight, now)
 
         is_whole = head.is_whole
         try:
@@ -234,7 +234,7 @@ class EndpointPicker:
                 reported = events.reported if events is not None and is_read else ReportedUsage()
                 usage, num_output = reported.usage or _usage(call, report), reported.output_tokens or 0
                 self._router.assume_first_token(in_flight, time.monotonic())
-                self._router.finished(in_flight, time.monotonic(), usage, num_output=num_output)
+                self._router.record_finished(in_flight, time.monotonic(), usage, num_output=num_output)
         if in_flight.finish is None:
             call.outcome = "gone"
 
@@ -253,12 +253,12 @@ class EndpointPicker:
             if call.api.is_stored:
                 self._proxy.relay.response_owners.add(report.answer_id, in_flight.endpoint.name, call.domain)
         if is_stream and report is not None:  # such a head comes with the first token
-            self._router.first_token(in_flight, now)  # its usage counts at its end, as in the router's own proxy
+            self._router.record_first_token(in_flight, now)  # its usage counts at its end, as in the router's own proxy
             self._first_token(call, now)
         elif not is_stream:  # such a head comes when the answer is complete
             self._first_token(call, now)
             self._router.assume_first_token(in_flight, now)
-            self._router.finished(in_flight, now, _usage(call, report))
+            self._router.record_finished(in_flight, now, _usage(call, report))
 
     def _first_token(self, call: ProxiedCall, now: float) -> None:
         call.first_token_at = call.first_token_at or now
@@ -266,13 +266,13 @@ class EndpointPicker:
 
     def _failed(self, in_flight: RoutedInFlight, status: int) -> None:
         if status == 429:
-            self._proxy.relay.failed(in_flight, AttemptFailure.BUSY)
+            self._proxy.relay.record_failed(in_flight, AttemptFailure.BUSY)
         else:
-            self._router.failed(in_flight, time.monotonic(), blame=status >= 500)
+            self._router.record_failed(in_flight, time.monotonic(), blame=status >= 500)
 
     def _refused(self, call: ProxiedCall, in_flight: RoutedInFlight, failure: AttemptFailure) -> HttpError:
         call.fail(failure)
-        self._proxy.relay.failed(in_flight, failure)
+        self._proxy.relay.record_failed(in_flight, failure)
         return no_answer_error(AttemptError(failure, "no answer"), max(call.num_attempts, 1))
 
 

@@ -106,7 +106,9 @@ class EnvoyProcess:
         while self._process.poll() is None:
             await asyncio.sleep(0.1)
         if not self._is_stopping:
-            self._log.line(f"headstart: Envoy ended with code {self._process.returncode}; its log is {self._output}")
+            self._log.write_line(
+                f"headstart: Envoy ended with code {self._process.returncode}; its log is {self._output}"
+            )
         self.ended.set()
 
 

@@ -67,7 +67,7 @@ class ExtProcPeer:
         """Send messages together."""
         await self._stream.write(*[response.SerializeToString() for response in responses])
 
-    def end_gently(self) -> None:
+    def end_without_cancel(self) -> None:
         """Let `read` return None in place of a cancellation from now on, after the messages before it."""
         self._stream.ends_gently = True
 
@@ -199,7 +199,7 @@ class ExtProcStream:
         metadata: dict[str, Any] = {DESTINATION: picked}
         if self.call_id:
             metadata |= {CALL: self.call_id, ANSWER_HEADERS: dict(answer_headers)}
-            self._peer.end_gently()  # the head of the answer may arrive together with the end
+            self._peer.end_without_cancel()  # the head of the answer may arrive together with the end
         response.dynamic_metadata.update({LB: metadata})
         if self._head.end_of_stream:
             await self._peer.write(response)

@@ -167,7 +167,7 @@ class GrpcCallTable:
         stream = self.open[stream_id] = GrpcStream(self._connection, stream_id)
         self._waiting[stream_id] = (path, self._loop.time() + WAITING_SECONDS)
         if is_over:
-            stream.ended()
+            stream.on_client_end()
         if is_over or path not in self._handlers:
             self.begin(stream_id)
         return True
@@ -205,7 +205,7 @@ class GrpcCallTable:
         """End a call that the client gives up."""
         stream = self._drop(stream_id)
         if stream is not None and stream.ends_gently:
-            stream.ended()
+            stream.on_client_end()
         else:
             self._cancel(stream_id)
 

@@ -315,7 +315,7 @@ class GrpcConnection(asyncio.Protocol):
         self._work += count
         self._budget.add_frames(PER_MESSAGE * min(count, 1))
         if head.flags & h2.END_STREAM:
-            stream.ended()
+            stream.on_client_end()
         if stream.is_ready and self._calls.begin(head.stream_id):
             self._budget.add_frames(PER_CALL)
 
@@ -327,7 +327,7 @@ class GrpcConnection(asyncio.Protocol):
         path = self._path_in(bytes(block))
         stream = self._calls.open.get(head.stream_id)
         if stream is not None:  # trailers
-            stream.ended()
+            stream.on_client_end()
             self._calls.begin(head.stream_id)
             return
         if not head.stream_id % 2 or head.stream_id <= self._last_id:

@@ -144,7 +144,7 @@ class GrpcStream:
         self._wake()
         self._hold(len(message) + OBJECT_BYTES)
 
-    def ended(self) -> None:
+    def on_client_end(self) -> None:
         """Note that the client sends no more."""
         self._is_over = True
         self._wake()

@@ -206,16 +206,16 @@ class PickerFront:
         """Empty: its clients are proxies."""
         return ""
 
-    def changed(self, replicas: Sequence[ReplicaAddress]) -> None:
+    def on_replicas_changed(self, replicas: Sequence[ReplicaAddress]) -> None:
         """Note the replicas that there are now."""
-        self._addresses.changed(replicas)
+        self._addresses.on_replicas_changed(replicas)
 
     async def start(self, state: GatewayState) -> None:
         """Serve. Raises ConfigError."""
         self._server = PickerServer(state, self._addresses)
         await self._server.start(self._address)
         if not self.is_local:
-            self._log.line(
+            self._log.write_line(
                 f"headstart: the endpoint picker at {self._address} asks for no key: let only an Envoy reach it"
             )
 
@@ -269,13 +269,13 @@ class EnvoyFront:
         """The address of Envoy's clients."""
         return local_client_url(self._settings.host, self._settings.port)
 
-    def changed(self, replicas: Sequence[ReplicaAddress]) -> None:
+    def on_replicas_changed(self, replicas: Sequence[ReplicaAddress]) -> None:
         """Note the replicas that there are now, for Envoy too."""
         plain = [replica for replica in replicas if not replica.url.startswith("https:")]
         for replica in replicas:
             if replica not in plain:
-                self._log.line(f"headstart: Envoy is set up for plain HTTP here; it does not use {replica.url}")
-        self._addresses.changed(plain)
+                self._log.write_line(f"headstart: Envoy is set up for plain HTTP here; it does not use {replica.url}")
+        self._addresses.on_replicas_changed(plain)
 
     async def start(self, state: GatewayState) -> None:
         """Serve. Raises ConfigError."""

@@ -127,7 +127,7 @@ class ReplicaProxy:
                 f"{self.num_pending} requests are waiting: try again later", retry_after=min(wait, 60.0)
             )
 
-    async def waited(self, call: ProxiedCall) -> bool:
+    async def wait_for_replica(self, call: ProxiedCall) -> bool:
         """Wait until a replica is up; return False if the request may wait no longer."""
         now = time.monotonic()
         if call.deadline is None:
@@ -158,7 +158,7 @@ class ReplicaProxy:
     def record(self, call: ProxiedCall, decision: RoutingDecision, now: float) -> RoutedInFlight:
         """Record that the request is sent to the chosen replica."""
         call.drop_prompt()
-        call.in_flight = in_flight = self.router.sent(decision, now)
+        call.in_flight = in_flight = self.router.record_sent(decision, now)
         call.tried.append(in_flight.endpoint.name)
         call.num_attempts += 1
         call.begin_attempt()
@@ -227,7 +227,7 @@ class ReplicaProxy:
                     if not again and any(failure.is_connection_failure for failure in call.failures):
                         again = True
                         _retry_failed_connections(call)
-                    elif await self.waited(call):
+                    elif await self.wait_for_replica(call):
                         call.tried.clear()
                     else:
                         await self._give_up(call, last or error, send)
@@ -251,7 +251,7 @@ class ReplicaProxy:
         try:
             await self._send(Attempt(call, in_flight, (activity, wait)), send)
         except AttemptError as error:
-            self.relay.failed(in_flight, error.failure)
+            self.relay.record_failed(in_flight, error.failure)
             raise
         except asyncio.CancelledError as error:
             if not wait.absorb_cancel():
@@ -271,7 +271,7 @@ class ReplicaProxy:
         self, call: ProxiedCall, in_flight: RoutedInFlight, failure: AttemptFailure, error: BaseException, send: Send
     ) -> None:
         """Record that no complete answer arrived. Raises AttemptError if the client has received nothing of it."""
-        self.relay.failed(in_flight, failure)
+        self.relay.record_failed(in_flight, failure)
         if not call.committed:
             raise AttemptError(failure, f"{type(error).__name__}") from error
         call.fail(failure)

@@ -86,15 +86,15 @@ class AnswerRelay:
                 del self.pending_of[call.tenant]
             self.on_wait_end()
 
-    def failed(self, in_flight: RoutedInFlight, failure: AttemptFailure) -> None:
+    def record_failed(self, in_flight: RoutedInFlight, failure: AttemptFailure) -> None:
         """Record that an attempt has failed."""
         if in_flight.finish is not None:
             return  # an error in the first event of a stream has already been counted
         now, is_draining = time.monotonic(), failure is AttemptFailure.DRAINING
         if is_draining or failure is AttemptFailure.LOADING:
-            in_flight.endpoint.health.left(now, absent=not is_draining, draining=is_draining)
+            in_flight.endpoint.health.record_unavailable(now, absent=not is_draining, draining=is_draining)
         refused = failure in (AttemptFailure.REFUSED, AttemptFailure.UNREACHED, AttemptFailure.HUNG)
-        self._router.failed(in_flight, now, refused=refused, blame=failure.counts_against_health)
+        self._router.record_failed(in_flight, now, refused=refused, blame=failure.counts_against_health)
 
     async def relay_complete_answer(self, attempt: Attempt, response: aiohttp.ClientResponse, send: Send) -> None:
         """Handle an answer in one piece, or a refusal."""
@@ -112,7 +112,7 @@ class AnswerRelay:
                 return
             self._answered(call, in_flight, read_answer_usage(call.api.end, answer.body))
         else:
-            router.failed(in_flight, time.monotonic(), blame=response.status >= 500)
+            router.record_failed(in_flight, time.monotonic(), blame=response.status >= 500)
         await self.send_complete_answer(call, answer, send)
 
     def _answered(self, call: ProxiedCall, in_flight: RoutedInFlight, reported: ReportedUsage) -> None:
@@ -147,7 +147,7 @@ class AnswerRelay:
                 call.release_answer_bytes()
                 piece = await response.content.readany()
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-            self.failed(in_flight, classify_client_error(error))
+            self.record_failed(in_flight, classify_client_error(error))
             call.fail(classify_client_error(error))
             call.outcome = "lost"
             raise replica_lost_error() from error
@@ -213,7 +213,7 @@ class AnswerRelay:
         if not stream.num_comment_bytes:  # the last event was data
             activity.progress_at = now
             if call.committed and in_flight.finish is None and not stream.is_mid_event:
-                self._router.token(in_flight, now)
+                self._router.record_token(in_flight, now)
         if stream.has_data and not call.committed:
             self._begin(call, in_flight, stream, passed)
             activity.settle(wait, now)
@@ -232,7 +232,7 @@ class AnswerRelay:
             call.committed = True
             call.drop_body()
             self._note_id(call, in_flight, passed)
-            self._router.first_token(in_flight, now)
+            self._router.record_first_token(in_flight, now)
             self._first_token(call, now)
             return
         failure, status = classify_error_event(stream.first)
@@ -240,7 +240,7 @@ class AnswerRelay:
             answer = ReplicaAnswer(status, [(b"content-type", b"application/json")], stream.first)
             raise AttemptError(failure, f"the replica answered with an error, as {status}", answer)
         call.committed = True
-        self._router.failed(in_flight, now, blame=status >= 500)
+        self._router.record_failed(in_flight, now, blame=status >= 500)
 
     def _finished(
         self, call: ProxiedCall, in_flight: RoutedInFlight, stream: SSEStreamReader | JSONLinesReader
@@ -253,9 +253,9 @@ class AnswerRelay:
     def _end(self, call: ProxiedCall, in_flight: RoutedInFlight, now: float, reported: ReportedUsage) -> None:
         """Tell the router what was reported; of several answers to one request the counts mean nothing to it."""
         if call.reading.is_single:
-            self._router.finished(in_flight, now, reported.usage, num_output=reported.output_tokens or 0)
+            self._router.record_finished(in_flight, now, reported.usage, num_output=reported.output_tokens or 0)
         else:
-            self._router.finished(in_flight, now)
+            self._router.record_finished(in_flight, now)
 
     def _note_id(self, call: ProxiedCall, in_flight: RoutedInFlight, beginning: bytes) -> None:
         """Note the id in the answer, before the client sees it: it may continue the response at once."""

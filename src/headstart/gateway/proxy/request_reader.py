@@ -32,7 +32,7 @@ from headstart.openai.chat.template_forms import ContentForms
 from headstart.openai.engine_requests import encode_chat, encode_completion
 from headstart.openai.forms.carried_text import DIGEST, part_digest
 from headstart.openai.forms.skipped import SkippedNames
-from headstart.openai.forms.treatments import UNREADABLE, NamePlace
+from headstart.openai.forms.treatments import UNREADABLE, NameKind
 from headstart.openai.request_bodies import parse_chat, parse_completion
 from headstart.openai.request_json import decode_json_text, parse_json_object
 from headstart.openai.tokenizer.tokenizer import Tokenizer
@@ -182,7 +182,7 @@ class RequestParser:
             session=f"{sender.domain.hex()}/{session}" if session and sender.domain else session,
             max_tokens=min(most, limit) if isinstance(most, int) and most > 0 else 0,
             form="chat" if api.chat_values is not None else "ids" if text is None else "text",
-            has_parts=model_info.reads_parts and skipped.has(NamePlace.PART),
+            has_parts=model_info.reads_parts and skipped.has(NameKind.PART),
         )
         used = api.used_response(values)
         is_text = tokens is not None and text is not None and len(tokens) <= limit

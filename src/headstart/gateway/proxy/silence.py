@@ -132,7 +132,7 @@ class SilenceDetector:
         """Stop watching an attempt that has ended, with success or without."""
         activity.waits.pop(wait, None)
 
-    def removed(self, name: str) -> None:
+    def on_removed(self, name: str) -> None:
         """Forget a removed replica; its attempts may still end."""
         self._activities.pop(name, None)
 

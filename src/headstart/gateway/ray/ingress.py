@@ -52,7 +52,7 @@ class Ingress:
         if router.tokenizer == "auto":
             state.load_tokenizer_when_known(log)
         self._app = _without_request_id(build_gateway_app(state))
-        await placement.wait_for_fleet(RayFleet(state.members.changed))
+        await placement.wait_for_fleet(RayFleet(state.members.on_replicas_changed))
         await state.members.seen.wait()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -126,7 +126,7 @@ async def _decision(proxy: ReplicaProxy, ticket: RoutingTicket) -> RoutedInFligh
     except asyncio.CancelledError:
         decision = ticket.decision
         if decision.done() and not decision.cancelled() and decision.exception() is None:
-            proxy.router.failed(decision.result(), time.monotonic(), blame=False)  # it is not sent any more
+            proxy.router.record_failed(decision.result(), time.monotonic(), blame=False)  # it is not sent any more
         raise
 
 

@@ -36,30 +36,30 @@ def serve_on_ray(engine: EngineOptions, server: ServerOptions, router: RouterOpt
         with _connected(address), _interruptible() as stopped:
             where = f"the Ray cluster at {address}" if address else "a Ray started here"
             serve.start(proxy_location=ProxyLocation.HeadOnly, http_options={"host": server.host, "port": port})
-            log.line(f"headstart: starting {router.replicas} replicas on {where}")
+            log.write_line(f"headstart: starting {router.replicas} replicas on {where}")
             try:
                 serve.run(application(engine, server, router), name=NAME, route_prefix="/")
                 url = local_client_url(server.host, port)
-                log.line(_banner(url, where, router))
+                log.write_line(_banner(url, where, router))
                 stopped.wait()
-                log.line("headstart: removing the application; requests under way may finish")
+                log.write_line("headstart: removing the application; requests under way may finish")
             finally:
                 serve.delete(NAME)
     except ConfigError as error:
-        log.line(f"headstart: {error}")
+        log.write_line(f"headstart: {error}")
         return EXIT_CONFIG
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except AuthenticationError:
-        log.line(
+        log.write_line(
             f"headstart: the Ray cluster at {address} wants its token: RAY_AUTH_MODE=token, see docs/deploy/ray.md"
         )
         return EXIT_CONFIG
     except ConnectionError as error:
-        log.line(f"headstart: no Ray cluster at {address}: {error}")
+        log.write_line(f"headstart: no Ray cluster at {address}: {error}")
         return EXIT_CONFIG
     except RuntimeError as error:  # of serve.run: a replica that cannot start, with its message
-        log.line(f"headstart: Ray could not start the application: {error}")
+        log.write_line(f"headstart: Ray could not start the application: {error}")
         return EXIT_BROKEN
     return EXIT_OK
 

@@ -89,7 +89,7 @@ class KVEventSubscriptions:
         ):
             endpoint.index = consumer.index
 
-    def removed(self, url: str) -> None:
+    def on_removed(self, url: str) -> None:
         """End the subscription to a replica."""
         task = self._tasks.pop(url, None)
         if task is not None:
@@ -143,7 +143,7 @@ class ApproximateIndexFactory:
             num_blocks, eviction_policy=policy, at_pick=self._at_pick, allow=allow, make_pool=self._make_pool
         )
 
-    def removed(self, url: str) -> None:
+    def on_removed(self, url: str) -> None:
         """Release the blocks of a removed replica."""
         self._budget.release(url)
 
@@ -168,7 +168,7 @@ class IndexBudget:
             self._clamped.discard(name)
         elif name not in self._clamped:
             self._clamped.add(name)
-            self._log.line(
+            self._log.write_line(
                 f"headstart: {name} reports {asked} blocks; its index gets {granted}: "
                 f"one replica may have {MAX_REPLICA_BLOCKS}, all together {MAX_TOTAL_BLOCKS}"
             )

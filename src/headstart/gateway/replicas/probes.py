@@ -81,7 +81,7 @@ class ScrapedMetrics:
     waiting_adapters: frozenset[str] = frozenset()
     max_adapters: int = 0
 
-    def reported(self, at: float) -> ReplicaReport:
+    def to_report(self, at: float) -> ReplicaReport:
         """Return the load in the router's type; `at` in seconds on its clock."""
         return ReplicaReport(
             at, self.waiting, self.running, self.kv_usage, self.adapters, self.waiting_adapters, self.max_adapters

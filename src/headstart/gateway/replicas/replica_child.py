@@ -162,7 +162,7 @@ class ReplicaChild:
             self._set(self.settled)
             line = f"{ready[1]}, behind the router at port {ready[3]}"  # no address: the first one must be the router's
         if not line.startswith(_FOR_CLIENTS):
-            self._log.line(with_replica_name(self._name, line))
+            self._log.write_line(with_replica_name(self._name, line))
 
     def _set(self, *events: asyncio.Event) -> None:
         with suppress(RuntimeError):  # the loop is closed: nothing waits for the event

@@ -84,11 +84,11 @@ class ReplicaObserver(Protocol):
         """Return the index of the cache of a replica that is first seen or was restarted."""
         ...
 
-    def probed(self, member: MonitoredReplica) -> None:
+    def on_probed(self, member: MonitoredReplica) -> None:
         """Called after every probe of a replica."""
         ...
 
-    def removed(self, url: str) -> None:
+    def on_removed(self, url: str) -> None:
         """Called before a replica is removed."""
         ...
 
@@ -125,13 +125,13 @@ class ReplicaMonitor:
         self._num_new = 0
         self._up_probes, self._other_probes = asyncio.Semaphore(MAX_PROBES), asyncio.Semaphore(MAX_PROBES)
 
-    def changed(self, addresses: Sequence[ReplicaAddress]) -> None:
+    def on_replicas_changed(self, addresses: Sequence[ReplicaAddress]) -> None:
         """Add new replicas, and remove those that are not among `addresses`; requests in flight there may still end."""
         wanted = {one.url: one for address in addresses for one in address.expand_ranks()}
         for url in [url for url, member in self.members.items() if wanted.get(url) != member.address]:
             self._tasks.pop(url).cancel()
             self._count(self.members.pop(url).state, "")
-            self._observer.removed(url)
+            self._observer.on_removed(url)
             self._router.remove(url)
             self._log.event("replica", {"replica": url, "state": "removed"}, text=f"replica {url}: removed")
         for url, address in wanted.items():
@@ -194,7 +194,7 @@ class ReplicaMonitor:
                 member.num_probes += 1
                 try:
                     await self._probe(member)
-                    self._observer.probed(member)
+                    self._observer.on_probed(member)
                 except Exception as error:  # an error at one replica must not stop the probes of the others
                     self._log.failure("replica_look_failed", error, member.address.url)
             if not self._num_new:
@@ -219,7 +219,9 @@ class ReplicaMonitor:
         if endpoint is not None and state == "up":
             endpoint.health.record_ready()
         elif endpoint is not None:
-            endpoint.health.left(time.monotonic(), absent=state != "draining", draining=state == "draining")
+            endpoint.health.record_unavailable(
+                time.monotonic(), absent=state != "draining", draining=state == "draining"
+            )
         if state != member.state:
             url, before = member.address.url, member.state
             text = f"replica {url}: {state}, {before} before"
@@ -305,7 +307,7 @@ class ReplicaMonitor:
         member.metrics = found
         if endpoint is None:
             return True
-        endpoint.reported = found.reported(time.monotonic())
+        endpoint.reported = found.to_report(time.monotonic())
         if (found.block_size, found.num_blocks) != (before.block_size, before.num_blocks) and found.num_blocks:
             self._reset(member, endpoint)  # it was restarted between two probes
         return True

@@ -51,7 +51,7 @@ class StartupProgress:
         self._states[name] = "loading"
         self._report(f"replica {name} is loading")
 
-    def settled(self, name: str, *, is_ready: bool) -> None:
+    def record_outcome(self, name: str, *, is_ready: bool) -> None:
         """Record that this replica is ready, or that its process ended before it was."""
         self._states[name] = "ready" if is_ready else "ended"
         self._report(f"replica {name} is ready ({self._ready})" if is_ready else f"replica {name} ended while loading")
@@ -62,7 +62,7 @@ class StartupProgress:
 
     def _report(self, line: str) -> None:
         if not self._log.is_terminal:
-            self._log.line(f"headstart: {line}")
+            self._log.write_line(f"headstart: {line}")
             return
         loading = [name for name, state in self._states.items() if state == "loading"]
         more = ", ..." if len(loading) > _MAX_NAMES else ""
@@ -142,7 +142,7 @@ class LocalReplicas:
             for child in self._children:
                 child.join(max(deadline - time.monotonic(), 0.0))
         except KeyboardInterrupt:
-            self._log.line("headstart: stopping at once")
+            self._log.write_line("headstart: stopping at once")
         finally:
             self.kill()
 
@@ -169,7 +169,7 @@ class LocalReplicas:
 
         async def settled(slot: "_Slot") -> None:
             await slot.child.settled.wait()
-            progress.settled(slot.name, is_ready=slot.child.address is not None)
+            progress.record_outcome(slot.name, is_ready=slot.child.address is not None)
 
         await asyncio.gather(*map(settled, slots))
         for slot in slots:
@@ -193,7 +193,7 @@ class LocalReplicas:
                 if slot.child is not child:  # it was replaced
                     continue
                 delay = slot.next_delay(child)
-                self._log.line(
+                self._log.write_line(
                     f"headstart: replica {slot.name} {child.exit_description}; starting it again in {delay:g} s"
                 )
                 await asyncio.sleep(delay)
@@ -206,12 +206,12 @@ class LocalReplicas:
         while True:
             await sighup.wait()
             sighup.clear()
-            self._log.line("headstart: SIGHUP: starting all replicas again, one by one")
+            self._log.write_line("headstart: SIGHUP: starting all replicas again, one by one")
             for slot in self._slots:
                 if not slot.lock.locked() and not await self._replace(slot, changed):  # locked: it is restarting anyway
                     break
             else:
-                self._log.line("headstart: all replicas were started again")
+                self._log.write_line("headstart: all replicas were started again")
 
     async def _replace(self, slot: "_Slot", changed: Changed) -> bool:
         async with slot.lock:
@@ -221,7 +221,9 @@ class LocalReplicas:
             child = self._start(slot)
             await child.settled.wait()
             if child.address is None:
-                self._log.line(f"headstart: a new {slot.name} {child.exit_description}; the running replicas continue")
+                self._log.write_line(
+                    f"headstart: a new {slot.name} {child.exit_description}; the running replicas continue"
+                )
                 if not self._overlaps:
                     slot.child = child  # which is restarted, as any that has ended
                 return False

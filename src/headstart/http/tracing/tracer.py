@@ -115,7 +115,7 @@ class Tracer:
             if is_accepted == self._is_lost:
                 self._is_lost = not is_accepted
                 text = "accepts spans again" if is_accepted else "does not accept spans; they are dropped until it does"
-                self._log.line(f"headstart: {self._name} {text}")
+                self._log.write_line(f"headstart: {self._name} {text}")
 
 
 class SpanCounts(Collector):

@@ -183,10 +183,10 @@ class DeviceSampler:
         edits, s = self.sampler.edits, chunk.sampling
         rows: list[SampledRow] = []
         for ahead in range(chunk.num_logits):
-            one, edited = chunk, edits.wanted(chunk)
+            one, edited = chunk, edits.needs_edit(chunk)
             if edited and ahead:
                 one = chunk._replace(history=chunk.history + VerifiedChunk(chunk, first).drafts[:ahead])
-                edited = edits.wanted(one)
+                edited = edits.needs_edit(one)
             uniform = None if is_greedy(s) else self.sampler.uniform(chunk, ahead)
             rows.append(SampledRow(first + ahead, s, edits.row_edits(one) if edited else None, uniform))
         return rows

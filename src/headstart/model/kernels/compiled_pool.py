@@ -127,7 +127,7 @@ class CompiledPool:
     def tables(self) -> "tuple[CompiledPool]":
         return (self,)
 
-    def free_entries(self, num: int) -> int:
+    def free_some_entries(self, num: int) -> int:
         """Free some thousand entries; return their number, 0 when nothing is left. The pool is used no more."""
         return self._calls["dismantle"](self.handle)
 
@@ -146,10 +146,10 @@ class CompiledPool:
     def match(self, block_hashes: list[BlockHash], near: int = 0) -> int:
         return self._calls["match"](self.handle, self._maker.join_hashes(block_hashes), len(block_hashes), near)
 
-    def held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         return self.num_held, self._calls["held"](self.handle, self._maker.join_hashes(block_hashes), len(block_hashes))
 
-    def loss(self, num_blocks: int) -> float:
+    def eviction_loss(self, num_blocks: int) -> float:
         return self._calls["loss"](self.handle, num_blocks)
 
     def num_unused_since(self, serial: int) -> int:
@@ -187,7 +187,7 @@ class CompiledPool:
         del found[added:]
         reservation.blocks = array("i", reservation.blocks) + found if start else found
 
-    def computed(self, blocks: Sequence[int]) -> None:
+    def record_computed(self, blocks: Sequence[int]) -> None:
         self._of_blocks("computed", blocks)
 
     def mark_used(self, blocks: Sequence[int]) -> None:
@@ -196,7 +196,7 @@ class CompiledPool:
     def release(self, blocks: Sequence[int]) -> None:
         self._of_blocks("release", blocks)
 
-    def distrust(self, blocks: Sequence[int], num_kept: int) -> None:
+    def drop_failed(self, blocks: Sequence[int], num_kept: int) -> None:
         self._of_blocks("keep", blocks[:num_kept])
         self._of_blocks("distrust", blocks[num_kept:])
 

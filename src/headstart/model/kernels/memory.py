@@ -88,7 +88,7 @@ def num_staggered_items(num: int, item_bytes: int, *, num_parts: int) -> int:
     return next((more for more in found if step <= more * item_bytes % HUGE < 2 * step), num)
 
 
-class PagesAhead:
+class PagePrefaulter:
     """Takes the pages of the items behind the last one that a step writes, at most AHEAD bytes, in a thread.
 
     Each item has its bytes in each of several parts side by side; items are first written in their order. The thread

@@ -50,7 +50,7 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HybridLayer:
+class HybridLayerWeights:
     """One layer: a mixer or attention, and an MLP."""
 
     mixer: TokenMixer | AttentionWeights
@@ -72,7 +72,12 @@ class _Products:
     """The products between two mixers as chains, on buffers of a step. Buffer 0 is the residual stream."""
 
     def __init__(
-        self, kernels: KernelLibrary, config: ModelConfig, layers: list[HybridLayer], embedding: Embedding, head: Linear
+        self,
+        kernels: KernelLibrary,
+        config: ModelConfig,
+        layers: list[HybridLayerWeights],
+        embedding: Embedding,
+        head: Linear,
     ) -> None:
         inners, mixed_widths = (list(dict.fromkeys(widths)) for widths in zip(*map(_ends, layers), strict=True))
         widths = (config.hidden_size, config.intermediate_size, *inners, *mixed_widths)
@@ -146,7 +151,7 @@ _Ends = tuple[int, int]  # the numbers of the buffers between which a mixer is
 _Call = ctypes.Structure | _Ends  # the argument of a mixer's kernel, or for an attention its ends
 
 
-def _places(layers: list[HybridLayer]) -> tuple[list[int], int]:
+def _places(layers: list[HybridLayerWeights]) -> tuple[list[int], int]:
     """Return for each layer the number of its KV, or where its part of the states begins; and the states' size."""
     found, num_attentions, state_size = list[int](), 0, 0
     for layer in layers:
@@ -180,7 +185,7 @@ def _split(config: ModelConfig, layer: AttentionWeights, rows: Tensor) -> tuple[
     return queries, keys, values, gates
 
 
-def _ends(layer: HybridLayer) -> tuple[int, int]:
+def _ends(layer: HybridLayerWeights) -> tuple[int, int]:
     """Return the widths of the rows that a mixer takes and gives."""
     return layer.mixer.inner.out_features, layer.mixer.out.packed[0].in_features
 
@@ -199,7 +204,12 @@ class HybridDecoder:
     """A loaded hybrid model. `state_size` is the length of a request's state, in numbers of fp32."""
 
     def __init__(
-        self, config: ModelConfig, embedding: Embedding, layers: list[HybridLayer], head: Linear, form: WeightForm
+        self,
+        config: ModelConfig,
+        embedding: Embedding,
+        layers: list[HybridLayerWeights],
+        head: Linear,
+        form: WeightForm,
     ) -> None:
         self.config, self.embedding, self.layers, self.head = config, embedding, layers, head
         assert config.hybrid is not None

@@ -92,7 +92,7 @@ class Sampler:
             return self._sample_fused(self._rows, logits, chunks)
         chosen, best = row_argmax(self._kernels, logits)  # NaN propagates, so `best` is enough to find invalid rows
         errors = [None if isfinite(value) else NOT_FINITE for value in best]
-        edited = [i for i, chunk in enumerate(chunks) if not errors[i] and self.edits.wanted(chunk)]
+        edited = [i for i, chunk in enumerate(chunks) if not errors[i] and self.edits.needs_edit(chunk)]
         drawn = [i for i, chunk in enumerate(chunks) if not errors[i] and not is_greedy(chunk.sampling)]
         if edited or drawn:
             self._choose(logits, chunks, edited, drawn, chosen, errors)
@@ -154,7 +154,7 @@ class Sampler:
     def needs_more_than_argmax(self, chunk: Chunk) -> bool:
         """Return whether a row needs more than its greatest logit."""
         s = chunk.sampling
-        return not is_greedy(s) or s.logprobs is not None or self.edits.wanted(chunk)
+        return not is_greedy(s) or s.logprobs is not None or self.edits.needs_edit(chunk)
 
     def _sample_fused(self, sampler: RowSampler, logits: Tensor, chunks: Sequence[Chunk]) -> list[RowResult]:
         """Do the same as `sample` in one kernel call."""
@@ -179,7 +179,7 @@ class Sampler:
         """Return the kernel's parameters for one row. Raises ValueError for an id that cannot be edited."""
         s = chunk.sampling
         task = RowSamplingParams(
-            num_top=s.logprobs, edits=self.edits.row_edits(chunk) if self.edits.wanted(chunk) else None
+            num_top=s.logprobs, edits=self.edits.row_edits(chunk) if self.edits.needs_edit(chunk) else None
         )
         if not is_greedy(s):
             task.temperature, task.top_k, task.top_p, task.min_p = s.temperature, s.top_k, s.top_p, s.min_p

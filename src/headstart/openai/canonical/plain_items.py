@@ -16,7 +16,7 @@ from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.canonical.prompt_rules import has_replaced_items
 from headstart.openai.forms.carried_text import DIGEST, item_text
-from headstart.openai.forms.treatments import UNREADABLE, ApiName, NamePlace, NameTreatment, find_treatment
+from headstart.openai.forms.treatments import UNREADABLE, ApiName, NameKind, NameTreatment, find_treatment
 from headstart.openai.request_json import parse_json_object
 from headstart.openai.responses_api.call_forms import CALL_FORMS, OUTPUTS, custom_tool_description
 from headstart.openai.responses_api.input_items import read_input_item
@@ -33,7 +33,7 @@ def supported_tools(api: str, tools: list[Values], counts: Counter[str]) -> list
     found: list[Values] = []
     for sent in tools:
         tool = sent
-        row = find_treatment(ApiName(api), NamePlace.TOOL, sent.get("type"))
+        row = find_treatment(ApiName(api), NameKind.TOOL, sent.get("type"))
         if sent.get("type") in _OWN_CALLS or (row is not None and row.treatment is NameTreatment.SKIPPED):
             continue
         if sent.get("type") == "custom" and isinstance(sent.get("format"), Mapping):
@@ -126,7 +126,7 @@ def supported_blocks(message: Values, counts: Counter[str]) -> Values | None:
     found: list[Any] = []
     for block in cast("list[Any]", blocks):
         kind = block.get("type") if isinstance(block, Mapping) else None
-        row = find_treatment(ApiName.MESSAGES, NamePlace.ITEM, kind)
+        row = find_treatment(ApiName.MESSAGES, NameKind.ITEM, kind)
         if row is None or kind in UNREADABLE or row.treatment is NameTreatment.MAPPED or kind == "document":
             found.append(block)
             continue

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.forms.carried_text import part_text, tool_result_content
-from headstart.openai.forms.treatments import AUDIO, NamePlace
+from headstart.openai.forms.treatments import AUDIO, NameKind
 from headstart.openai.tools.call_arguments import parse_call_arguments
 from headstart.openai.value_checks import check_string, check_text, raise_invalid_value, safe_repr
 
@@ -155,5 +155,5 @@ def _reasoning(message: Mapping[str, Any], bounds: RequestBounds) -> dict[str, s
         if isinstance(part.get(key), str) and part[key]
     ]
     if sent and not texts:
-        bounds.skip(NamePlace.ITEM, "reasoning")
+        bounds.skip(NameKind.ITEM, "reasoning")
     return {"reasoning_content": "".join(texts)} if texts else {}

@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import Any
 
 from headstart.openai.bounds import RequestBounds
-from headstart.openai.forms.treatments import UNREADABLE, NamePlace
+from headstart.openai.forms.treatments import UNREADABLE, NameKind
 from headstart.openai.value_checks import check_text, raise_unsupported, safe_repr
 
 REFUSE, DIGEST = "refuse", "digest"
@@ -122,7 +122,7 @@ def _placeholder(name: str, kind: str, part: object, bounds: RequestBounds) -> s
         remedy = "this server reads text only; send text, or start it with --unreadable-parts placeholder"
         raise_unsupported(name, f"parts of type {safe_repr(kind)} are not read: {remedy}")
     known = UNREADABLE.get(kind, kind[:_SHOWN_TYPE_CHARS])
-    bounds.skip(NamePlace.PART, known)
+    bounds.skip(NameKind.PART, known)
     if bounds.unreadable_parts == DIGEST:
         return part_digest(known, part)
     title = _title(part)

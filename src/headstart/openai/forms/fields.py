@@ -7,10 +7,10 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from headstart.openai.bounds import RequestBounds
-from headstart.openai.forms.treatments import TREATMENTS, ApiName, NamePlace, NameTreatment
+from headstart.openai.forms.treatments import TREATMENTS, ApiName, NameKind, NameTreatment
 from headstart.openai.value_checks import check_list, raise_unsupported
 
-_LISTED = {api: [row for row in TREATMENTS if (row.api, row.place) == (api, NamePlace.FIELD)] for api in ApiName}
+_LISTED = {api: [row for row in TREATMENTS if (row.api, row.place) == (api, NameKind.FIELD)] for api in ApiName}
 
 
 def check_request_fields(api: ApiName, values: Mapping[str, Any], bounds: RequestBounds) -> None:
@@ -21,7 +21,7 @@ def check_request_fields(api: ApiName, values: Mapping[str, Any], bounds: Reques
         if row.treatment is NameTreatment.REFUSED:
             raise_unsupported(row.name, row.note)
         if row.treatment is NameTreatment.SKIPPED:
-            bounds.skip(NamePlace.FIELD, row.name)
+            bounds.skip(NameKind.FIELD, row.name)
 
 
 _OTHERS = (

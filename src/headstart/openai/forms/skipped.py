@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from headstart.openai.forms.treatments import TREATMENTS, UNREADABLE, NamePlace, NameTreatment, strip_version_date
+from headstart.openai.forms.treatments import TREATMENTS, UNREADABLE, NameKind, NameTreatment, strip_version_date
 
 SKIPPED_HEADER = "x-headstart-skipped"
 """The response header that names what was left out of the prompt: `tool.web_search=1, part.image=2`."""
@@ -17,11 +17,11 @@ _OTHER = "other"
 _PLAIN = re.compile(r"[A-Za-z0-9_]{1,64}")
 KNOWN = (
     *sorted({f"{row.place}.{row.name}" for row in TREATMENTS if row.treatment is NameTreatment.SKIPPED}),
-    *(f"{NamePlace.PART}.{kind}" for kind in dict.fromkeys(UNREADABLE.values())),
-    f"{NamePlace.ITEM}.reasoning",
-    f"{NamePlace.TOOL}.tool_search",
-    *(f"{NamePlace.FIELD}.{name}" for name in ("reasoning_effort", "effort", "thinking", "think")),
-    *(f"{place}.{_OTHER}" for place in NamePlace),
+    *(f"{NameKind.PART}.{kind}" for kind in dict.fromkeys(UNREADABLE.values())),
+    f"{NameKind.ITEM}.reasoning",
+    f"{NameKind.TOOL}.tool_search",
+    *(f"{NameKind.FIELD}.{name}" for name in ("reasoning_effort", "effort", "thinking", "think")),
+    *(f"{place}.{_OTHER}" for place in NameKind),
 )
 """The names in the metrics."""
 
@@ -32,12 +32,12 @@ class SkippedNames:
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
-    def add(self, place: NamePlace, name: object) -> None:
+    def add(self, place: NameKind, name: object) -> None:
         """Count a name; one that is no plain word counts as `other`."""
         plain = strip_version_date(name) if isinstance(name, str) else ""
         self._counts[f"{place}.{plain if _PLAIN.fullmatch(plain) else _OTHER}"] += 1
 
-    def has(self, place: NamePlace) -> bool:
+    def has(self, place: NameKind) -> bool:
         """Return whether anything of this kind was left out."""
         return any(name.startswith(f"{place}.") for name in self._counts)
 

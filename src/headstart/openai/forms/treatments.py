@@ -29,7 +29,7 @@ class ApiName(StrEnum):
     MESSAGES = "/v1/messages"
 
 
-class NamePlace(StrEnum):
+class NameKind(StrEnum):
     """The place of a name in a request."""
 
     FIELD = "field"
@@ -38,11 +38,11 @@ class NamePlace(StrEnum):
     PART = "part"  # of a message's content, or of a tool's result
 
 
-class TreatedName(NamedTuple):
+class TreatmentEntry(NamedTuple):
     """The treatment of one name. `note`: how, or the remedy of a refusal."""
 
     api: ApiName
-    place: NamePlace
+    place: NameKind
     name: str
     treatment: NameTreatment
     note: str
@@ -67,19 +67,19 @@ _WITHOUT_IDS = "as text, without ids and encrypted content"
 _PLACEHOLDER = "as a placeholder"
 
 
-_ROWS: Mapping[tuple[ApiName, NamePlace], Sequence[tuple[NameTreatment, str, str]]] = {  # effect, note, names
-    (ApiName.CHAT, NamePlace.FIELD): (
+_ROWS: Mapping[tuple[ApiName, NameKind], Sequence[tuple[NameTreatment, str, str]]] = {  # effect, note, names
+    (ApiName.CHAT, NameKind.FIELD): (
         (NameTreatment.IGNORED, _NO_EFFECT, "prediction store metadata service_tier verbosity prompt_cache_retention"),
         (NameTreatment.SKIPPED, _HOSTED, "web_search_options"),
         (NameTreatment.REFUSED, "leave it out", "audio documents"),
     ),
-    (ApiName.CHAT, NamePlace.TOOL): (
+    (ApiName.CHAT, NameKind.TOOL): (
         (NameTreatment.MAPPED, "a function", "function"),
         (NameTreatment.REFUSED, "send a function with one string parameter", "custom"),
         (NameTreatment.SKIPPED, _HOSTED, "web_search web_search_preview mcp"),
     ),
-    (ApiName.CHAT, NamePlace.PART): ((NameTreatment.PLACED, _PLACEHOLDER, "image_url input_audio video_url file"),),
-    (ApiName.RESPONSES, NamePlace.FIELD): (
+    (ApiName.CHAT, NameKind.PART): ((NameTreatment.PLACED, _PLACEHOLDER, "image_url input_audio video_url file"),),
+    (ApiName.RESPONSES, NameKind.FIELD): (
         (
             NameTreatment.IGNORED,
             _NO_EFFECT,
@@ -92,7 +92,7 @@ _ROWS: Mapping[tuple[ApiName, NamePlace], Sequence[tuple[NameTreatment, str, str
         (NameTreatment.REFUSED, "templates of prompts are not built; send input", "prompt"),
         (NameTreatment.REFUSED, "leave it out", "moderation"),
     ),
-    (ApiName.RESPONSES, NamePlace.TOOL): (
+    (ApiName.RESPONSES, NameKind.TOOL): (
         (NameTreatment.MAPPED, "a function", "function"),
         (NameTreatment.MAPPED, "as a function with the string `input`; a call is a `custom_tool_call`", "custom"),
         (NameTreatment.MAPPED, "its functions as `namespace__function`; a call has both names apart", "namespace"),
@@ -109,7 +109,7 @@ _ROWS: Mapping[tuple[ApiName, NamePlace], Sequence[tuple[NameTreatment, str, str
         ),
         (NameTreatment.SKIPPED, _SCREENS, "computer computer_use_preview"),
     ),
-    (ApiName.RESPONSES, NamePlace.ITEM): (
+    (ApiName.RESPONSES, NameKind.ITEM): (
         (NameTreatment.MAPPED, "a message, a call or a tool message", "message function_call"),
         (
             NameTreatment.MAPPED,
@@ -135,8 +135,8 @@ _ROWS: Mapping[tuple[ApiName, NamePlace], Sequence[tuple[NameTreatment, str, str
         (NameTreatment.SKIPPED, _ENCRYPTED, "compaction configuration_update"),
         (NameTreatment.REFUSED, _NO_SUMMARY, "compaction_trigger"),
     ),
-    (ApiName.RESPONSES, NamePlace.PART): ((NameTreatment.PLACED, _PLACEHOLDER, "input_image input_file input_audio"),),
-    (ApiName.MESSAGES, NamePlace.FIELD): (
+    (ApiName.RESPONSES, NameKind.PART): ((NameTreatment.PLACED, _PLACEHOLDER, "input_image input_file input_audio"),),
+    (ApiName.MESSAGES, NameKind.FIELD): (
         (
             NameTreatment.IGNORED,
             _NO_EFFECT,
@@ -149,14 +149,14 @@ _ROWS: Mapping[tuple[ApiName, NamePlace], Sequence[tuple[NameTreatment, str, str
         (NameTreatment.IGNORED, f"{_NO_STATE}; one that continues another is refused", "thread"),
         (NameTreatment.REFUSED, _NO_SUMMARY, "compaction"),
     ),
-    (ApiName.MESSAGES, NamePlace.TOOL): (
+    (ApiName.MESSAGES, NameKind.TOOL): (
         (NameTreatment.MAPPED, "a function", "custom"),
         (NameTreatment.MAPPED, "as a function with the vendor's parameters", "bash text_editor memory"),
         (NameTreatment.SKIPPED, _HOSTED, "web_search web_fetch code_execution advisor mcp_toolset"),
         (NameTreatment.SKIPPED, "all tools are in the prompt", "tool_search_tool_bm25 tool_search_tool_regex"),
         (NameTreatment.SKIPPED, _SCREENS, "computer computer_toolset browser_toolset"),
     ),
-    (ApiName.MESSAGES, NamePlace.ITEM): (
+    (ApiName.MESSAGES, NameKind.ITEM): (
         (NameTreatment.MAPPED, "text, reasoning, a call or a tool message", "text thinking"),
         (NameTreatment.MAPPED, "a call, a tool message", "tool_use tool_result"),
         (
@@ -171,13 +171,13 @@ _ROWS: Mapping[tuple[ApiName, NamePlace], Sequence[tuple[NameTreatment, str, str
         (NameTreatment.PLACED, f"its text; another source {_PLACEHOLDER}", "document"),
         (NameTreatment.SKIPPED, _ENCRYPTED, "redacted_thinking fallback"),
     ),
-    (ApiName.MESSAGES, NamePlace.PART): (
+    (ApiName.MESSAGES, NameKind.PART): (
         (NameTreatment.PLACED, _PLACEHOLDER, "image container_upload"),
         (NameTreatment.PLACED, "as text", "tool_reference browser_state"),
     ),
 }
 TREATMENTS = tuple(
-    TreatedName(api, place, name, effect, note)
+    TreatmentEntry(api, place, name, effect, note)
     for (api, place), rows in _ROWS.items()
     for effect, note, names in rows
     for name in names.split()
@@ -193,7 +193,7 @@ def strip_version_date(name: str) -> str:
     return _VERSION.sub("", name)
 
 
-def find_treatment(api: ApiName, place: NamePlace, name: object) -> TreatedName | None:
+def find_treatment(api: ApiName, place: NameKind, name: object) -> TreatmentEntry | None:
     """Return the row of a name, with or without its date; None: the table does not list it."""
     if not isinstance(name, str):
         return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import RequestBounds
-from headstart.openai.forms.treatments import ApiName, NamePlace, NameTreatment, find_treatment
+from headstart.openai.forms.treatments import ApiName, NameKind, NameTreatment, find_treatment
 from headstart.openai.request_json import parse_json_object
 from headstart.openai.responses import Json
 from headstart.openai.tools.tool_fields import MAX_TOOLS
@@ -124,10 +124,10 @@ def read_tools(value: object, bounds: RequestBounds) -> list[Json]:
 def _read(name: str, tool: Mapping[str, Any], bounds: RequestBounds) -> Json:
     """Return a tool with the fields that matter; of one that is skipped, its type."""
     kind = tool["type"]
-    row = find_treatment(ApiName.RESPONSES, NamePlace.TOOL, kind)
+    row = find_treatment(ApiName.RESPONSES, NameKind.TOOL, kind)
     is_function = kind == "function" or (row is None and "parameters" in tool and "name" in tool)
     if not is_function and (row is None or row.treatment is NameTreatment.SKIPPED or _is_hosted(tool)):
-        bounds.skip(NamePlace.TOOL, kind)
+        bounds.skip(NameKind.TOOL, kind)
         return {"type": kind}
     if kind not in _EXECUTED and not isinstance(tool.get("name"), str):
         raise_invalid_value(f"{name}.name", f"is {safe_repr(tool.get('name'))}", "it must be a string")
@@ -153,7 +153,7 @@ def _read(name: str, tool: Mapping[str, Any], bounds: RequestBounds) -> Json:
 
 def is_skipped_tool(tool: object) -> bool:
     """Return whether a tool that a choice allows is one that is skipped here."""
-    row = find_treatment(ApiName.RESPONSES, NamePlace.TOOL, tool.get("type")) if isinstance(tool, Mapping) else None
+    row = find_treatment(ApiName.RESPONSES, NameKind.TOOL, tool.get("type")) if isinstance(tool, Mapping) else None
     return row is not None and row.treatment is NameTreatment.SKIPPED
 
 

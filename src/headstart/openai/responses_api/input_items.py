@@ -9,7 +9,7 @@ from typing import Any
 
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.forms.carried_text import item_text, part_text, strip_ids, tool_result_content, value_as_text
-from headstart.openai.forms.treatments import ApiName, NamePlace, NameTreatment, find_treatment
+from headstart.openai.forms.treatments import ApiName, NameKind, NameTreatment, find_treatment
 from headstart.openai.responses import Json
 from headstart.openai.responses_api.call_forms import CALL_FORMS, OUTPUTS, namespaced_function_name
 from headstart.openai.value_checks import (
@@ -159,7 +159,7 @@ def read_input_item(name: str, item: object, bounds: RequestBounds) -> Json:
         case "reasoning":
             read = {"type": "reasoning", "summary": [], "content": _reasoning(name, item)}
             if not read["content"]:
-                bounds.skip(NamePlace.ITEM, "reasoning")
+                bounds.skip(NameKind.ITEM, "reasoning")
             return _with_id(name, item, read)
         case "item_reference":
             return {"type": REFERENCE, "id": check_string(f"{name}.id", item.get("id"))}
@@ -191,12 +191,12 @@ def _call(name: str, item: Mapping[str, Any]) -> Json:
 
 def _other(name: str, kind: str, item: Mapping[str, Any], bounds: RequestBounds) -> Json:
     """Return an item of another server's tools with its text; without one if it has none, or is skipped."""
-    row = find_treatment(ApiName.RESPONSES, NamePlace.ITEM, kind)
+    row = find_treatment(ApiName.RESPONSES, NameKind.ITEM, kind)
     if row is not None and row.treatment is NameTreatment.REFUSED:
         raise_unsupported(name, row.note)
     text = "" if row is not None and row.treatment is NameTreatment.SKIPPED else item_text(name, item, bounds)
     if not text:
-        bounds.skip(NamePlace.ITEM, kind)
+        bounds.skip(NameKind.ITEM, kind)
         return {"type": kind}
     role = item.get("role")
     is_users = kind.endswith(("_output", "_response")) and kind != "program_output"

@@ -35,7 +35,7 @@ class ResponseEventBuilder:
         """Process a delta and return its events."""
         return [event for step in self.parts.add(delta) for event in self._of_step(step)]
 
-    def closing(self, usage: Json) -> tuple[list[Json], Json]:
+    def closing_events(self, usage: Json) -> tuple[list[Json], Json]:
         """Return the last events of a finished response, and the response. An empty one has a message without text."""
         events: list[Json] = []
         if not self.parts.parts and self._generates:
@@ -50,7 +50,7 @@ class ResponseEventBuilder:
         events.append(self._event(f"response.{status}", {"response": response}))
         return events, response
 
-    def failed(self, error: Json) -> list[Json]:
+    def failure_events(self, error: Json) -> list[Json]:
         """Return the event that ends a stream whose response failed; `error` has code and message."""
         output = [self._shape.item(part, "incomplete") for part in self.parts.parts]
         response = self._shape.response("failed", output, error=error)

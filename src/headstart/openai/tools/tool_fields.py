@@ -13,7 +13,7 @@ from pydantic import Field
 
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.chat.template_forms import UNDESCRIBED_TOOL
-from headstart.openai.forms.treatments import ApiName, NamePlace, NameTreatment, find_treatment
+from headstart.openai.forms.treatments import ApiName, NameKind, NameTreatment, find_treatment
 from headstart.openai.request_model import RequestModel, custom_validator
 from headstart.openai.value_checks import (
     check_list,
@@ -124,10 +124,10 @@ def _is_skipped(index: int, tool: object, bounds: RequestBounds) -> bool:
     if not _is_hosted(tool):
         return False
     kind = tool["type"]
-    row = find_treatment(ApiName.CHAT, NamePlace.TOOL, kind)
+    row = find_treatment(ApiName.CHAT, NameKind.TOOL, kind)
     if row is not None and row.treatment is NameTreatment.REFUSED:
         raise_unsupported(f"tools[{index}]", row.note)
-    bounds.skip(NamePlace.TOOL, kind)
+    bounds.skip(NameKind.TOOL, kind)
     return True
 
 
@@ -237,7 +237,7 @@ def read_reasoning_effort(
     """Return an effort; None, and `name` is noted as skipped, for one that is newer than this server."""
     if isinstance(value, str) and value in known:
         return value
-    bounds.skip(NamePlace.FIELD, name)
+    bounds.skip(NameKind.FIELD, name)
     return None
 
 

@@ -136,7 +136,7 @@ class ApproximateIndex:
         """Return the number of leading blocks predicted to be cached. Changes nothing."""
         return self._blocks.match(block_hashes, near)
 
-    def sent(self, block_hashes: list[BlockHash], now: float = 0.0) -> Reservation:
+    def record_sent(self, block_hashes: list[BlockHash], now: float = 0.0) -> Reservation:
         """Reserve the blocks of a request against eviction; add new ones if `at_pick`."""
         if self._discards:
             self._discards.free(FREED)
@@ -154,31 +154,31 @@ class ApproximateIndex:
             self._extend(reservation, unsure=1)
         return reservation
 
-    def computed(self, reservation: Reservation, now: float = 0.0) -> None:
+    def record_computed(self, reservation: Reservation, now: float = 0.0) -> None:
         """Add the blocks of the computed prompt."""
         if not self._is_open(reservation):
             return
         self._extend(reservation, unsure=0)  # may take over blocks that another request is still to compute
-        self._blocks.computed(reservation.blocks[reservation.sure :])
+        self._blocks.record_computed(reservation.blocks[reservation.sure :])
         self._blocks.mark_used(reservation.blocks)
 
-    def finished(self, reservation: Reservation, block_hashes: list[BlockHash], now: float = 0.0) -> None:
+    def record_finished(self, reservation: Reservation, block_hashes: list[BlockHash], now: float = 0.0) -> None:
         """Add the blocks of prompt and output, which may be evicted from now on."""
         if not self._is_open(reservation):
             return
-        self.computed(reservation)
+        self.record_computed(reservation)
         reservation.block_hashes = block_hashes
         self._extend(reservation, unsure=0)
         self._release(reservation)
 
-    def failed(self, reservation: Reservation, num_kept: int = 0) -> None:
+    def record_failed(self, reservation: Reservation, num_kept: int = 0) -> None:
         """Release the blocks; those the request was to compute are dropped, but for the leading `num_kept`.
 
         The kept ones remain unsure: a report that they were not cached means no loss.
         """
         if not self._is_open(reservation):
             return
-        self._blocks.distrust(reservation.blocks[reservation.sure :], max(num_kept - reservation.sure, 0))
+        self._blocks.drop_failed(reservation.blocks[reservation.sure :], max(num_kept - reservation.sure, 0))
         self._release(reservation)
 
     def on_hit_reported(self, reservation: Reservation, num_blocks: int, now: float = 0.0) -> None:
@@ -194,13 +194,13 @@ class ApproximateIndex:
         elif num_blocks > reservation.hit and reservation.evicted:
             self._kept(num_blocks - reservation.hit, reservation.block_hashes[reservation.hit] in self._unplaced)
 
-    def loss(self, num_blocks: int) -> float:
+    def eviction_loss(self, num_blocks: int) -> float:
         """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""
-        return self._blocks.loss(num_blocks)
+        return self._blocks.eviction_loss(num_blocks)
 
-    def held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         """Return the blocks that requests in flight use, and how many leading ones of `block_hashes` are among them."""
-        return self._blocks.held(block_hashes)
+        return self._blocks.count_held(block_hashes)
 
     def clear(self) -> None:
         """Empty the index, as after a restart. Blocks of requests in flight are added when they are answered."""
@@ -247,7 +247,7 @@ class ApproximateIndex:
         num, block_hashes = len(reservation.blocks), reservation.block_hashes
         self._miss(reservation, len(block_hashes) - num)
         if num:
-            self.first_blocks.added(block_hashes[0], self.number)
+            self.first_blocks.record_added(block_hashes[0], self.number)
         if num < len(block_hashes):
             self._unplaced[block_hashes[num]] = None
             if len(self._unplaced) > MAX_UNPLACED:
@@ -284,7 +284,7 @@ class ApproximateIndex:
             reservation.blocks, reservation.serials = [], []
             reservation.hit, reservation.sure, reservation.missing, reservation.epoch = 0, 0, 0, self._epoch
             self._extend(reservation, unsure=0)  # it has computed its prompt since
-            self._blocks.computed(reservation.blocks)
+            self._blocks.record_computed(reservation.blocks)
             return
         self.num_trims += 1
         self._lost_until, self._held = serial, num_kept

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 class IncrementallyFreed(Protocol):
     """A pool that can be freed in slices."""
 
-    def free_entries(self, num: int) -> int:
+    def free_some_entries(self, num: int) -> int:
         """Free up to about `num` entries; return the number freed, 0 when nothing is left."""
         ...
 
@@ -46,7 +46,7 @@ class Discards:
 
 def _shrink(item: Discard, num: int) -> int:
     if not isinstance(item, (dict, list)):
-        return item.free_entries(num)
+        return item.free_some_entries(num)
     count = min(num, len(item))
     if isinstance(item, list):
         del item[len(item) - count :]

@@ -106,7 +106,7 @@ class KVEventIndex:
         )
         return known + sum(1 for _ in rest)
 
-    def sent(self, block_hashes: list[BlockHash], now: float) -> Reservation:
+    def record_sent(self, block_hashes: list[BlockHash], now: float) -> Reservation:
         """Count the request's blocks as cached until their events come."""
         if self._discards:
             self._discards.free(FREED_PER_REQUEST)
@@ -116,46 +116,46 @@ class KVEventIndex:
         for block_hash in block_hashes[reservation.hit :]:
             speculative[block_hash] = now + SPECULATION
         if block_hashes:
-            self.first_blocks.added(block_hashes[0], self.number)
+            self.first_blocks.record_added(block_hashes[0], self.number)
         while len(speculative) > MAX_SPECULATIVE or (speculative and next(iter(speculative.values())) <= now):
             speculative.popitem(last=False)
         if self.guess is not None:
-            reservation.guess = self.guess.sent(block_hashes, now)
+            reservation.guess = self.guess.record_sent(block_hashes, now)
         return reservation
 
-    def computed(self, reservation: Reservation, now: float) -> None:
+    def record_computed(self, reservation: Reservation, now: float) -> None:
         """Expect its events soon."""
         for block_hash in reservation.block_hashes[reservation.hit :]:
             if block_hash in self._speculative:
                 self._speculative[block_hash] = now + SPECULATION_COMPUTED
         if self.guess is not None and reservation.guess is not None:
-            self.guess.computed(reservation.guess, now)
+            self.guess.record_computed(reservation.guess, now)
 
-    def finished(self, reservation: Reservation, block_hashes: list[BlockHash], now: float) -> None:
+    def record_finished(self, reservation: Reservation, block_hashes: list[BlockHash], now: float) -> None:
         """Count the request as silent; usable events reset that count."""
         self.silence += len(block_hashes) > reservation.hit
         if self.guess is not None and reservation.guess is not None:
-            self.guess.finished(reservation.guess, block_hashes, now)
+            self.guess.record_finished(reservation.guess, block_hashes, now)
 
-    def failed(self, reservation: Reservation, num_kept: int = 0) -> None:
+    def record_failed(self, reservation: Reservation, num_kept: int = 0) -> None:
         """Stop expecting the blocks it was to compute: the events of those that were computed come anyway."""
         for block_hash in reservation.block_hashes[reservation.hit :]:
             self._speculative.pop(block_hash, None)
         if self.guess is not None and reservation.guess is not None:
-            self.guess.failed(reservation.guess, num_kept)
+            self.guess.record_failed(reservation.guess, num_kept)
 
     def on_hit_reported(self, reservation: Reservation, num_blocks: int, now: float) -> None:
         """Correct the approximate index only: a report is older than the last event, so the index is right."""
         if self.guess is not None and reservation.guess is not None:
             self.guess.on_hit_reported(reservation.guess, num_blocks, now)
 
-    def loss(self, num_blocks: int) -> float:
+    def eviction_loss(self, num_blocks: int) -> float:
         """Return the loss of the approximate index; 0 without one."""
-        return 0.0 if self.guess is None else self.guess.loss(num_blocks)
+        return 0.0 if self.guess is None else self.guess.eviction_loss(num_blocks)
 
-    def held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         """Return the blocks that requests in flight use, by the approximate index; none without one."""
-        return (0, 0) if self.guess is None else self.guess.held(block_hashes)
+        return (0, 0) if self.guess is None else self.guess.count_held(block_hashes)
 
     def clear(self) -> None:
         """Drop everything: the engine was restarted, or events are lost. Memory is freed later."""
@@ -279,7 +279,7 @@ class KVEventIndex:
             return
         self._before[block_hash] = before
         if before is None:
-            self.first_blocks.added(block_hash, self.number)
+            self.first_blocks.record_added(block_hash, self.number)
         self._num_orphans -= self._after.get(block_hash, 0)
         if before is not None:
             self._after[before] = self._after.get(before, 0) + 1

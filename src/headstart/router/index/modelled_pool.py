@@ -69,11 +69,11 @@ class ModelledCache(Protocol):
         """Return the number of leading blocks that are in it; `near` is a guess."""
         ...
 
-    def held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         """Return the blocks that requests in flight use, and how many leading ones of `block_hashes` are among them."""
         ...
 
-    def loss(self, num_blocks: int) -> float:
+    def eviction_loss(self, num_blocks: int) -> float:
         """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""
         ...
 
@@ -93,7 +93,7 @@ class ModelledCache(Protocol):
         """Add the missing blocks of a request, head first, as many as there is space for."""
         ...
 
-    def computed(self, blocks: Sequence[int]) -> None:
+    def record_computed(self, blocks: Sequence[int]) -> None:
         """Record that blocks are computed."""
         ...
 
@@ -105,7 +105,7 @@ class ModelledCache(Protocol):
         """Release the blocks of a request, which are cached now."""
         ...
 
-    def distrust(self, blocks: Sequence[int], num_kept: int) -> None:
+    def drop_failed(self, blocks: Sequence[int], num_kept: int) -> None:
         """Drop those of the blocks of a failed request that only it was to compute, but for the leading `num_kept`.
 
         What is kept stays unsure, and is not dropped when another request fails: blocks that follow it may be there.
@@ -226,7 +226,7 @@ class ModelledPool:
                 high = middle
         return low
 
-    def held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         pool, low, high = self.pool, 0, len(block_hashes)
         while low < high:
             middle = (low + high) // 2
@@ -237,7 +237,7 @@ class ModelledPool:
                 high = middle
         return self.num_held, low
 
-    def loss(self, num_blocks: int) -> float:
+    def eviction_loss(self, num_blocks: int) -> float:
         pool = self.pool
         num = min(num_blocks - pool.num_scratch - self._num_ungrown, self.num_idle)
         if num <= 0:
@@ -289,10 +289,10 @@ class ModelledPool:
             pool.publish(block, block_hash, parent, b"")
             self.unsure[block] = unsure
             parent = block_hash
-        self.reuse.added(blocks, self.now)
+        self.reuse.record_added(blocks, self.now)
         reservation.blocks += blocks
 
-    def computed(self, blocks: Sequence[int]) -> None:
+    def record_computed(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             self.unsure[block] = 0
 
@@ -307,7 +307,7 @@ class ModelledPool:
         self.pool.release(blocks)
         self._worth = None
 
-    def distrust(self, blocks: Sequence[int], num_kept: int) -> None:
+    def drop_failed(self, blocks: Sequence[int], num_kept: int) -> None:
         pool = self.pool
         pool.take_blocks_to_zero()  # there is nothing to zero here
         for block in blocks[:num_kept]:
@@ -385,7 +385,7 @@ class ReuseEstimate:
         self._uses += [0] * num
         self._first += [0] * num
 
-    def added(self, blocks: list[int], now: int) -> None:
+    def record_added(self, blocks: list[int], now: int) -> None:
         """Record new blocks, and their first use."""
         uses, first = self._uses, self._first
         for block in blocks:

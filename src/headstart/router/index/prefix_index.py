@@ -51,19 +51,19 @@ class PrefixIndex(Protocol):
         """
         ...
 
-    def sent(self, block_hashes: list[BlockHash], now: float) -> Reservation:
+    def record_sent(self, block_hashes: list[BlockHash], now: float) -> Reservation:
         """Record a request sent to the replica."""
         ...
 
-    def computed(self, reservation: Reservation, now: float) -> None:
+    def record_computed(self, reservation: Reservation, now: float) -> None:
         """Record its first token: its prompt is computed."""
         ...
 
-    def finished(self, reservation: Reservation, block_hashes: list[BlockHash], now: float) -> None:
+    def record_finished(self, reservation: Reservation, block_hashes: list[BlockHash], now: float) -> None:
         """Record its successful end; `block_hashes` include the blocks of its output, where known."""
         ...
 
-    def failed(self, reservation: Reservation, num_kept: int = 0) -> None:
+    def record_failed(self, reservation: Reservation, num_kept: int = 0) -> None:
         """Record its failure; of the blocks it was to compute, the leading `num_kept` blocks are expected to be there.
 
         Which blocks were computed is not known.
@@ -74,11 +74,11 @@ class PrefixIndex(Protocol):
         """Record the reported number of its leading blocks that were cached."""
         ...
 
-    def loss(self, num_blocks: int) -> float:
+    def eviction_loss(self, num_blocks: int) -> float:
         """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""
         ...
 
-    def held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         """Return the blocks that requests in flight use, and how many leading ones of `block_hashes` are among them."""
         ...
 

@@ -125,7 +125,7 @@ class LeastCostPolicy:
         begun = PromptBeginning(_beginnings_of(view), view.prompt_tokens, max(view.candidates.hit_tokens))
         return choose(self._with_others(view, begun.hashes))._replace(memo=begun)
 
-    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
+    def record_pick(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Count how the prompt begins, if there are other routers."""
         if isinstance(choice.memo, PromptBeginning):
             self._beginnings.add(choice.memo)

@@ -80,7 +80,7 @@ class PolicyInput(NamedTuple):
 class RankedCandidates(NamedTuple):
     """Candidates in ranked order: the first is used, the others are fallbacks.
 
-    `scores` are the policy's own numbers of `ranked`; `memo` is passed back to the policy by `picked`.
+    `scores` are the policy's own numbers of `ranked`; `memo` is passed back to the policy by `record_pick`.
     """
 
     ranked: Sequence[Candidate]
@@ -90,7 +90,7 @@ class RankedCandidates(NamedTuple):
 
 
 class Policy(Protocol):
-    """A ranking of replicas. No state changes before `picked`."""
+    """A ranking of replicas. No state changes before `record_pick`."""
 
     name: str
 
@@ -98,7 +98,7 @@ class Policy(Protocol):
         """Rank all candidates of a view; there is at least one."""
         ...
 
-    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
+    def record_pick(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Record that the request is sent to this replica. Policies without a state need not define it."""
 
 

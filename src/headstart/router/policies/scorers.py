@@ -2,7 +2,7 @@
 
 They follow the gateway's (llm-d, formerly the endpoint picker of gateway-api-inference-extension), with its names or
 similar ones, and are independent of their weights. A stateful scorer, such as `session`, gets its memo and the chosen
-replica in `picked`.
+replica in `record_pick`.
 """
 
 from collections import OrderedDict
@@ -20,10 +20,10 @@ class Scorer(Protocol):
     """One criterion for preferring a replica."""
 
     def score(self, view: PolicyInput) -> tuple[Sequence[float], object]:
-        """Return a number for each candidate, and a memo for `picked`. Changes nothing."""
+        """Return a number for each candidate, and a memo for `record_pick`. Changes nothing."""
         ...
 
-    def picked(self, memo: object, endpoint: Endpoint) -> None:
+    def record_pick(self, memo: object, endpoint: Endpoint) -> None:
         """Record that the request is sent to this replica."""
         ...
 
@@ -37,7 +37,7 @@ class _Stateless:
     def score(self, view: PolicyInput) -> tuple[Sequence[float], object]:
         return self._function(view), None
 
-    def picked(self, memo: object, endpoint: Endpoint) -> None:
+    def record_pick(self, memo: object, endpoint: Endpoint) -> None:
         """Do nothing."""
 
 
@@ -57,7 +57,7 @@ class SessionScorer:
         last = None if session is None else self._last.get(session)
         return [float(candidate.name == last) for candidate in view.candidates], session
 
-    def picked(self, memo: object, endpoint: Endpoint) -> None:
+    def record_pick(self, memo: object, endpoint: Endpoint) -> None:
         """Record the replica of the session."""
         if isinstance(memo, str):
             self._last[memo] = endpoint.name
@@ -81,7 +81,7 @@ def _queue(view: PolicyInput) -> list[float]:
 
 def _kv_usage(view: PolicyInput) -> list[float]:
     """Return the reported share of the replica's blocks not in use; 1 without a report."""
-    reports = [candidate.endpoint.fresh(view.now) for candidate in view.candidates]
+    reports = [candidate.endpoint.recent_report(view.now) for candidate in view.candidates]
     return [1.0 if report is None else min(max(1.0 - report.kv_usage, 0.0), 1.0) for report in reports]
 
 
@@ -100,7 +100,7 @@ def _lora(view: PolicyInput) -> list[float]:
     adapter = view.request.adapter
 
     def score(endpoint: Endpoint) -> float:
-        report = endpoint.fresh(view.now)
+        report = endpoint.recent_report(view.now)
         if adapter is None or (report is not None and adapter in report.adapters):
             return 1.0
         if report is None:

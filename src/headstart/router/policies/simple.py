@@ -19,7 +19,7 @@ class RoundRobinPolicy:
         scores = tuple(float(self._asked.get(candidate.name, 0)) for candidate in ranked)
         return RankedCandidates(tuple(ranked), scores, "next in turn")
 
-    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
+    def record_pick(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Move the replica to the end of the order."""
         self._count += 1
         self._asked.pop(endpoint.name, None)

@@ -50,11 +50,11 @@ class WeightedPolicy:
             return choice._replace(scores=tuple(-score for score in choice.scores))
         return self._draw(view, sums, tuple(memos), self._rng)
 
-    def picked(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
+    def record_pick(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Pass each scorer its memo."""
         memos = cast("tuple[object, ...]", choice.memo)  # as `choose` made it
         for (_, scorer), memo in zip(self._terms, memos, strict=True):
-            scorer.picked(memo, endpoint)
+            scorer.record_pick(memo, endpoint)
 
     def _draw(self, view: PolicyInput, sums: list[float], memo: object, rng: Random) -> RankedCandidates:
         """Draw a random order in proportion to the sums (Efraimidis and Spirakis, 2006)."""

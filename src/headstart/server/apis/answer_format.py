@@ -45,7 +45,7 @@ class AnswerFormat(Protocol):
         """Yield the events of a delta, each part built on demand: one may contain a long list."""
         ...
 
-    def closing(self) -> bytes:
+    def closing_events(self) -> bytes:
         """Return the events after the last delta, up to the end of the stream."""
         ...
 
@@ -86,7 +86,7 @@ class PartsFormat(AnswerFormat):
         """Yield the objects of a delta."""
         yield self._encoded(self.added(delta))
 
-    def closing(self) -> bytes:
+    def closing_events(self) -> bytes:
         """Return the last objects."""
         return self._encoded(self.last())
 

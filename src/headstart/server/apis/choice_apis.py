@@ -115,7 +115,7 @@ class ChoiceFormat(AnswerFormat):
         else:
             yield from encode_long_event(self._chunk(iter([shaped]), self._usage_now()))
 
-    def closing(self) -> bytes:
+    def closing_events(self) -> bytes:
         """Return the chunk with the usage, if it was requested, and [DONE]."""
         if not self._job.params.include_usage:
             return DONE

@@ -71,7 +71,7 @@ def _format(marks: CacheBreakpoints, fills_context: bool, job: GenerationJob, he
         finished=lambda: diagnosed(events.message(job.usage())),
         first=first,
         added=events.add,
-        last=lambda: events.closing(job.usage()),
+        last=lambda: events.closing_events(job.usage()),
     )
 
 

@@ -53,7 +53,7 @@ def _format(is_chat: bool, job: GenerationJob, head: AnswerIdentity) -> PartsFor
         parts=answer.parts,
         finished=lambda: answer.whole(job.usage(), durations()),
         added=answer.add,
-        last=lambda: answer.closing(job.usage(), durations()),
+        last=lambda: answer.closing_events(job.usage(), durations()),
     )
 
 

@@ -113,7 +113,7 @@ def _format(
         return response
 
     def last() -> list[Json]:
-        objects, response = events.closing(response_usage(job.usage(), events.parts))
+        objects, response = events.closing_events(response_usage(job.usage(), events.parts))
         stored(response)  # before it is sent: clients may continue it at once
         return objects
 
@@ -122,7 +122,7 @@ def _format(
             return None
         status, body, _ = error_status_and_body(error)
         code = "rate_limit_exceeded" if status == 429 else "server_error"
-        return events.failed({"code": code, "message": body["error"]["message"]})
+        return events.failure_events({"code": code, "message": body["error"]["message"]})
 
     return PartsFormat(
         api=api_table.RESPONSES,
