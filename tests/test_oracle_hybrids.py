@@ -17,7 +17,7 @@ from state_bugs import Put, a_slot_reused_too_early, a_state_one_block_late
 
 from headstart.core.batch import Chunk
 from headstart.model.recurrent_states import RecurrentStates
-from headstart.model.step_inputs import RowRecurrentState
+from headstart.model.step_inputs import RecurrentState
 
 LONG_REQUESTS = int(os.environ.get("HEADSTART_ORACLE_REQUESTS", "3000"))
 EACH = 30  # requests of a run
@@ -61,7 +61,7 @@ def test_thousands_of_requests(family: str, checkpoints: dict[str, Path], tmp_pa
 def a_rejected_draft_stays_in_the_state(put: Put) -> None:
     right = RecurrentStates._advance
 
-    def advance(self: RecurrentStates, chunk: Chunk, begin: int, end: int) -> RowRecurrentState:
+    def advance(self: RecurrentStates, chunk: Chunk, begin: int, end: int) -> RecurrentState:
         known = self._states.get(chunk.request_id, {})
         if chunk.start in known:
             known[chunk.start] = known[max(known)]

@@ -12,22 +12,22 @@ from torch import Tensor
 from headstart.model.kernels.library import KernelLibrary, load_kernels, runnable_variants
 from headstart.model.kernels.packed import PackedNorm
 from headstart.model.kernels.recurrence import (
-    MatrixMixerWeights,
+    MixerWeights,
     StepRecurrentStates,
     apply_sigmoid_gate,
     run_matrix_mixer,
     short_convolution,
 )
 from headstart.model.layers.recurrent import convolve_in_torch, delta_net_in_torch, mamba_in_torch, sigmoid
-from headstart.model.step_inputs import RowRecurrentState
-from headstart.model.weights.hybrid_config import MatrixMixerShape
+from headstart.model.step_inputs import RecurrentState
+from headstart.model.weights.hybrid_config import MixerShape
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [  # key heads, value heads, key_dim, value_dim, tokens of the convolution
-    MatrixMixerShape(2, 4, 8, 12, 4),
-    MatrixMixerShape(1, 1, 128, 128, 4),
-    MatrixMixerShape(3, 3, 33, 70, 1),
-    MatrixMixerShape(1, 6, 17, 5, 2),
+    MixerShape(2, 4, 8, 12, 4),
+    MixerShape(1, 1, 128, 128, 4),
+    MixerShape(3, 3, 33, 70, 1),
+    MixerShape(1, 6, 17, 5, 2),
 ]
 TWINS = {"delta": delta_net_in_torch, "mamba": mamba_in_torch}
 OFFSET = 7  # of the layer's part of a state
@@ -46,17 +46,17 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def matrix_weights(shape: MatrixMixerShape, dtype: torch.dtype, kind: str) -> MatrixMixerWeights:
+def matrix_weights(shape: MixerShape, dtype: torch.dtype, kind: str) -> MixerWeights:
     heads = shape.num_value_heads
     rate, bias = -draw(heads, seed=2).exp(), draw(heads, seed=3)
     norm = PackedNorm(1 + 0.1 * draw(shape.value_dim if kind == "delta" else shape.num_values, seed=4).to(dtype), 1e-6)
-    made = MatrixMixerWeights(draw(shape.conv_size, shape.num_channels, seed=1), rate, bias, norm)
+    made = MixerWeights(draw(shape.conv_size, shape.num_channels, seed=1), rate, bias, norm)
     if kind == "delta":
         return made
     return made._replace(convolution_bias=draw(shape.num_channels, seed=8), skip=draw(heads, seed=9))
 
 
-def matrix_rows(shape: MatrixMixerShape, dtype: torch.dtype, kind: str) -> Tensor:
+def matrix_rows(shape: MixerShape, dtype: torch.dtype, kind: str) -> Tensor:
     rates = (2 if kind == "delta" else 1) * shape.num_value_heads
     return draw(sum(LENGTHS), shape.num_channels + shape.num_values + rates, seed=5, dtype=dtype)
 
@@ -65,10 +65,10 @@ def states_of(
     guards: Guards, size: int, lengths: Sequence[int], places: Sequence[Sequence[int]]
 ) -> StepRecurrentStates:
     """States of sequences, each with copies to be saved behind `places`, in guarded memory."""
-    rows, begin = list[RowRecurrentState](), 0
+    rows, begin = list[RecurrentState](), 0
     for index, (length, own) in enumerate(zip(lengths, places, strict=True)):
         saves = tuple((at, guards.put(torch.zeros(size))) for at in own)
-        rows.append(RowRecurrentState(begin, begin + length, guards.put(draw(size, seed=10 + index)), saves))
+        rows.append(RecurrentState(begin, begin + length, guards.put(draw(size, seed=10 + index)), saves))
         begin += length
     return StepRecurrentStates(rows)
 
@@ -84,7 +84,7 @@ PLACES = ((16, 17, 75), (), (1,))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", TWINS)
 def test_a_matrix_mixer_equals_its_twin(
-    kernels: KernelLibrary, shape: MatrixMixerShape, dtype: torch.dtype, kind: str
+    kernels: KernelLibrary, shape: MixerShape, dtype: torch.dtype, kind: str
 ) -> None:
     weights, rows, guards = matrix_weights(shape, dtype, kind), matrix_rows(shape, dtype, kind), Guards()
     found, due = (states_of(guards, OFFSET + shape.state_size + 3, LENGTHS, PLACES) for _ in range(2))
@@ -131,7 +131,7 @@ def test_gates_open_rows_as_torch_does(kernels: KernelLibrary, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", TWINS)
 def test_no_chunk_batch_or_number_of_threads_changes_a_bit(
-    kernels: KernelLibrary, shape: MatrixMixerShape, dtype: torch.dtype, kind: str
+    kernels: KernelLibrary, shape: MixerShape, dtype: torch.dtype, kind: str
 ) -> None:
     weights, rows, rng = matrix_weights(shape, dtype, kind), matrix_rows(shape, dtype, kind), Random(1)
     size, taps = shape.state_size, 3
@@ -150,7 +150,7 @@ def test_no_chunk_batch_or_number_of_threads_changes_a_bit(
                 cuts = sorted({0, length, *(at for at, _ in row.saves), *(rng.randrange(length) for _ in range(4))})
                 saved = dict(row.saves)
                 for start, end in pairwise(cuts):
-                    states = StepRecurrentStates([RowRecurrentState(0, end - start, alone.state)])
+                    states = StepRecurrentStates([RecurrentState(0, end - start, alone.state)])
                     part = slice(begin + start, begin + end)
                     found = run_matrix_mixer(kernels, shape, weights, rows[part].clone(), states, conv_size)
                     assert torch.equal(found, outputs[part])
@@ -189,13 +189,13 @@ def test_arguments_that_do_not_fit_are_refused(kernels: KernelLibrary) -> None:
 def test_a_table_of_chunks_out_of_order_is_refused() -> None:
     state = torch.zeros(4)
     for rows in (
-        [RowRecurrentState(1, 2, state)],
-        [RowRecurrentState(0, 0, state)],
-        [RowRecurrentState(0, 2, state, ((2, state), (1, state)))],
-        [RowRecurrentState(0, 2, state, ((3, state),))],
-        [RowRecurrentState(0, 2, state, ((0, state),))],
+        [RecurrentState(1, 2, state)],
+        [RecurrentState(0, 0, state)],
+        [RecurrentState(0, 2, state, ((2, state), (1, state)))],
+        [RecurrentState(0, 2, state, ((3, state),))],
+        [RecurrentState(0, 2, state, ((0, state),))],
     ):
         with pytest.raises(ValueError, match="a chunk"):
             StepRecurrentStates(rows)
     with pytest.raises(ValueError, match="state is"):
-        StepRecurrentStates([RowRecurrentState(0, 1, state), RowRecurrentState(1, 2, torch.zeros(5))])
+        StepRecurrentStates([RecurrentState(0, 1, state), RecurrentState(1, 2, torch.zeros(5))])

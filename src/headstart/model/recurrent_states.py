@@ -14,7 +14,7 @@ from torch import Tensor
 from headstart.core.batch import Chunk
 from headstart.model.attention.base import KVBlocks
 from headstart.model.kv_writes import Int32s
-from headstart.model.step_inputs import RowRecurrentState
+from headstart.model.step_inputs import RecurrentState
 
 
 class RecurrentStates:
@@ -24,14 +24,14 @@ class RecurrentStates:
         self._size, self._blocks, self._device = size, blocks, device
         self._states: dict[str, dict[int, Tensor]] = {}
 
-    def begin(self, chunks: Sequence[Chunk], qo_indptr: Int32s) -> tuple[RowRecurrentState, ...]:
+    def begin(self, chunks: Sequence[Chunk], qo_indptr: Int32s) -> tuple[RecurrentState, ...]:
         """Return the states of a step, which updates them; `qo_indptr` as in StepInputs. Call `end` behind it."""
         return tuple(
             self._advance(chunk, int(begin), int(end))
             for chunk, begin, end in zip(chunks, qo_indptr[:-1], qo_indptr[1:], strict=True)
         )
 
-    def end(self, chunks: Sequence[Chunk], rows: Sequence[RowRecurrentState]) -> None:
+    def end(self, chunks: Sequence[Chunk], rows: Sequence[RecurrentState]) -> None:
         """Write the states that the chunks of a step are to keep into their blocks."""
         for chunk, row in zip(chunks, rows, strict=True):
             states = dict(row.saves)
@@ -47,7 +47,7 @@ class RecurrentStates:
         for request_id in request_ids:
             self._states.pop(request_id, None)
 
-    def _advance(self, chunk: Chunk, begin: int, end: int) -> RowRecurrentState:
+    def _advance(self, chunk: Chunk, begin: int, end: int) -> RecurrentState:
         """Return the state that a chunk begins with, from now on the one behind its last token, and those to keep."""
         known = self._states.get(chunk.request_id, {})
         if chunk.state:
@@ -64,9 +64,7 @@ class RecurrentStates:
             place: torch.empty_like(state) for place in sorted({*drafted, *(position for position, _ in chunk.saves)})
         }
         self._states[chunk.request_id] = {last: state} | {place: places[place] for place in drafted}
-        return RowRecurrentState(
-            begin, end, state, tuple((place - chunk.start, kept) for place, kept in places.items())
-        )
+        return RecurrentState(begin, end, state, tuple((place - chunk.start, kept) for place, kept in places.items()))
 
     def _read(self, pages: Sequence[int]) -> Tensor:
         data = b"".join(bytes(self._blocks.read_block(block)) for block in pages)

@@ -32,7 +32,7 @@ class StepBounds(NamedTuple):
     max_positions: int
 
 
-class RowRecurrentState(NamedTuple):
+class RecurrentState(NamedTuple):
     """The recurrent state of the request of one chunk, which a step updates in place; see layers/recurrent.py.
 
     `saves` are the states to keep: after how many tokens of the chunk, and the vector to write the state to.
@@ -56,7 +56,7 @@ class StepInputs:
     kv_indptr: Int32s  # [R + 1]: chunk r reads the blocks kv_indices[kv_indptr[r] : kv_indptr[r + 1]]
     kv_indices: Int32s
     bounds: StepBounds | None = None  # if given, all values above have been checked against these bounds
-    states: tuple[RowRecurrentState, ...] | None = None  # [R], of a model with recurrent layers
+    states: tuple[RecurrentState, ...] | None = None  # [R], of a model with recurrent layers
 
     @property
     def num_rows(self) -> int:

@@ -23,7 +23,7 @@ from headstart.model.cuda.triton_attention import (
     tile_shapes,
 )
 from headstart.model.cuda.triton_rotary import rotate_and_append_kv
-from headstart.model.layers.decoder import Decoder, DecoderLayerWeights
+from headstart.model.layers.decoder import Decoder, LayerWeights
 from headstart.model.layers.linear import Linear
 from headstart.model.layers.rotary import inverse_frequencies
 
@@ -211,7 +211,7 @@ def _norm(linear: Linear) -> Tensor:
     return linear.norm.weight
 
 
-def _head_norms(layer: DecoderLayerWeights) -> Tensor | None:
+def _head_norms(layer: LayerWeights) -> Tensor | None:
     if layer.query_norm is None or layer.key_norm is None:
         return None
     return torch.stack((layer.query_norm.weight, layer.key_norm.weight))

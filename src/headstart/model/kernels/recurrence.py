@@ -9,8 +9,8 @@ from torch import Tensor
 
 from headstart.model.kernels.library import KernelLibrary, num_kernel_threads
 from headstart.model.kernels.packed import PackedNorm, check_tensor
-from headstart.model.step_inputs import RowRecurrentState
-from headstart.model.weights.hybrid_config import MatrixMixerShape
+from headstart.model.step_inputs import RecurrentState
+from headstart.model.weights.hybrid_config import MixerShape
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -68,7 +68,7 @@ class StepRecurrentStates:
     Raises ValueError unless chunks follow each other, saves are in order and states are dense fp32 of one size.
     """
 
-    def __init__(self, rows: Sequence[RowRecurrentState]) -> None:
+    def __init__(self, rows: Sequence[RecurrentState]) -> None:
         self.rows = rows
         num_saves, chunks, saves = sum(len(row.saves) for row in rows), list[int](), list[int]()
         self._saves = (ctypes.c_int64 * (2 * num_saves))()
@@ -104,7 +104,7 @@ def _within(places: list[int], length: int) -> bool:
     return not places or 1 <= places[0] <= places[-1] <= length
 
 
-class MatrixMixerWeights(NamedTuple):
+class MixerWeights(NamedTuple):
     """The weights of a gated delta net or Mamba-2 between its two products; see layers/recurrent.py."""
 
     convolution: Tensor  # [conv_size, channels], fp32
@@ -116,7 +116,7 @@ class MatrixMixerWeights(NamedTuple):
 
 
 def matrix_mixer_call(
-    shape: MatrixMixerShape, weights: MatrixMixerWeights, rows: Tensor, out: Tensor, offset: int
+    shape: MixerShape, weights: MixerWeights, rows: Tensor, out: Tensor, offset: int
 ) -> ctypes.Structure:
     """Return the checked argument for `rows` [T, channels + values + 2 heads], which change, and `out` [T, values].
 
@@ -151,8 +151,8 @@ def matrix_mixer_call(
 
 def run_matrix_mixer(
     kernels: KernelLibrary,
-    shape: MatrixMixerShape,
-    weights: MatrixMixerWeights,
+    shape: MixerShape,
+    weights: MixerWeights,
     rows: Tensor,
     states: StepRecurrentStates,
     offset: int,

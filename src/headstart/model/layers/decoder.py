@@ -46,7 +46,7 @@ class LanguageModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecoderLayerWeights:
+class LayerWeights:
     """The weights of one layer."""
 
     qkv: Linear
@@ -72,7 +72,7 @@ class Decoder:
         self,
         config: ModelConfig,
         embedding: Embedding,
-        layers: list[DecoderLayerWeights],
+        layers: list[LayerWeights],
         head: Linear,
         form: WeightForm = PLAIN,
     ) -> None:
@@ -122,12 +122,7 @@ class Decoder:
         return head + [linear for layer in self.layers for linear in layer.linear_weights]
 
     def _attention(
-        self,
-        index: int,
-        layer: DecoderLayerWeights,
-        rows: Tensor,
-        angles: tuple[Tensor, Tensor],
-        attend: AttentionFunction,
+        self, index: int, layer: LayerWeights, rows: Tensor, angles: tuple[Tensor, Tensor], attend: AttentionFunction
     ) -> Tensor:
         """Return the attention outputs for `rows` [T, hidden], as [T, heads * head_dim]."""
         config = self.config
@@ -137,7 +132,7 @@ class Decoder:
         return attended.reshape(len(rows), -1)
 
     def _apply_rotary(
-        self, layer: DecoderLayerWeights, heads: Tensor, angles: tuple[Tensor, Tensor]
+        self, layer: LayerWeights, heads: Tensor, angles: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Split `heads` into queries, keys and values [T, num heads, head_dim]; normalise and rotate the first two."""
         config = self.config
@@ -227,7 +222,7 @@ class WeightReader:
         biases = [self.tensor(f"{name}.bias", rows) for name, rows in names] if bias else []
         return Linear(weights, concatenate_rows(biases) if bias else None, norm=norm, gated=gated, form=self.form)
 
-    def read_layer(self, index: int) -> DecoderLayerWeights:
+    def read_layer(self, index: int) -> LayerWeights:
         config, prefix = self.config, f"model.layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -241,7 +236,7 @@ class WeightReader:
         mlp_norm = self.norm(f"{prefix}.post_attention_layernorm.weight", config.hidden_size)
         query_norm = self.norm(f"{attention}.q_norm.weight", config.head_dim) if config.qk_norm else None
         key_norm = self.norm(f"{attention}.k_norm.weight", config.head_dim) if config.qk_norm else None
-        return DecoderLayerWeights(
+        return LayerWeights(
             qkv=self.linear(qkv, config.hidden_size, bias=config.qkv_bias, norm=input_norm),
             query_norm=query_norm,
             key_norm=key_norm,

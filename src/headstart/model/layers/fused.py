@@ -27,7 +27,7 @@ ATTENDED, STREAM, GATED, HEADS = range(4)
 
 
 class FusableLayer(Protocol):
-    """The fields of a DecoderLayerWeights that are used here."""
+    """The fields of a LayerWeights that are used here."""
 
     @property
     def qkv(self) -> Linear: ...

@@ -50,7 +50,7 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HybridLayerWeights:
+class HybridWeights:
     """One layer: a mixer or attention, and an MLP."""
 
     mixer: TokenMixer | AttentionWeights
@@ -75,7 +75,7 @@ class _Products:
         self,
         kernels: KernelLibrary,
         config: ModelConfig,
-        layers: list[HybridLayerWeights],
+        layers: list[HybridWeights],
         embedding: Embedding,
         head: Linear,
     ) -> None:
@@ -151,7 +151,7 @@ _Ends = tuple[int, int]  # the numbers of the buffers between which a mixer is
 _Call = ctypes.Structure | _Ends  # the argument of a mixer's kernel, or for an attention its ends
 
 
-def _places(layers: list[HybridLayerWeights]) -> tuple[list[int], int]:
+def _places(layers: list[HybridWeights]) -> tuple[list[int], int]:
     """Return for each layer the number of its KV, or where its part of the states begins; and the states' size."""
     found, num_attentions, state_size = list[int](), 0, 0
     for layer in layers:
@@ -185,7 +185,7 @@ def _split(config: ModelConfig, layer: AttentionWeights, rows: Tensor) -> tuple[
     return queries, keys, values, gates
 
 
-def _ends(layer: HybridLayerWeights) -> tuple[int, int]:
+def _ends(layer: HybridWeights) -> tuple[int, int]:
     """Return the widths of the rows that a mixer takes and gives."""
     return layer.mixer.inner.out_features, layer.mixer.out.packed[0].in_features
 
@@ -204,12 +204,7 @@ class HybridDecoder:
     """A loaded hybrid model. `state_size` is the length of a request's state, in numbers of fp32."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        embedding: Embedding,
-        layers: list[HybridLayerWeights],
-        head: Linear,
-        form: WeightForm,
+        self, config: ModelConfig, embedding: Embedding, layers: list[HybridWeights], head: Linear, form: WeightForm
     ) -> None:
         self.config, self.embedding, self.layers, self.head = config, embedding, layers, head
         assert config.hybrid is not None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headstart.model.kernels.library import KernelLibrary
 from headstart.model.kernels.recurrence import (
-    MatrixMixerWeights,
+    MixerWeights,
     StepRecurrentStates,
     matrix_mixer_call,
     run_matrix_mixer,
@@ -25,7 +25,7 @@ from headstart.model.kernels.recurrence import (
 )
 from headstart.model.kernels.stack import KernelKind
 from headstart.model.layers.linear import Linear
-from headstart.model.weights.hybrid_config import MatrixMixerShape
+from headstart.model.weights.hybrid_config import MixerShape
 
 EPSILON = 1e-6  # of the norm of queries and keys, as in Transformers and in flash-linear-attention
 
@@ -95,9 +95,9 @@ class MatrixMixer:
     what the matrix does not give for that key.
     """
 
-    shape: MatrixMixerShape
+    shape: MixerShape
     inner: Linear  # norm, then queries, keys and values together, gate, strength (b, of a delta net), rate (a)
-    weights: MatrixMixerWeights
+    weights: MixerWeights
     out: Linear
     kernels: KernelLibrary | None
 
@@ -131,7 +131,7 @@ def convolve_in_torch(
 
 
 def delta_net_in_torch(
-    shape: MatrixMixerShape, weights: MatrixMixerWeights, rows: Tensor, states: StepRecurrentStates, offset: int
+    shape: MixerShape, weights: MixerWeights, rows: Tensor, states: StepRecurrentStates, offset: int
 ) -> Tensor:
     """Do the same as `run_matrix_mixer` for a delta net, but leave `rows` as they are."""
     num_rows, heads = len(rows), shape.num_value_heads
@@ -151,7 +151,7 @@ def delta_net_in_torch(
 
 
 def mamba_in_torch(
-    shape: MatrixMixerShape, weights: MatrixMixerWeights, rows: Tensor, states: StepRecurrentStates, offset: int
+    shape: MixerShape, weights: MixerWeights, rows: Tensor, states: StepRecurrentStates, offset: int
 ) -> Tensor:
     """Do the same as `run_matrix_mixer` for Mamba-2, but leave `rows` as they are."""
     num_rows, heads, groups = len(rows), shape.num_value_heads, shape.num_key_heads
@@ -173,7 +173,7 @@ def mamba_in_torch(
 
 
 def _mixed(
-    shape: MatrixMixerShape, weights: MatrixMixerWeights, inputs: Tensor, states: StepRecurrentStates, offset: int
+    shape: MixerShape, weights: MixerWeights, inputs: Tensor, states: StepRecurrentStates, offset: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values in fp32 after the convolution of `inputs` [T, channels] and its silu."""
     convolved = _convolve(inputs.float(), weights.convolution, states, offset)
@@ -186,7 +186,7 @@ def _mixed(
 
 
 def _scan(
-    shape: MatrixMixerShape,
+    shape: MixerShape,
     states: StepRecurrentStates,
     offset: int,
     update: Callable[..., None],
@@ -209,7 +209,7 @@ def _scan(
     return found
 
 
-def _unit(shape: MatrixMixerShape, rows: Tensor) -> Tensor:
+def _unit(shape: MixerShape, rows: Tensor) -> Tensor:
     """Return queries or keys [T, keys] as unit vectors [T, value heads, 1, key_dim]: a head serves several."""
     heads = rows.reshape(len(rows), shape.num_key_heads, shape.key_dim)
     unit = heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + EPSILON)

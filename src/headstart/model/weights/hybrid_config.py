@@ -19,7 +19,7 @@ MULTIMODAL = "Qwen3_5ForConditionalGeneration"
 _OF_ALL = ("quantization_config", "compression_config", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
 
 
-class MatrixMixerShape(NamedTuple):
+class MixerShape(NamedTuple):
     """The sizes of a layer whose state is a matrix per head; `conv_size` is the number of tokens its convolution sees.
 
     In Mamba-2 key heads are called groups, keys B, queries C, values x, and key_dim the size of the state.
@@ -58,7 +58,7 @@ class HybridConfig(NamedTuple):
 
     family: str
     kinds: tuple[str, ...]  # per layer: "attention", "delta", "mamba" or "convolution"
-    matrix: MatrixMixerShape | None = None  # of a gated delta net or Mamba-2
+    matrix: MixerShape | None = None  # of a gated delta net or Mamba-2
     conv_size: int = 0  # tokens that a short convolution sees
     conv_bias: bool = False
     mixer_bias: bool = False  # of Mamba-2's two products
@@ -116,9 +116,9 @@ def read_hybrid(config: Any, family: str, architecture: str) -> HybridConfig | N
     return HybridConfig(family, found, _shape(config, *(f"linear_{name}" for name in sizes)), tensor_prefix=prefix)
 
 
-def _shape(config: Any, *keys: str) -> MatrixMixerShape:
+def _shape(config: Any, *keys: str) -> MixerShape:
     """Return the shape of the numbers at `keys`, in the order of its fields."""
-    shape = MatrixMixerShape(*(_count(getattr(config, key), key) for key in keys))
+    shape = MixerShape(*(_count(getattr(config, key), key) for key in keys))
     if shape.num_value_heads % shape.num_key_heads:
         raise ConfigError(f"{keys[1]} {shape.num_value_heads} is not a multiple of {keys[0]} {shape.num_key_heads}")
     return shape
