@@ -75,7 +75,9 @@ def test_choices_travel_together_with_prompts_and_parameters_once() -> None:
     assert len({id(request.prompt) for request in received}) == 2
     assert len({id(request.sampling.logit_bias) for request in received}) == 1
     others = [dataclasses.replace(request, tenant="other") for request in requests]
-    assert [request for part in Submit.from_requests(requests + others) for request in part.requests()] == requests + others
+    assert [
+        request for part in Submit.from_requests(requests + others) for request in part.requests()
+    ] == requests + others
 
 
 @pytest.mark.parametrize("store", [None, STORE, StoreStats()])

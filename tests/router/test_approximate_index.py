@@ -129,11 +129,11 @@ def test_what_a_failed_request_has_probably_computed_is_not_dropped_with_another
 
 def test_what_a_request_without_space_has_computed_is_not_dropped_with_one_that_was_to_compute_it() -> None:
     shadow = ApproximateIndex(3)
-    other, waiting = shadow.sent(names(7, 8, 9)), shadow.sent(names(1, 2))
-    shadow.finished(other, names(7, 8, 9))
-    later = shadow.sent(names(1))
-    shadow.finished(waiting, names(1, 2))
-    shadow.failed(later)
+    other, waiting = shadow.record_sent(names(7, 8, 9)), shadow.record_sent(names(1, 2))
+    shadow.record_finished(other, names(7, 8, 9))
+    later = shadow.record_sent(names(1))
+    shadow.record_finished(waiting, names(1, 2))
+    shadow.record_failed(later)
     assert [shadow.match(names(1, 2), near=near) for near in range(3)] == [2] * 3
 
 
