@@ -300,7 +300,7 @@ def test_an_open_stream_does_not_keep_a_server_from_stopping(folder: str, tmp_pa
 def tree_reader(server: Any) -> Callable[..., Awaitable[dict[str, Any]]]:
     """Return what reads the tree of this server as an administrator, at most so many runs."""
     tree = cache_tree.CacheTreeSnapshot(server.engine)
-    return lambda most=100: tree.answer(server.state.loaded_model, Principal(is_admin=True), most)
+    return lambda most=100: tree.tree_json(server.state.loaded_model, Principal(is_admin=True), most)
 
 
 def test_callers_of_an_unchanged_tree_share_its_rows_and_learn_that_it_holds(folder: str) -> None:

@@ -9,7 +9,7 @@ from server.harness import Server
 
 from headstart.core.errors import InvalidRequestError
 from headstart.ollama.ollama_answers import OllamaAnswerBuilder, RequestDurations
-from headstart.ollama.ollama_request import read_chat, read_generate
+from headstart.ollama.ollama_request import translate_chat_body, translate_generate_body
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta
 from headstart.openai.forms.carried_text import REFUSE
@@ -31,7 +31,7 @@ def test_options_are_fields_of_the_chat_and_those_about_speed_are_ignored() -> N
     options = {"num_predict": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 1, "stop": ["a"]}
     ignored = {"num_ctx": 64, "num_gpu": 1, "num_thread": 2, "use_mmap": True, "mirostat": 0, "typical_p": 1.0}
     body = {**HELLO, "options": {**options, "repeat_penalty": 1.1, **ignored}, "keep_alive": -1, "truncate": True}
-    params = read_chat(body, BOUNDS).parse(BOUNDS).params
+    params = translate_chat_body(body, BOUNDS).parse(BOUNDS).params
     sampling = params.sampling
     assert params.max_tokens == 5 and params.stop == ("a",) and params.stream
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 3, 0.9, 0.1)
@@ -40,14 +40,17 @@ def test_options_are_fields_of_the_chat_and_those_about_speed_are_ignored() -> N
 
 @pytest.mark.parametrize("number", [-1, -2, 0])
 def test_no_limit_is_what_the_context_holds(number: int) -> None:
-    assert read_chat({**HELLO, "options": {"num_predict": number}}, BOUNDS).parse(BOUNDS).params.max_tokens is None
+    assert (
+        translate_chat_body({**HELLO, "options": {"num_predict": number}}, BOUNDS).parse(BOUNDS).params.max_tokens
+        is None
+    )
 
 
 def test_a_format_is_json_or_a_schema() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     for sent, expected in (("json", "json_object"), (schema, "json_schema")):
-        assert read_chat({**HELLO, "format": sent}, BOUNDS).values["response_format"]["type"] == expected
-    assert "response_format" not in read_chat({**HELLO, "format": ""}, BOUNDS).values
+        assert translate_chat_body({**HELLO, "format": sent}, BOUNDS).values["response_format"]["type"] == expected
+    assert "response_format" not in translate_chat_body({**HELLO, "format": ""}, BOUNDS).values
 
 
 def test_outputs_of_tools_belong_to_the_calls_of_their_names() -> None:
@@ -58,7 +61,7 @@ def test_outputs_of_tools_belong_to_the_calls_of_their_names() -> None:
         {"role": "tool", "tool_name": "two", "content": "2"},
         {"role": "tool", "content": "1"},
     ]
-    messages = read_chat({"messages": history}, BOUNDS).parse(BOUNDS).messages
+    messages = translate_chat_body({"messages": history}, BOUNDS).parse(BOUNDS).messages
     ids = [call["id"] for call in messages[1]["tool_calls"]]
     assert [message["tool_call_id"] for message in messages[2:]] == [ids[1], ids[0]]
     assert messages[1]["reasoning_content"] == "Hm." and messages[1]["tool_calls"][0]["function"]["arguments"] == {
@@ -84,7 +87,7 @@ def test_outputs_of_tools_belong_to_the_calls_of_their_names() -> None:
 )
 def test_what_is_refused_is_named_in_ollamas_words(body: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        read_chat(body, BOUNDS).parse(BOUNDS)
+        translate_chat_body(body, BOUNDS).parse(BOUNDS)
     assert caught.value.param is not None and caught.value.param.startswith(param)
     assert str(caught.value).startswith(param)
 
@@ -92,8 +95,8 @@ def test_what_is_refused_is_named_in_ollamas_words(body: dict[str, Any], param: 
 @pytest.mark.parametrize("images", [["AA=="], ["AA==", "BB=="]])
 def test_images_are_placeholders_that_are_named_or_refused_by_the_option(images: list[str]) -> None:
     bodies: list[Any] = [
-        (read_chat, {"messages": [{"role": "user", "content": "Look", "images": images}]}, "messages[0]"),
-        (read_generate, {"prompt": "Look", "images": images}, "prompt"),
+        (translate_chat_body, {"messages": [{"role": "user", "content": "Look", "images": images}]}, "messages[0]"),
+        (translate_generate_body, {"prompt": "Look", "images": images}, "prompt"),
     ]
     for read, body, param in bodies:
         bounds = replace(BOUNDS, skipped=SkippedNames())
@@ -104,7 +107,7 @@ def test_images_are_placeholders_that_are_named_or_refused_by_the_option(images:
             read(body, BOUNDS).parse(replace(BOUNDS, unreadable_parts=REFUSE))
         assert caught.value.param.startswith(param)
     with pytest.raises(InvalidRequestError, match="images"):
-        read_generate({"prompt": "a", "images": ["x"], "raw": True}, BOUNDS)
+        translate_generate_body({"prompt": "a", "images": ["x"], "raw": True}, BOUNDS)
 
 
 def test_a_call_that_num_predict_cut_keeps_its_arguments() -> None:
@@ -118,13 +121,13 @@ def test_a_call_that_num_predict_cut_keeps_its_arguments() -> None:
 
 def test_as_many_tools_and_calls_are_legal_as_in_chats() -> None:
     tools = [{"type": "function", "function": {"name": f"tool.{number}"}} for number in range(150)]
-    assert len(read_chat({**HELLO, "tools": tools}, BOUNDS).parse(BOUNDS).params.tools.tools) == 150
+    assert len(translate_chat_body({**HELLO, "tools": tools}, BOUNDS).parse(BOUNDS).params.tools.tools) == 150
 
 
 @pytest.mark.parametrize("name", ["context", "suffix", "template"])
 def test_what_would_change_a_generated_text_is_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidRequestError, match=name):
-        read_generate({"prompt": "a", name: ["x"]}, BOUNDS)
+        translate_generate_body({"prompt": "a", name: ["x"]}, BOUNDS)
 
 
 def test_a_call_is_one_line_once_it_is_complete() -> None:

@@ -22,7 +22,7 @@ from tools.scripted_engine import PROMPT, SCRIPT, build_scripted
 from headstart.anthropic.message_events import CacheBreakpoints, MessageEventBuilder
 from headstart.anthropic.messages_request import MessagesRequest, translate_messages_body
 from headstart.ollama.ollama_answers import OllamaAnswerBuilder, RequestDurations
-from headstart.ollama.ollama_request import read_chat
+from headstart.ollama.ollama_request import translate_chat_body
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.chat.chat_delta import ChatDelta, join_deltas
 from headstart.openai.request_bodies import parse_chat
@@ -147,7 +147,7 @@ def of_ollama(answer: ChatDelta, texts: list[str]) -> list[dict[str, Any]]:
         for _, text in zip(message.get("tool_calls", ()), texts, strict=False)
     ]
     sent = [{"role": "user", "content": QUESTION}, message, *results, {"role": "user", "content": "Go on."}]
-    return read_chat({"messages": sent}, BOUNDS).parse(BOUNDS).messages
+    return translate_chat_body({"messages": sent}, BOUNDS).parse(BOUNDS).messages
 
 
 APIS = {"chat": of_chat, "responses": of_responses, "messages": of_messages, "ollama": of_ollama}

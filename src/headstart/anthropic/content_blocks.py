@@ -64,7 +64,7 @@ def cache_control_ttl(mark: object) -> float:
     return TTL_SECONDS["1h" if ttl == "1h" else "5m"]
 
 
-def read_system(value: object, into: ConversationBuilder, bounds: RequestBounds) -> None:
+def add_system_prompt(value: object, into: ConversationBuilder, bounds: RequestBounds) -> None:
     """Add the system prompt: a text, or text blocks. Raises InvalidRequestError."""
     if isinstance(value, str):
         into.append("system", {"role": "system", "content": check_text("system", value)})
@@ -79,7 +79,7 @@ def read_system(value: object, into: ConversationBuilder, bounds: RequestBounds)
         into.note_cache_breakpoint(block)
 
 
-def read_messages(value: object, into: ConversationBuilder, bounds: RequestBounds) -> None:
+def add_messages(value: object, into: ConversationBuilder, bounds: RequestBounds) -> None:
     """Add the messages. Raises InvalidRequestError."""
     if value is None:
         raise missing_parameter_error("messages")

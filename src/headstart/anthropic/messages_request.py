@@ -12,9 +12,9 @@ from headstart.anthropic.anthropic_objects import THREAD_NOT_FOUND
 from headstart.anthropic.content_blocks import (
     MAX_BLOCKS,
     ConversationBuilder,
+    add_messages,
+    add_system_prompt,
     cache_control_ttl,
-    read_messages,
-    read_system,
 )
 from headstart.common_prefix import common_prefix_length
 from headstart.core.errors import InvalidRequestError
@@ -169,7 +169,7 @@ def translate_messages_body(
         raise InvalidRequestError(message, param="thread", code=THREAD_NOT_FOUND)
     fields = validate_as(model, values, bounds)
     conversation = fields.system or ConversationBuilder()
-    read_messages(fields.messages, conversation, bounds)
+    add_messages(fields.messages, conversation, bounds)
     ttl = max(conversation.ttl, fields.tools.ttl, fields.cache_control)
     chat = _chat_values(fields, values, conversation, ttl)
     if isinstance(fields, MessagesRequest):
@@ -270,7 +270,7 @@ def _generation_values(fields: MessagesRequest, values: Mapping[str, Any], ttl: 
 
 def _system(value: object, bounds: RequestBounds) -> ConversationBuilder:
     read = ConversationBuilder()
-    read_system(value, read, bounds)
+    add_system_prompt(value, read, bounds)
     return read
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from headstart.apis.api import LINES, AnyJsonObject, Api, StreamEnding
 from headstart.ollama.ollama_answers import encode_json_lines, ollama_error_body
-from headstart.ollama.ollama_request import is_raw_completion, read_chat, read_generate
+from headstart.ollama.ollama_request import is_raw_completion, translate_chat_body, translate_generate_body
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.responses import Json
 
@@ -26,7 +26,7 @@ def _refused(status: int, body: bytes, request_id: str, num_events: int) -> byte
 
 def _generate(values: Mapping[str, Any], bounds: RequestBounds) -> Mapping[str, Any]:
     """Return the chat of a body; a raw prompt is the text of a chat whose template adds nothing."""
-    return read_generate({**values, "raw": False} if is_raw_completion(values) else values, bounds).values
+    return translate_generate_body({**values, "raw": False} if is_raw_completion(values) else values, bounds).values
 
 
 _END = StreamEnding(re.compile(rb'"done"\s*:\s*true|^\s*\{\s*"error"'), _failed, _refused, media_type=LINES, ping=b"")
@@ -36,7 +36,7 @@ OLLAMA_CHAT = Api(
     other_paths=("/api/show", "/api/embed", "/api/embeddings"),
     get_paths=("/api/tags", "/api/ps", "/api/version"),
     answer=_ANSWER,
-    chat_values=lambda values, bounds: read_chat(values, bounds).values,
+    chat_values=lambda values, bounds: translate_chat_body(values, bounds).values,
     error_body=ollama_error_body,
     end=_END,
     streams_by_default=True,

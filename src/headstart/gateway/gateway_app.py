@@ -89,7 +89,7 @@ class _Front:
         try:
             await self._dispatch(scope, receive, send)
         except Exception as error:
-            self._state.note(record, error)
+            self._state.record_error(record, error)
             if record.status is not None:
                 if isinstance(error, ClientGoneError):
                     return
@@ -292,12 +292,12 @@ class _Front:
 
         # a front that does not read answers, Envoy's picker, sends them whole
         limit = MAX_FRAMES if self._reads_answers else 1
-        return await self._streams.answer(
+        return await self._streams.stream_response(
             request, access_record_of_scope(request.scope).principal.label, frame, max_frames=limit
         )
 
     async def _page(self, request: Request) -> Response:
-        return self._files.answer(request)
+        return self._files.file_response(request)
 
     async def _health(self, request: Request) -> Response:
         self._state.check_ready()

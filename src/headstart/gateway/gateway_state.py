@@ -255,7 +255,7 @@ class GatewayState:
         access_log = self.server_options.access_log
         return record.is_logged(access_log, on_terminal=access_log == "auto" and self.log.is_terminal)
 
-    def note(self, record: AccessRecord, error: Exception) -> None:
+    def record_error(self, record: AccessRecord, error: Exception) -> None:
         """Set `error` on the request's record, and log it with its traceback if it is an internal error."""
         _, body, _ = error_status_and_body(error)
         record.error = body["error"]["code"]

@@ -22,7 +22,7 @@ class GateHost(Protocol):
     log: ServerLog
     tracer: Tracer | None
 
-    def note(self, record: AccessRecord, error: Exception) -> None:
+    def record_error(self, record: AccessRecord, error: Exception) -> None:
         """Set `error` on the record, and log it if it is not the client's mistake."""
         ...
 
@@ -84,7 +84,7 @@ class RequestGate:
         try:
             await self._app(scope, receive, send)
         except Exception as error:  # not expected: handlers convert their exceptions
-            self._state.note(record, error)
+            self._state.record_error(record, error)
             if record.status is not None:
                 raise  # the response has started: the server must cut the connection
             await error_response(error, api, record.request_id)(scope, receive, send)

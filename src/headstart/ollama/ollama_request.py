@@ -69,7 +69,7 @@ class OllamaGenerate(OllamaFields):
     raw: bool = Field(False, description="The prompt is used as it is, without the chat template")
 
 
-def read_chat(values: Mapping[str, Any], bounds: RequestBounds) -> ChatTranslation:
+def translate_chat_body(values: Mapping[str, Any], bounds: RequestBounds) -> ChatTranslation:
     """Return a body of /api/chat as a chat. Raises InvalidRequestError."""
     fields = validate_as(OllamaChat, values, bounds)
     messages = _messages(fields.messages)
@@ -80,7 +80,7 @@ def read_chat(values: Mapping[str, Any], bounds: RequestBounds) -> ChatTranslati
     return ChatTranslation(chat, "messages", names, _RENAMES)
 
 
-def read_generate(values: Mapping[str, Any], bounds: RequestBounds) -> ChatTranslation:
+def translate_generate_body(values: Mapping[str, Any], bounds: RequestBounds) -> ChatTranslation:
     """Return a body of /api/generate as a chat, or, if it is raw, as a completion. Raises InvalidRequestError."""
     for name in ("context", "suffix", "template", *(("images",) if is_raw_completion(values) else ())):
         if values.get(name):

@@ -27,7 +27,9 @@ class LiveStreams:
     def __init__(self) -> None:
         self._open = Counter[str]()
 
-    async def answer(self, request: Request, tenant: str, frame: Frame, *, max_frames: int = MAX_FRAMES) -> Response:
+    async def stream_response(
+        self, request: Request, tenant: str, frame: Frame, *, max_frames: int = MAX_FRAMES
+    ) -> Response:
         """Return a stream of frames that ends after `frames` of the query, or when `frame` raises an error.
 
         `max_frames`: of one stream, whatever the query says.

@@ -42,7 +42,7 @@ class PageFiles:
             path = "/" if file.name == "index.html" else f"/page/{file.name}"
             self._files[path] = data, _TYPES[file.suffix], f'"{hashlib.sha256(data).hexdigest()[:16]}"'
 
-    def answer(self, request: Request) -> Response:
+    def file_response(self, request: Request) -> Response:
         """Return the file at a path. Raises HttpError 404 if there is none."""
         found = self._files.get(request.scope["path"])
         if found is None:

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from headstart.common_prefix import common_prefix_length
-from headstart.reuse.causes import CAUSES, RuleOf, no_rule_of_line, remedy_for_cause
+from headstart.reuse.causes import CAUSES, RuleOf, assume_no_rule, remedy_for_cause
 from headstart.reuse.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt, TokenIdPrompt
 from headstart.reuse.miss_ratios import MissRatio, miss_ratios
 from headstart.reuse.near_prompts import SimilarPromptIndex
@@ -114,7 +114,7 @@ def lint_report(
     prompts: Sequence[LoggedPrompt],
     num_skipped: int = 0,
     notes: Sequence[str] = (),
-    rule_of: RuleOf = no_rule_of_line,
+    rule_of: RuleOf = assume_no_rule,
     on_request: Callable[[], object] = lambda: None,
 ) -> LogReport:
     """Return the report of the prompts of one log, in order of arrival."""
@@ -250,7 +250,7 @@ class CostlyDifference(NamedTuple):
 
 
 def find_costly_differences(
-    prompt: LoggedPrompt, earlier: Sequence[LoggedPrompt], rule_of: RuleOf = no_rule_of_line
+    prompt: LoggedPrompt, earlier: Sequence[LoggedPrompt], rule_of: RuleOf = assume_no_rule
 ) -> list[CostlyDifference]:
     """Return the differences to the earlier prompt of the same group that has most text in common, the first first.
 

@@ -147,7 +147,7 @@ def _guarded(state: ServerState, handler: Handler) -> Handler:
         try:
             return await handler(request)
         except Exception as error:
-            state.note(access_record_of_scope(request.scope), error)
+            state.record_error(access_record_of_scope(request.scope), error)
             return error_response(
                 error, api_of_path(request.scope["path"]), access_record_of_scope(request.scope).request_id
             )
@@ -306,16 +306,18 @@ class _Routes:
         """The published blocks of the prefix cache as a tree of runs (`max_runs`: how many, the largest first)."""
         model, principal = self._state.check_ready(), access_record_of_scope(request.scope).principal
         max_runs = check_count("max_runs", request.query_params.get("max_runs", str(DEFAULT_RUNS)), MAX_RUNS)
-        return json_response(await self._tree.answer(model, principal, max_runs))
+        return json_response(await self._tree.tree_json(model, principal, max_runs))
 
     async def live(self, request: Request) -> Response:
         """A stream of figures, one frame each second (`frames`: how many)."""
         principal = access_record_of_scope(request.scope).principal
-        return await self._streams.answer(request, principal.label, lambda: self._figures.live_frame(principal))
+        return await self._streams.stream_response(
+            request, principal.label, lambda: self._figures.live_frame(principal)
+        )
 
     async def page(self, request: Request) -> Response:
         """The files of the live page."""
-        return self._files.answer(request)
+        return self._files.file_response(request)
 
     async def explain_prompt(self, request: Request) -> Response:
         """Explain why a completion or chat with this body would have no more prefix cache hits."""

@@ -232,7 +232,7 @@ class _Answer:
         except ClientGoneError:
             raise
         except Exception as error:
-            self.state.note(job.record, error)
+            self.state.record_error(job.record, error)
             ending = form.failure(error) or self._api.stream_error_events(error, job.record.request_id, 0)
         yield ending
 

@@ -227,7 +227,7 @@ class ServerState:
         if not self._jobs:
             self.idle.set()
 
-    def note(self, record: AccessRecord, error: Exception) -> None:
+    def record_error(self, record: AccessRecord, error: Exception) -> None:
         """Set `error` on the request's record, and log it with details if it is not the client's mistake."""
         _, body, _ = error_status_and_body(error)
         record.error = body["error"]["code"]

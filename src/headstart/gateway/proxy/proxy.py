@@ -152,7 +152,7 @@ class ReplicaProxy:
         )
         if call.explains:
             call.route = decision_header(decision)
-        self.decisions.note(decision, now)
+        self.decisions.record(decision, now)
         return decision
 
     def record(self, call: ProxiedCall, decision: RoutingDecision, now: float) -> RoutedInFlight:

@@ -228,7 +228,7 @@ class LiveDecisionList:
         self._latest: deque[dict[str, Any]] = deque(maxlen=MAX_WATCHED)
         self._until = self._next = -inf
 
-    def note(self, decision: RoutingDecision, now: float) -> None:
+    def record(self, decision: RoutingDecision, now: float) -> None:
         """Note a decision about a prompt before it is sent; a few each second are enough to watch."""
         if self._next <= now < self._until and decision.view.prompt_tokens:
             self._next = now + WATCH_INTERVAL

@@ -42,13 +42,13 @@ def filtered_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> 
         least = _column([p.min_p for p in params], probs) * probs.amax(dim=-1, keepdim=True)
         probs.masked_fill_(probs < least, 0)
     if rows := [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size]:
-        _cut(probs, rows, _top_k_floor(take_rows(probs, rows), [params[i].top_k for i in rows]))
+        _cut(probs, rows, _top_k_floor(select_rows(probs, rows), [params[i].top_k for i in rows]))
     if rows := [i for i, p in enumerate(params) if p.top_p < 1]:
-        _cut(probs, rows, _top_p_floor(take_rows(probs, rows), [params[i] for i in rows]))
+        _cut(probs, rows, _top_p_floor(select_rows(probs, rows), [params[i] for i in rows]))
     return probs
 
 
-def take_rows(matrix: Tensor, rows: list[int]) -> Tensor:
+def select_rows(matrix: Tensor, rows: list[int]) -> Tensor:
     """Return these rows, given in ascending order: `matrix` itself if they are all rows, else a copy."""
     if len(rows) == len(matrix):
         return matrix
@@ -78,7 +78,7 @@ def _top_p_floor(probs: Tensor, params: list[SamplingParams]) -> Tensor:
     needed = _column([p.top_p for p in params], probs)
     # The total may only depend on the row itself: 1 for an unfiltered row, the exact sum for a filtered row.
     if cut := [i for i, p in enumerate(params) if p.min_p > 0 or p.top_k > 0]:
-        needed[cut] *= take_rows(probs, cut).cumsum(dim=-1)[:, -1:]
+        needed[cut] *= select_rows(probs, cut).cumsum(dim=-1)[:, -1:]
     floor = torch.zeros_like(needed)
     open_rows = torch.arange(len(params), device=probs.device)
     for width in (*_NUCLEUS_WIDTHS, probs.shape[-1]):

@@ -26,7 +26,7 @@ from headstart.model.grammar.grammar_rows import GrammarRows
 from headstart.model.kernels.library import KernelLibrary
 from headstart.model.kernels.rows import row_argmax
 from headstart.model.kernels.sampling import RowSampler, RowSamplingParams
-from headstart.model.sampling.draw import draw_tokens, take_rows
+from headstart.model.sampling.draw import draw_tokens, select_rows
 from headstart.model.sampling.logit_edits import LogitEdits, first_allowed_token, num_output_tokens
 from headstart.model.sampling.verification import verify_drafts
 
@@ -197,7 +197,7 @@ class Sampler:
     ) -> None:
         """Replace the tokens in `chosen` (the unedited best) for edited and drawn rows. Fills in `errors`."""
         rows = sorted({*edited, *drawn})
-        work = take_rows(logits, rows).float()
+        work = select_rows(logits, rows).float()
         if work.data_ptr() == logits.data_ptr():
             work = work.clone()  # the caller's logits must not change
         where = {row: at for at, row in enumerate(rows)}
@@ -212,7 +212,7 @@ class Sampler:
                 chosen[row] = self._choose_unbanned(logits[row], work[where[row]], chunks[row])
         drawn = [i for i in drawn if not errors[i]]
         if drawn:
-            subset = take_rows(work, [where[i] for i in drawn])
+            subset = select_rows(work, [where[i] for i in drawn])
             uniform = [self.uniform(chunks[i]) for i in drawn]
             tokens = draw_tokens(subset, [chunks[i].sampling for i in drawn], uniform)
             for i, token in zip(drawn, tokens.tolist(), strict=True):
@@ -270,7 +270,7 @@ def _logprobs(
     asked = {i: n for i, c in enumerate(chunks) if (n := c.sampling.logprobs) is not None and not errors[i]}
     if not asked:
         return {}
-    rows = take_rows(logits, list(asked))
+    rows = select_rows(logits, list(asked))
     entries = _entries(rows, [chosen[i] for i in asked], list(asked.values()))
     return {i: (entry,) for i, entry in zip(asked, entries, strict=True)}
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from headstart.core.batch import Chunk, RowResult, TokenLogprob
-from headstart.model.sampling.draw import take_rows
+from headstart.model.sampling.draw import select_rows
 
 Sample = Callable[[Tensor, Sequence[Chunk]], list[RowResult]]
 
@@ -76,7 +76,7 @@ def verify_drafts(
         _sample_greedy(sample, logits, greedy)
     while pending:
         rows = sample(
-            take_rows(logits, [one.first + len(one.token_ids) for one in pending]),
+            select_rows(logits, [one.first + len(one.token_ids) for one in pending]),
             [o.extended_chunk() for o in pending],
         )
         pending = [one for one, row in zip(pending, rows, strict=True) if one.add(row)]
@@ -86,7 +86,7 @@ def verify_drafts(
 def _sample_greedy(sample: Sample, logits: Tensor, verified: list[VerifiedChunk]) -> None:
     """Sample all positions of these at once."""
     at = [one.first + index for one in verified for index in range(one.chunk.num_logits)]
-    rows = iter(sample(take_rows(logits, at), [one.chunk for one in verified for _ in range(one.chunk.num_logits)]))
+    rows = iter(sample(select_rows(logits, at), [one.chunk for one in verified for _ in range(one.chunk.num_logits)]))
     for one in verified:
         own = [next(rows) for _ in range(one.chunk.num_logits)]
         for row in own:

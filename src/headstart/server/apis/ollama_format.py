@@ -17,7 +17,7 @@ from headstart.ollama.ollama_answers import (
     ollama_model_description,
     ollama_model_list,
 )
-from headstart.ollama.ollama_request import is_raw_completion, read_chat, read_generate
+from headstart.ollama.ollama_request import is_raw_completion, translate_chat_body, translate_generate_body
 from headstart.openai.engine_requests import RequestOrigin, build_requests, encode_completion, tokenizer_for_request
 from headstart.openai.generation_params import lower_max_tokens
 from headstart.openai.request_bodies import parse_completion
@@ -58,13 +58,13 @@ def _format(is_chat: bool, job: GenerationJob, head: AnswerIdentity) -> PartsFor
 
 
 def _prepare_chat(values: Mapping[str, Any], model: ServedModel, origin: RequestOrigin) -> ApiRequest:
-    chat = read_chat(values, model.bounds)
+    chat = translate_chat_body(values, model.bounds)
     return TranslatedChat.of(chat, model, origin, shortens=True).request(chat, partial(_format, True))
 
 
 def _prepare_generate(values: Mapping[str, Any], model: ServedModel, origin: RequestOrigin) -> ApiRequest:
     bounds = model.bounds
-    read = read_generate(values, bounds)
+    read = translate_generate_body(values, bounds)
     if not is_raw_completion(values):
         return TranslatedChat.of(read, model, origin, shortens=True).request(read, partial(_format, False))
     with read.named():

@@ -49,7 +49,7 @@ class CacheTreeSnapshot:
         self._stale_at = 0.0
         self._stats: EngineStats | None = None  # before the snapshot
 
-    async def answer(self, model: ServedModel, principal: Principal, max_runs: int) -> Json:
+    async def tree_json(self, model: ServedModel, principal: Principal, max_runs: int) -> Json:
         """Return the JSON of /v1/cache/tree as the caller may see it, with at most `max_runs` runs."""
         tenant = None if principal.is_admin else principal.tenant
         async with self._lock:
