@@ -36,18 +36,18 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "core": Budget(("core",), 7_443, 6_000),
-    "model": Budget(("model",), 13_073, 8_000),
+    "model": Budget(("model",), 13_080, 8_000),
     "reuse": Budget(("reuse",), 2_325, 2_000),
-    "router": Budget(("router",), 4_368, 4_100),
-    "gateway": Budget(("gateway",), 11_169, 9_200),
+    "router": Budget(("router",), 4_374, 4_100),
+    "gateway": Budget(("gateway",), 11_179, 9_200),
     "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 14_632, 10_100),
-    "HTTP, server, engine": Budget(("http", "server", "engine"), 8_763, 7_500),
+    "HTTP, server, engine": Budget(("http", "server", "engine"), 8_769, 7_500),
     "live page": Budget(("page",), 260, 300),
     "store": Budget(("store",), 3_731, 2_300),
     "sim": Budget(("sim",), 2_799, 2_900),
-    "all": Budget(("",), 77_866, 58_900),
+    "all": Budget(("",), 77_899, 58_900),
 }
-REST = Budget(("",), 9_313, 6_800)  # what no other budget but that of all includes
+REST = Budget(("",), 9_315, 6_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
 
 
