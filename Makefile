@@ -23,6 +23,8 @@ BYTECODE := PYTHONDONTWRITEBYTECODE=
 PYTEST := $(QUIET_CORES) $(BYTECODE) $(BIN)/python -m pytest --forks $(JOBS)
 LINT   := $(BIN)/ruff format --check . && $(BIN)/ruff check .
 TYPES  := $(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --summary=none
+# Of tests and benchmarks, whose types are not checked, the names; what was known not to exist is in a list.
+NAMES  := $(TYPES) --config tests/pyrefly.toml --baseline tests/known_names.json
 SELF   := $(MAKE) --no-print-directory
 
 .DEFAULT_GOAL := help
@@ -53,6 +55,7 @@ test-lab: $(DEV) ## the tests of lab/ alone: make test-lab [ARGS="-k fleet"]
 check: $(DEV)   ## format, lint and types, changing nothing
 	$(LINT)
 	$(TYPES)
+	$(NAMES)
 
 format: $(DEV)  ## format and repair what lint can repair
 	$(BIN)/ruff format .

@@ -96,7 +96,7 @@ def measure(llm: LLM, path: Path, temperature: float, max_chats: int, max_turns:
             num_answer_tokens += len(answer)
             for form, prompt in (("text", canonical), ("exact", chat.exact)):
                 chat.before[form] = prompt + answer[:-1]  # the KV of the last token is not computed
-                caches[form].record_computed(chat.before[form])
+                caches[form].computed(chat.before[form])
             shown = tokenizer.decode(kept, skip_special_tokens=False)
             chat.text += f"{shown}<|im_end|>\n"
             num_other += tokenizer.encode(shown, add_special_tokens=False) != kept

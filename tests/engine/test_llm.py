@@ -366,7 +366,7 @@ def test_what_is_computed_outlives_an_llm_that_is_closed_or_dropped(tmp_path: Pa
 
     with build() as llm:
         assert llm.generate(prompts[0], GREEDY)[0].num_cached_tokens == 0
-        assert len(store_threads()) == 2
+        assert len(store_threads()) == 3
     assert store_threads() == []
     with pytest.raises(InvalidRequestError, match="this LLM is closed"):
         llm.generate(prompts[0], GREEDY)
