@@ -81,7 +81,7 @@ def test_of_all_long_documents_one_slice_is_made_per_turn_of_the_loop() -> None:
             return sum(
                 [
                     len(piece)
-                    async for piece in turns.taken(
+                    async for piece in turns.yield_pieces(
                         encode_json_in_pieces(SlicedJsonList([range(4 * SLICE_ITEMS)], shape))
                     )
                 ]

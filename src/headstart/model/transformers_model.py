@@ -31,7 +31,7 @@ from headstart.model.attention.base import AttentionFunction
 from headstart.model.kernels.stack import Ahead
 from headstart.model.paged_kv import KVShape
 from headstart.model.step_inputs import StepInputs
-from headstart.model.transformers_probe import probe_model
+from headstart.model.transformers_probe import probe_kv_shape
 from headstart.model.weights.architectures import SUPPORTED, architecture_of
 from headstart.model.weights.checkpoint import ModelCheckpoint
 from headstart.model.weights.json_file import one_line_error, shorten_text
@@ -156,7 +156,7 @@ def load_transformers(
             raise ConfigError(f"{folder}: {len(info[what])} {what.replace('_', ' ')}, first {first}")
     model = TransformersModel(module.to(device).eval().requires_grad_(False), KVShape(1, 1, 1), max_model_len)
     try:
-        model.kv_shape = probe_model(model, attention_function, max_model_len)
+        model.kv_shape = probe_kv_shape(model, attention_function, max_model_len)
     except ConfigError as error:
         raise ConfigError(f"{architecture} is not supported: {error}") from error
     except Exception as error:  # third-party code may raise any type

@@ -77,7 +77,7 @@ class RecordingAttention:
 
 
 @torch.inference_mode()
-def probe_model(model: ProbedModel, attention: Callable[..., Any], max_positions: int) -> KVShape:
+def probe_kv_shape(model: ProbedModel, attention: Callable[..., Any], max_positions: int) -> KVShape:
     """Return the KV shape of one token. Raises ConfigError for a model that would give wrong results.
 
     `attention` is the function registered for serving, `max_positions` the number of positions that are served.

@@ -122,7 +122,7 @@ class EncodingTurns:
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
-    async def taken(self, source: Iterator[bytes]) -> AsyncIterator[bytes]:
+    async def yield_pieces(self, source: Iterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the pieces of `source`, each built on demand, and let other tasks run between them."""
         while True:
             async with self._lock:

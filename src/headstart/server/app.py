@@ -209,7 +209,9 @@ class _Routes:
         answer = await run_with_body(self._state, request, work, renders=True)
         if answer["count"] <= SLICE_ITEMS:
             return json_response(answer)
-        return StreamingResponse(self._state.turns.taken(encode_json_in_pieces(answer)), media_type="application/json")
+        return StreamingResponse(
+            self._state.turns.yield_pieces(encode_json_in_pieces(answer)), media_type="application/json"
+        )
 
     async def detokenize(self, request: Request) -> Response:
         """Convert token ids to text."""

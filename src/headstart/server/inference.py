@@ -195,7 +195,7 @@ class _Answer:
             job.diagnosis.remember()
         if job.num_entries + len(job.generations) <= LARGE_ANSWER_ENTRIES:
             return json_response(self._form.whole(in_pieces=False))
-        return self.state.turns.taken(encode_json_in_pieces(self._form.whole(in_pieces=True)))
+        return self.state.turns.yield_pieces(encode_json_in_pieces(self._form.whole(in_pieces=True)))
 
     async def next_news(self) -> list[ChoiceDelta]:
         """Return the next deltas to send, or [] after PING_SECONDS without any."""
@@ -220,7 +220,7 @@ class _Answer:
                 else:
                     if not opened:
                         parts = chain((form.opening_events(),), parts)
-                    async for data in self.state.turns.taken(join_pieces(parts)):
+                    async for data in self.state.turns.yield_pieces(join_pieces(parts)):
                         yield data
                     opened = True
                 if job.is_finished:

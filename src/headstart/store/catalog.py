@@ -311,7 +311,7 @@ class SegmentCatalog:
         if self._writer is not None:
             name = self._writer.path.name
             if name not in self._folder.known or not self._writer.is_linked():
-                self._folder.forget(name)
+                self._folder.drop_missing_file(name)
                 self._close_writer()
 
     def _close_writer(self) -> None:

@@ -191,7 +191,7 @@ class SegmentFolder:
             mtime = self._files.stat(self.path).mtime
         except FileNotFoundError:
             for name in [*self.known, *self.others]:
-                self.forget(name)
+                self.drop_missing_file(name)
             self._files.make_folder(self.path)
             mtime = self._files.stat(self.path).mtime
         now = self._clock()
@@ -212,7 +212,7 @@ class SegmentFolder:
         self.skipped["unsafe"] += len(unsafe - self._unsafe)
         self._unsafe = set(unsafe)
         for name in (self.known.keys() | self.others.keys()) - entries.keys():
-            self.forget(name)
+            self.drop_missing_file(name)
         for name, entry in entries.items():
             if name in self.others:
                 self.others[name] = entry
@@ -235,11 +235,11 @@ class SegmentFolder:
         """Delete a file. Return the number of blocks that are no longer stored anywhere. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             self._files.unlink(self.path / name)
-        lost = self.forget(name)
+        lost = self.drop_missing_file(name)
         self.measure()
         return lost
 
-    def forget(self, name: str) -> int:
+    def drop_missing_file(self, name: str) -> int:
         """Drop a file that is gone. Return the number of blocks that are no longer stored anywhere."""
         self.others.pop(name, None)
         segment = self.known.pop(name, None)
@@ -295,7 +295,7 @@ class SegmentFolder:
         try:
             block_hashes, num_bad = segments.read_block_hashes(self._files, segment)
         except FileNotFoundError:
-            self.forget(segment.path.name)
+            self.drop_missing_file(segment.path.name)
         except OSError as error:
             if error.errno in STARVED:
                 raise
