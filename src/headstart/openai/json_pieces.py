@@ -1,6 +1,6 @@
 """JSON in pieces: documents whose long lists are built and encoded one slice at a time while they are sent.
 
-`encode` returns the whole document, `pieces` yields the same bytes in pieces. A long list is a `SlicedJsonList` in the
+`encode` returns the whole document, `pieces` yields the same bytes in pieces. A long list is a `LazyJsonList` in the
 document, so its items exist only while their slice is encoded. `EncodingTurns` encodes one piece per iteration of
 the event loop, over all long responses of the process, so that other tasks run between two pieces.
 """
@@ -15,7 +15,7 @@ SLICE_ITEMS = 128  # of a list whose items may be objects of 20 alternatives: so
 PIECE_BYTES = 64 * 1024  # smaller pieces are joined up to about this size
 
 
-class SlicedJsonList:
+class LazyJsonList:
     """A JSON list of `shape(item)` for every item of the concatenated sequences."""
 
     __slots__ = ("_kept", "_key", "_parts", "_shape")
@@ -62,7 +62,7 @@ class SlicedJsonList:
 
 
 def _hook(value: object) -> Any:
-    if isinstance(value, SlicedJsonList):
+    if isinstance(value, LazyJsonList):
         return value.items()
     raise NotImplementedError(type(value))
 
@@ -94,7 +94,7 @@ def join_pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 def json_fragments(value: Any) -> Iterator[bytes]:
     """Yield the bytes of `encode(value)`, a slice of a long list or a value at a time."""
-    if isinstance(value, SlicedJsonList):
+    if isinstance(value, LazyJsonList):
         yield b"["
         yield from value.json_slices()
         yield b"]"

@@ -13,7 +13,7 @@ from headstart.core.errors import (
     QueueFullError,
 )
 from headstart.core.request import SamplingDefaults
-from headstart.openai.json_pieces import SLICE_ITEMS, SlicedJsonList
+from headstart.openai.json_pieces import SLICE_ITEMS, LazyJsonList
 from headstart.openai.text.shared_prompt import EchoedPrompt
 from headstart.openai.tokenizer.tokenizer import NAMED_TOKENS, Tokenizer
 
@@ -85,13 +85,13 @@ def cached_tokens_by_source(breakdown: PromptTokenBreakdown) -> dict[str, int]:
 
 def json_list(
     entries: Sequence[Any], shape: Callable[[Any], Any], echo: EchoedPrompt | None = None, key: str = ""
-) -> list[Any] | SlicedJsonList:
+) -> list[Any] | LazyJsonList:
     """Return the JSON list of `shape(entry)`; a long list is a Sliced, built while it is sent."""
     if echo is None and len(entries) <= SLICE_ITEMS:
         return [shape(entry) for entry in entries]
     if echo is None:
-        return SlicedJsonList((entries,), shape)
-    return SlicedJsonList((echo, entries), shape, kept=echo.kept, key=key)
+        return LazyJsonList((entries,), shape)
+    return LazyJsonList((echo, entries), shape, kept=echo.kept, key=key)
 
 
 def token_text_or_bytes(tokenizer: Tokenizer, token_id: int) -> str:

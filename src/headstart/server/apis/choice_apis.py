@@ -19,7 +19,7 @@ from headstart.openai.engine_requests import (
     encode_completion,
     tokenizer_for_request,
 )
-from headstart.openai.json_pieces import SLICE_ITEMS, SlicedJsonList
+from headstart.openai.json_pieces import SLICE_ITEMS, LazyJsonList
 from headstart.openai.request_bodies import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from headstart.openai.responses import Json, json_list, token_text_or_bytes
 from headstart.openai.text.generation import GeneratedOutput, OutputDelta
@@ -184,7 +184,7 @@ def _shaped(
     return choice
 
 
-def prompt_logprobs_json(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> list[Json | None] | SlicedJsonList:
+def prompt_logprobs_json(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> list[Json | None] | LazyJsonList:
     """Return vLLM's format: null for the first token, then per position the token and its best alternatives by id."""
 
     def shape(entry: TokenEntry | None) -> Json | None:
@@ -197,7 +197,7 @@ def prompt_logprobs_json(entries: Sequence[TokenEntry], tokenizer: Tokenizer) ->
 
     if len(entries) <= SLICE_ITEMS:
         return [None, *map(shape, entries)]
-    return SlicedJsonList(((None,), entries), shape)
+    return LazyJsonList(((None,), entries), shape)
 
 
 # --------------------------------------------------------------------------------------------------------- completions

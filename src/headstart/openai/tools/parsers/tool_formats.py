@@ -24,7 +24,7 @@ def read_hermes_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]
         if (yield from reader.match(closing)):
             reader.take()
         else:
-            reader.unread_kept()
+            reader.restore_kept()
 
 
 def read_llama3_json_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
@@ -67,7 +67,7 @@ def _llama3_calls(reader: TextReader, writer: ChatDeltaWriter, *, is_tagged: boo
         beginnings = ()
         yield from reader.skip_space()
         if not (yield from reader.match(";")) and (yield from reader.peek()) != "{":
-            reader.unread_kept()
+            reader.restore_kept()
             return
 
 
@@ -83,7 +83,7 @@ def _mistral_array(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
             reader.take()
             return
         if not (yield from reader.match(",")):
-            reader.unread_kept()
+            reader.restore_kept()
             return
 
 
@@ -138,7 +138,7 @@ def _python_list(
             is_closed = yield from reader.match(PYTHONIC_MARKERS[1])
             reader.take()
             if not is_closed:
-                reader.unread_kept()
+                reader.restore_kept()
         else:
-            reader.unread_kept()
+            reader.restore_kept()
         return
