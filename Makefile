@@ -39,12 +39,15 @@ serve: install  ## install what is missing and serve: make serve [MODEL=Qwen/Qwe
 install: $(RUN) ## .venv with what serving needs
 setup: $(DEV)   ## .venv with what serving, testing and plotting need
 
-# Kernels are compiled beside the installation; both end before this target does.
+# Kernels are compiled beside the installation and types checked beside the tests; both end before this target does.
 # What pip installs is compiled to bytecode when it is imported: most of it never is (for pip, `no` is --no-compile).
 test:           ## all of it: setup, check and the test suite
 	@nice $(PYTHON) tests/build_kernels.py & kernels=$$!; trap "kill $$kernels" INT TERM; \
 	PIP_NO_COMPILE=no $(SELF) setup && wait $$kernels
-	$(SELF) check tests
+	$(LINT)
+	@echo '$(TYPES) &'; { $(TYPES) && $(NAMES); } >$(VENV)/types.log 2>&1 & types=$$!; trap "kill $$types" INT TERM; \
+	$(SELF) tests; tested=$$?; \
+	wait $$types || { cat $(VENV)/types.log; exit 1; }; exit $$tested
 
 tests: $(DEV)   ## the test suite alone: make tests [ARGS="tests/core -k prefix"]
 	$(PYTEST) --max-file-seconds 150 --examples 0.4 $(ARGS)

@@ -187,7 +187,7 @@ def test_make_warns_of_nothing_where_a_wheel_or_a_gpu_is_there(found: dict[str, 
 
 
 @pytest.mark.parametrize(("types", "tests"), [(0, 0), (1, 0), (0, 1)])
-def test_make_test_checks_types_before_the_tests_and_fails_with_either(types: int, tests: int, tmp_path: Path) -> None:
+def test_make_test_checks_types_beside_the_tests_and_fails_with_either(types: int, tests: int, tmp_path: Path) -> None:
     bin = tmp_path / "venv" / "bin"
     bin.mkdir(parents=True)
     for stamp in (".installed", ".installed-dev"):
