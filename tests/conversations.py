@@ -5,6 +5,7 @@ import random
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ def all_templates() -> Path:
                     stream = source.extractfile(member)
                     assert stream is not None
                     (made / Path(member.name).name).write_bytes(stream.read())
-        made.rename(cache)
+        with suppress(OSError):  # another process was faster
+            made.rename(cache)
     return cache
 
 
