@@ -35,7 +35,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "core": Budget(("core",), 7_443, 6_000),
+    "core": Budget(("core",), 7_445, 6_000),
     "model": Budget(("model",), 13_080, 8_000),
     "reuse": Budget(("reuse",), 2_325, 2_000),
     "router": Budget(("router",), 4_374, 4_100),
@@ -43,9 +43,9 @@ BUDGETS = {
     "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 14_632, 10_100),
     "HTTP, server, engine": Budget(("http", "server", "engine"), 8_771, 7_500),
     "live page": Budget(("page",), 260, 300),
-    "store": Budget(("store",), 3_731, 2_300),
+    "store": Budget(("store",), 3_728, 2_300),
     "sim": Budget(("sim",), 2_799, 2_900),
-    "all": Budget(("",), 77_901, 58_900),
+    "all": Budget(("",), 77_900, 58_900),
 }
 REST = Budget(("",), 9_315, 6_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered

@@ -12,7 +12,7 @@ from stored import BLOCK_BYTES, MAX_BYTES, SHAPE, Clock, Disk, Pool, key, name, 
 
 from headstart.store import writer
 from headstart.store.catalog import SegmentCatalog
-from headstart.store.writer import HELPED_SECONDS, LOST, MAX_RUN_BLOCKS, RUN_BYTES, BlockOffer, BlockWriter
+from headstart.store.writer import LATE_SECONDS, LOST, MAX_RUN_BLOCKS, RUN_BYTES, BlockOffer, BlockWriter
 
 
 class Bench:
@@ -79,12 +79,12 @@ def test_a_run_is_bounded_and_the_rest_follows(bench: Bench, monkeypatch: pytest
 
 def test_what_has_waited_for_long_is_written_by_the_second_thread_and_no_sooner(bench: Bench) -> None:
     bench.writer.offer(BlockOffer(1, 1, key(1), bench.clock.now))
-    thread = threading.Thread(target=bench.writer.help)
+    thread = threading.Thread(target=bench.writer.run_when_late)
     thread.start()
-    bench.clock.now += 0.9 * HELPED_SECONDS
-    thread.join(3 * HELPED_SECONDS)  # it looks several times
+    bench.clock.now += 0.9 * LATE_SECONDS
+    thread.join(3 * LATE_SECONDS)  # it looks several times
     assert thread.is_alive() and not bench.writer.written_blocks
-    bench.clock.now += 0.2 * HELPED_SECONDS
+    bench.clock.now += 0.2 * LATE_SECONDS
     assert until(lambda: bench.has(1))
     bench.writer.stop(0.0)
     thread.join()

@@ -54,7 +54,7 @@ class TierStore:
         self._is_closed = False
         threads = [
             threading.Thread(target=body, name=f"kv-store-{name}", daemon=True)
-            for name, body in (("writer", writer.run), ("loader", loader.run), ("helper", writer.help))
+            for name, body in (("writer", writer.run), ("loader", loader.run), ("late-writer", writer.run_when_late))
         ]
         for thread in threads:
             thread.start()

@@ -95,8 +95,7 @@ class SlotIndex:
         """Mark slots as used by a request since they were written."""
         with self._lock:
             self._num_uses += 1
-            length = len(segment.used[slot : slot + length])
-            segment.used[slot : slot + length] = b"\1" * length
+            length = len(segment.uses[slot : slot + length])
             segment.uses[slot : slot + length] = array("Q", (self._num_uses,)) * length
 
     def places(self, block_hash: bytes) -> list[tuple[Segment, int]]:
@@ -135,17 +134,17 @@ class SlotIndex:
                 if block_hash and block_hash not in self._copies:
                     if BlockHash(block_hash) in kept:
                         pinned.append(slot)
-                    elif segment.used[slot] and segment.uses[slot] >= oldest:
+                    elif segment.uses[slot] >= oldest:
                         used.append(slot)
             used.sort(key=segment.uses.__getitem__, reverse=True)
         return pinned, used
 
     def _oldest_valued_use(self) -> int:
         """Return the number of the use before which a fifth of all used blocks was used last, of a sample of slots."""
-        known = list(self._segments.values())
+        known = list(self.segments())
         step = max(1, sum(len(segment.uses) for segment in known) // MAX_SAMPLE)
         uses = sorted(filter(None, chain.from_iterable(segment.uses[::step] for segment in known)))
-        return uses[int(STALE_SHARE * len(uses))] if uses else 0
+        return uses[int(STALE_SHARE * len(uses))] if uses else 1
 
     def segments(self) -> Iterable[Segment]:
         with self._lock:

@@ -38,7 +38,6 @@ class Segment:
     block_hashes: list[bytes] = field(
         default_factory=list[bytes]
     )  # hashes by slot, as far as read; b"": nothing to load
-    used: bytearray = field(default_factory=bytearray)  # by slot: 1 = used since it was written here
     uses: "array[int]" = field(default_factory=lambda: array("Q"))  # by slot: number of its last use; 0: not used
     suspect_until: int = 0  # entries before this slot have been checked twice
     touched_at: float = float("-inf")
@@ -50,7 +49,6 @@ class Segment:
     def note(self, block_hashes: list[bytes]) -> None:
         """Add the block hashes of the next slots."""
         self.block_hashes += block_hashes
-        self.used.extend(bytes(len(block_hashes)))
         self.uses.frombytes(bytes(len(block_hashes) * self.uses.itemsize))
         self.is_sealed |= self.is_full()
 

@@ -30,7 +30,7 @@ RENEW_SECONDS = 5.0  # interval in which the files of pinned blocks are marked a
 NICE = 10  # below the compute threads
 KEEP_RATE = 0.8  # the weight of the past in the measured rate
 OVERDUE_SECONDS = 5.0  # for one round
-HELPED_SECONDS = 0.25  # a block that has waited this long is written at normal priority: a kill loses 1 s at most
+LATE_SECONDS = 0.25  # a block that has waited this long is written at normal priority: it is what a kill loses
 LOST = ("overwritten", "overload", "degraded", "closing")
 
 
@@ -244,12 +244,12 @@ class BlockWriter:
             pass
         self._lost["closing"] += self._pending.clear()
 
-    def help(self) -> None:
-        """Run rounds at the priority of the caller while blocks wait for too long, until `stop`."""
+    def run_when_late(self) -> None:
+        """Run rounds at the priority of the caller while a block has waited for LATE_SECONDS, until `stop`."""
         while self._end_at is None:
-            is_late = self.pending_seconds(self._clock()) >= HELPED_SECONDS and not self.health.reason
+            is_late = self.pending_seconds(self._clock()) >= LATE_SECONDS and not self.health.reason
             if not is_late or not self.round():
-                self._wake.wait(HELPED_SECONDS / 2)
+                self._wake.wait(LATE_SECONDS / 2)
 
     def round(self) -> bool:
         """Process the queue, refresh the folder if due, drop distrusted blocks, and write one run.

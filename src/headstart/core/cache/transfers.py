@@ -168,6 +168,8 @@ class StoreTransfers:
 
         Without `may_wait`, which says that another sequence runs, what was loaded for one that waits does not count.
         """
+        if not self._arrived:
+            return self.num_outstanding
         loading = {load.seq for load in self._loads.values()}
         arrived = (n for other, n in self._arrived.items() if other is not seq and (may_wait or other in loading))
         return self.num_outstanding + sum(arrived)
