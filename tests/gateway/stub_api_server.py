@@ -27,6 +27,7 @@ class StubApiServer:
         self.history: list[tuple[int, str, str, dict[str, Any], dict[str, Any] | None]] = []
         self.compacted = 0  # the newest version that no watch can begin at any more
         self.refusals: list[int] = []  # statuses of the next requests, whatever they ask for
+        self.watch_refusals: dict[str, int] = {}  # status of the next watch of a path
         self.refused: set[str] = set()  # paths that are forbidden
         self.requests: list[tuple[str, dict[str, str]]] = []
         self.num_watches = 0
@@ -114,6 +115,8 @@ class StubApiServer:
         if request.path not in self.objects:
             return _status(404, "NotFound", "the server could not find the requested resource")
         if query.get("watch") == "true":
+            if status := self.watch_refusals.pop(request.path, 0):
+                return _status(status, "Refused", f"refused with {status}")
             return await self._watch(request, query)
         return self._list(request.path, query)
 

@@ -247,7 +247,8 @@ def test_a_version_that_is_gone_is_listed_again(tmp_path: Path, how: str) -> Non
             if how == "event":
                 stub.compact()
             else:
-                stub.refusals = [410, 410] if how == "status" else [504, 504]  # 504: a version of the future
+                status = 410 if how == "status" else 504  # 504: a version of the future
+                stub.watch_refusals = {POOLS: status, PODS: status}
             del stub.objects[PODS]["10.0.0.1"]  # of which no watch will tell
             stub.objects[PODS]["b"] = {**pod("10.0.0.2"), "metadata": {"name": "b", "labels": MINE}}
             stub.drop()
