@@ -123,20 +123,25 @@ else \
   $(BIN)/pip install "$(TORCH)"; fi
 endef
 
+# With uv, which takes a third of pip's time, from pip's index; where it fails, pip installs, or says why it cannot.
+INSTALL = { $(BIN)/pip install --quiet uv && UV_SYSTEM_CERTS=1 \
+  UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$${PIP_INDEX_URL:-$$($(BIN)/pip config get global.index-url 2>/dev/null)}}" \
+  $(BIN)/uv pip install $(QUIET) --python $(BIN)/python $(1); } || $(BIN)/pip install $(QUIET) $(1)
+
 $(RUN): pyproject.toml | $(BIN)/python
 	$(INSTALL_TORCH)
 	@echo "== headstart"
-	$(BIN)/pip install $(QUIET) -e '.[engine]'
+	@$(call INSTALL,-e '.[engine]')
 	@touch $@
 
 $(DEV): pyproject.toml lab/pyproject.toml plugins/pyproject.toml | $(BIN)/python
 	$(INSTALL_TORCH)
 	@echo "== headstart and tools for tests, checks and plots"
-	$(BIN)/pip install $(QUIET) -e '.[dev]'
+	@$(call INSTALL,-e '.[dev]')
 	$(BIN)/pip install $(QUIET) --no-index --no-deps --no-build-isolation -e lab -e plugins
 	@touch $(RUN) $@
 
 $(DIST): pyproject.toml | $(BIN)/python
 	@echo "== tools for packages"
-	$(BIN)/pip install $(QUIET) -e '.[dist]'
+	@$(call INSTALL,-e '.[dist]')
 	@touch $@

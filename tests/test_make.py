@@ -144,13 +144,17 @@ def script(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def installed(room: Path, torch_index: str, *, has_wheel: bool = False, has_gpu: bool = False) -> list[str]:
-    """The output of `make install` on Linux, with a pip that only says what it was asked for."""
+def installed(
+    room: Path, torch_index: str, *, has_wheel: bool = False, has_gpu: bool = False, uv: str = ""
+) -> list[str]:
+    """The output of `make install` on Linux, with a pip that only says what it was asked for, and such a uv if any."""
     tools, bin = room / "tools", room / "venv" / "bin"
     tools.mkdir()
     bin.mkdir(parents=True)
     (bin / "python").symlink_to(sys.executable)
     script(bin / "pip", f'case "$*" in *--no-index*) exit {0 if has_wheel else 1};; esac; echo "pip $*"')
+    if uv:
+        script(bin / "uv", uv)
     script(tools / "uname", "echo Linux")
     (tools / "touch").symlink_to(str(shutil.which("touch")))
     if has_gpu:
@@ -184,6 +188,14 @@ def test_make_takes_the_cpu_build_where_its_index_answers_and_warns_of_nothing(t
 @pytest.mark.parametrize("found", [{"has_wheel": True}, {"has_gpu": True}])
 def test_make_warns_of_nothing_where_a_wheel_or_a_gpu_is_there(found: dict[str, bool], tmp_path: Path) -> None:
     assert "CUDA" not in "".join(installed(tmp_path, "http://127.0.0.1:9", **found))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_make_installs_with_uv_from_the_index_of_pip_and_with_pip_if_it_fails(fails: bool, tmp_path: Path) -> None:
+    said = installed(tmp_path, "", has_wheel=True, uv=f'echo "uv $* from $UV_DEFAULT_INDEX"; exit {int(fails)}')
+    python = tmp_path / "venv" / "bin" / "python"
+    assert f"uv pip install --quiet --python {python} -e .[engine] from pip config get global.index-url" in said
+    assert ("pip install --quiet -e .[engine]" in said) == fails
 
 
 @pytest.mark.parametrize(("types", "tests"), [(0, 0), (1, 0), (0, 1)])
